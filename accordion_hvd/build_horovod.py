@@ -1,0 +1,459 @@
+"""Build Horovod for the frameworks that are installed here: ``python -m accordion_hvd.build_horovod``.
+
+Horovod 0.28.1, its last release, is published as source only and no longer compiles against today's
+PyTorch and TensorFlow. This command fetches that source with pip (so your pip configuration decides
+from where), applies the few edits in ``EDITS``, builds a wheel with Gloo and, where an MPI compiler
+is found, MPI, and installs it into the environment of the Python that runs it. The wheel is kept, so
+that the next environment with the same versions is served in seconds.
+
+Only the standard library is used: this runs before anything else is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HOROVOD_VERSION = "0.28.1"
+RECIPE = 1  # raise it when EDITS or the build's environment change: older cached wheels are then not used
+BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
+}
+LIBRARIES = {"torch": "horovod/torch/mpi_lib_v2", "tensorflow": "horovod/tensorflow/mpi_lib"}
+BUILD_SPACE = 1_500_000_000  # bytes; a build of both frameworks takes about 0.7 GB
+KEEP_SPACE = 300_000_000
+# Horovod's own build settings, which a user may set (HOROVOD_GPU_OPERATIONS=NCCL); they change what is built.
+SETTINGS = re.compile(r"HOROVOD_(GPU|CPU|CUDA|NCCL|ROCM|BUILD|ALLOW_MIXED|WITH|ENABLE_XLA)|CXXFLAGS$|CXX$")
+
+
+class BuildError(Exception):
+    """What went wrong, in one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One replacement in Horovod's source; ``old`` must be there, or the source is not the one we know."""
+
+    path: str
+    old: str
+    new: str
+
+
+# The wheel is kept and installed into other environments than the one that built it, so libraries are
+# looked for relative to Horovod's own: the environment's lib (PyPI's Open MPI) and TensorFlow's folders.
+_RPATH = "$ORIGIN/../../../..;$ORIGIN/../../tensorflow;$ORIGIN/../../tensorflow/python;$ORIGIN/../../torch/lib"
+
+EDITS = (
+    # PyTorch >= 2.1 and TensorFlow need C++17.
+    Edit(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        f'set(CMAKE_CXX_STANDARD 17)\nset(CMAKE_BUILD_RPATH "{_RPATH}")',
+    ),
+    Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    # Its headers moved in TensorFlow 2.20 and are incomplete in 2.21; only HOROVOD_ENABLE_XLA_OPS uses it.
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        "",
+    ),
+    # This library has no soname: named by its path, that path would be written into the wheel.
+    Edit(
+        "cmake/Modules/FindTensorflow.cmake",
+        "${Tensorflow_LIB_PATH}/python/_pywrap_tensorflow_internal.so",
+        "-L${Tensorflow_LIB_PATH}/python -l:_pywrap_tensorflow_internal.so",
+    ),
+)
+
+
+def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
+    """Apply ``edits`` to the unpacked source, each exactly once.
+
+    Raises:
+        BuildError: If a file or the text to replace is missing.
+    """
+    for edit in edits:
+        path = source / edit.path
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text.count(edit.old) != 1:
+            raise BuildError(f"This is not the source of Horovod {HOROVOD_VERSION}: {edit.path} is not as expected.")
+        path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+
+
+# --- what is here ---------------------------------------------------------------------------------------
+
+
+def framework_versions() -> dict[str, str]:
+    """The installed ones of torch and tensorflow with their versions; imports neither."""
+    found = {}
+    for name, distributions in DISTRIBUTIONS.items():
+        if importlib.util.find_spec(name) is None:
+            continue
+        found[name] = next(filter(None, map(_version, distributions)), "unknown")
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -> dict[str, str]:
+    """The environment variables of the build: this Python's own tools first, Horovod's switches set."""
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")}
+    env["PATH"] = os.pathsep.join([str(bin_dir()), env.get("PATH", os.defpath)])
+    env["MAKEFLAGS"] = f"-j{jobs}"  # Horovod's default, -j8, needs more memory than a small machine has
+    for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
+        here = name in frameworks
+        env[f"HOROVOD_{'WITH' if here else 'WITHOUT'}_{variable}"] = "1"
+        env.pop(f"HOROVOD_{'WITHOUT' if here else 'WITH'}_{variable}", None)
+    env["HOROVOD_WITHOUT_MXNET"] = "1"
+    env["HOROVOD_WITH_GLOO"] = "1"
+    env["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+    env.pop("HOROVOD_WITHOUT_MPI" if mpi else "HOROVOD_WITH_MPI", None)
+    return env
+
+
+def bin_dir() -> Path:
+    """Where this Python's environment keeps its commands."""
+    return Path(sysconfig.get_path("scripts"))
+
+
+def mpi_identity(env: Mapping[str, str]) -> str | None:
+    """Name, version and place of the MPI that ``mpicxx`` compiles for, or None without one."""
+    mpicxx = shutil.which("mpicxx", path=env["PATH"])
+    if mpicxx is None:
+        return None
+    shown = _output([mpicxx, "--showme:version"], env)
+    match = re.search(r"Open MPI (\S+)", shown)
+    if match:
+        name = f"openmpi{match[1]}"
+    else:  # MPICH and its relatives; what they would run tells them apart
+        shown = _output([mpicxx, "-show"], env)
+        if not shown:
+            return None
+        name = "mpi" + hashlib.sha256(shown.encode()).hexdigest()[:8]
+    inside = Path(mpicxx).parent == bin_dir()  # found relative to Horovod's libraries wherever they go
+    return name if inside else f"{name}@{mpicxx}"
+
+
+def _output(command: Sequence[str], env: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr if done.returncode == 0 else ""
+
+
+def cache_key(frameworks: Mapping[str, str], mpi: str | None, settings: Mapping[str, str] | None = None) -> str:
+    """The name under which a wheel is kept: readable versions, then a hash of everything that matters."""
+    shown = [f"{name}{version}" for name, version in sorted(frameworks.items())]
+    shown = [f"horovod{HOROVOD_VERSION}", f"{sys.implementation.cache_tag}", *shown, (mpi or "nompi").split("@")[0]]
+    everything = [*shown, mpi, RECIPE, platform.system(), platform.machine(), platform.libc_ver(), _cpu_flags()]
+    everything.append(sorted((settings or {}).items()))
+    digest = hashlib.sha256(repr(everything).encode()).hexdigest()[:10]
+    return re.sub(r"[^A-Za-z0-9.+]+", "_", "-".join(shown).replace("-", "~")).replace("_", "-") + "-" + digest
+
+
+def _cpu_flags() -> list[str]:
+    """Those of the processor's abilities that Horovod compiles for; a home may be shared by unlike machines."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return sorted(flag for flag in ("avx", "f16c", "fma") if re.search(rf"^flags\b.*\s{flag}\b", text, re.M))
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/accordion-hvd``, or ``~/.cache/accordion-hvd``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "accordion-hvd"
+
+
+# --- checks before a long build ---------------------------------------------------------------------------
+
+
+def check_tools(env: Mapping[str, str], frameworks: Mapping[str, str]) -> None:
+    """Raise ``BuildError`` for the first thing without which the build cannot succeed."""
+    path = env["PATH"]
+    if not frameworks:
+        raise BuildError("Neither torch nor tensorflow is installed in this environment: install one first.")
+    compiler = env.get("CXX", "").split()[:1] or ["c++"]
+    if not any(shutil.which(name, path=path) for name in (*compiler, "g++")):
+        raise BuildError("No C++ compiler was found: install g++ (Debian: apt-get install g++).")
+    if not shutil.which("make", path=path):
+        raise BuildError("make was not found: install it (Debian: apt-get install make).")
+    if "torch" in frameworks and not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        raise BuildError(f"Python's C headers are missing: install them (Debian: apt-get install {python}-dev).")
+    _check_cmake(env)
+
+
+def _check_cmake(env: Mapping[str, str]) -> None:
+    cmake = env.get("HOROVOD_CMAKE") or shutil.which("cmake", path=env["PATH"])
+    match = re.search(r"version (\d+)\.(\d+)", _output([cmake, "--version"], env)) if cmake else None
+    if match is None:
+        raise BuildError(f"CMake was not found: {sys.executable} -m pip install 'cmake<4'.")
+    if not (3, 13) <= (int(match[1]), int(match[2])) < (4, 0):
+        found = f"{match[1]}.{match[2]}"
+        raise BuildError(f"CMake {found} cannot build Horovod, 3.13 to 3.31 can: {sys.executable} -m pip install 'cmake<4'.")
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise ``BuildError`` unless ``folder``'s disk has ``needed`` bytes free."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise BuildError(f"Only {free / 1e9:.1f} GB are free in {folder}, and {needed / 1e9:.1f} GB are needed.")
+
+
+# --- running long commands --------------------------------------------------------------------------------
+
+
+def run_step(title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> int:
+    """Run ``command`` with its output in ``log`` and show that it is alive; return its exit status."""
+    start, shown = time.monotonic(), 0.0
+    every = 1.0 if sys.stdout.isatty() else 15.0
+    begin = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as out:
+        out.write(f"\n$ {' '.join(command)}\n".encode())
+        out.flush()
+        child = subprocess.Popen(
+            command, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            while True:
+                try:
+                    status = child.wait(timeout=0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    elapsed = time.monotonic() - start
+                    if elapsed - shown >= every:
+                        shown = elapsed
+                        _show(title, elapsed, _progress(log, begin))
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+    _show(title, time.monotonic() - start, "done" if status == 0 else "failed", last=True)
+    return status
+
+
+def _show(title: str, elapsed: float, state: str, last: bool = False) -> None:
+    line = f"{title} ... {int(elapsed) // 60}:{int(elapsed) % 60:02d} {state}".rstrip()
+    if sys.stdout.isatty():
+        print(f"\r\033[K{line}", end="\n" if last else "", flush=True)
+    else:
+        print(line, flush=True)
+
+
+def _progress(log: Path, begin: int) -> str:
+    """The percentage that make printed last, if it printed one."""
+    with log.open("rb") as file:
+        file.seek(max(begin, log.stat().st_size - 20_000))
+        found = re.findall(rb"\[ *(\d+)%\]", file.read())
+    return f"{int(found[-1])}%" if found else ""
+
+
+def explain(text: str) -> str:
+    """The likeliest cause in a failed command's output, in a few words."""
+    causes = (
+        (r"No space left on device", "the disk is full"),
+        (
+            r"Name or service not known|Temporary failure in name resolution|Network is unreachable|Connection refused"
+            r"|Connection timed out|NewConnectionError|ConnectTimeout|ProxyError|Failed to resolve",
+            "there is no network, or the package index cannot be reached",
+        ),
+        (r"No matching distribution found|Could not find a version", "the package index does not have it"),
+        (r"Killed signal|signal 9|out of memory|cannot allocate memory", "memory ran out"),
+        (r"No CMAKE_CXX_COMPILER could be found|is not able to compile a simple test", "the C++ compiler does not work"),
+    )
+    for pattern, cause in causes:
+        if re.search(pattern, text, re.I):
+            return cause
+    errors = re.search(r"^.*?((?:fatal )?error: .+|CMake Error.*(?:\n\s*\S.*)?)$", text, re.M)
+    return " ".join(errors[1].split())[:160] if errors else "see the log"
+
+
+def _step(title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+    begin = log.stat().st_size if log.exists() else 0
+    try:
+        status = run_step(title, command, env, log, cwd)
+    except OSError as error:
+        raise BuildError(f"{title} failed: {error}.") from error
+    if status:
+        text = log.read_bytes()[begin:].decode("utf-8", "replace")
+        raise BuildError(f"{title} failed: {explain(text)} (log: {log}).")
+
+
+def _pip(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
+
+
+# --- the build --------------------------------------------------------------------------------------------
+
+
+def wheel_is_good(wheel: Path, frameworks: Mapping[str, str]) -> bool:
+    """Whether the file is an undamaged wheel with a library for each of ``frameworks``."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            whole = archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError):
+        return False
+    return whole and all(any(name.startswith(LIBRARIES[f]) for name in names) for f in frameworks)
+
+
+def cached_wheel(folder: Path, frameworks: Mapping[str, str]) -> Path | None:
+    """The good wheel in a cache folder; damaged ones are deleted."""
+    for wheel in sorted(folder.glob("horovod-*.whl")):
+        if wheel_is_good(wheel, frameworks):
+            return wheel
+        print(f"The cached wheel {wheel} is damaged; it is built again.", flush=True)
+        wheel.unlink(missing_ok=True)
+    return None
+
+
+def fetch_source(work: Path, env: Mapping[str, str], log: Path) -> Path:
+    """Download and unpack Horovod's source below ``work``; return its folder."""
+    name = f"horovod=={HOROVOD_VERSION}"
+    options = ("--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--dest", str(work))
+    _step(f"fetching {name}", _pip("download", *options, name), env, log, work)
+    archives = list(work.glob("horovod-*.tar.gz"))
+    if len(archives) != 1:
+        raise BuildError(f"pip did not bring the source package of {name} (log: {log}).")
+    with tarfile.open(archives[0]) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(work, filter="data")
+        else:
+            archive.extractall(work)
+    return work / f"horovod-{HOROVOD_VERSION}"
+
+
+def build_wheel(folder: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path) -> Path:
+    """Build the wheel and put it into ``folder``, which sees either all of it or nothing."""
+    missing = [need for need in BUILD_NEEDS if _version(need) is None]
+    with tempfile.TemporaryDirectory(prefix="accordion-hvd-") as temporary:
+        work = Path(temporary)
+        if missing:
+            _step("installing what the build needs", _pip("install", *missing), env, log, work)
+        source = fetch_source(work, env, log)
+        apply_edits(source)
+        options = ("-v", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out"))
+        title = f"compiling Horovod for {' and '.join(frameworks)} (some minutes)"
+        _step(title, _pip("wheel", *options, str(source)), env, log, work)
+        built = list((work / "out").glob("horovod-*.whl"))
+        if len(built) != 1 or not wheel_is_good(built[0], frameworks):
+            raise BuildError(f"The build ended without a library for {' and '.join(frameworks)} (log: {log}).")
+        return _keep(built[0], folder)
+
+
+def _keep(wheel: Path, folder: Path) -> Path:
+    """Copy ``wheel`` into the cache so that no other process ever sees a part of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".part-")
+    try:
+        with os.fdopen(handle, "wb") as target, wheel.open("rb") as origin:
+            shutil.copyfileobj(origin, target, 1 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, folder / wheel.name)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        raise BuildError(f"The wheel could not be written to {folder}: {error.strerror}.") from error
+    return folder / wheel.name
+
+
+def install_wheel(wheel: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path) -> None:
+    """Install ``wheel`` here and see that its libraries load."""
+    needs = [need for need in BUILD_NEEDS[2:] if _version(need) is None]
+    if needs:
+        _step("installing what Horovod needs", _pip("install", *needs), env, log, wheel.parent)
+    options = ("--force-reinstall", "--no-deps", "--no-index", str(wheel))
+    _step("installing Horovod", _pip("install", *options), env, log, wheel.parent)
+    for name in frameworks:
+        code = f"import horovod.{name} as hvd; assert hvd.gloo_built()"
+        _step(f"loading horovod.{name}", [sys.executable, "-c", code], env, log, wheel.parent)
+
+
+def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool = False) -> Path:
+    """Build Horovod, or take it from ``cache``, and install it unless ``wheel_only``; return the wheel.
+
+    Raises:
+        BuildError: With one sentence that says what is wrong.
+    """
+    frameworks = framework_versions()
+    env = build_environment(frameworks, mpi)
+    identity = mpi_identity(env) if mpi else None
+    env = build_environment(frameworks, identity is not None)
+    settings = {k: v for k, v in os.environ.items() if SETTINGS.match(k)}
+    key = cache_key(frameworks, identity, settings)
+    folder = cache / key
+    log = cache / f"{key}.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+    except OSError as error:
+        raise BuildError(f"The cache {cache} cannot be written: {error.strerror} (choose another with --cache).") from error
+    wheel = None if force else cached_wheel(folder, frameworks)
+    if wheel is None:
+        check_tools(env, frameworks)
+        check_space(Path(tempfile.gettempdir()), BUILD_SPACE)
+        check_space(cache, KEEP_SPACE)
+        if identity is None:
+            print("No MPI compiler (mpicxx): Horovod is built with Gloo only.", flush=True)
+        wheel = build_wheel(folder, frameworks, env, log)
+    else:
+        print(f"Using the wheel built before: {wheel}", flush=True)
+    if not wheel_only:
+        check_space(Path(sysconfig.get_path("platlib")), KEEP_SPACE)
+        install_wheel(wheel, frameworks, env, log)
+    return wheel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m accordion_hvd.build_horovod", description=__doc__.split("\n")[0])
+    parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
+    parser.add_argument("--no-mpi", action="store_true", help="leave MPI out even if mpicxx is found")
+    parser.add_argument("--cache", type=Path, default=None, help=f"where wheels are kept (default: {default_cache()})")
+    parser.add_argument("--wheel-only", action="store_true", help="build and keep the wheel, do not install it")
+    options = parser.parse_args(arguments)
+    try:
+        cache = (options.cache or default_cache()).absolute()
+        wheel = build(cache, not options.no_mpi, options.force, options.wheel_only)
+    except BuildError as error:
+        print(f"build_horovod: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nbuild_horovod: stopped.", file=sys.stderr)
+        return 130
+    if options.wheel_only:
+        print(wheel)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
