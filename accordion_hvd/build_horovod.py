@@ -1,10 +1,10 @@
-"""Build Horovod for the frameworks that are installed here: ``python -m accordion_hvd.build_horovod``.
+"""Build Horovod for the frameworks installed here: ``python -m accordion_hvd.build_horovod``.
 
-Horovod 0.28.1, its last release, is published as source only and no longer compiles against today's
-PyTorch and TensorFlow. This command fetches that source with pip (so your pip configuration decides
-from where), applies the few edits in ``EDITS``, builds a wheel with Gloo and, where an MPI compiler
-is found, MPI, and installs it into the environment of the Python that runs it. The wheel is kept, so
-that the next environment with the same versions is served in seconds.
+Horovod 0.28.1, its last release, is published as source only and no longer compiles against
+today's PyTorch and TensorFlow. This command fetches that source with pip (so your pip
+configuration decides from where), applies the few edits in ``EDITS``, builds a wheel with Gloo and,
+where an MPI compiler is found, MPI, and installs it into the environment of the Python that runs
+it. The wheel is kept: the next environment with the same versions is served in seconds.
 
 Only the standard library is used: this runs before anything else is installed.
 """
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-RECIPE = 1  # raise it when EDITS or the build's environment change: older cached wheels are then not used
+RECIPE = 1  # raise it when EDITS or the build's environment change: older wheels are then not used
 BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -40,8 +40,10 @@ DISTRIBUTIONS = {
 LIBRARIES = {"torch": "horovod/torch/mpi_lib_v2", "tensorflow": "horovod/tensorflow/mpi_lib"}
 BUILD_SPACE = 1_500_000_000  # bytes; a build of both frameworks takes about 0.7 GB
 KEEP_SPACE = 300_000_000
-# Horovod's own build settings, which a user may set (HOROVOD_GPU_OPERATIONS=NCCL); they change what is built.
-SETTINGS = re.compile(r"HOROVOD_(GPU|CPU|CUDA|NCCL|ROCM|BUILD|ALLOW_MIXED|WITH|ENABLE_XLA)|CXXFLAGS$|CXX$")
+# Build settings that a user may make (HOROVOD_GPU_OPERATIONS=NCCL): they change what is built.
+SETTINGS = re.compile(
+    r"HOROVOD_(GPU|CPU|CUDA|NCCL|ROCM|BUILD|ALLOW_MIXED|WITH|ENABLE_XLA)|CXXFLAGS$|CXX$"
+)
 
 
 class BuildError(Exception):
@@ -50,16 +52,19 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in Horovod's source; ``old`` must be there, or the source is not the one we know."""
+    """One replacement in Horovod's source; ``old`` must be in it exactly once."""
 
     path: str
     old: str
     new: str
 
 
-# The wheel is kept and installed into other environments than the one that built it, so libraries are
-# looked for relative to Horovod's own: the environment's lib (PyPI's Open MPI) and TensorFlow's folders.
-_RPATH = "$ORIGIN/../../../..;$ORIGIN/../../tensorflow;$ORIGIN/../../tensorflow/python;$ORIGIN/../../torch/lib"
+# The wheel goes into other environments than the one that built it, so libraries are looked for
+# relative to Horovod's own: the environment's lib (Open MPI from pip) and the frameworks' folders.
+_RPATH = ";".join(
+    f"$ORIGIN/{folder}"
+    for folder in ("../../../..", "../../tensorflow", "../../tensorflow/python", "../../torch/lib")
+)
 
 EDITS = (
     # PyTorch >= 2.1 and TensorFlow need C++17.
@@ -68,8 +73,11 @@ EDITS = (
         "set(CMAKE_CXX_STANDARD 14)",
         f'set(CMAKE_CXX_STANDARD 17)\nset(CMAKE_BUILD_RPATH "{_RPATH}")',
     ),
-    Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    # Its headers moved in TensorFlow 2.20 and are incomplete in 2.21; only HOROVOD_ENABLE_XLA_OPS uses it.
+    Edit(
+        "horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
+    ),
+    # Headers it includes moved in TensorFlow 2.20 and are incomplete in 2.21; only
+    # HOROVOD_ENABLE_XLA_OPS uses it.
     Edit(
         "horovod/tensorflow/CMakeLists.txt",
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
@@ -94,11 +102,13 @@ def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
         path = source / edit.path
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if text.count(edit.old) != 1:
-            raise BuildError(f"This is not the source of Horovod {HOROVOD_VERSION}: {edit.path} is not as expected.")
+            raise BuildError(
+                f"This is not Horovod {HOROVOD_VERSION}'s source: {edit.path} is not as expected."
+            )
         path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
-# --- what is here ---------------------------------------------------------------------------------------
+# --- what is here ---------------------------------------------------------------------
 
 
 def framework_versions() -> dict[str, str]:
@@ -119,10 +129,11 @@ def _version(distribution: str) -> str | None:
 
 
 def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -> dict[str, str]:
-    """The environment variables of the build: this Python's own tools first, Horovod's switches set."""
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")}
+    """The build's environment variables: this Python's own tools first, Horovod's switches set."""
+    unwanted = ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")  # of a make around us
+    env = {name: value for name, value in os.environ.items() if name not in unwanted}
     env["PATH"] = os.pathsep.join([str(bin_dir()), env.get("PATH", os.defpath)])
-    env["MAKEFLAGS"] = f"-j{jobs}"  # Horovod's default, -j8, needs more memory than a small machine has
+    env["MAKEFLAGS"] = f"-j{jobs}"  # Horovod's own, -j8, takes more memory than small machines have
     for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
         here = name in frameworks
         env[f"HOROVOD_{'WITH' if here else 'WITHOUT'}_{variable}"] = "1"
@@ -153,35 +164,42 @@ def mpi_identity(env: Mapping[str, str]) -> str | None:
         if not shown:
             return None
         name = "mpi" + hashlib.sha256(shown.encode()).hexdigest()[:8]
-    inside = Path(mpicxx).parent == bin_dir()  # found relative to Horovod's libraries wherever they go
-    return name if inside else f"{name}@{mpicxx}"
+    # One inside the environment is found again by a relative path wherever the wheel goes.
+    return name if Path(mpicxx).parent == bin_dir() else f"{name}@{mpicxx}"
 
 
 def _output(command: Sequence[str], env: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=dict(env), capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr if done.returncode == 0 else ""
 
 
-def cache_key(frameworks: Mapping[str, str], mpi: str | None, settings: Mapping[str, str] | None = None) -> str:
-    """The name under which a wheel is kept: readable versions, then a hash of everything that matters."""
-    shown = [f"{name}{version}" for name, version in sorted(frameworks.items())]
-    shown = [f"horovod{HOROVOD_VERSION}", f"{sys.implementation.cache_tag}", *shown, (mpi or "nompi").split("@")[0]]
-    everything = [*shown, mpi, RECIPE, platform.system(), platform.machine(), platform.libc_ver(), _cpu_flags()]
-    everything.append(sorted((settings or {}).items()))
+def cache_key(
+    frameworks: Mapping[str, str], mpi: str | None, settings: Mapping[str, str] | None = None
+) -> str:
+    """The name a wheel is kept under: readable versions, then a hash of everything that matters."""
+    shown = [f"horovod{HOROVOD_VERSION}", f"cp{sys.version_info[0]}{sys.version_info[1]}"]
+    shown += [f"{name}{version}" for name, version in sorted(frameworks.items())]
+    shown.append((mpi or "nompi").split("@")[0])
+    machine = (platform.system(), platform.machine(), platform.libc_ver(), _cpu_flags())
+    build_settings = sorted((settings or {}).items())
+    everything = (shown, sys.implementation.cache_tag, mpi, RECIPE, machine, build_settings)
     digest = hashlib.sha256(repr(everything).encode()).hexdigest()[:10]
-    return re.sub(r"[^A-Za-z0-9.+]+", "_", "-".join(shown).replace("-", "~")).replace("_", "-") + "-" + digest
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", "-".join([*shown, digest]))
 
 
 def _cpu_flags() -> list[str]:
-    """Those of the processor's abilities that Horovod compiles for; a home may be shared by unlike machines."""
+    """The processor's abilities that Horovod compiles for; unlike machines may share a home."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return sorted(flag for flag in ("avx", "f16c", "fma") if re.search(rf"^flags\b.*\s{flag}\b", text, re.M))
+    known = re.search(r"^flags\s*:(.*)$", text, re.M)
+    return sorted({"avx", "f16c", "fma"} & set(known[1].split() if known else ()))
 
 
 def default_cache() -> Path:
@@ -190,33 +208,46 @@ def default_cache() -> Path:
     return Path(base) / "accordion-hvd"
 
 
-# --- checks before a long build ---------------------------------------------------------------------------
+# --- checks before a long build -------------------------------------------------------
 
 
 def check_tools(env: Mapping[str, str], frameworks: Mapping[str, str]) -> None:
     """Raise ``BuildError`` for the first thing without which the build cannot succeed."""
     path = env["PATH"]
     if not frameworks:
-        raise BuildError("Neither torch nor tensorflow is installed in this environment: install one first.")
-    compiler = env.get("CXX", "").split()[:1] or ["c++"]
-    if not any(shutil.which(name, path=path) for name in (*compiler, "g++")):
+        raise BuildError("Neither torch nor tensorflow is installed here: install one first.")
+    compilers = env.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+    if not any(shutil.which(name, path=path) for name in compilers):
         raise BuildError("No C++ compiler was found: install g++ (Debian: apt-get install g++).")
     if not shutil.which("make", path=path):
         raise BuildError("make was not found: install it (Debian: apt-get install make).")
-    if "torch" in frameworks and not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        raise BuildError(f"Python's C headers are missing: install them (Debian: apt-get install {python}-dev).")
+    if "torch" in frameworks and not _has_python_header(env):
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+        raise BuildError(
+            f"Python's C headers are missing: install them (Debian: apt-get install {package})."
+        )
     _check_cmake(env)
 
 
+def _has_python_header(env: Mapping[str, str]) -> bool:
+    folders = [sysconfig.get_path("include")]
+    for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        folders += env.get(variable, "").split(os.pathsep)
+    return any((Path(folder) / "Python.h").is_file() for folder in folders if folder)
+
+
 def _check_cmake(env: Mapping[str, str]) -> None:
+    advice = f"{sys.executable} -m pip install 'cmake<4'"
     cmake = env.get("HOROVOD_CMAKE") or shutil.which("cmake", path=env["PATH"])
-    match = re.search(r"version (\d+)\.(\d+)", _output([cmake, "--version"], env)) if cmake else None
+    match = (
+        re.search(r"version (\d+)\.(\d+)", _output([cmake, "--version"], env)) if cmake else None
+    )
     if match is None:
-        raise BuildError(f"CMake was not found: {sys.executable} -m pip install 'cmake<4'.")
+        raise BuildError(f"CMake was not found: {advice}.")
     if not (3, 13) <= (int(match[1]), int(match[2])) < (4, 0):
-        found = f"{match[1]}.{match[2]}"
-        raise BuildError(f"CMake {found} cannot build Horovod, 3.13 to 3.31 can: {sys.executable} -m pip install 'cmake<4'.")
+        raise BuildError(
+            f"CMake {match[1]}.{match[2]} cannot build Horovod, 3.13 to 3.31 can: {advice}."
+        )
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -225,39 +256,53 @@ def check_space(folder: Path, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise BuildError(f"Only {free / 1e9:.1f} GB are free in {folder}, and {needed / 1e9:.1f} GB are needed.")
+        raise BuildError(
+            f"Only {free / 1e9:.1f} GB are free in {folder}, and {needed / 1e9:.1f} GB are needed."
+        )
 
 
-# --- running long commands --------------------------------------------------------------------------------
+# --- running long commands ------------------------------------------------------------
 
 
-def run_step(title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> int:
-    """Run ``command`` with its output in ``log`` and show that it is alive; return its exit status."""
-    start, shown = time.monotonic(), 0.0
-    every = 1.0 if sys.stdout.isatty() else 15.0
-    begin = log.stat().st_size if log.exists() else 0
+def run_step(
+    title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
+) -> int:
+    """Run ``command`` with its output in ``log`` and show that it is alive; return its status."""
     with log.open("ab") as out:
         out.write(f"\n$ {' '.join(command)}\n".encode())
         out.flush()
+        begin = out.tell()
         child = subprocess.Popen(
-            command, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            command,
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
         try:
-            while True:
-                try:
-                    status = child.wait(timeout=0.5)
-                    break
-                except subprocess.TimeoutExpired:
-                    elapsed = time.monotonic() - start
-                    if elapsed - shown >= every:
-                        shown = elapsed
-                        _show(title, elapsed, _progress(log, begin))
+            return _watch(title, child, log, begin)
         finally:
             if child.poll() is None:
                 child.terminate()
                 child.wait()
-    _show(title, time.monotonic() - start, "done" if status == 0 else "failed", last=True)
-    return status
+
+
+def _watch(title: str, child: subprocess.Popen[bytes], log: Path, begin: int) -> int:
+    """Print a line a second on a terminal, four a minute elsewhere, until ``child`` ends."""
+    every = 1.0 if sys.stdout.isatty() else 15.0
+    start, shown, progress = time.monotonic(), 0.0, ""
+    while True:
+        try:
+            status = child.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            elapsed = time.monotonic() - start
+            if elapsed - shown >= every:
+                shown, progress = elapsed, _progress(log, begin) or progress
+                _show(title, elapsed, progress)
+        else:
+            _show(title, time.monotonic() - start, "failed" if status else "done", last=True)
+            return status
 
 
 def _show(title: str, elapsed: float, state: str, last: bool = False) -> None:
@@ -276,27 +321,37 @@ def _progress(log: Path, begin: int) -> str:
     return f"{int(found[-1])}%" if found else ""
 
 
+_CAUSES = (
+    (r"No space left on device", "the disk is full"),
+    (
+        r"Name or service not known|Temporary failure in name resolution|Network is unreachable"
+        r"|Connection refused|Connection timed out|NewConnectionError|ConnectTimeout|ProxyError"
+        r"|Failed to resolve",
+        "there is no network, or the package index cannot be reached",
+    ),
+    (r"No module named pip", "this Python has no pip"),
+    (r"No matching distribution|Could not find a version", "the package index does not have it"),
+    (r"Killed signal|signal 9|out of memory|cannot allocate memory", "memory ran out"),
+    (
+        r"No CMAKE_CXX_COMPILER could be found|is not able to compile a simple test",
+        "the C++ compiler does not work",
+    ),
+)
+
+
 def explain(text: str) -> str:
     """The likeliest cause in a failed command's output, in a few words."""
-    causes = (
-        (r"No space left on device", "the disk is full"),
-        (
-            r"Name or service not known|Temporary failure in name resolution|Network is unreachable|Connection refused"
-            r"|Connection timed out|NewConnectionError|ConnectTimeout|ProxyError|Failed to resolve",
-            "there is no network, or the package index cannot be reached",
-        ),
-        (r"No matching distribution found|Could not find a version", "the package index does not have it"),
-        (r"Killed signal|signal 9|out of memory|cannot allocate memory", "memory ran out"),
-        (r"No CMAKE_CXX_COMPILER could be found|is not able to compile a simple test", "the C++ compiler does not work"),
-    )
-    for pattern, cause in causes:
+    for pattern, cause in _CAUSES:
         if re.search(pattern, text, re.I):
             return cause
-    errors = re.search(r"^.*?((?:fatal )?error: .+|CMake Error.*(?:\n\s*\S.*)?)$", text, re.M)
-    return " ".join(errors[1].split())[:160] if errors else "see the log"
+    found = re.search(r"((?:fatal )?error: .+|CMake Error.*(?:\n\s*\S.*)?)$", text, re.M)
+    return " ".join(found[1].split())[:160] if found else "see the log"
 
 
-def _step(title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+def _step(
+    title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
+) -> None:
+    """Like ``run_step``, but a failure is a ``BuildError`` that names its cause and the log."""
     begin = log.stat().st_size if log.exists() else 0
     try:
         status = run_step(title, command, env, log, cwd)
@@ -311,7 +366,7 @@ def _pip(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
 
 
-# --- the build --------------------------------------------------------------------------------------------
+# --- the build ------------------------------------------------------------------------
 
 
 def wheel_is_good(wheel: Path, frameworks: Mapping[str, str]) -> bool:
@@ -351,8 +406,11 @@ def fetch_source(work: Path, env: Mapping[str, str], log: Path) -> Path:
     return work / f"horovod-{HOROVOD_VERSION}"
 
 
-def build_wheel(folder: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path) -> Path:
+def build_wheel(
+    folder: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path
+) -> Path:
     """Build the wheel and put it into ``folder``, which sees either all of it or nothing."""
+    names = " and ".join(frameworks)
     missing = [need for need in BUILD_NEEDS if _version(need) is None]
     with tempfile.TemporaryDirectory(prefix="accordion-hvd-") as temporary:
         work = Path(temporary)
@@ -361,11 +419,11 @@ def build_wheel(folder: Path, frameworks: Mapping[str, str], env: Mapping[str, s
         source = fetch_source(work, env, log)
         apply_edits(source)
         options = ("-v", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out"))
-        title = f"compiling Horovod for {' and '.join(frameworks)} (some minutes)"
+        title = f"compiling Horovod for {names} (some minutes)"
         _step(title, _pip("wheel", *options, str(source)), env, log, work)
         built = list((work / "out").glob("horovod-*.whl"))
         if len(built) != 1 or not wheel_is_good(built[0], frameworks):
-            raise BuildError(f"The build ended without a library for {' and '.join(frameworks)} (log: {log}).")
+            raise BuildError(f"The build ended without a library for {names} (log: {log}).")
         return _keep(built[0], folder)
 
 
@@ -382,12 +440,15 @@ def _keep(wheel: Path, folder: Path) -> Path:
         os.replace(name, folder / wheel.name)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
-        raise BuildError(f"The wheel could not be written to {folder}: {error.strerror}.") from error
+        raise BuildError(f"The wheel cannot be written to {folder}: {error.strerror}.") from error
     return folder / wheel.name
 
 
-def install_wheel(wheel: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path) -> None:
+def install_wheel(
+    wheel: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path
+) -> None:
     """Install ``wheel`` here and see that its libraries load."""
+    check_space(Path(sysconfig.get_path("platlib")), KEEP_SPACE)
     needs = [need for need in BUILD_NEEDS[2:] if _version(need) is None]
     if needs:
         _step("installing what Horovod needs", _pip("install", *needs), env, log, wheel.parent)
@@ -399,52 +460,80 @@ def install_wheel(wheel: Path, frameworks: Mapping[str, str], env: Mapping[str, 
 
 
 def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool = False) -> Path:
-    """Build Horovod, or take it from ``cache``, and install it unless ``wheel_only``; return the wheel.
+    """Build Horovod, or take it from ``cache``, and install it unless ``wheel_only``.
+
+    Args:
+        cache: The folder that keeps wheels and logs.
+        mpi: Whether to build with MPI where ``mpicxx`` is found.
+        force: Build even if a good wheel is there.
+        wheel_only: Leave the environment as it is.
+
+    Returns:
+        The wheel's path.
 
     Raises:
         BuildError: With one sentence that says what is wrong.
     """
     frameworks = framework_versions()
-    env = build_environment(frameworks, mpi)
-    identity = mpi_identity(env) if mpi else None
+    identity = mpi_identity(build_environment(frameworks, mpi)) if mpi else None
     env = build_environment(frameworks, identity is not None)
     settings = {k: v for k, v in os.environ.items() if SETTINGS.match(k)}
     key = cache_key(frameworks, identity, settings)
-    folder = cache / key
-    log = cache / f"{key}.log"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        log.write_bytes(b"")
-    except OSError as error:
-        raise BuildError(f"The cache {cache} cannot be written: {error.strerror} (choose another with --cache).") from error
+    folder, log = cache / key, cache / f"{key}.log"
+    _prepare_cache(folder, log)
     wheel = None if force else cached_wheel(folder, frameworks)
-    if wheel is None:
-        check_tools(env, frameworks)
-        check_space(Path(tempfile.gettempdir()), BUILD_SPACE)
-        check_space(cache, KEEP_SPACE)
-        if identity is None:
-            print("No MPI compiler (mpicxx): Horovod is built with Gloo only.", flush=True)
-        wheel = build_wheel(folder, frameworks, env, log)
-    else:
+    if wheel is not None:
         print(f"Using the wheel built before: {wheel}", flush=True)
+        try:
+            if not wheel_only:
+                install_wheel(wheel, frameworks, env, log)
+            return wheel
+        except BuildError as error:
+            print(f"It does not work here ({error}) and is built again.", flush=True)
+    _check_before_build(cache, frameworks, env, identity)
+    wheel = build_wheel(folder, frameworks, env, log)
     if not wheel_only:
-        check_space(Path(sysconfig.get_path("platlib")), KEEP_SPACE)
         install_wheel(wheel, frameworks, env, log)
     return wheel
 
 
+def _prepare_cache(folder: Path, log: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            file.write(time.strftime("\n==== %Y-%m-%d %H:%M:%S\n").encode())
+    except OSError as error:
+        raise BuildError(
+            f"{folder.parent} cannot be written: {error.strerror}; choose another with --cache."
+        ) from error
+
+
+def _check_before_build(
+    cache: Path, frameworks: Mapping[str, str], env: Mapping[str, str], mpi: str | None
+) -> None:
+    check_tools(env, frameworks)
+    check_space(Path(tempfile.gettempdir()), BUILD_SPACE)
+    check_space(cache, KEEP_SPACE)
+    if mpi is None:
+        print("Building with Gloo only, without MPI.", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m accordion_hvd.build_horovod", description=__doc__.split("\n")[0])
-    parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
-    parser.add_argument("--no-mpi", action="store_true", help="leave MPI out even if mpicxx is found")
-    parser.add_argument("--cache", type=Path, default=None, help=f"where wheels are kept (default: {default_cache()})")
-    parser.add_argument("--wheel-only", action="store_true", help="build and keep the wheel, do not install it")
+    parser = argparse.ArgumentParser(
+        prog="python -m accordion_hvd.build_horovod",
+        description=(__doc__ or "").split("\n")[0],
+    )
+    add = parser.add_argument
+    add("--force", action="store_true", help="build even if a wheel is cached")
+    add("--no-mpi", action="store_true", help="leave MPI out even if mpicxx is found")
+    add("--cache", type=Path, metavar="DIR", help=f"wheels are kept here ({default_cache()})")
+    add("--wheel-only", action="store_true", help="build and keep the wheel, do not install it")
     options = parser.parse_args(arguments)
     try:
         cache = (options.cache or default_cache()).absolute()
         wheel = build(cache, not options.no_mpi, options.force, options.wheel_only)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"build_horovod: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
