@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-RECIPE = 1  # raise it when EDITS or the build's environment change: older wheels are then not used
+RECIPE = 2  # raise it when EDITS or the build's environment change: older wheels are then not used
 BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -88,6 +88,20 @@ EDITS = (
         "cmake/Modules/FindTensorflow.cmake",
         "${Tensorflow_LIB_PATH}/python/_pywrap_tensorflow_internal.so",
         "-L${Tensorflow_LIB_PATH}/python -l:_pywrap_tensorflow_internal.so",
+    ),
+    # Open MPI from pip knows where it is only if mpirun started the process: without this,
+    # `hvd.init()` in a plain `python train.py` aborts.
+    Edit(
+        "horovod/common/basics.py",
+        "import os\nfrom typing import *\n",
+        "import os\nimport sys\nfrom typing import *\n",
+    ),
+    Edit(
+        "horovod/common/basics.py",
+        "        full_path = util.get_extension_full_path(pkg_path, *args)\n",
+        "        full_path = util.get_extension_full_path(pkg_path, *args)\n"
+        "        if os.path.exists(os.path.join(sys.prefix, 'bin', 'orted')):\n"
+        "            os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n",
     ),
 )
 

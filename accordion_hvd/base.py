@@ -1,0 +1,210 @@
+"""What an algorithm is written against: requests, `Info`, `Spec` and `Compressor`.
+
+An algorithm is a *conversation*: a Python generator that yields the collectives it wants and is
+sent their results. It never calls a network and never names a framework, so the same few lines
+run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a NumPy simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar
+
+from accordion_hvd.ops import namespace
+
+Tensor = Any
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One collective that a conversation asks for. `group`: ranks taking part, None for all."""
+
+    tensor: Tensor
+    group: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Allreduce(Request):
+    """Element-wise combination over the ranks; the result has the tensor's shape and dtype.
+
+    Any dtype may be asked for; what the engine cannot add, the communicator emulates.
+
+    Attributes:
+        op: "mean" (floating point only), "sum" or "max".
+        wire: for "mean", the dtype in which values travel ("float16", "bfloat16") instead of
+            their own; they are added in fp32 or better where the engine allows it.
+        reuse: the conversation will not read `tensor` again, so its memory may hold the result.
+    """
+
+    op: str = field(default="mean", kw_only=True)
+    wire: str | None = field(default=None, kw_only=True)
+    reuse: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Allgather(Request):
+    """Everybody's tensor; the result is a tuple with one tensor per rank, in rank order.
+
+    Attributes:
+        uneven: the first dimension may differ between ranks (costs an exchange of sizes).
+    """
+
+    uneven: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(Request):
+    """The tensor of rank `root` on every rank; all ranks pass one of the same shape and dtype."""
+
+    root: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Alltoall(Request):
+    """Row `r` of the tensor goes to rank `r`; the result stacks what came, in rank order.
+
+    The first dimension must be the number of ranks taking part.
+    """
+
+
+Requests = Request | tuple[Request, ...]
+"""What a conversation may yield: one request, or several that leave together (a tuple comes back)."""
+
+Conversation = Generator[Requests, Any, tuple[Tensor, State]]
+
+
+@dataclass(frozen=True)
+class Info:
+    """What an algorithm is told besides the tensor.
+
+    Attributes:
+        step: exchanges so far, skipped ones included; an integer, or a scalar tensor in a graph.
+        rank: this process among those that exchange.
+        size: how many processes exchange.
+        name: the bucket's name, equal on all ranks; the root of its random seeds.
+        lr: the learning rate now.
+    """
+
+    step: Any = 0
+    rank: int = 0
+    size: int = 1
+    name: str = ""
+    lr: Any = 0.0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its values: what `Compressor.init` is told.
+
+    Attributes:
+        shape: the gradient's shape.
+        dtype: the gradient's dtype by name; state is fp32 whatever it is.
+        xp: the namespace of operations that serves it (`accordion_hvd.ops`).
+        device: where it lives, in its framework's terms.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    xp: ModuleType
+    device: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """An fp32 tensor of zeros on the gradient's device."""
+        return self.xp.zeros(shape, "float32", self.device)
+
+    def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:
+        """Standard normal fp32 values that depend on `seed` and `shape` alone: equal on all ranks
+        and in all frameworks.
+        """
+        from accordion_hvd.ops.random import normal
+
+        return self.xp.asarray(normal(shape, seed), self.device)
+
+
+class NotForStockHorovod:
+    """Says what to write when one of our objects is handed to Horovod's own wrapper.
+
+    Horovod's compression protocol, `compress(tensor) -> (tensor, context)`, has no room for a
+    conversation: it passes no name, allows one tensor and one allreduce.
+    """
+
+    def compress(self, tensor: Tensor) -> Any:
+        """Refuse. Raises: TypeError, with the import line to use instead."""
+        framework = "torch" if type(tensor).__module__.startswith("torch") else "tensorflow"
+        raise TypeError(
+            f"{self!r} was given to Horovod's own wrapper, which cannot run it. Write "
+            f"`import accordion_hvd.{framework} as hvd` instead of "
+            f"`import horovod.{framework} as hvd` (likewise for horovod.tensorflow.keras)."
+        )
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """Refuse, as `compress` does."""
+        return self.compress(tensor)
+
+
+class Compressor(NotForStockHorovod):
+    """One algorithm and its hyper-parameters; it has no memory of its own.
+
+    A subclass is a frozen dataclass that defines `init` and `exchange`. What it remembers between
+    steps is the state: a dict whose keys `init` names. State is fp32 whatever the gradient is.
+
+    Attributes:
+        target: "gradient" (before the step) or "parameter" (after it).
+        output: "gradient", or "update" for algorithms that return a finished direction; an inner
+            optimizer with momentum is then refused.
+        scope: "tensor" (called with one tensor in its own shape), "flat" (with vectors that may
+            hold several tensors side by side) or "model" (the whole model as one vector).
+    """
+
+    target: ClassVar[str] = "gradient"
+    output: ClassVar[str] = "gradient"
+    scope: ClassVar[str] = "tensor"
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """The state before the first exchange of a tensor like `spec`; names every key."""
+        return {}
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """Average `grad` over the ranks.
+
+        A generator: yields requests, is sent their results, returns `(mean, new_state)`. `mean`
+        has the gradient's shape (any float dtype); `new_state` the keys that `init` named.
+
+        In-place operations (`ops`) consume their first argument. Before the first `yield` only
+        those of `ops` may be used on the state: they can be undone if a rank reports a
+        non-finite gradient.
+        """
+        raise TypeError(f"{type(self).__name__} does not define exchange()")
+        yield
+
+    def variant(self, step: int) -> int:
+        """A number that changes when the Python side of the algorithm does (phases, warm-ups)."""
+        return 0
+
+    def residual(self, state: State) -> Tensor | None:
+        """What this rank still owes, in units of the gradient; None without error feedback."""
+        return state.get("error")
+
+    def with_residual(self, state: State, residual: Tensor) -> State:
+        """The state that owes `residual` (any shape of the right size) instead of what it did."""
+        error = state["error"]
+        return {**state, "error": namespace(error).reshape(residual, tuple(error.shape))}
+
+    def park(self, state: State) -> State:
+        """What to keep while another level serves; the residual has been handed over."""
+        return {key: value for key, value in state.items() if key != "error"}
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """Take over what the level that served before has learned; by default nothing."""
+        return state

@@ -1,0 +1,154 @@
+"""Which tensors travel together.
+
+A tensor with two or more dimensions that is large enough is a bucket of its own, in its own shape:
+matrix methods need it and Accordion decides per layer. Everything else (biases, norms, small or
+exempt tensors) is packed into flat buckets and travels dense. No compressor knows this rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+MIN_ELEMENTS = 1024
+"""Tensors with fewer elements travel dense: their bytes are not worth a compressor's work."""
+
+GROUP_BYTES = 8 << 20
+"""Dense bytes after which a group of buckets is closed, so that it can leave during backward."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor to be exchanged.
+
+    Attributes:
+        name: unique, equal on all ranks.
+        shape: its shape.
+        dtype: its dtype by name.
+        kind: tensors of different kinds (devices, say) are never packed together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that make one conversation.
+
+    Attributes:
+        name: that of its tensor, or of its first one and how many follow.
+        members: positions of its tensors in the list that was given.
+        shape: what the conversation sees: the tensor's own, or (elements,) if packed.
+        sizes: elements of each member.
+        dtype: of all members.
+        compress: whether the policy has a say; else it travels dense.
+        packed: whether members are flattened and concatenated.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    compress: bool
+    packed: bool
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(self.sizes)
+
+
+def make_buckets(
+    tensors: Sequence[TensorInfo],
+    *,
+    scope: str = "tensor",
+    skip: Sequence[str] = (),
+    min_elements: int = MIN_ELEMENTS,
+) -> list[Bucket]:
+    """Cut `tensors` into buckets: a pure function, equal on all ranks.
+
+    Args:
+        tensors: in the order in which their gradients are expected.
+        scope: what the compressors want (`Compressor.scope`).
+        skip: patterns (as of file names) of tensors that travel dense.
+        min_elements: tensors with fewer elements travel dense.
+    """
+    if scope == "model":
+        return _packed(tensors, range(len(tensors)), compress=True, limit=math.inf)
+    chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
+    rest = [i for i in range(len(tensors)) if i not in set(chosen)]
+    if scope == "flat":
+        own = _packed(tensors, chosen, compress=True, limit=GROUP_BYTES)
+    else:
+        own = [
+            Bucket(t.name, (i,), t.shape, (t.size,), t.dtype, compress=True, packed=False)
+            for i, t in ((i, tensors[i]) for i in chosen)
+        ]
+    packed = _packed(tensors, rest, compress=False, limit=GROUP_BYTES)
+    return sorted(own + packed, key=lambda bucket: bucket.members[-1])
+
+
+def make_groups(buckets: Sequence[Bucket], limit: float = GROUP_BYTES) -> list[list[int]]:
+    """Positions of buckets whose requests leave together, in order, at most about `limit` bytes.
+
+    A pure function of the buckets, so that it is the same on all ranks: what happens to be ready
+    at a time is not.
+    """
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for position, bucket in enumerate(buckets):
+        if groups[-1] and filled + 4 * bucket.size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(position)
+        filled += 4 * bucket.size
+    return [group for group in groups if group]
+
+
+def fingerprint(*parts: object) -> int:
+    """A number below 4093 that differs, most likely, where `parts` do; exact in fp32 sums."""
+    text = repr(parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 4093
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether `name` matches one of the file-name patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _compressible(tensor: TensorInfo, skip: Sequence[str], min_elements: int) -> bool:
+    large = len(tensor.shape) >= 2 and tensor.size >= min_elements
+    return large and tensor.dtype.startswith(("float", "bfloat")) and not matches(tensor.name, skip)
+
+
+def _packed(
+    tensors: Sequence[TensorInfo], which: Sequence[int], *, compress: bool, limit: float
+) -> list[Bucket]:
+    """Flat buckets of tensors of one dtype and kind, each up to `limit` bytes."""
+    open_: dict[tuple[str, str], list[int]] = {}
+    done: list[list[int]] = []
+    for i in which:
+        key = (tensors[i].dtype, tensors[i].kind)
+        if key in open_ and 4 * sum(tensors[j].size for j in (*open_[key], i)) > limit:
+            done.append(open_.pop(key))
+        open_.setdefault(key, []).append(i)
+    return [_flat(tensors, members, compress) for members in (*done, *open_.values())]
+
+
+def _flat(tensors: Sequence[TensorInfo], members: list[int], compress: bool) -> Bucket:
+    first, sizes = tensors[members[0]], tuple(tensors[i].size for i in members)
+    more = f"+{len(members) - 1}" if len(members) > 1 else ""
+    name, shape = first.name + more, (sum(sizes),)
+    return Bucket(name, tuple(members), shape, sizes, first.dtype, compress, packed=True)

@@ -1,0 +1,49 @@
+"""Refusals: one sentence that names the thing, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real, finite number and no bool."""
+    return (
+        isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    )
+
+
+def integer(owner: Any, name: str, value: Any, *, least: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    if not is_integer(value) or value < least:
+        refuse(owner, name, value, f"an integer of at least {least}")
+
+
+def ratio(owner: Any, name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a number in (0, 1]."""
+    if not is_number(value) or not 0 < value <= 1:
+        refuse(owner, name, value, "a number in (0, 1]")
+
+
+def at_least(owner: Any, name: str, value: Any, *, least: float) -> None:
+    """Raise ValueError unless `value` is a number (infinity too) of at least `least`."""
+    if not (is_number(value) or value == math.inf) or value < least:
+        refuse(owner, name, value, f"a number of at least {least:g}")
+
+
+def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        refuse(owner, name, value, "one of " + ", ".join(repr(item) for item in allowed))
+
+
+def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
+    """Raise ValueError: what `name` of `owner` is and what it may be."""
+    kind = owner if isinstance(owner, str) else type(owner).__name__
+    raise ValueError(f"{kind}: {name} is {value!r}, but must be {allowed}.")

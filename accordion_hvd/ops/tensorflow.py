@@ -1,0 +1,218 @@
+"""TensorFlow, eagerly and in graphs. Signatures and meaning as in `accordion_hvd.ops.numpy`.
+
+TensorFlow's tensors cannot be written in place: what consumes elsewhere makes a new tensor here,
+and nothing needs to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from accordion_hvd.base import Spec
+from accordion_hvd.ops.selection import largest
+
+Tensor = tf.Tensor
+
+
+def spec(x: Tensor) -> Spec:
+    """Shape, dtype and device of `x`."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    return Spec(shape(x), dtype(x), xp)
+
+
+def shape(x: Tensor) -> tuple[int, ...]:
+    """The static shape."""
+    return tuple(x.shape.as_list())
+
+
+def dtype(x: Tensor) -> str:
+    """The dtype by name."""
+    return tf.as_dtype(x.dtype).name
+
+
+def device(x: Tensor) -> Any:
+    """Where `x` lives, as `zeros` and `arange` take it."""
+    return None
+
+
+def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
+    """A new tensor of zeros."""
+    return tf.zeros(tuple(shape), dtype)
+
+
+def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Tensor:
+    """A new tensor filled with `value`."""
+    return tf.fill(tuple(shape), tf.constant(value, dtype))
+
+
+def arange(count: int, device: Any = None) -> Tensor:
+    """0, 1, ..., count - 1 as int64."""
+    return tf.range(count, dtype=tf.int64)
+
+
+def asarray(x: np.ndarray, device: Any = None) -> Tensor:
+    """A NumPy array as a tensor of this framework."""
+    return tf.convert_to_tensor(x)
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """The tensor as a NumPy array on the host (may share memory); not in a graph."""
+    return (tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else tf.convert_to_tensor(x)).numpy()
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """The tensor in another dtype; itself if it has it already."""
+    return tf.cast(x, dtype)
+
+
+def copy(x: Tensor) -> Tensor:
+    """The same values in memory of its own."""
+    return tf.identity(x)
+
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same elements in another shape (a view where possible)."""
+    return tf.reshape(x, tuple(shape))
+
+
+def transpose(x: Tensor) -> Tensor:
+    """The transpose of a matrix (a view where possible)."""
+    return tf.transpose(x)
+
+
+def minimum(a: Tensor, b: Tensor) -> Tensor:
+    """The element-wise smaller."""
+    return tf.minimum(a, b)
+
+
+def maximum_of(parts: Sequence[Tensor]) -> Tensor:
+    """The largest element of several vectors, as a scalar tensor."""
+    return tf.reduce_max(tf.concat(list(parts), 0))
+
+
+def symbolic(x: Tensor) -> bool:
+    """Whether `x` has no value yet (in a graph)."""
+    return not hasattr(x, "numpy")
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    """Vectors one after the other."""
+    return tf.concat(list(parts), 0)
+
+
+def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The inverse of `concat`."""
+    return tf.split(x, list(sizes))
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Equal tensors along a new first dimension."""
+    return tf.stack(list(parts))
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """The memory of `x` as a vector of uint8."""
+    flat = tf.reshape(x, (-1,))
+    return flat if x.dtype == tf.uint8 else tf.reshape(tf.bitcast(flat, tf.uint8), (-1,))
+
+
+def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
+    """The inverse of `to_bytes`; one extent of `shape` may be -1."""
+    size = tf.as_dtype(dtype).size
+    if size > 1:
+        x = tf.reshape(x, (-1, size))
+    return tf.reshape(tf.bitcast(x, dtype), tuple(shape))
+
+
+def accumulate(a: Tensor, b: Tensor) -> Tensor:
+    """a + b in a's dtype."""
+    return a + tf.cast(b, a.dtype)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """a - b in a's dtype."""
+    return a - tf.cast(b, a.dtype)
+
+
+def clear(x: Tensor, index: Tensor) -> Tensor:
+    """The vector `x` with zeros at `index`."""
+    values = tf.zeros(tf.shape(index), x.dtype)
+    return tf.tensor_scatter_nd_update(x, index[:, None], values)
+
+
+def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """The vector `x` with `values` added at `index` (no index twice)."""
+    return tf.tensor_scatter_nd_add(x, index[:, None], tf.cast(values, x.dtype))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """The elements of the vector `x` at `index`."""
+    return tf.gather(x, index)
+
+
+def largest_index(x: Tensor, count: int) -> Tensor:
+    """Where the `count` largest magnitudes of the vector `x` are: int32, ascending; exact."""
+    if "GPU" in x.device:
+        return tf.sort(tf.math.top_k(tf.abs(x), count, sorted=False).indices)
+    index = tf.numpy_function(lambda values: largest(values, count), [x], tf.int32)
+    return tf.ensure_shape(index, (min(count, shape(x)[0]),))  # 5 to 24 times faster than top_k
+
+
+def orthogonalize(p: Tensor) -> Tensor:
+    """Orthonormal rows that span those of `p` (r, n), r <= n; see `accordion_hvd.ops.numpy`."""
+    q, r = tf.linalg.qr(tf.transpose(p))
+    signs = tf.where(tf.linalg.diag_part(r) < 0, -1.0, 1.0)
+    return tf.transpose(q * tf.cast(signs, q.dtype))
+
+
+def norm(x: Tensor) -> Tensor:
+    """The 2-norm of all elements, as an fp32 scalar tensor."""
+    return tf.cast(tf.norm(tf.cast(x, tf.float64)), tf.float32)
+
+
+def badness(x: Tensor) -> Tensor:
+    """A vector with one fp32 element: 0 if all elements are finite, else 1."""
+    total = tf.reduce_sum(tf.cast(x, tf.float32))
+    return tf.reshape(tf.cast(tf.logical_not(tf.math.is_finite(total)), tf.float32), (1,))
+
+
+def without_bad(x: Tensor, bad: Tensor) -> Tensor:
+    """`x`, or zeros where `bad` (from `badness`) says that it is not finite."""
+    return tf.cond(tf.equal(bad[0], 0), lambda: tf.identity(x), lambda: tf.zeros_like(x))
+
+
+def either(bad: Any, first: Tensor, second: Tensor) -> Tensor:
+    """`first` if `bad` (from `is_bad`), else `second`."""
+    return tf.cond(bad, lambda: tf.identity(first), lambda: tf.identity(second))
+
+
+def is_bad(flags: Tensor) -> Any:
+    """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
+    bad = tf.reduce_any(tf.not_equal(flags, 0))
+    return bool(bad) if tf.executing_eagerly() else bad
+
+
+def nans_like(x: Tensor) -> Tensor:
+    """NaN in the shape and dtype of `x`."""
+    return tf.fill(tf.shape(x), tf.constant(float("nan"), x.dtype))
+
+
+def wire_bytes(x: Tensor, wire: str) -> Tensor:
+    """Floating-point `x`, rounded to dtype `wire`, as a vector of bytes."""
+    return to_bytes(tf.cast(x, wire))
+
+
+def from_wire(x: Tensor, wire: str, shape: Sequence[int]) -> Tensor:
+    """The inverse of `wire_bytes`, as fp32."""
+    return tf.cast(from_bytes(x, wire, shape), tf.float32)
+
+
+def checksum(x: Tensor) -> Tensor:
+    """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
+    bits = tf.bitcast(x, f"int{8 * x.dtype.size}")
+    return tf.reduce_sum(tf.cast(bits, tf.int64))

@@ -1,0 +1,8 @@
+"""Which compressor serves which bucket, and when that changes."""
+
+from accordion_hvd.policy.accordion import Accordion
+from accordion_hvd.policy.base import Policy, as_policy
+from accordion_hvd.policy.fixed import Fixed
+from accordion_hvd.policy.replay import Replay
+
+__all__ = ["Accordion", "Fixed", "Policy", "Replay", "as_policy"]

@@ -1,0 +1,222 @@
+"""Accordion: adaptive communication by critical-regime detection (Agarwal et al., MLSys 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.base import Compressor
+from accordion_hvd.policy.base import Policy, Row, agree
+from accordion_hvd.policy.fixed import override
+
+LOW, HIGH = 0, 1
+PATIENCE = 1000
+"""Exchanges after which somebody must have said how long a window is."""
+
+CHANGED = "level changed in this window"
+
+
+class Accordion(Policy):
+    """Low compression in critical regimes, high elsewhere, decided per layer.
+
+    Per layer, the gradients of a window (an epoch) are summed; let n be the norm of the sum at
+    the end of window e and m the one `interval` windows before. At the end of windows 0,
+    `interval`, 2 `interval`, ... a layer is critical if e = 0, or m = 0, or a norm is not finite,
+    or |m - n| / m >= `threshold`; it is then served by `low` from the next window on, else by
+    `high`. Before the first check, all are served by `low`. Whenever the learning rate falls, all
+    layers it governs are critical until the next check (Algorithm 1 of the paper and section (b)
+    of the authors' code). Rank 0 decides for all.
+
+    Args:
+        low: the level of low compression (the paper's l_low), for critical regimes.
+        high: the level of high compression (l_high), for all others.
+        threshold: the paper's eta, at least 0; a relative change.
+        window: optimizer steps in a window. In Keras the callbacks fill it in; in PyTorch give it
+            or call `optimizer.end_window()` after each epoch.
+        interval: windows between checks.
+        signal: "local": rank 0's own uncompressed gradients, as in the paper (costs rank 0 a
+            gradient copy); "reduced": the averages that every rank has anyway. A window in which
+            a layer's level changed is then no evidence about it, since the new level first sends
+            what the old one still owed.
+        lr_drop: a learning rate falls when it is at most `lr_drop` times what it was a window
+            before; None for the authors' rule, any fall (a schedule that falls at every step
+            would then be critical for ever).
+        overrides: compressors for tensors whose names match a pattern (as of file names),
+            whatever the regime.
+
+    Attributes:
+        history: one row a decision and layer, with all that led to it.
+    """
+
+    def __init__(
+        self,
+        low: Compressor | None = None,
+        high: Compressor | None = None,
+        *,
+        threshold: float = 0.5,
+        window: int | None = None,
+        interval: int = 10,
+        signal: str = "local",
+        lr_drop: float | None = 0.5,
+        overrides: Mapping[str, Compressor] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, level in (("low", low), ("high", high)):
+            if level is None:
+                raise ValueError(
+                    f"Accordion: {name} is missing; give both levels, for example "
+                    "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
+                )
+        self.low, self.high = _instance(low), _instance(high)
+        self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
+        agree(self, [self.low, self.high, *self.overrides.values()])
+        check.at_least(self, "threshold", threshold, least=0)
+        if window is not None:
+            check.integer(self, "window", window, least=1)
+        check.integer(self, "interval", interval, least=1)
+        check.one_of(self, "signal", signal, ("local", "reduced"))
+        if lr_drop is not None:
+            check.ratio(self, "lr_drop", lr_drop)
+        self.threshold, self.window, self.interval = threshold, window, interval
+        self.signal, self.lr_drop = signal, lr_drop
+        self._epoch = 0  # windows ended so far
+        self._steps = 0  # exchanges in this window
+        self._step = 0  # exchanges in all
+        self._ended = False  # the user ended the window
+        self._by_hand = False  # the user ends windows
+        self._lr: dict[str, float] = {}  # learning rates when the window began
+        self._norms: dict[str, float] = {}  # at the last check
+
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """(low, high), or the one override."""
+        fixed = override(self.overrides, name)
+        return (fixed,) if fixed is not None else (self.low, self.high)
+
+    def start(self, name: str) -> int:
+        """The start of training is critical."""
+        return LOW
+
+    def observing(self) -> bool:
+        """Only windows that end in a check are summed."""
+        return self._epoch % self.interval == 0
+
+    def due(self, lr: Mapping[str, float]) -> bool:
+        """At the first exchange after a window, when the next learning rate is known."""
+        return self._steps > 0 and (self._ended or self._steps == self.window)
+
+    def tick(self, lr: Mapping[str, float]) -> None:
+        """Count an exchange; remember the learning rates at the beginning of a window.
+
+        Raises:
+            RuntimeError: nobody says how long a window is.
+        """
+        if self._steps == 0:
+            self._lr = dict(lr)
+        self._steps += 1
+        self._step += 1
+        if self.window is None and not self._by_hand and self._step > PATIENCE:
+            raise RuntimeError(
+                f"Accordion: after {PATIENCE} steps nobody has said how long a window (an epoch) "
+                "is, so it cannot decide anything. Pass Accordion(..., window=<optimizer steps an "
+                "epoch>), or call optimizer.end_window() after each epoch (and once before the "
+                "first if epochs are longer than that); in Keras, give fit() the "
+                "BroadcastGlobalVariablesCallback."
+            )
+
+    def end_window(self) -> None:
+        """The window ends here. Before the first step: windows will be ended by hand."""
+        self._by_hand = True
+        self._ended = self._steps > 0
+
+    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+        """See the class; one row for each layer that a check or the learning rate concerns."""
+        checking = self._epoch % self.interval == 0
+        rows = []
+        for name, current in self.current.items():
+            if len(self.levels(name)) == 1:
+                continue
+            row = self._row(name, norms, lr)
+            if checking:
+                row |= self._judge(row, current)
+            if self._fell(row["previous_lr"], row["lr"]):
+                row |= {"level": LOW, "reason": "learning rate fell"}
+            if row["reason"]:
+                row["compressor"] = repr(self.levels(name)[row["level"]])
+                rows.append(row)
+        return rows
+
+    def apply(self, rows: Sequence[Row]) -> None:
+        """Put decisions into force, and begin the next window."""
+        before = dict(self.current)
+        super().apply(rows)
+        if self._epoch % self.interval == 0:
+            self._norms |= {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}
+        self._changed = {name for name, level in self.current.items() if before[name] != level}
+        self._epoch += 1
+        self._steps, self._ended = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is in its windows, the norms it will compare with, and all decisions."""
+        kept = {key: getattr(self, key) for key in _KEPT}
+        kept["_changed"] = sorted(self._changed)
+        return super().state_dict() | kept
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        for key in _KEPT:
+            setattr(self, key, state[key])
+        self._changed = set(state["_changed"])
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        return (
+            f"Accordion(low={self.low!r}, high={self.high!r}, threshold={self.threshold!r}, "
+            f"window={self.window!r}, interval={self.interval!r}, signal={self.signal!r}, "
+            f"lr_drop={self.lr_drop!r}, overrides={self.overrides!r})"
+        )
+
+    _changed: set[str] = set()
+
+    def _row(self, name: str, norms: Mapping[str, float], lr: Mapping[str, float]) -> Row:
+        return {
+            "step": self._step,
+            "window": self._epoch,
+            "name": name,
+            "level": self.current[name],
+            "compressor": "",
+            "norm": norms.get(name, math.nan),
+            "previous": self._norms.get(name, math.nan),
+            "change": math.nan,
+            "lr": lr[name],
+            "previous_lr": self._lr[name],
+            "reason": "",
+        }
+
+    def _judge(self, row: Row, current: int) -> Row:
+        """Level and reason by the norms."""
+        norm, previous = row["norm"], row["previous"]
+        if self._epoch == 0:
+            return {"level": LOW, "reason": "first window"}
+        if self.signal == "reduced" and row["name"] in self._changed:
+            return {"level": current, "reason": CHANGED}
+        if not (math.isfinite(norm) and math.isfinite(previous)):
+            return {"level": LOW, "reason": "norm not finite"}
+        if previous == 0:
+            return {"level": LOW, "reason": "previous norm was zero"}
+        change = abs(previous - norm) / previous
+        critical = change >= self.threshold
+        reason = "norm changed" if critical else "norm steady"
+        return {"level": LOW if critical else HIGH, "change": change, "reason": reason}
+
+    def _fell(self, before: float, now: float) -> bool:
+        return now < before if self.lr_drop is None else now <= self.lr_drop * before and now < before
+
+
+_KEPT = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr", "_norms")
+
+
+def _instance(level: Any) -> Any:
+    return level() if isinstance(level, type) and issubclass(level, Compressor) else level

@@ -1,0 +1,158 @@
+"""The contract of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accordion_hvd.base import Compressor, NotForStockHorovod
+
+Row = dict[str, Any]
+"""One decision about one bucket: step, window, name, level, compressor, norm, previous, change,
+lr, previous_lr, reason."""
+
+
+class Policy(NotForStockHorovod):
+    """Decides which of its levels serves each bucket; knows neither tensors nor networks.
+
+    An exchange binds itself to the policy, tells it of each step (`tick`), and when a decision is
+    due (`due`) hands rank 0's policy the norms and learning rates (`decide`), broadcasts the rows
+    and lets every rank's policy `apply` them: all ranks switch at the same step.
+
+    Attributes:
+        signal: whose gradients are summed over a window: "local" (rank 0's own), "reduced" (the
+            average) or None (nobody's).
+        target, output, scope: what its levels declare (`Compressor`), all alike.
+        history: the rows of all decisions so far.
+    """
+
+    signal: str | None = None
+    target: str = "gradient"
+    output: str = "gradient"
+    scope: str = "tensor"
+
+    def __init__(self) -> None:
+        self.history: list[Row] = []
+        self.current: dict[str, int] = {}
+        self._bound: Any = None
+
+    # -------------------------------------------------------------------------- what a policy says
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """The compressors that may serve bucket `name`; `level` is an index into them."""
+        raise NotImplementedError
+
+    def start(self, name: str) -> int:
+        """The level of bucket `name` before any decision."""
+        return 0
+
+    def observing(self) -> bool:
+        """Whether the gradients of this step count for a decision to come."""
+        return False
+
+    def due(self, lr: Mapping[str, float]) -> bool:
+        """Whether decisions are due before the next exchange; equal on all ranks."""
+        return False
+
+    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+        """Rank 0's decisions, one row a bucket; changes nothing.
+
+        Args:
+            norms: of the sum of each bucket's gradients over the window that ends.
+            lr: the learning rate that each bucket's next step will use.
+        """
+        return []
+
+    def tick(self, lr: Mapping[str, float]) -> None:
+        """An exchange is about to begin with these learning rates."""
+
+    # ------------------------------------------------------------------------- common to all
+    def bind(self, owner: Any, names: Sequence[str]) -> None:
+        """Serve `owner`'s buckets.
+
+        Raises:
+            ValueError: the policy serves another optimizer already.
+        """
+        if self._bound is not None and self._bound is not owner:
+            raise ValueError(
+                f"{type(self).__name__}: this policy serves another optimizer already; "
+                "make one for each optimizer, since it keeps what it has seen."
+            )
+        self._bound = owner
+        for name in names:
+            self.current.setdefault(name, self.start(name))
+
+    def level(self, name: str) -> int:
+        """The level that serves bucket `name` now."""
+        return self.current[name]
+
+    def apply(self, rows: Sequence[Row]) -> None:
+        """Put decisions into force and remember them."""
+        for row in rows:
+            self.current[row["name"]] = row["level"]
+        self.history.extend(rows)
+
+    def end_window(self) -> None:
+        """The user says that a window (an epoch) ends here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        return {"history": list(self.history), "current": dict(self.current)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.history[:] = [dict(row) for row in state["history"]]
+        self.current = dict(state["current"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
+        """A copy that serves nobody yet but remembers."""
+        import copy
+
+        twin = copy.copy(self)
+        twin.history = copy.deepcopy(self.history, memo)
+        twin.current = dict(self.current)
+        twin._bound = None
+        return twin
+
+
+def as_policy(compression: Any) -> Policy:
+    """A policy from what users write: a policy, a compressor, its class, or a word for either.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the word names nothing known.
+    """
+    from accordion_hvd.parse import parse
+    from accordion_hvd.policy.fixed import Fixed
+
+    if isinstance(compression, str):
+        compression = parse(compression)
+    if isinstance(compression, type) and issubclass(compression, (Compressor, Policy)):
+        compression = compression()
+    if isinstance(compression, Compressor):
+        return Fixed(compression)
+    if isinstance(compression, Policy):
+        return compression
+    raise TypeError(
+        f"compression is {compression!r}, but must be a Compressor such as TopK(0.01), a policy "
+        "such as Accordion(low=PowerSGD(4), high=PowerSGD(1)), or a word such as 'topk:0.01'."
+    )
+
+
+def agree(owner: Policy, levels: Sequence[Any]) -> None:
+    """Declare for `owner` what its levels declare.
+
+    Raises:
+        TypeError: one is no compressor.
+        ValueError: they differ in target, output or scope.
+    """
+    for level in levels:
+        if not isinstance(level, Compressor):
+            raise TypeError(
+                f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
+            )
+    for aspect in ("target", "output", "scope"):
+        values = {repr(level): getattr(level, aspect) for level in levels}
+        if len(set(values.values())) > 1:
+            described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
+            raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
+        setattr(owner, aspect, getattr(levels[0], aspect))

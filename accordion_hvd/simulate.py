@@ -1,0 +1,210 @@
+"""N ranks in one process, no network: for tests, notebooks and studies.
+
+```python
+world = simulate(Accordion(low=PowerSGD(4), high=PowerSGD(1), window=10), ranks=4)
+means = world.step([{"weight": gradient_of_rank} for gradient_of_rank in gradients])
+world.exchanges[0].stats()
+```
+The algorithms, the exchange and the packing are the real ones; only the wires are not. Tensors may
+be NumPy's, PyTorch's or TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from accordion_hvd.base import Tensor
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.communicator import Communicator, Group, Pending
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.ops import namespace
+from accordion_hvd.policy.base import as_policy
+
+Key = tuple[str, Group]
+
+
+class Hub:
+    """Where what ranks have sent lies until everybody concerned has sent."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.sent: dict[Key, dict[int, Any]] = {}
+        self.fetched: dict[Key, int] = {}
+
+    def members(self, group: Group) -> tuple[int, ...]:
+        """The ranks of a group."""
+        return tuple(range(self.ranks)) if group is None else group
+
+    def fetch(self, key: Key) -> list[Any]:
+        """What each member sent, in rank order; forgotten when all have fetched it."""
+        members = self.members(key[1])
+        parts = [self.sent[key][member] for member in members]
+        self.fetched[key] = self.fetched.get(key, 0) + 1
+        if self.fetched[key] == len(members):
+            del self.sent[key], self.fetched[key]
+        return parts
+
+
+class SimulatedCommunicator(Communicator):
+    """One of the ranks that share a `Hub`."""
+
+    def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
+        self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
+
+    def _put(self, name: str, group: Group, value: Any, combine: Any) -> Any:
+        self.hub.sent.setdefault((name, group), {})[self.rank] = value
+        return (name, group), combine
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """Combine in rank order."""
+        ranks = self.ranks(group)
+
+        def combine(parts: list[list[Tensor]]) -> list[Tensor]:
+            return [_combined(self.xp, list(same), op, ranks) for same in zip(*parts, strict=True)]
+
+        return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
+
+    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """Concatenate in rank order."""
+        return self._put(name, group, self.xp.copy(tensor), self.xp.concat)
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """Take the root's."""
+        place = self.hub.members(group).index(root)
+        return self._put(
+            name, group, self.xp.copy(tensor), lambda parts: self.xp.copy(parts[place])
+        )
+
+    def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """Take this rank's part of each."""
+        members = self.hub.members(group)
+        place, part = members.index(self.rank), self.xp.shape(tensor)[0] // len(members)
+        pieces = slice(place * part, (place + 1) * part)
+        return self._put(
+            name, group, self.xp.copy(tensor),
+            lambda parts: self.xp.concat([x[pieces] for x in parts]),
+        )
+
+    def poll(self, handle: Any) -> bool:
+        """Whether everybody concerned has sent."""
+        key = handle[0]
+        return len(self.hub.sent[key]) == len(self.hub.members(key[1]))
+
+    def wait(self, handle: Any) -> Any:
+        """The combination of what was sent."""
+        key, combine = handle
+        return combine(self.hub.fetch(key))
+
+    def pause(self) -> None:
+        """Nobody else can be waited for within one process."""
+        raise RuntimeError("a simulated rank waits for others: step all ranks together")
+
+
+def _combined(xp: ModuleType, parts: list[Tensor], op: str, ranks: int) -> Tensor:
+    dtype = xp.dtype(parts[0])
+    half = dtype in ("float16", "bfloat16")
+    total = xp.cast(parts[0], "float32") if half else parts[0]
+    for part in parts[1:]:
+        total = xp.maximum(total, part) if op == "max" else total + xp.cast(part, xp.dtype(total))
+    return xp.cast(total / ranks if op == "mean" else total, dtype)
+
+
+class World:
+    """Ranks that exchange named gradients.
+
+    Attributes:
+        exchanges: each rank's `Exchange`.
+    """
+
+    def __init__(self, compression: Any, ranks: int, skip: Sequence[str] = ()) -> None:
+        self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
+        self._hub, self._skip = Hub(ranks), skip
+        self.exchanges: list[Exchange] = []
+
+    def step(
+        self, gradients: Sequence[Mapping[str, Tensor]], lr: float = 0.0
+    ) -> list[dict[str, Tensor] | None]:
+        """One exchange.
+
+        Args:
+            gradients: for each rank, name to tensor; names and shapes alike on all. Their memory
+                may be used.
+            lr: the learning rate now.
+
+        Returns:
+            For each rank, name to mean; None for all if some gradient was not finite.
+        """
+        if not self.exchanges:
+            self._build(gradients[0])
+        self._decide(lr)
+        for exchange, mine in zip(self.exchanges, gradients, strict=True):
+            exchange.open(lr)
+            for index, slot in enumerate(exchange.slots):
+                parts = [mine[exchange.tensors[m].name] for m in slot.bucket.members]
+                exchange.start(index, exchange.pack(index, parts))
+        while not all([exchange.advance() for exchange in self.exchanges]):
+            pass
+        return [self._means(exchange) for exchange in self.exchanges]
+
+    def end_window(self) -> None:
+        """The window ends here, on all ranks."""
+        for exchange in self.exchanges:
+            exchange.policy.end_window()
+
+    def _build(self, gradients: Mapping[str, Tensor]) -> None:
+        xp = namespace(next(iter(gradients.values())))
+        tensors = [TensorInfo(k, xp.shape(v), xp.dtype(v)) for k, v in gradients.items()]
+        self.exchanges = [
+            Exchange(SimulatedCommunicator(self._hub, rank, xp), policy, tensors, skip=self._skip)
+            for rank, policy in enumerate(self._policies)
+        ]
+
+    def _decide(self, lr: float) -> None:
+        due = [e for e in self.exchanges if e.policy.due(e.rates(lr))]
+        if due:
+            lockstep([e.communicator for e in due], [e.decision(e.rates(lr)) for e in due])
+
+    def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
+        if not exchange.close():
+            return None
+        means: dict[str, Tensor] = {}
+        for index, slot in enumerate(exchange.slots):
+            parts = exchange.unpack(index)
+            for member, part in zip(slot.bucket.members, parts, strict=True):
+                means[exchange.tensors[member].name] = part
+        return means
+
+
+def simulate(compression: Any, ranks: int, *, skip: Sequence[str] = ()) -> World:
+    """`ranks` ranks under one compression (what `DistributedOptimizer(compression=)` takes)."""
+    return World(compression, ranks, skip)
+
+
+def lockstep(
+    communicators: Sequence[Communicator], conversations: Sequence[Generator[Any, Any, Any]]
+) -> list[Any]:
+    """Run one conversation a rank, all together; returns what each returns."""
+    answers: list[Any] = [None] * len(conversations)
+    round_ = 0
+    while True:
+        results, pending = [], []
+        for communicator, conversation, answer in zip(
+            communicators, conversations, answers, strict=True
+        ):
+            try:
+                asked = conversation.send(answer)
+            except StopIteration as stop:
+                results.append(stop.value)
+                continue
+            several = isinstance(asked, tuple)
+            requests = asked if several else (asked,)
+            pending.append((several, Pending(communicator, f"lockstep.{round_}", requests)))
+        if not pending:
+            return results
+        while not all([work.ready() for _, work in pending]):
+            pass
+        answers = [tuple(w.result()) if several else w.result()[0] for several, w in pending]
+        round_ += 1
