@@ -355,6 +355,7 @@ _CAUSES = (
 
 def explain(text: str) -> str:
     """The likeliest cause in a failed command's output, in a few words."""
+    text = re.sub(r"^\$ .*$", "", text, flags=re.M)  # the command, as the log shows it
     for pattern, cause in _CAUSES:
         if re.search(pattern, text, re.I):
             return cause

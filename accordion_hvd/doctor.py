@@ -61,6 +61,8 @@ def say(**facts):
 
 _BUILT = """
 say({name}_horovod=True, mpi=hvd.mpi_built(), gloo=hvd.gloo_built(), nccl=bool(hvd.nccl_built()))
+hvd.init()
+say(alone=hvd.size() == 1)
 """
 
 _TORCH = """
@@ -230,6 +232,9 @@ def check_horovod(name: str, outcome: Outcome) -> Finding | None:
         return Finding(title, WARN, what, BUILD)
     if not {"mpi", "gloo"} & set(parts):
         return Finding(title, FAIL, what, f"{BUILD} --force")
+    if "alone" not in outcome.facts:
+        advice = f"{BUILD}; meanwhile, use horovodrun or mpirun even for one rank"
+        return Finding(title, WARN, f"{what}; init fails without a launcher", advice)
     if outcome.facts.get(f"{name}_gpus") and "nccl" not in parts:
         advice = f"for GPU tensors: HOROVOD_GPU_OPERATIONS=NCCL {BUILD} (needs nvcc and NCCL)"
         return Finding(title, WARN, what, advice)
