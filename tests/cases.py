@@ -1,0 +1,111 @@
+"""The table of cases: one row for each configuration of a compressor, with what the laws need.
+
+A new algorithm is one row here; `laws.py` and `test_compressors.py` do the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK
+
+Shape = tuple[int, ...]
+Rounds = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is claimed of a compressor.
+
+    Attributes:
+        compressor: the configuration.
+        rounds: for a gradient of a shape and an item size in bytes: what one rank hands over in
+            each round, as (collective, bytes).
+        feedback: average + error = gradient, up to fp32 rounding.
+        loss: without feedback: how far a mean may be from the exact one, relative to the largest
+            magnitude that went in.
+        full: the same algorithm with nothing left out, whose mean is exact up to rounding.
+        bitwise: all frameworks give the same bits (else: the same to `close`).
+        close: relative to the largest magnitude, how near frameworks are to NumPy.
+        guarded: whether a flag for non-finite gradients travels along.
+    """
+
+    compressor: Compressor
+    rounds: Callable[[Shape, int], Rounds]
+    feedback: bool = False
+    loss: float = 0.0
+    full: Compressor | None = None
+    bitwise: bool = True
+    close: float = 0.0
+    guarded: bool = True
+
+    @property
+    def name(self) -> str:
+        return repr(self.compressor)
+
+
+def matrix(shape: Shape) -> tuple[int, int]:
+    """The oracle of `powersgd.matrix_shape`: the best of all ways to cut the dimensions in two."""
+    size = math.prod(shape)
+    cuts = [math.prod(shape[:i]) for i in range(1, len(shape))] or [size]
+    rows = min(cuts, key=lambda n: n + size // n)
+    return rows, size // rows
+
+
+def powersgd(rank: int) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        n, m = matrix(shape)
+        used = min(rank, n, m)
+        return [("allreduce", 4 * used * n), ("allreduce", 4 * used * m)]
+
+    full = PowerSGD(10_000)
+    return Case(PowerSGD(rank), rounds, feedback=True, full=full, bitwise=False, close=1e-4)
+
+
+def topk(ratio: float) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        kept = max(1, int(ratio * math.prod(shape)))
+        return [("allgather", 4 * kept + 4 * kept)]  # int32 indices, fp32 values
+
+    return Case(TopK(ratio), rounds, feedback=True, full=TopK(1.0))
+
+
+def randomk(ratio: float) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        return [("allreduce", 4 * max(1, int(ratio * math.prod(shape))))]
+
+    return Case(RandomK(ratio), rounds, feedback=True, full=RandomK(1.0))
+
+
+def as_is(compressor: Compressor, loss: float, itemsize: int | None, guarded: bool) -> Case:
+    def rounds(shape: Shape, own: int) -> Rounds:
+        return [("allreduce", (itemsize or own) * math.prod(shape))]
+
+    return Case(compressor, rounds, loss=loss, guarded=guarded)
+
+
+# A 16-bit journey rounds twice: what leaves, and the mean.
+CASES = [
+    as_is(Dense(), loss=5e-7, itemsize=None, guarded=False),
+    as_is(FP16(), loss=2 * 2**-11, itemsize=2, guarded=True),
+    as_is(BF16(), loss=2 * 2**-8, itemsize=2, guarded=True),
+    topk(0.1),
+    topk(0.01),
+    randomk(0.1),
+    randomk(0.01),
+    powersgd(1),
+    powersgd(4),
+]
+"""Every law of `laws.py` is checked for every row."""
+
+REFUSED = [
+    *[
+        (kind, "ratio", bad)
+        for kind in (TopK, RandomK)
+        for bad in (0, -1, 1.5, math.nan, "a", True)
+    ],
+    *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
+]
+"""Hyper-parameters that must be refused: class, argument, value."""

@@ -1,0 +1,143 @@
+"""The three frameworks seen from a test: how a NumPy array gets in and out, and how ranks of one
+compressor are driven by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accordion_hvd.base import Compressor, Info
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One way to run: a framework, and for NumPy whether consumed arguments are poisoned."""
+
+    name: str
+    backend: str
+
+    @property
+    def xp(self) -> ModuleType:
+        return importlib.import_module(f"accordion_hvd.ops.{self.backend}")
+
+    def tensor(self, values: np.ndarray, dtype: str | None = None) -> Any:
+        """A tensor of its own memory."""
+        x = self.xp.asarray(np.array(values))
+        return self.xp.cast(x, dtype) if dtype else x
+
+    def array(self, x: Any) -> np.ndarray:
+        """A copy as a NumPy array (bfloat16 as fp32)."""
+        return np.array(self.xp.to_numpy(x))
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, the framework's tensors are computed with."""
+        if self.name == "numpy-poisoned":
+            from accordion_hvd.ops.numpy import poisoning
+
+            return poisoning()
+        return contextlib.nullcontext()
+
+    @property
+    def exact_undo(self) -> bool:
+        """Whether taking back a step restores state to the bit."""
+        return self.name in ("numpy-poisoned", "tensorflow")
+
+
+NUMPY = Framework("numpy", "numpy")
+POISONED = Framework("numpy-poisoned", "numpy")
+TORCH = Framework("torch", "torch")
+TENSORFLOW = Framework("tensorflow", "tensorflow")
+FRAMEWORKS = (NUMPY, POISONED, TORCH, TENSORFLOW)
+
+
+def installed(framework: Framework) -> bool:
+    return importlib.util.find_spec(framework.backend) is not None
+
+
+def parameters(frameworks: Sequence[Framework] = FRAMEWORKS) -> list[Any]:
+    """For pytest.mark.parametrize; those not installed are skipped."""
+    return [
+        pytest.param(
+            f,
+            id=f.name,
+            marks=[] if installed(f) else pytest.mark.skip(reason=f"{f.backend} not installed"),
+        )
+        for f in frameworks
+    ]
+
+
+class Ranks:
+    """Ranks that run one compressor on one tensor: no policy, no buckets, no flags."""
+
+    def __init__(
+        self, compressor: Compressor, ranks: int, framework: Framework = NUMPY, name: str = "w"
+    ) -> None:
+        self.compressor, self.ranks, self.framework, self.name = compressor, ranks, framework, name
+        self.steps = 0
+        self.states: list[dict[str, Any]] = []
+        hub = Hub(ranks)
+        self.communicators = [SimulatedCommunicator(hub, r, framework.xp) for r in range(ranks)]
+
+    def info(self, rank: int, step: Any = None) -> Info:
+        step = self.steps if step is None else step
+        return Info(step=step, rank=rank, size=self.ranks, name=self.name, lr=0.1)
+
+    def init(self, like: Any) -> list[dict[str, Any]]:
+        spec = self.framework.xp.spec(like)
+        return [self.compressor.init(spec, self.info(rank)) for rank in range(self.ranks)]
+
+    def exchange(self, tensors: Sequence[Any], states: Any, step: Any = None) -> list[Any]:
+        """One step; for each rank (mean, new state)."""
+        talks = [
+            self.compressor.exchange(tensor, state, self.info(rank, step))
+            for rank, (tensor, state) in enumerate(zip(tensors, states, strict=True))
+        ]
+        return lockstep(self.communicators, talks)
+
+    def step(self, gradients: Sequence[np.ndarray], dtype: str | None = None) -> list[np.ndarray]:
+        """One step; each rank's mean."""
+        with self.framework.running():
+            tensors = [self.framework.tensor(g, dtype) for g in gradients]
+            self.states = self.states or self.init(tensors[0])
+            results = self.exchange(tensors, self.states)
+            self.states = [state for _, state in results]
+            self.steps += 1
+            return [self.framework.array(mean) for mean, _ in results]
+
+    def residuals(self) -> list[np.ndarray | None]:
+        """What each rank owes, as a vector."""
+        owed = [self.compressor.residual(state) for state in self.states]
+        return [None if x is None else self.framework.array(x).reshape(-1) for x in owed]
+
+    def mean_residual(self, size: int) -> np.ndarray:
+        """The ranks' mean of what they owe; zeros without error feedback."""
+        known = [np.zeros(size) if x is None else x.astype(np.float64) for x in self.residuals()]
+        return np.mean(known, 0)
+
+
+def normals(
+    shape: Sequence[int], ranks: int, seed: int = 0, steps: int | None = None
+) -> Iterator[list[np.ndarray]]:
+    """A stream of gradients, one list of the ranks' a step."""
+    rng, count = np.random.default_rng(seed), 0
+    while steps is None or count < steps:
+        count += 1
+        yield [rng.standard_normal(tuple(shape)).astype(np.float32) for _ in range(ranks)]
+
+
+def exact_mean(gradients: Sequence[np.ndarray]) -> np.ndarray:
+    return np.mean([g.astype(np.float64) for g in gradients], 0)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -1,0 +1,283 @@
+"""What holds for every compressor, in every framework, for any number of ranks.
+
+A law takes a case, a framework and a number of ranks, and raises AssertionError if it is broken.
+The negative controls in `test_compressors.py` show that each can be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from cases import Case
+from frameworks import NUMPY, POISONED, Framework, Ranks, exact_mean, normals, same_bits
+
+from accordion_hvd.simulate import World, simulate
+
+Law = Callable[[Case, Framework, int], None]
+SHAPE = (24, 50)  # large enough to be a bucket of its own
+ODD_SHAPES = [
+    (1, 7),
+    (7, 1),
+    (1, 1),
+    (1,),
+    (13,),
+    (3, 4, 5),
+    (8, 3, 3, 3),  # a convolution of PyTorch
+    (3, 3, 3, 8),  # the same in Keras
+    (1, 1, 16, 32),
+    (70001,),  # a prime, and past the size where selection changes its way
+]
+LAWS: list[Law] = []
+
+
+def law(function: Law) -> Law:
+    LAWS.append(function)
+    return function
+
+
+def check_conservation(
+    case: Case,
+    framework: Framework,
+    ranks: int,
+    shape: tuple[int, ...],
+    steps: int,
+    dtype: str | None = None,
+    rounding: float = 2e-6,
+) -> None:
+    """Sum of means + mean of residuals = sum of mean gradients (of each step, without feedback)."""
+    world, size = Ranks(case.compressor, ranks, framework), int(np.prod(shape))
+    owed = np.zeros(size)
+    for gradients in normals(shape, ranks, seed=len(shape), steps=steps):
+        if dtype:
+            gradients = [framework.array(framework.tensor(g, dtype)) for g in gradients]
+        means = world.step(gradients, dtype)
+        for mean in means:
+            assert mean.shape == tuple(shape)
+            assert np.isfinite(mean).all()
+            assert same_bits(mean, means[0]), "ranks hold different means"
+        owed += (exact_mean(gradients) - means[0].astype(np.float64)).reshape(-1)
+        largest = max(np.abs(g).max() for g in gradients)
+        if not case.feedback:
+            assert np.abs(owed).max() <= max(case.loss, rounding) * largest
+            owed[:] = 0
+    error = np.abs(owed - world.mean_residual(size)).max()
+    scale = max(1.0, np.abs(world.mean_residual(size)).max())
+    assert error <= rounding * scale * steps, f"{error} of the gradient is lost or made up"
+
+
+@law
+def conservation(case: Case, framework: Framework, ranks: int) -> None:
+    check_conservation(case, framework, ranks, SHAPE, steps=12)
+
+
+@law
+def odd_shapes(case: Case, framework: Framework, ranks: int) -> None:
+    for shape in ODD_SHAPES:
+        check_conservation(case, framework, ranks, shape, steps=3)
+
+
+@law
+def half_gradients(case: Case, framework: Framework, ranks: int) -> None:
+    """State is fp32 whatever the gradient is, so feedback is exact to fp32."""
+    rounding = {"float16": 2 * 2**-11, "bfloat16": 2 * 2**-8}
+    for dtype in ["float16"] if framework.backend == "numpy" else rounding:
+        rest = 2e-6 if case.feedback else rounding[dtype]
+        check_conservation(case, framework, ranks, SHAPE, 4, dtype, rest)
+
+
+@law
+def ranks_agree(case: Case, framework: Framework, ranks: int) -> None:
+    world = Ranks(case.compressor, ranks, framework)
+    for gradients in normals(SHAPE, ranks, steps=6):
+        means = world.step([g * 10.0**r for r, g in enumerate(gradients)])
+        assert all(same_bits(mean, means[0]) for mean in means)
+
+
+@law
+def full_level_is_exact(case: Case, framework: Framework, ranks: int) -> None:
+    for shape in [SHAPE, (5,), (3, 3, 4, 6)] if case.full else []:
+        world = Ranks(case.full, ranks, framework)
+        for gradients in normals(shape, ranks, steps=3):
+            mean = world.step(gradients)[0]
+            np.testing.assert_allclose(mean, exact_mean(gradients), atol=2e-5)
+            assert np.abs(world.mean_residual(mean.size)).max() < 2e-5
+
+
+@law
+def frameworks_agree(case: Case, framework: Framework, ranks: int) -> None:
+    """NumPy is the oracle: of means and of what is owed."""
+    ours = Ranks(case.compressor, ranks, framework)
+    oracle = Ranks(case.compressor, ranks, NUMPY)
+    for gradients in normals(SHAPE, ranks, seed=3, steps=8):
+        for mean, wanted in zip(ours.step(gradients), oracle.step(gradients), strict=True):
+            check_same(case, mean, wanted)
+        for residual, wanted in zip(ours.residuals(), oracle.residuals(), strict=True):
+            if wanted is None:
+                assert residual is None
+            else:
+                check_same(case, residual, wanted)
+
+
+def check_same(case: Case, ours: np.ndarray, oracle: np.ndarray) -> None:
+    if case.bitwise:
+        assert same_bits(ours, oracle)
+    else:
+        assert np.abs(ours - oracle).max() <= case.close * max(1.0, np.abs(oracle).max())
+
+
+@law
+def zeros_stay_zeros(case: Case, framework: Framework, ranks: int) -> None:
+    world = Ranks(case.compressor, ranks, framework)
+    nothing = [np.zeros(SHAPE, np.float32)] * ranks
+    for _ in range(3):
+        for mean in world.step(nothing):
+            assert not mean.any()
+        for state in world.states:
+            assert all(np.isfinite(framework.array(x)).all() for x in state.values())
+    gradients = next(normals(SHAPE, ranks))
+    mean = world.step(gradients)[0]
+    lost = exact_mean(gradients).reshape(-1) - mean.reshape(-1) - world.mean_residual(mean.size)
+    assert np.abs(lost).max() <= max(2e-6, case.loss) * 10, "after zeros, a gradient is lost"
+
+
+@law
+def deterministic(case: Case, framework: Framework, ranks: int) -> None:
+    one, two = Ranks(case.compressor, ranks, framework), Ranks(case.compressor, ranks, framework)
+    for gradients in normals(SHAPE, ranks, steps=5):
+        for a, b in zip(one.step(gradients), two.step(gradients), strict=True):
+            assert same_bits(a, b)
+
+
+@law
+def state_keys_are_stable(case: Case, framework: Framework, ranks: int) -> None:
+    """The keys, shapes and dtype are those that `init` names; the initial states are alike."""
+    xp, world = framework.xp, Ranks(case.compressor, ranks, framework)
+
+    def forms() -> list[Any]:
+        return [{k: (xp.shape(x), xp.dtype(x)) for k, x in s.items()} for s in world.states]
+
+    gradients = next(normals(SHAPE, ranks))
+    world.states = world.init(framework.tensor(gradients[0], "float16"))
+    initial = forms()
+    assert all(form == initial[0] for form in initial)
+    assert all(dtype == "float32" for _, dtype in initial[0].values())
+    for gradients in normals(SHAPE, ranks, steps=3):
+        world.step(gradients)
+        assert forms() == initial
+    assert case.feedback == (case.compressor.residual(world.states[0]) is not None)
+
+
+@law
+def consumed_is_not_used_again(case: Case, framework: Framework, ranks: int) -> None:
+    plain, poisoned = Ranks(case.compressor, ranks, NUMPY), Ranks(case.compressor, ranks, POISONED)
+    for gradients in normals(SHAPE, ranks, steps=5):
+        for a, b in zip(plain.step(gradients), poisoned.step(gradients), strict=True):
+            assert same_bits(a, b)
+    for a, b in zip(plain.residuals(), poisoned.residuals(), strict=True):
+        assert (a is None and b is None) or same_bits(a, b)
+
+
+MOVED = {
+    "allreduce": lambda size, ranks: 2 * (ranks - 1) / ranks * size,
+    "allgather": lambda size, ranks: (ranks - 1) * size,
+}
+"""The models of `traffic.py`, stated once more: bytes sent, and received."""
+
+
+@law
+def bytes_are_counted(case: Case, framework: Framework, ranks: int) -> None:
+    steps, rounds = 3, case.rounds(SHAPE, 4)
+    world = simulate(case.compressor, ranks)
+    for gradients in normals(SHAPE, ranks, steps=steps):
+        step(world, framework, [{"w": g} for g in gradients])
+    flags = []
+    if case.guarded:
+        flags = [("allgather" if rounds[0][0] == "allgather" else "allreduce", 8)]
+    payload = sum(size for _, size in [*rounds, *flags]) * steps
+    moved = sum(MOVED[kind](size, ranks) for kind, size in [*rounds, *flags]) * steps
+    dense = 4 * int(np.prod(SHAPE)) * steps
+    for exchange in world.exchanges:
+        stats = exchange.stats()
+        assert stats["steps"] == steps
+        assert stats["dense"] == dense
+        assert stats["payload"] == payload
+        assert np.isclose(stats["dense_sent"], MOVED["allreduce"](dense, ranks))
+        assert np.isclose(stats["sent"], moved) and np.isclose(stats["received"], moved)
+        if ranks > 1:
+            assert np.isclose(stats["ratio"], stats["dense_sent"] / stats["sent"])
+
+
+def step(
+    world: World, framework: Framework, gradients: list[dict[str, np.ndarray]], lr: float = 0.1
+) -> list[dict[str, np.ndarray] | None]:
+    """One step of a simulated world, from and to NumPy."""
+    with framework.running():
+        tensors = [{k: framework.tensor(g) for k, g in mine.items()} for mine in gradients]
+        means = world.step(tensors, lr=lr)
+        return [None if m is None else {k: framework.array(x) for k, x in m.items()} for m in means]
+
+
+def states(world: World, framework: Framework) -> list[Any]:
+    """Every rank's state of every bucket."""
+    return [
+        {
+            (slot.bucket.name, key): framework.array(x)
+            for slot in exchange.slots
+            for key, x in (slot.state or {}).items()
+        }
+        for exchange in world.exchanges
+    ]
+
+
+def several(ranks: int, steps: int, seed: int = 0) -> list[list[dict[str, np.ndarray]]]:
+    """Gradients of two large tensors and two small ones that travel packed."""
+    shapes = {"w": SHAPE, "b": (24,), "v": (40, 30), "s": (3, 5)}
+    streams = {k: normals(s, ranks, seed + i) for i, (k, s) in enumerate(shapes.items())}
+    together = (zip(*streams.values(), strict=True) for _ in itertools.count())
+    return [
+        [dict(zip(shapes, mine, strict=True)) for mine in zip(*next(iter(now)), strict=True)]
+        for now in itertools.islice(together, steps)
+    ]
+
+
+@law
+def bad_steps_are_taken_back(case: Case, framework: Framework, ranks: int) -> None:
+    """A non-finite gradient on one rank: None on all, state as it was, later steps unharmed."""
+    good = several(ranks, 7)
+    world, twin = simulate(case.compressor, ranks), simulate(case.compressor, ranks)
+    for gradients in good[:3]:
+        step(world, framework, gradients)
+        step(twin, framework, gradients)
+    for rank, name, value in [(ranks - 1, "w", np.nan), (0, "b", np.inf), (0, "v", -np.inf)]:
+        before = states(world, framework)
+        bad = several(ranks, 1, seed=9)[0]
+        bad[rank][name].reshape(-1)[7] = value
+        means = step(world, framework, bad)
+        if not case.guarded:  # without state, the means speak for themselves
+            assert all(not np.isfinite(mean[name]).all() for mean in means if mean is not None)
+            assert not any(states(world, framework))
+            continue
+        assert means == [None] * ranks
+        for mine, was in zip(states(world, framework), before, strict=True):
+            assert mine.keys() == was.keys()
+            for key, x in mine.items():
+                if framework.exact_undo:
+                    assert same_bits(x, was[key])
+                else:
+                    scale = np.maximum(np.abs(was[key]), 4.0)  # an ulp of what was added
+                    assert (np.abs(x - was[key]) <= 2**-22 * scale).all()
+    for exchange in twin.exchanges:  # the clock counts skipped steps too
+        exchange.steps += 3
+    for gradients in good[3:]:
+        ours, theirs = step(world, framework, gradients), step(twin, framework, gradients)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            for name in wanted:
+                if framework.exact_undo:
+                    assert same_bits(mine[name], wanted[name])
+                elif case.name.startswith("TopK"):  # an ulp may change who is largest
+                    assert np.mean(np.abs(mine[name] - wanted[name]) > 1e-5) < 0.01
+                else:
+                    np.testing.assert_allclose(mine[name], wanted[name], atol=1e-4)

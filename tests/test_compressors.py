@@ -1,0 +1,316 @@
+"""Every law for every compressor, framework and number of ranks; and that laws can be broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import laws
+import numpy as np
+import pytest
+from cases import CASES, REFUSED, Case, matrix, topk
+from frameworks import (
+    NUMPY,
+    TENSORFLOW,
+    TORCH,
+    Framework,
+    Ranks,
+    exact_mean,
+    installed,
+    normals,
+    parameters,
+    same_bits,
+)
+
+import accordion_hvd
+from accordion_hvd import Allgather, Allreduce, Compressor, Dense, Info, PowerSGD, TopK
+from accordion_hvd.compressors.powersgd import matrix_shape
+from accordion_hvd.compressors.topk import kept
+from accordion_hvd.ops import namespace
+
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("framework", parameters())
+@by_case
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_law(law: laws.Law, case: Case, framework: Framework, ranks: int) -> None:
+    if law is laws.consumed_is_not_used_again and framework is not NUMPY:
+        return  # it compares NumPy with itself
+    law(case, framework, ranks)
+
+
+def test_every_compressor_has_a_case() -> None:
+    shelf = {getattr(accordion_hvd.compressors, name) for name in accordion_hvd.compressors.__all__}
+    assert shelf == {type(case.compressor) for case in CASES}
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@by_case
+def test_traced(case: Case) -> None:
+    """Inside tf.function, the step a tensor: what eager TensorFlow and NumPy give."""
+    import tensorflow as tf
+
+    ranks, traces = 2, []
+    ours, oracle = Ranks(case.compressor, ranks, TENSORFLOW), Ranks(case.compressor, ranks, NUMPY)
+
+    @tf.function(autograph=False)
+    def exchange(tensors: Any, states: Any, step: Any) -> Any:
+        traces.append(1)
+        return ours.exchange(tensors, states, step)
+
+    state = ours.init(tf.zeros(laws.SHAPE))
+    for number, gradients in enumerate(normals(laws.SHAPE, ranks, steps=6)):
+        tensors = [tf.constant(g) for g in gradients]
+        results = exchange(tensors, state, tf.constant(number, tf.int64))
+        state = [new for _, new in results]
+        for (mean, _), wanted in zip(results, oracle.step(gradients), strict=True):
+            laws.check_same(case, mean.numpy(), wanted)
+    assert len(traces) == 1
+    for new, wanted in zip(state, oracle.states, strict=True):
+        for key, x in wanted.items():
+            if key == "error":
+                laws.check_same(case, new[key].numpy(), x)
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), REFUSED)
+def test_refused(kind: type, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {name} is ") as refusal:
+        kind(value)
+    assert repr(value) in str(refusal.value)
+    assert "must be" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "shape", [(4,), (6, 8), (64, 3, 7, 7), (7, 7, 3, 64), (2, 2, 2, 2), (1, 9)]
+)
+def test_matrix_shape(shape: tuple[int, ...]) -> None:
+    assert matrix_shape(shape) == matrix(shape)
+    assert np.prod(matrix_shape(shape)) == np.prod(shape)
+
+
+def test_matrix_shape_of_known_layers() -> None:
+    assert matrix_shape((64, 3, 7, 7)) == (64, 147)  # PyTorch: (output, the rest)
+    assert matrix_shape((7, 7, 3, 64)) == (147, 64)  # Keras: (the rest, output)
+
+
+def test_at_least_one_is_kept() -> None:
+    assert [kept(0.01, size) for size in (1, 99, 100, 250)] == [1, 1, 1, 2]
+
+
+# ----------------------------------------------------------------------- what each method is about
+def test_topk_sends_the_largest() -> None:
+    """On one rank the mean is the largest magnitudes of gradient + error, by brute force."""
+    world, error = Ranks(TopK(0.1), 1), np.zeros(1200)
+    for (gradient,) in normals(laws.SHAPE, 1, steps=5):
+        total = error + gradient.reshape(-1)
+        largest = np.argsort(-np.abs(total))[:120]
+        wanted = np.zeros(1200)
+        wanted[largest] = total[largest]
+        np.testing.assert_allclose(world.step([gradient])[0].reshape(-1), wanted, atol=1e-6)
+        error = total - wanted
+
+
+def test_powersgd_follows_the_paper() -> None:
+    """Algorithm 1 and 2 with plain matrices (n, r), for two ranks."""
+    rank, ranks, (n, m) = 2, 2, laws.SHAPE
+    world = Ranks(PowerSGD(rank), ranks)
+    world.states = world.init(np.zeros(laws.SHAPE, np.float32))
+    q = world.states[0]["q"].T.astype(np.float64)  # (m, r)
+    errors = [np.zeros((n, m)) for _ in range(ranks)]
+    for gradients in normals(laws.SHAPE, ranks, steps=6):
+        totals = [g + e for g, e in zip(gradients, errors, strict=True)]
+        p = np.mean([total @ q for total in totals], 0)
+        for j in range(rank):  # Gram-Schmidt
+            for i in range(j):
+                p[:, j] -= (p[:, i] @ p[:, j]) * p[:, i]
+            p[:, j] /= np.linalg.norm(p[:, j])
+        q = np.mean([total.T @ p for total in totals], 0)
+        np.testing.assert_allclose(world.step(gradients)[1], p @ q.T, atol=1e-4)
+        errors = [total - p @ q.T for total in totals]
+
+
+def test_powersgd_finds_a_low_rank_gradient() -> None:
+    """A gradient of rank 2 is exact after a few steps: the power iteration is warm-started."""
+    rng = np.random.default_rng(0)
+    low = (rng.standard_normal((24, 2)) @ rng.standard_normal((2, 50))).astype(np.float32)
+    world = Ranks(PowerSGD(2), 2)
+    for _ in range(4):
+        mean = world.step([low, low])[0]
+    np.testing.assert_allclose(mean, low, atol=1e-4)
+
+
+def test_randomk_gives_every_element_its_chance() -> None:
+    """Each step sends k different elements; over many steps every element is sent about alike."""
+    size, steps = 200, 1000
+    world, sent = Ranks(accordion_hvd.RandomK(0.1), 1), np.zeros(size)
+    for _ in range(steps):
+        mean = world.step([np.ones(size, np.float32)])[0]
+        assert np.count_nonzero(mean) == 20
+        sent += mean != 0
+    assert abs(sent.mean() - 100) < 1e-9
+    assert 50 < sent.min() and sent.max() < 150  # five standard deviations
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_half_overflow_reaches_every_rank() -> None:
+    means = Ranks(accordion_hvd.FP16(), 2).step([np.full((3,), 1e6, np.float32)] * 2)
+    assert all(np.isinf(mean).all() for mean in means)
+    means = Ranks(accordion_hvd.BF16(), 2).step([np.full((3,), 1e30, np.float32)] * 2)
+    assert all(np.isfinite(mean).all() for mean in means)
+
+
+# ------------------------------------------------------------ negative controls: laws can be broken
+class Stub(Compressor):
+    """Has the state that feedback needs."""
+
+    def init(self, spec: Any, info: Info) -> dict[str, Any]:
+        return {"error": spec.zeros((spec.size,))}
+
+
+class Unaveraged(Compressor):
+    """Returns this rank's own gradient."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        yield Allreduce(grad)
+        return grad, state
+
+
+class Summed(Compressor):
+    """Forgets the division by the number of ranks."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        total = yield Allreduce(grad, op="sum")
+        return total, state
+
+
+@dataclass(frozen=True)
+class Altered(TopK):
+    """Top-k whose new state or mean is tampered with."""
+
+    ratio: float = 0.1
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        mean, new = yield from super().exchange(grad, state, info)
+        return self.alter(mean, new, info, namespace(grad))
+
+    def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
+        return mean, state
+
+
+class Forgetful(Altered):
+    """Drops its error."""
+
+    def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
+        return mean, {"error": xp.zeros(xp.shape(state["error"]), "float32")}
+
+
+class Selfish(Altered):
+    """Its result depends on the rank, by one bit."""
+
+    def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
+        return mean * (1 + 1.2e-7 * info.rank), state
+
+
+class Hoarder(Altered):
+    """Adds a key that `init` did not name."""
+
+    def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
+        return mean, {**state, "count": xp.zeros((1,), "float32")}
+
+
+class Narrow(Altered):
+    """Keeps its error in 16 bits."""
+
+    def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
+        return mean, {"error": xp.cast(xp.cast(state["error"], "float16"), "float32")}
+
+
+class Late(Stub):
+    """Reads the error after consuming it."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        xp = namespace(grad)
+        total = xp.accumulate(state["error"], xp.reshape(grad, (-1,)))
+        mean = yield Allreduce(xp.copy(total))
+        error = total - state["error"]
+        return xp.reshape(mean, xp.shape(grad)), {"error": error}
+
+
+class Irreversible(Stub):
+    """Writes into its state with other than `ops`, before the first request."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        xp = namespace(grad)
+        state["error"] += xp.reshape(grad, (-1,))
+        mean = yield Allreduce(xp.copy(state["error"]))
+        return xp.reshape(mean, xp.shape(grad)), {"error": state["error"] * 0.0}
+
+
+class Chatty(Stub):
+    """Sends more than it says, and divides zero by zero."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        xp = namespace(grad)
+        scale = xp.norm(grad)
+        with np.errstate(all="ignore"):
+            mean, _ = yield Allreduce(grad / scale), Allgather(grad)
+        return mean * scale, state
+
+
+class Drifting(Stub):
+    """Depends on something besides seed, step and gradient."""
+
+    calls = [0]
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        self.calls[0] += 1
+        mean = yield Allreduce(grad * (1 + 1e-6 * self.calls[0]))
+        return mean, state
+
+
+STUBS = [
+    (Unaveraged(), replace(CASES[0], guarded=True), {laws.conservation, laws.ranks_agree}),
+    (Summed(), CASES[0], {laws.conservation, laws.odd_shapes}),
+    (Forgetful(), topk(0.1), {laws.conservation, laws.odd_shapes, laws.zeros_stay_zeros}),
+    (Selfish(), topk(0.1), {laws.conservation, laws.ranks_agree}),
+    (Hoarder(), topk(0.1), {laws.state_keys_are_stable}),
+    (Narrow(), topk(0.1), {laws.conservation, laws.half_gradients}),
+    (Late(), topk(0.1), {laws.consumed_is_not_used_again}),
+    (Irreversible(), topk(0.1), {laws.bad_steps_are_taken_back}),
+    (Chatty(), topk(0.1), {laws.bytes_are_counted, laws.zeros_stay_zeros}),
+    (Drifting(), topk(0.1), {laws.deterministic, laws.frameworks_agree}),
+]
+
+
+@pytest.mark.parametrize(("stub", "claims", "broken"), STUBS, ids=lambda x: type(x).__name__)
+def test_stubs_break_laws(stub: Compressor, claims: Case, broken: set[laws.Law]) -> None:
+    case = replace(claims, compressor=stub, full=None)
+    for law in broken:
+        with pytest.raises(AssertionError):
+            law(case, NUMPY, 2)
+
+
+def test_a_level_that_is_not_full_breaks_the_law() -> None:
+    with pytest.raises(AssertionError):
+        laws.full_level_is_exact(replace(topk(0.1), full=TopK(0.9)), NUMPY, 2)
+
+
+@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
+def test_frameworks_that_differ_break_the_law() -> None:
+    class Partial(Dense):
+        def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+            mean = yield Allreduce(grad)
+            return (mean if isinstance(mean, np.ndarray) else mean * (1 + 2e-7)), state
+
+    with pytest.raises(AssertionError):
+        laws.frameworks_agree(replace(CASES[0], compressor=Partial()), TORCH, 2)
+
+
+def test_nothing_is_lost_in_the_driver_itself() -> None:
+    """The driver's dense mean is NumPy's."""
+    for gradients in normals((5, 3), 4, steps=3):
+        means = Ranks(Dense(), 4).step(gradients)
+        np.testing.assert_allclose(means[0], exact_mean(gradients), atol=1e-6)
+        assert all(same_bits(mean, means[0]) for mean in means)
