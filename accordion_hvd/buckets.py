@@ -81,10 +81,13 @@ def make_buckets(
 
     Args:
         tensors: in the order in which their gradients are expected.
-        scope: what the compressors want (`Compressor.scope`).
+        scope: what the compressors want (`Compressor.scope`); "each" gives every tensor, small
+            ones too, a bucket of its own (Horovod's compression objects expect that).
         skip: patterns (as of file names) of tensors that travel dense.
         min_elements: tensors with fewer elements travel dense.
     """
+    if scope == "each":
+        return [_bucket(tensors, [i], compress=True, packed=False) for i in range(len(tensors))]
     if scope == "model":
         return _packed(tensors, range(len(tensors)), compress=True, limit=math.inf)
     chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
@@ -92,10 +95,7 @@ def make_buckets(
     if scope == "flat":
         own = _packed(tensors, chosen, compress=True, limit=GROUP_BYTES)
     else:
-        own = [
-            Bucket(t.name, (i,), t.shape, (t.size,), t.dtype, compress=True, packed=False)
-            for i, t in ((i, tensors[i]) for i in chosen)
-        ]
+        own = [_bucket(tensors, [i], compress=True, packed=False) for i in chosen]
     packed = _packed(tensors, rest, compress=False, limit=GROUP_BYTES)
     return sorted(own + packed, key=lambda bucket: bucket.members[-1])
 
@@ -144,11 +144,15 @@ def _packed(
         if key in open_ and 4 * sum(tensors[j].size for j in (*open_[key], i)) > limit:
             done.append(open_.pop(key))
         open_.setdefault(key, []).append(i)
-    return [_flat(tensors, members, compress) for members in (*done, *open_.values())]
+    flat = (*done, *open_.values())
+    return [_bucket(tensors, members, compress=compress, packed=True) for members in flat]
 
 
-def _flat(tensors: Sequence[TensorInfo], members: list[int], compress: bool) -> Bucket:
+def _bucket(
+    tensors: Sequence[TensorInfo], members: Sequence[int], *, compress: bool, packed: bool
+) -> Bucket:
     first, sizes = tensors[members[0]], tuple(tensors[i].size for i in members)
     more = f"+{len(members) - 1}" if len(members) > 1 else ""
-    name, shape = first.name + more, (sum(sizes),)
-    return Bucket(name, tuple(members), shape, sizes, first.dtype, compress, packed=True)
+    shape = (sum(sizes),) if packed else first.shape
+    name = first.name + more
+    return Bucket(name, tuple(members), shape, sizes, first.dtype, compress, packed)

@@ -278,8 +278,11 @@ class Exchange:
         return {s.bucket.name: float(n) for s, n in zip(seen, norms, strict=True)}
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        known = [slot.spec for slot in self.slots if slot.spec is not None]
-        return self.xp.asarray(values, known[0].device if known else None)
+        return self.xp.asarray(values, self.device(self.slots[0]) if self.slots else None)
+
+    def device(self, slot: Slot) -> Any:
+        """Where the slot's tensors live, in the framework's terms."""
+        return self.tensors[slot.bucket.members[0]].kind or None
 
     def switch(self, slot: Slot, level: int) -> None:
         """Let another level serve: what the old one owes is handed over, the rest is parked."""
@@ -302,6 +305,21 @@ class Exchange:
             state = new.with_residual(state, residual)
         slot.parked[old_level] = old.park(old_state)
         slot.state = state
+
+    def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put a slot back as it was: see `checkpoint.export` for the names of the arrays."""
+        tensors = {key: self.xp.asarray(a, self.device(slot)) for key, a in arrays.items()}
+        slot.level, slot.parked, slot.state = level, {}, None
+        slot.owed, slot.seen = tensors.pop("owed", None), tensors.pop("seen", None)
+        state: State = {}
+        for key, tensor in tensors.items():
+            what, _, rest = key.partition("/")
+            if what == "state":
+                state[rest] = tensor
+            else:
+                which, _, name = rest.partition("/")
+                slot.parked.setdefault(int(which), {})[name] = tensor
+        slot.state = state or None
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Step:
         self._missing = [len(members) for members in groups]
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, what is under way)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
+        self._bad: list[Tensor] = []  # one flag for each group
         self._judged = False
 
     def started(self, index: int) -> bool:
@@ -108,7 +109,7 @@ class Step:
             round_, pending = self._pending.pop(group)
             self.traffic.add(pending.traffic)
             if round_ == 0:
-                self._first[group] = pending.result()
+                self._first[group] = self._take_flag(pending.result())
             else:
                 self._answer(group, pending.result(), round_)
         if not self._judged and len(self._first) == len(self._groups):
@@ -157,9 +158,7 @@ class Step:
     def _judge(self) -> None:
         """Every rank knows every flag: go on together, or take everything back together."""
         if self._guarded:
-            flags = [self._combined(answers.pop()) for answers in self._first.values()]
-            self._compare_plans(flags)
-            self.bad = self._xp.is_bad(self._xp.concat([flag[:1] for flag in flags]))
+            self.bad = self._xp.is_bad(self._xp.concat(self._bad))
         if self.bad is True:
             for talk in self._talks.values():
                 if talk.conversation is not None:
@@ -169,23 +168,26 @@ class Step:
         for group in sorted(self._first):
             self._answer(group, self._first[group], 0)
 
-    def _combined(self, answer: Any) -> Tensor:
-        if not isinstance(answer, tuple):
-            return answer
-        total = answer[0]
-        for other in answer[1:]:
-            total = total + other
-        return total / len(answer)
+    def _take_flag(self, answers: list[Any]) -> list[Any]:
+        """Read what rode in a group's first collective; returns the rest."""
+        if not self._guarded:
+            return answers
+        *rest, flag = answers
+        if isinstance(flag, tuple):
+            flag = sum(flag[1:], flag[0]) / len(flag)
+        self._compare_plans(flag[1:])
+        self._bad.append(flag[:1])
+        return rest
 
-    def _compare_plans(self, flags: Sequence[Tensor]) -> None:
-        if self._xp.symbolic(flags[0]):
+    def _compare_plans(self, mean: Tensor) -> None:
+        if self._xp.symbolic(mean):
             return
-        seen = self._xp.to_numpy(self._xp.concat([flag[1:] for flag in flags]))
-        if (seen != self._plan).any():
+        seen = float(self._xp.to_numpy(mean)[0])
+        if seen != self._plan:
             raise RuntimeError(
                 f"ranks disagree about what they exchange: the plan of rank "
-                f"{self._communicator.rank} is {self._plan}, the mean of all is {seen.tolist()}. "
-                "Do all ranks train the same parameters, with the same compression levels?"
+                f"{self._communicator.rank} has number {self._plan}, the mean over ranks is {seen}."
+                " Do all ranks train the same parameters, with the same compression levels?"
             )
 
     def _answer(self, group: int, answers: list[Any], round_: int) -> None:

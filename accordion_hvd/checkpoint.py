@@ -1,0 +1,236 @@
+"""Saves and restores what optimizer checkpoints leave out: errors, levels, policy.
+
+One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
+the residuals over ranks is kept: each new rank gets an equal part of it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import accordion_hvd
+from accordion_hvd.base import Allreduce, Conversation
+from accordion_hvd.communicator import Communicator
+from accordion_hvd.exchange import Exchange, Slot
+
+FORMAT = 1
+_live: list[weakref.ref[Any]] = []
+
+
+def register(owner: Any) -> None:
+    """Count `owner.exchange` among what is saved, as long as `owner` is alive.
+
+    If the exchange is not made before the first step, `owner.expect(names)` is called before it
+    is restored: the names of the tensors that it exchanged when it was saved.
+    """
+    _live.append(weakref.ref(owner))
+
+
+def owners() -> list[Any]:
+    """Those of this process that are alive, in the order in which they were made."""
+    _live[:] = [reference for reference in _live if reference() is not None]
+    return [owner for reference in _live if (owner := reference()) is not None]
+
+
+def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
+    """Write the state of all exchanges of this job; collective.
+
+    Args:
+        directory: made if it does not exist; the same, shared one on every rank.
+        only: distributed optimizers to save, instead of all that are alive.
+
+    Raises:
+        RuntimeError: on every rank, if one could not write; there is nothing to save.
+    """
+    chosen = [owner.exchange for owner in _chosen(only)]
+    directory = Path(directory)
+    lead = chosen[0].communicator
+    _together(lead, lambda: _write(directory, chosen), f"writing to {directory}")
+    if lead.rank == 0:
+        manifest = {
+            "format": FORMAT,
+            "version": accordion_hvd.__version__,
+            "ranks": lead.size,
+            "exchanges": [describe(exchange) for exchange in chosen],
+        }
+        _replace(directory / "manifest.json", json.dumps(manifest, indent=1).encode())
+    _together(lead, lambda: None, "")
+
+
+def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
+    """Restore what `save_state` wrote, on any number of ranks; collective.
+
+    Args:
+        directory: where it was written.
+        only: distributed optimizers to restore, in the order in which they were saved.
+
+    Raises:
+        RuntimeError: on every rank, saying what is missing or does not fit.
+    """
+    chosen = _chosen(only)
+    lead = chosen[0].communicator
+    _together(lead, lambda: _read(Path(directory), chosen), f"reading from {directory}")
+
+
+def describe(exchange: Exchange) -> dict[str, Any]:
+    """What is equal on all ranks."""
+    return {
+        "policy": exchange.policy.state_dict(),
+        "compression": repr(exchange.policy),
+        "steps": exchange.steps,
+        "tensors": [tensor.name for tensor in exchange.tensors],
+        "buckets": [
+            {"name": s.bucket.name, "shape": list(s.bucket.shape), "level": s.level}
+            for s in exchange.slots
+        ],
+    }
+
+
+def export(exchange: Exchange, prefix: str = "") -> dict[str, np.ndarray]:
+    """This rank's tensors: `{bucket}/{what}` to array; what is "state/key", "parked/level/key",
+    "owed" or "seen".
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for i, slot in enumerate(exchange.slots):
+        for key, value in _tensors(slot).items():
+            arrays[f"{prefix}{i}/{key}"] = exchange.xp.to_numpy(value)
+    return arrays
+
+
+def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, Any]) -> None:
+    """The inverse of `export` and `describe`."""
+    exchange.policy.load_state_dict(saved["policy"])
+    exchange.steps = saved["steps"]
+    for i, slot in enumerate(exchange.slots):
+        mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
+        exchange.load_slot(slot, saved["buckets"][i]["level"], mine)
+
+
+def _tensors(slot: Slot) -> dict[str, Any]:
+    found = {f"state/{key}": value for key, value in (slot.state or {}).items()}
+    for level, state in slot.parked.items():
+        found |= {f"parked/{level}/{key}": value for key, value in state.items()}
+    for what in ("owed", "seen"):
+        if getattr(slot, what) is not None:
+            found[what] = getattr(slot, what)
+    return found
+
+
+def _chosen(only: Sequence[Any]) -> list[Any]:
+    chosen = [getattr(item, "exchange_owner", item) for item in only] or owners()
+    if not chosen:
+        raise RuntimeError("state: there is no distributed optimizer in this process.")
+    return chosen
+
+
+def _file(directory: Path, rank: int, ranks: int) -> Path:
+    return directory / f"rank-{rank:05d}-of-{ranks:05d}.npz"
+
+
+def _write(directory: Path, chosen: Sequence[Exchange]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, np.ndarray] = {}
+    for number, exchange in enumerate(chosen):
+        arrays |= export(exchange, f"{number}/")
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    lead = chosen[0].communicator
+    _replace(_file(directory, lead.rank, lead.size), buffer.getvalue())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that it is either the old one or the new one, never half."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def _read(directory: Path, chosen: Sequence[Any]) -> None:
+    manifest = _manifest(directory)
+    saved, ranks = manifest["exchanges"], manifest["ranks"]
+    if len(saved) != len(chosen):
+        raise ValueError(f"{len(saved)} optimizers were saved, but {len(chosen)} are to be restored")
+    missing = [r for r in range(ranks) if not _file(directory, r, ranks).exists()]
+    if missing:
+        raise FileNotFoundError(f"the files of ranks {missing} of {ranks} are missing")
+    lead = chosen[0].communicator
+    arrays = _arrays(directory, lead.rank, lead.size, ranks)
+    for number, (owner, row) in enumerate(zip(chosen, saved, strict=True)):
+        owner.expect(row["tensors"])
+        exchange = owner.exchange
+        _compare(exchange, row)
+        prefix = f"{number}/"
+        mine = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+        restore(exchange, mine, row)
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    path = directory / "manifest.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path.name} is missing there")
+    manifest = json.loads(path.read_text())
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"its format is {manifest.get('format')!r}, but must be {FORMAT}")
+    return manifest
+
+
+def _arrays(directory: Path, rank: int, size: int, saved: int) -> dict[str, np.ndarray]:
+    """This rank's arrays; on another number of ranks, an equal part of what all owe together."""
+    if saved == size:
+        return _load(_file(directory, rank, saved))
+    arrays = _load(_file(directory, 0, saved))
+    for other in range(1, saved):
+        for key, value in _load(_file(directory, other, saved)).items():
+            if _owes(key):
+                arrays[key] = arrays[key] + value
+    arrays = {key: value / size if _owes(key) else value for key, value in arrays.items()}
+    return {k: v for k, v in arrays.items() if rank == 0 or not k.endswith("/seen")}
+
+
+def _owes(key: str) -> bool:
+    return key.endswith(("/state/error", "/owed"))
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
+    ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.slots]
+    theirs = [(row["name"], row["shape"]) for row in saved["buckets"]]
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            raise ValueError(f"bucket {mine[0]!r} {mine[1]} was {other[0]!r} {other[1]} when saved")
+    if len(ours) != len(theirs):
+        raise ValueError(f"there are {len(ours)} buckets, but {len(theirs)} were saved")
+    if repr(exchange.policy) != saved["compression"]:
+        raise ValueError(
+            f"the compression is {exchange.policy!r}, but was {saved['compression']} when saved"
+        )
+
+
+def _together(lead: Communicator, action: Any, doing: str) -> None:
+    """Do `action` on every rank; if it fails on one, every rank raises."""
+    problem = ""
+    try:
+        action()
+    except (OSError, ValueError, KeyError) as error:
+        problem = str(error)
+    failed = lead.run("accordion.checkpoint", _failures(lead, bool(problem)))
+    if problem:
+        raise RuntimeError(f"state: {doing} failed on rank {lead.rank}: {problem}.")
+    if failed:
+        raise RuntimeError(f"state: {doing} failed on another rank; see its message.")
+
+
+def _failures(lead: Communicator, failed: bool) -> Conversation:
+    anywhere = yield Allreduce(lead.xp.asarray(np.array([failed], np.int32)), op="max")
+    return bool(lead.xp.to_numpy(anywhere)[0])  # type: ignore[return-value]

@@ -1,0 +1,97 @@
+"""Broadcasts at the start of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the parameters of `root_rank`; Horovod's, but takes any iterable.
+
+    Args:
+        params: a dict such as `model.state_dict()`, or tensors or (name, tensor) pairs such as
+            `model.named_parameters()`.
+        root_rank: the rank whose values are taken.
+
+    Raises:
+        ValueError: `params` is none of these.
+    """
+    if not isinstance(params, (dict, list)):
+        try:
+            params = list(params)
+        except TypeError:
+            raise ValueError(f"invalid params of type: {type(params)}") from None
+    if isinstance(params, dict):
+        params = {name: value for name, value in params.items() if isinstance(value, torch.Tensor)}
+    hvd.broadcast_parameters(params, root_rank)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
+) -> None:
+    """Give every rank the optimizer state and settings of `root_rank`; weights are left alone.
+
+    (Horovod's own takes an optimizer step with zero gradients first, which changes weights where
+    there is weight decay.)
+
+    Args:
+        optimizer: a plain or distributed optimizer.
+        root_rank: the rank whose state is taken.
+        model: accepted for compatibility.
+
+    Raises:
+        ValueError: the optimizer is an LBFGS, whose state is no set of tensors.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    tensors: list[torch.Tensor] = []
+    outline = _outline(optimizer.state_dict(), tensors)
+    outline = hvd.broadcast_object(outline, root_rank, name="accordion.optimizer_state")
+    mine = hvd.rank() == root_rank
+    received = tensors if mine else [torch.empty(0)] * _count(outline)
+    state = _fill(outline, received, root_rank, mine)
+    if not mine:
+        optimizer.load_state_dict(state)
+
+
+class _Place:
+    """Where a tensor belongs: its number, shape, dtype and device type."""
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number, self.shape, self.dtype = number, tuple(tensor.shape), tensor.dtype
+        self.device = tensor.device.type
+
+
+def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with its tensors taken out."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1, value)
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_outline(item, tensors) for item in value)
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, _Place):
+        return 1
+    items = value.values() if isinstance(value, dict) else value
+    return sum(_count(i) for i in items) if isinstance(value, (dict, list, tuple)) else 0
+
+
+def _fill(value: Any, tensors: list[torch.Tensor], root: int, mine: bool) -> Any:
+    """`value` with its tensors put back, as `root` has them."""
+    if isinstance(value, _Place):
+        empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        tensor = tensors[value.number] if mine else empty
+        return hvd.broadcast(tensor, root, name=f"accordion.optimizer_state.{value.number}")
+    if isinstance(value, dict):
+        return {key: _fill(item, tensors, root, mine) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fill(item, tensors, root, mine) for item in value)
+    return value

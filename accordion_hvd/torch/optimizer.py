@@ -1,0 +1,323 @@
+"""`DistributedOptimizer`: a PyTorch optimizer whose gradients are averaged over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.guard import Guard
+from accordion_hvd.ops import torch as xp
+from accordion_hvd.torch import refusals
+from accordion_hvd.torch.communicator import process_set_of
+from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.torch.stock import is_ours, policy_of
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Any = None,
+    compression: Any = hvd.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    *,
+    skip: Sequence[str] = (),
+    guard: str = "error",
+    guard_every: int = 100,
+    grad_scaler: Any = None,
+) -> Any:
+    """Average `optimizer`'s gradients over the ranks before each step; Horovod's signature.
+
+    The result is an instance of a subclass of `optimizer`'s class, with its state, its defaults
+    and its parameter groups. Exchanges start while backward still runs; `step()` waits for them.
+    `synchronize()`, `skip_synchronize()`, `set_backward_passes_per_step()` are Horovod's.
+
+    Args:
+        optimizer: any PyTorch optimizer over plain tensors.
+        named_parameters: `model.named_parameters()`; names must be unique.
+        compression: a compressor (`TopK(0.01)`), a policy (`Accordion(...)`), a word for one
+            ("topk:0.01"), or one of Horovod's compression objects. Left at its default, the
+            environment variable ACCORDION_HVD_COMPRESSION may name one.
+        backward_passes_per_step: backward passes that add up (are summed) before an exchange.
+        op: `Average` or `Sum`; `Adasum` only without our compression (Horovod's own wrapper).
+        gradient_predivide_factor: accepted; sums are formed so that it changes nothing.
+        num_groups: accepted; what leaves together is planned from shapes.
+        groups: accepted, like num_groups.
+        sparse_as_dense: exchange sparse gradients like dense ones; otherwise they are gathered,
+            beside any compression.
+        process_set: the ranks that average; others take plain steps.
+        skip: patterns (as of file names) of parameters that travel uncompressed.
+        guard: what to do when replicas differ: "error", "warn" or "off".
+        guard_every: steps between comparisons of the replicas.
+        grad_scaler: the `GradScaler` in use: errors are then kept in unscaled units, and
+            `scaler.step(optimizer)` may be called without `synchronize()`.
+
+    Returns:
+        The wrapped optimizer; `exchange.stats()` has bytes and times, `end_window()` ends a
+        window of `Accordion`'s.
+
+    Raises:
+        ValueError: an argument is not what it must be; the sentence says which.
+        TypeError: `compression` is nothing known.
+    """
+    refusals.check_arguments(op, gradient_predivide_factor, backward_passes_per_step, groups)
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
+        )
+    if op == hvd.Adasum:
+        refusals.check_adasum(is_ours(compression), compression)
+        return hvd.DistributedOptimizer(
+            optimizer, named_parameters, compression, backward_passes_per_step, op,
+            gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
+        )  # fmt: skip
+    names = refusals.check_names(optimizer.param_groups, named_parameters)
+    refusals.check_parameters(names)
+    policy = policy_of(compression)
+    refusals.check_output(policy, optimizer)
+    options = {
+        "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
+        "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
+        "guard": Guard(guard, guard_every), "scaler": grad_scaler,
+    }  # fmt: skip
+    return _wrap(type(optimizer), optimizer.__dict__, names, options)
+
+
+def _wrap(
+    base: type[torch.optim.Optimizer],
+    attributes: dict[str, Any],
+    names: Named,
+    options: dict[str, Any],
+) -> Any:
+    """An instance of a subclass of `base` with these attributes; also what unpickling calls.
+
+    Horovod's helpers know a distributed optimizer by its module and call `super()` of its class,
+    so the methods are copied into one class directly below `base`, as Horovod does.
+    """
+    namespace = {k: v for k, v in vars(_Distributed).items() if k not in ("__dict__", "__weakref__")}
+    namespace |= {"__module__": "horovod.torch.optimizer", "_base": base}
+    kind = type(base.__name__, (base,), namespace)
+    wrapped = kind.__new__(kind)
+    vars(wrapped).update(attributes)
+    vars(wrapped).pop("step", None)  # an LR scheduler has put its own there
+    wrapped._set_up(names, options)
+    return wrapped
+
+
+class _Distributed:
+    """The methods of a distributed optimizer; `_base` is the class that is wrapped."""
+
+    _base: Any
+
+    def _set_up(self: Any, names: Named, options: dict[str, Any]) -> None:
+        self._names, self._options = list(names), options
+        self._passes = options["passes"]
+        self._guard: Guard = options["guard"]
+        self._synchronized = False
+        self._should_synchronize = True
+        self._exchanged_step = 0
+        self._reducer = self._make_reducer()
+        if options["scaler"] is not None:
+            _synchronize_before_unscaling(options["scaler"], self)
+
+    def _make_reducer(self: Any) -> Reducer | None:
+        process_set = self._options["process_set"]
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        if not process_set.included() or (process_set.size() == 1 and not elastic):
+            return None
+        wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
+        chosen = {key: self._options[key] for key in wanted}
+        policy = self._options["policy"]
+        return Reducer(self._names, policy, process_set, lambda: self.param_groups, **chosen)
+
+    # ------------------------------------------------------------------------ Horovod's interface
+    @property
+    def backward_passes_per_step(self: Any) -> int:
+        """Backward passes that add up before an exchange."""
+        return self._passes
+
+    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+        """Change how many backward passes add up, from the next exchange on."""
+        refusals.check_passes(passes)
+        self._passes = self._options["passes"] = passes
+        if self._reducer is not None:
+            self._reducer.passes = passes
+            self._reducer.reset()
+
+    def synchronize(self: Any) -> None:
+        """Wait until all gradients are averaged; for clipping between backward and `step()`."""
+        if self._reducer is not None:
+            self._reducer.finish()
+            self._exchanged_step = self._reducer.exchange.steps
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self: Any) -> Iterator[None]:
+        """Within it, `step()` does not exchange: `synchronize()` has been called already."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self: Any, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+        """Average the gradients, then take the wrapped optimizer's step.
+
+        A closure's gradients are averaged after each of its calls.
+        """
+        if self._should_synchronize:
+            self._synchronize_for_step(closure)
+        if closure is not None:
+            result = self._base.step(self, self._averaging(closure), **more)
+        else:
+            result = self._base.step(self, **more)
+        self._synchronized = False
+        self._compare_replicas()
+        return result
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        """The wrapped optimizer's; refused while gradients are on their way.
+
+        Raises:
+            AssertionError: between backward and `step()` or `synchronize()`.
+        """
+        if self._reducer is not None and self._reducer.in_flight:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
+                "a race condition."
+            )
+        self._base.zero_grad(self, *args, **kwargs)
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """The wrapped optimizer's; the new parameters' gradients are averaged too."""
+        self._base.add_param_group(self, param_group)
+        index = len(self.param_groups) - 1
+        fresh = [
+            (f"group.{index}.{i}", p) for i, p in enumerate(self.param_groups[index]["params"])
+        ]
+        refusals.check_parameters(fresh)
+        self._names += fresh
+        if self._reducer is not None:
+            self._reducer.watch(fresh)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """The wrapped optimizer's; what is on its way is forgotten."""
+        if self._reducer is not None:
+            self._reducer.reset()
+        self._synchronized, self._should_synchronize = False, True
+        self._base.load_state_dict(self, state_dict)
+
+    # ------------------------------------------------------------------------------------- ours
+    @property
+    def exchange(self: Any) -> Exchange:
+        """Bytes, times, levels and policy of what this optimizer exchanges.
+
+        Raises:
+            RuntimeError: this process exchanges nothing.
+        """
+        if self._reducer is None:
+            raise RuntimeError(
+                "this process exchanges nothing: it is alone, or outside the optimizer's process "
+                "set."
+            )
+        return self._reducer.exchange
+
+    @property
+    def exchange_owner(self: Any) -> Any:
+        """What `save_state(only=[optimizer])` saves.
+
+        Raises:
+            RuntimeError: this process exchanges nothing.
+        """
+        if self._reducer is None:
+            _ = self.exchange
+        return self._reducer
+
+    def end_window(self: Any) -> None:
+        """A window of the policy (an epoch) ends here; call it on every rank."""
+        self._options["policy"].end_window()
+
+    # ----------------------------------------------------------------------------------- within
+    def _synchronize_for_step(self: Any, closure: Any) -> None:
+        if self._synchronized:
+            if not self._by_scaler:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). Gradients are averaged already and are not "
+                    "exchanged again; you may want to use skip_synchronize() to say so.",
+                    stacklevel=3,
+                )
+        elif closure is None or (self._reducer is not None and self._reducer.pending):
+            self.synchronize()
+        self._by_scaler = False
+
+    _by_scaler = False
+
+    def _averaging(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if self._should_synchronize:
+                self.synchronize()
+            if isinstance(self, torch.optim.LBFGS) and self._reducer is not None:
+                loss = hvd.allreduce(
+                    torch.as_tensor(loss).detach(), name="accordion.loss",
+                    process_set=self._options["process_set"],
+                )  # its line search must take the same turns on every rank  # fmt: skip
+            return loss
+
+        return averaged
+
+    def _compare_replicas(self: Any) -> None:
+        step, self._exchanged_step = self._exchanged_step, 0
+        if self._reducer is None or not step or not self._guard.due(step):
+            return
+        names, parameters = zip(*self._names, strict=True)
+        sums = [xp.checksum(parameter) for parameter in parameters]
+        levels = torch.tensor(self._reducer.exchange.plan(), device=sums[0].device)
+        table = torch.stack([*sums, levels])
+        self._guard.compare(self._reducer.communicator, step, [*names, "compression level"], table)
+
+    def __reduce__(self: Any) -> Any:
+        """Pickled and copied with its policy; the copy exchanges its own gradients."""
+        ours = ("_names", "_options", "_passes", "_guard", "_reducer", "_synchronized")
+        ours += ("_should_synchronize", "_exchanged_step", "step")
+        attributes = {k: v for k, v in vars(self).items() if k not in ours}
+        options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}
+        ranks = self._options["process_set"].ranks
+        return _rebuild, (self._base, attributes, self._names, options, ranks)
+
+
+def _rebuild(
+    base: Any, attributes: dict[str, Any], names: Named, options: dict[str, Any], ranks: Any
+) -> Any:
+    options = {**options, "policy": copy.deepcopy(options["policy"]), "scaler": None}
+    return _wrap(base, attributes, names, {**options, "process_set": process_set_of(ranks)})
+
+
+def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:
+    """Let `scaler.step(optimizer)` and `scaler.unscale_(optimizer)` see averaged gradients."""
+    plain = scaler.unscale_
+
+    def unscale_(which: Any) -> Any:
+        if which is optimizer and not optimizer._synchronized:
+            optimizer.synchronize()
+            optimizer._by_scaler = True
+        return plain(which)
+
+    scaler.unscale_ = unscale_

@@ -1,0 +1,314 @@
+"""From parameters' gradients to buckets and back: hooks, accumulation, sparse gradients."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import accordion_hvd
+from accordion_hvd import checkpoint
+from accordion_hvd import guard as guards
+from accordion_hvd.base import Allgather, Allreduce, Conversation
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.ops import torch as xp
+from accordion_hvd.policy import Policy
+from accordion_hvd.torch.communicator import HorovodCommunicator
+
+_numbers = itertools.count()
+
+
+class Reducer:
+    """Averages the gradients of parameters over the ranks, starting while backward still runs.
+
+    Args:
+        named: names and parameters; names are unique and equal on all ranks.
+        policy: decides which compressor serves which tensor.
+        process_set: who exchanges.
+        groups: gives the optimizer's parameter groups, for their learning rates.
+        passes: backward passes that add up to one exchange.
+        total: whether the result is the sum instead of the average.
+        sparse_as_dense: whether sparse gradients are exchanged like dense ones.
+        skip: patterns of names that travel dense.
+        scaler: the GradScaler in use, so that errors are kept unscaled.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        policy: Policy,
+        process_set: Any,
+        groups: Callable[[], list[dict[str, Any]]],
+        *,
+        passes: int = 1,
+        total: bool = False,
+        sparse_as_dense: bool = False,
+        skip: Sequence[str] = (),
+        scaler: Any = None,
+    ) -> None:
+        self.policy, self.skip, self.scaler, self.groups = policy, tuple(skip), scaler, groups
+        self.passes, self.total, self.sparse_as_dense = passes, total, sparse_as_dense
+        self.communicator = HorovodCommunicator(process_set)
+        self.number = next(_numbers)
+        self.pending = False  # some gradient is on its way
+        self._exchange: Exchange | None = None
+        self._agreed = False
+        self._names: dict[torch.Tensor, str] = {}
+        self._delay: dict[torch.Tensor, int] = {}
+        self._dense: list[torch.Tensor] = []  # by number of the exchange's tensor
+        self._sparse: list[torch.Tensor] = []
+        self._number: dict[torch.Tensor, int] = {}
+        self._ready: dict[int, int] = {}  # bucket -> members that are ready
+        self._hooks: list[Any] = []
+        self.watch(named)
+        checkpoint.register(self)
+
+    # ------------------------------------------------------------------------------- parameters
+    def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Exchange the gradients of these parameters too, as soon as they need one."""
+        self._names |= {parameter: name for name, parameter in named}
+        self._look_for_new()
+
+    def _look_for_new(self) -> None:
+        """Layers may be unfrozen at any time."""
+        fresh = [p for p in self._names if p.requires_grad and p not in self._delay]
+        mine = weakref.ref(self)
+        for parameter in fresh:
+            self._delay[parameter] = self.passes
+            handle = parameter.register_post_accumulate_grad_hook(lambda p: _arrived(mine, p))
+            self._hooks.append(handle)
+        if self._exchange is not None and fresh:
+            self._exchange.extend([self._info(p) for p in reversed(fresh)])
+            self._place(list(reversed(fresh)))
+
+    @property
+    def watched(self) -> set[torch.Tensor]:
+        """The parameters whose gradients are exchanged."""
+        return set(self._delay)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What runs the conversations; made at the first use."""
+        if self._exchange is None:
+            sparse = set(self._sparse)
+            tensors = [p for p in self._backward_order() if p not in sparse]
+            self._exchange = Exchange(
+                self.communicator,
+                self.policy,
+                [self._info(p) for p in tensors],
+                skip=self.skip,
+                name=f"accordion.{self.number}",
+            )
+            self._place(tensors)
+        return self._exchange
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Before a restore: these tensors were exchanged densely, others were sparse."""
+        known = set(names)
+        if self._exchange is None:
+            self._sparse = [p for p in self._delay if self._names[p] not in known]
+
+    def _backward_order(self) -> list[torch.Tensor]:
+        return list(reversed(self._delay))
+
+    def _place(self, parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            self._number[parameter] = len(self._dense)
+            self._dense.append(parameter)
+
+    def _info(self, parameter: torch.Tensor) -> TensorInfo:
+        shape, dtype = tuple(parameter.shape), xp.dtype(parameter)
+        return TensorInfo(self._names[parameter], shape, dtype, str(parameter.device))
+
+    # ---------------------------------------------------------------------------------- one step
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Autograd has added to `parameter.grad`."""
+        if self._delay[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to "
+                f"step() (parameter {self._names[parameter]!r}). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self.pending = True
+        self._delay[parameter] -= 1
+        if self._delay[parameter] == 0 and self._agreed:
+            self._count(parameter)
+
+    def finish(self) -> None:
+        """Exchange what is not under way yet, wait for everything and write the means.
+
+        Raises:
+            RanksDisagree: at the first call, ranks were set up differently.
+        """
+        try:
+            if not self._agreed:
+                self._look_for_new()
+                self._agree()
+            self._begin()
+            self._start_missing()
+            finite = self.exchange.finish()
+            self._write(finite)
+            self._exchange_sparse()
+        finally:
+            self.reset()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether some gradient has left already."""
+        return self._exchange is not None and self._exchange.running is not None
+
+    def reset(self) -> None:
+        """Forget what is under way."""
+        if self._exchange is not None:
+            self._exchange.abort()
+        self.pending = False
+        self._ready.clear()
+        for parameter in self._delay:
+            self._delay[parameter] = self.passes
+
+    def close(self) -> None:
+        """Stop listening to parameters."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def _begin(self) -> None:
+        if self.exchange.running is None:
+            self._look_for_new()
+            self.exchange.begin(self._rates())
+
+    def _rates(self) -> dict[str, float]:
+        rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
+        slots = [slot for slot in self.exchange.slots if slot.bucket.compress]
+        return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        """One more member of its bucket is ready; start the bucket with its last."""
+        number = self._number.get(parameter)
+        if number is None:
+            return
+        self._begin()
+        bucket = self.exchange.bucket_of(number)
+        self._ready[bucket] = self._ready.get(bucket, 0) + 1
+        if self._ready[bucket] == len(self.exchange.slots[bucket].bucket.members):
+            self._start(bucket)
+
+    def _start_missing(self) -> None:
+        running = self.exchange.running
+        assert running is not None
+        for bucket in range(len(self.exchange.slots)):
+            if not running.started(bucket):
+                self._start(bucket)
+
+    def _start(self, bucket: int) -> None:
+        members = [self._dense[m] for m in self.exchange.slots[bucket].bucket.members]
+        grad = self.exchange.pack(bucket, [self._gradient(p) for p in members])
+        if self.scaler is not None:
+            grad = grad.mul_(1.0 / self._scale())
+        with torch.no_grad():
+            self.exchange.start(bucket, grad)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        grad = parameter.grad
+        if grad is None:
+            return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        return grad.to_dense() if grad.is_sparse else grad.detach()
+
+    def _scale(self) -> float:
+        return float(self.scaler.get_scale())
+
+    @torch.no_grad()
+    def _write(self, finite: bool) -> None:
+        factor = self.communicator.size if self.total else 1
+        if self.scaler is not None:
+            factor = factor * self._scale()
+        for bucket, slot in enumerate(self.exchange.slots):
+            members = [self._dense[m] for m in slot.bucket.members]
+            means = self.exchange.unpack(bucket) if finite else [None] * len(members)
+            for parameter, mean in zip(members, means, strict=True):
+                if mean is None:
+                    mean = torch.full_like(parameter, float("nan"))
+                elif factor != 1:
+                    mean = mean * factor if slot.bucket.packed else mean.mul_(factor)
+                _put(parameter, mean, own=not slot.bucket.packed)
+
+    # ----------------------------------------------------------------------------- sparse gradients
+    def _exchange_sparse(self) -> None:
+        if not self._sparse:
+            return
+        grads = [self._sparse_gradient(p) for p in self._sparse]
+        name = f"accordion.{self.number}.sparse"
+        parts = self.communicator.run(name, _gather_sparse(grads))
+        factor = 1.0 if self.total else 1.0 / self.communicator.size
+        for parameter, indices, values in zip(self._sparse, *parts, strict=True):
+            mean = torch.sparse_coo_tensor(
+                torch.cat([i.t() for i in indices], 1), torch.cat(values) * factor, parameter.shape
+            )
+            parameter.grad = mean.coalesce()
+
+    def _sparse_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        grad = parameter.grad
+        if grad is None:
+            return torch.zeros_like(parameter).to_sparse(1)
+        return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
+
+    # ---------------------------------------------------------------------------------- agreement
+    def _agree(self) -> None:
+        """Before the first exchange: do all ranks mean the same? Whose gradients are sparse?"""
+        order = self._backward_order()
+        known = [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in order]
+        described = [f"accordion_hvd {accordion_hvd.__version__}, torch", repr(self.policy)]
+        settings = f"passes={self.passes} sum={self.total} skip={self.skip}"
+        text = "\n".join([*described, settings, *known])
+        device = order[0].device if order else None
+        guards.require_agreement(self.communicator, text, device)
+        if not self.sparse_as_dense and order:
+            flags = [p.grad is not None and p.grad.is_sparse for p in order]
+            mine = torch.tensor(flags, dtype=torch.int32, device=device)
+            sparse = self.communicator.run("accordion.sparse", _any(mine))
+            found = [p for p, flag in zip(order, sparse.tolist(), strict=True) if flag]
+            if self._exchange is not None and set(found) != set(self._sparse):
+                raise RuntimeError(
+                    "sparse gradients appeared after optimizer.exchange had been read; read it "
+                    "after the first step, or pass sparse_as_dense=True."
+                )
+            self._sparse = found
+        self._agreed = True
+
+
+def _arrived(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(parameter)
+
+
+def _put(parameter: torch.Tensor, mean: torch.Tensor, own: bool) -> None:
+    """Make `mean` the gradient; without a copy where its memory is nobody else's."""
+    grad = parameter.grad
+    if not parameter.requires_grad:
+        return  # frozen since: it must not move
+    if grad is None:
+        parameter.grad = mean if own else mean.clone()
+    elif grad.is_sparse:
+        parameter.grad = mean.to_sparse(grad.sparse_dim())
+    elif grad.data_ptr() != mean.data_ptr():
+        if own and grad.dtype == mean.dtype and grad.is_contiguous() and mean.is_contiguous():
+            grad.set_(mean)
+        else:
+            grad.copy_(mean)
+
+
+def _gather_sparse(grads: list[torch.Tensor]) -> Conversation:
+    indices = [Allgather(g.indices().t().contiguous(), uneven=True) for g in grads]
+    values = [Allgather(g.values(), uneven=True) for g in grads]
+    parts = yield tuple(indices + values)
+    return parts[: len(grads)], parts[len(grads) :]
+
+
+def _any(flags: torch.Tensor) -> Conversation:
+    result = yield Allreduce(flags, op="max")
+    return result  # type: ignore[return-value]
