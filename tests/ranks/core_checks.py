@@ -1,0 +1,186 @@
+"""Requests over real wires: what the communicator of PyTorch brings is what NumPy expects."""
+
+import harness
+import numpy as np
+
+HALVES = {"float16": 2**-10, "bfloat16": 2**-7}
+
+
+def INIT() -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+
+
+def communicator():
+    from accordion_hvd.torch.communicator import HorovodCommunicator
+
+    return HorovodCommunicator()
+
+
+def values(rank: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Rank's part in the test; every rank can compute everybody's."""
+    rng = np.random.default_rng([rank, seed, *shape])
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def run(requests) -> list:
+    import torch
+
+    ours = communicator()
+    assert ours.rank == harness.RANK
+
+    def conversation():
+        return (yield tuple(requests(torch)))
+
+    return [np_of(x) for x in ours.run("core", conversation())]
+
+
+def np_of(x):
+    if isinstance(x, tuple):
+        return tuple(np_of(part) for part in x)
+    return (x.float() if str(x.dtype) == "torch.bfloat16" else x).numpy()
+
+
+def everybody(shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    return [values(rank, shape, seed) for rank in range(communicator().size)]
+
+
+def check_the_rank_is_known_before_init() -> None:
+    ours = communicator()
+    assert ours.rank == harness.RANK
+    assert ours.size in (2, 4)
+
+
+def check_allreduce() -> None:
+    from accordion_hvd import Allreduce
+
+    def requests(torch):
+        mine = [torch.tensor(values(harness.RANK, shape)) for shape in SHAPES]
+        means = [Allreduce(x) for x in mine]
+        return [*means, Allreduce(mine[0], op="sum"), Allreduce(mine[1], op="max")]
+
+    *means, total, largest = run(requests)
+    for mean, shape in zip(means, SHAPES, strict=True):
+        np.testing.assert_allclose(mean, np.mean(everybody(shape), 0), atol=1e-6)
+    np.testing.assert_allclose(total, np.sum(everybody(SHAPES[0]), 0), atol=1e-5)
+    np.testing.assert_array_equal(largest, np.max(everybody(SHAPES[1]), 0))
+
+
+SHAPES = [(7,), (3, 4), (300, 300)]  # the last is past the size that is copied into a buffer
+
+
+def check_halves() -> None:
+    from accordion_hvd import Allreduce
+
+    for wire, rounding in HALVES.items():
+
+        def requests(torch, wire=wire):
+            mine = torch.tensor(values(harness.RANK, (5, 3)))
+            return [Allreduce(mine, wire=wire), Allreduce(mine.to(getattr(torch, wire)))]
+
+        for mean in run(requests):
+            np.testing.assert_allclose(mean, np.mean(everybody((5, 3)), 0), atol=4 * rounding)
+
+
+def check_integers_add_up() -> None:
+    from accordion_hvd import Allreduce
+
+    def requests(torch):
+        return [Allreduce(torch.full((3,), harness.RANK + 1, dtype=torch.int64), op="sum")]
+
+    size = communicator().size
+    np.testing.assert_array_equal(run(requests)[0], [size * (size + 1) // 2] * 3)
+
+
+def check_allgather_in_rank_order() -> None:
+    from accordion_hvd import Allgather
+
+    def requests(torch):
+        index = torch.arange(4, dtype=torch.int32) + 10 * harness.RANK
+        mine = torch.tensor(values(harness.RANK, (2, 3)))
+        uneven = torch.full((harness.RANK, 2), harness.RANK, dtype=torch.uint8)
+        return [Allgather(index), Allgather(mine), Allgather(uneven, uneven=True)]
+
+    indices, parts, uneven = run(requests)
+    for rank, part in enumerate(everybody((2, 3))):
+        np.testing.assert_array_equal(indices[rank], np.arange(4) + 10 * rank)
+        np.testing.assert_array_equal(parts[rank], part)
+        np.testing.assert_array_equal(uneven[rank], np.full((rank, 2), rank))
+
+
+def check_broadcast_and_alltoall() -> None:
+    from accordion_hvd import Alltoall, Broadcast
+
+    size = communicator().size
+
+    def requests(torch):
+        mine = torch.tensor(values(harness.RANK, (size, 3)))
+        last = Broadcast(mine, root=size - 1)
+        return [Broadcast(mine), last, Alltoall(mine)]
+
+    first, last, rows = run(requests)
+    all_ = everybody((size, 3))
+    np.testing.assert_array_equal(first, all_[0])
+    np.testing.assert_array_equal(last, all_[-1])
+    np.testing.assert_array_equal(rows, [part[harness.RANK] for part in all_])
+
+
+def check_decisions_of_rank_0_are_everybodys() -> None:
+    """An exchange under Accordion, with local norms that would decide otherwise on other ranks."""
+    import torch
+
+    from accordion_hvd import Accordion, PowerSGD
+    from accordion_hvd.buckets import TensorInfo
+    from accordion_hvd.exchange import Exchange
+    from accordion_hvd.guard import gather
+
+    ours = communicator()
+    policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1)
+    exchange = Exchange(ours, policy, [TensorInfo("w", (40, 50), "float32")], name="core.accordion")
+    owed = 0.0
+    for step in range(8):
+        mine = values(harness.RANK, (40, 50), step // 2) * (
+            1.0 + harness.RANK * 10.0 ** (step // 2)
+        )
+        exchange.begin(0.1)
+        exchange.start(0, torch.tensor(mine))
+        assert exchange.finish()
+        mean = exchange.unpack(0)[0]
+        scales = [1.0 + r * 10.0 ** (step // 2) for r in range(ours.size)]
+        parts = everybody((40, 50), step // 2)
+        owed = owed + np.mean([p * s for p, s in zip(parts, scales, strict=True)], 0) - mean.numpy()
+        sums = ours.run("core.compare", gather(ours, ours.xp.checksum(mean).reshape(1)))
+        assert len({int(x[0]) for x in sums}) == 1, "ranks hold different means"
+    levels = [row["level"] for row in policy.history]
+    assert levels == [0, 1, 1], policy.history  # rank 0's norms are steady, others' are not
+    error = exchange.slots[0].state["error"]
+    mean_error = ours.run("core.error", gather(ours, error))
+    scale = np.abs(np.mean(mean_error, 0)).max()
+    np.testing.assert_allclose(np.mean(mean_error, 0), owed, atol=1e-5 * scale)
+
+
+def check_plans_that_differ_are_noticed() -> None:
+    import torch
+
+    from accordion_hvd import TopK
+    from accordion_hvd.buckets import TensorInfo
+    from accordion_hvd.exchange import Exchange
+    from accordion_hvd.policy import as_policy
+
+    ours = communicator()
+    name = "odd" if ours.rank == 0 else "even"
+    tensors = [TensorInfo(name, (40, 50), "float32")]
+    exchange = Exchange(ours, as_policy(TopK(0.1)), tensors, name="core.plans")
+    exchange.begin(0.1)
+    exchange.start(0, torch.ones(40, 50))
+    try:
+        exchange.finish()
+    except RuntimeError as error:
+        assert "ranks disagree" in str(error)
+    else:
+        raise AssertionError("a plan that differs was not noticed")
+
+
+if __name__ == "__main__":
+    harness.main(globals())

@@ -1,0 +1,105 @@
+"""The rank side of a distributed test.
+
+A script in this folder defines functions `check_<what>()` that run on every rank, in the order of
+their definition, and ends with
+
+    if __name__ == "__main__":
+        harness.main(globals())
+
+An optional `INIT` (a callable, `hvd.init` say) runs first. `tests/launch.py` starts the script once
+for each launcher and number of ranks and reports every check as a test of its own. Run by hand:
+
+    horovodrun -np 2 python tests/ranks/core_checks.py [check_this check_that]
+
+A check that fails on one rank ends the launch (the others would wait for it); one that takes longer
+than `CHECK_LIMIT` seconds prints where every thread is and does so too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+RANK = int(
+    os.environ.get("OMPI_COMM_WORLD_RANK")
+    or os.environ.get("HOROVOD_RANK")
+    or os.environ.get("PMI_RANK")
+    or 0
+)
+"""This process' number, known before any framework is loaded."""
+
+LIMIT = float(os.environ.get("CHECK_LIMIT", "120"))
+_FOLDER = os.environ.get("CHECK_FOLDER")  # where launch.py looks
+_GRACE = 3.0  # seconds in which other ranks may say where they are
+
+
+def _open(kind: str) -> TextIO:
+    return open(os.path.join(str(_FOLDER), f"rank{RANK}.{kind}"), "a", buffering=1)
+
+
+_record = _open("jsonl") if _FOLDER else None
+_stacks = _open("stacks") if _FOLDER else sys.stderr
+faulthandler.enable(_stacks)
+faulthandler.register(signal.SIGUSR1, _stacks)  # launch.py asks when its patience ends
+if _FOLDER:
+    open(os.path.join(_FOLDER, f"pid{os.getpid()}"), "w").close()  # "I know the signal"
+
+
+def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
+    """One line, in one write, so that ranks' lines do not mix."""
+    if _record:
+        row = {"check": check, "status": status, "text": text, "seconds": round(seconds, 3)}
+        _record.write(json.dumps(row) + "\n")
+    if status != "begin":
+        os.write(1, f"[{RANK}] {status:4} {check} {seconds:.2f} s {text}".rstrip().encode() + b"\n")
+
+
+def main(names: dict[str, Any]) -> None:
+    """Run the script's checks; leaves the process with status 1 if one fails."""
+    wanted = sys.argv[1:]
+    checks = {
+        name: function
+        for name, function in names.items()
+        if name.startswith("check_")
+        and getattr(function, "__module__", None) == names["__name__"]
+        and (not wanted or name in wanted)
+    }
+    if names.get("INIT"):
+        _run("(init)", names["INIT"])
+    for name, function in checks.items():
+        _run(name, function)
+    say("(end)", "begin")
+    _watch()  # leaving may hang as well
+    say("(end)", "ok")
+
+
+def _run(name: str, check: Callable[[], None]) -> None:
+    say(name, "begin")
+    timer, began = _watch(), time.perf_counter()
+    try:
+        check()
+    except BaseException:  # SystemExit and KeyboardInterrupt too: the launcher must hear of it
+        say(name, "fail", traceback.format_exc(), time.perf_counter() - began)
+        sys.stdout.flush()
+        time.sleep(min(_GRACE, 1.0))
+        os._exit(1)
+    timer.cancel()
+    faulthandler.cancel_dump_traceback_later()
+    say(name, "ok", seconds=time.perf_counter() - began)
+
+
+def _watch() -> threading.Timer:
+    """After the limit, say where every thread is; a little later, end."""
+    faulthandler.dump_traceback_later(LIMIT, file=_stacks)
+    timer = threading.Timer(LIMIT + _GRACE, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    return timer

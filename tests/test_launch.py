@@ -1,0 +1,141 @@
+"""Every check of every distributed suite, once for each launcher and number of ranks; and that the
+harness notices ranks that fail or hang.
+
+A new suite is a script in `tests/ranks` and one row in SUITES.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+from launch import END, available, checks_of, command_for, launch
+
+EVERY = [("gloo", 2), ("mpirun", 2), ("gloo", 4), ("mpirun", 4)]
+SUITES = {
+    "core_checks.py": [("gloo", 2), ("mpirun", 4)],
+    "torch_checks.py": EVERY,
+    "tf_checks.py": EVERY,
+    "keras_checks.py": EVERY,
+}
+"""Script -> where it runs. A script that is not there yet has no checks."""
+
+LIMIT = 280  # seconds a launch may take
+
+
+def everything() -> list[Any]:
+    return [
+        pytest.param(script, launcher, ranks, check, id=f"{script[:-3]}-{launcher}{ranks}-{check}")
+        for script, places in SUITES.items()
+        for launcher, ranks in places
+        if checks_of(script)
+        for check in [*checks_of(script), END]
+    ]
+
+
+def need(launcher: str) -> None:
+    if not available(launcher):
+        pytest.skip(f"{launcher} or Horovod is not installed")
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(LIMIT + 30)
+@pytest.mark.parametrize(("script", "launcher", "ranks", "check"), everything())
+def test_ranks(script: str, launcher: str, ranks: int, check: str) -> None:
+    need(launcher)
+    problem = launch(script, launcher, ranks, LIMIT).problem(check)
+    if problem:
+        pytest.fail(problem, pytrace=False)
+
+
+by_launcher = pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(120)
+@by_launcher
+def test_a_rank_that_fails_is_named(launcher: str) -> None:
+    need(launcher)
+    report = launch("failing_checks.py", launcher, 2, limit=60, check_limit=30)
+    assert report.status not in (0, None)
+    assert report.seconds < 40, "the others should have been ended"
+    assert report.problem("check_passes") is None
+    problem = report.problem("check_fails_on_rank_1")
+    assert problem and "failed on rank(s) [1]" in problem
+    assert "ValueError: intended" in problem
+    later = report.problem("check_is_not_reached")
+    assert later and "not reached" in later
+    assert "rank 1 failed in check_fails_on_rank_1" in later
+    assert report.problem(END)
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(120)
+@by_launcher
+def test_a_rank_that_hangs_is_named(launcher: str) -> None:
+    need(launcher)
+    report = launch("hanging_checks.py", launcher, 2, limit=60, check_limit=4)
+    assert report.status not in (0, None)
+    assert report.seconds < 50, "a hang must end by the limit of its check"
+    assert report.problem("check_passes") is None
+    problem = report.problem("check_hangs_on_rank_1")
+    assert problem and "took too long on rank(s) [1]" in problem
+    assert "in wait_for_ever" in problem
+    assert report.last(0) == "check_waits_for_rank_1"
+    waiting = report.problem("check_waits_for_rank_1")
+    assert waiting and "in wait_for_others" in waiting
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(120)
+@by_launcher
+def test_a_launch_that_does_not_end_is_ended(launcher: str) -> None:
+    """The last resort: the launcher side's own limit, and nobody is left behind."""
+    need(launcher)
+    report = launch("hanging_checks.py", launcher, 2, limit=12, check_limit=300)
+    assert report.status is None
+    assert report.seconds < 30
+    problem = report.problem("check_hangs_on_rank_1")
+    assert problem and "was ended after" in problem
+    assert "in wait_for_ever" in problem and "last in check_waits_for_rank_1" in problem
+    time.sleep(0.5)
+    assert not [pid for pid in _pids() if b"hanging_checks.py" in _command(pid) and _ours(pid)]
+
+
+def _pids() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _ours(pid: str) -> bool:
+    """Whether a process runs with this very limit (others may run the same test)."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return b"CHECK_LIMIT=300" in file.read()
+    except OSError:
+        return False
+
+
+def test_checks_are_found_in_order() -> None:
+    assert checks_of("failing_checks.py") == [
+        "check_passes",
+        "check_fails_on_rank_1",
+        "check_is_not_reached",
+    ]
+    assert checks_of("not_there.py") == []
+
+
+def test_root_is_allowed_only_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("mpirun")
+    for user, allowed in ((0, True), (1000, False)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert ("--allow-run-as-root" in command_for("mpirun", 2, ["true"])) is allowed
