@@ -1,0 +1,36 @@
+"""Image sets for the scripts: digits (inside scikit-learn), MNIST, CIFAR-10; and who sees which.
+
+`load(name)` finds a set, `Shard` is one rank's part of it. ACCORDION_DATA names a folder with local
+copies; decoded arrays are kept in ${XDG_CACHE_HOME:-~/.cache}/accordion-hvd. A new set is one file
+here and one line in `SETS`.
+"""
+
+from __future__ import annotations
+
+from accordion_hvd import check
+from accordion_hvd.data.base import DataError, Dataset, Shard, Split
+from accordion_hvd.data.cifar10 import load_cifar10
+from accordion_hvd.data.digits import load_digits
+from accordion_hvd.data.mnist import load_mnist
+
+__all__ = ["SETS", "DataError", "Dataset", "Shard", "Split", "load"]
+
+SETS = {"digits": load_digits, "mnist": load_mnist, "cifar10": load_cifar10}
+
+
+def load(name: str, limit: int | None = None, seed: int = 0) -> Dataset:
+    """The image set `name`.
+
+    Args:
+        name: a key of `SETS`.
+        limit: take so many images for training, and at most so many for testing; the choice
+            depends on `seed` alone.
+        seed: of that choice.
+
+    Raises:
+        ValueError: there is no such set.
+        DataError: it cannot be found or read; the sentence says what to do.
+    """
+    check.one_of("load", "data", name, tuple(SETS))
+    found = SETS[name]()
+    return found if limit is None else found.limited(limit, seed)

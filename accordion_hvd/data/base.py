@@ -1,0 +1,134 @@
+"""What an image set is, and which rank sees which of its images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from accordion_hvd import check
+
+Array = np.ndarray
+
+
+class DataError(RuntimeError):
+    """An image set cannot be found or read."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (count, height, width, channels) as they are stored, and labels (count,)."""
+
+    images: Array
+    labels: Array
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def chosen(self, count: int, seed: int) -> Split:
+        """At most `count` of them, drawn with `seed`."""
+        index = np.random.default_rng(seed).permutation(len(self))[:count]
+        return Split(self.images[index], self.labels[index])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An image set.
+
+    Attributes:
+        name: as `load` knows it.
+        train: what to learn from.
+        test: what to measure accuracy with.
+        classes: how many there are.
+        mean: of the stored values, per channel.
+        std: their standard deviation, per channel.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width, channels."""
+        height, width, channels = self.train.images.shape[1:]
+        return height, width, channels
+
+    def limited(self, count: int, seed: int) -> Dataset:
+        """The same with at most `count` images in each split."""
+        check.integer("load", "limit", count, least=1)
+        train, test = self.train.chosen(count, seed), self.test.chosen(count, seed)
+        return replace(self, train=train, test=test)
+
+    def prepared(self, images: Array, layout: str) -> Array:
+        """Stored images as fp32 of mean 0 and deviation 1.
+
+        Args:
+            images: (count, height, width, channels).
+            layout: "NHWC" (TensorFlow) or "NCHW" (PyTorch).
+        """
+        check.one_of("Dataset", "layout", layout, ("NHWC", "NCHW"))
+        mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
+        scaled = (images.astype(np.float32) - mean) / std
+        return np.ascontiguousarray(scaled.transpose(0, 3, 1, 2)) if layout == "NCHW" else scaled
+
+
+class Shard:
+    """One rank's batches of a training set.
+
+    Each epoch shuffles the whole set anew (from `seed` and the epoch, alike on all ranks) and
+    deals it out: ranks get disjoint parts of equal size, hence the same number of steps, and
+    batches of the same size at each step. Fewer than `size` images sit out an epoch, others each
+    time.
+
+    Args:
+        data: the image set.
+        rank: which part.
+        size: how many parts.
+        batch_size: images a step and rank; the last batch of an epoch may be smaller.
+        seed: of the order.
+        layout: "NHWC" or "NCHW".
+    """
+
+    def __init__(
+        self, data: Dataset, rank: int, size: int, batch_size: int, seed: int, layout: str
+    ) -> None:
+        check.integer(self, "batch_size", batch_size, least=1)
+        if len(data.train) < size:
+            raise DataError(
+                f"data: {data.name} has {len(data.train)} images for training, but {size} ranks "
+                "need at least one each; use fewer ranks or a larger limit."
+            )
+        self.data, self.rank, self.size, self.layout = data, rank, size, layout
+        self.batch_size, self.seed = batch_size, seed
+        self.share = len(data.train) // size
+        self.shuffle(0)
+
+    def __len__(self) -> int:
+        return -(-self.share // self.batch_size)
+
+    def shuffle(self, epoch: int) -> None:
+        """Deal out for `epoch`."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data.train))
+        self.mine = order[self.rank * self.share : (self.rank + 1) * self.share]
+
+    def __getitem__(self, step: int) -> tuple[Array, Array]:
+        """Images, ready for the network, and labels (int64) of a step."""
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        index = self.mine[step * self.batch_size : (step + 1) * self.batch_size]
+        train = self.data.train
+        return self.data.prepared(train.images[index], self.layout), train.labels[index]
+
+    def test_batches(self, most: int = 500) -> list[tuple[Array, Array]]:
+        """This rank's part of the test set (parts may differ in size), in batches."""
+        test, batches = self.data.test, []
+        mine = np.arange(self.rank, len(test), self.size)
+        for start in range(0, len(mine), most):
+            index = mine[start : start + most]
+            images = self.data.prepared(test.images[index], self.layout)
+            batches.append((images, test.labels[index]))
+        return batches

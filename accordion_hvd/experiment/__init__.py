@@ -1,0 +1,1 @@
+"""What `scripts/` share: settings from YAML, training in both frameworks, results, the picture."""
