@@ -30,6 +30,7 @@ class Slot:
         parked: other levels' states, by level.
         owed: what a level without error feedback must add to the next gradient.
         seen: the policy's sum of gradients.
+        unseen: that sum before the step under way, should it be taken back.
     """
 
     bucket: Bucket
@@ -40,6 +41,7 @@ class Slot:
     parked: dict[int, State] = field(default_factory=dict)
     owed: Tensor | None = None
     seen: Tensor | None = None
+    unseen: Tensor | None = None
 
     @property
     def compressor(self) -> Compressor:
@@ -160,9 +162,11 @@ class Exchange:
         assert step is not None
         self._means = {}
         for index, slot in enumerate(self.slots):
-            if step.bad is True:
-                continue
-            self._means[index] = self._keep(slot, *step.result(index), step.bad)
+            if step.bad is not True:
+                self._means[index] = self._keep(slot, *step.result(index), step.bad)
+            elif slot.unseen is not None:
+                slot.seen = slot.unseen
+            slot.unseen = None
         self._count(step)
         self._step = None
         self.steps += 1
@@ -197,7 +201,7 @@ class Exchange:
         self.prepare(slot, grad)
         assert slot.state is not None
         if self._observes(slot, "local"):
-            slot.seen = self.xp.accumulate(slot.seen, grad)
+            slot.unseen, slot.seen = slot.seen, self.xp.accumulate(slot.seen, grad)
         if slot.owed is not None:
             owed = self.xp.reshape(slot.owed, slot.bucket.shape)
             grad = grad + self.xp.cast(owed, slot.bucket.dtype)
