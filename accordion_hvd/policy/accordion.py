@@ -131,17 +131,17 @@ class Accordion(Policy):
         self._ended = self._steps > 0
 
     def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
-        """See the class; one row for each layer that a check or the learning rate concerns."""
+        """See the class; a row for each layer concerned, and once for each override."""
         checking = self._epoch % self.interval == 0
         rows = []
         for name, current in self.current.items():
-            if len(self.levels(name)) == 1:
-                continue
             row = self._row(name, norms, lr)
-            if checking:
-                row |= self._judge(row, current)
-            if self._fell(row["previous_lr"], row["lr"]):
-                row |= {"level": LOW, "reason": "learning rate fell"}
+            if len(self.levels(name)) == 1:
+                row["reason"] = "" if self._epoch else "override"  # once, for the record
+            else:
+                row |= self._judge(row, current) if checking else {}
+                if self._fell(row["previous_lr"], row["lr"]):
+                    row |= {"level": LOW, "reason": "learning rate fell"}
             if row["reason"]:
                 row["compressor"] = repr(self.levels(name)[row["level"]])
                 rows.append(row)
