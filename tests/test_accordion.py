@@ -308,7 +308,7 @@ def test_a_state_dict_is_a_snapshot() -> None:
     drive(policy, [1.0, 1.0])
     saved = policy.state_dict()
     text = json.dumps(saved)
-    drive(policy, [5.0, 1.0])
+    drive(policy, [5.0, 3.0])
     assert json.dumps(saved) == text
 
 

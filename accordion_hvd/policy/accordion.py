@@ -152,7 +152,8 @@ class Accordion(Policy):
         before = dict(self.current)
         super().apply(rows)
         if self._epoch % self.interval == 0:
-            self._norms |= {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}
+            seen = {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}
+            self._norms = self._norms | seen  # a new dict: state_dict() gave the old one away
         self._changed = {name for name, level in self.current.items() if before[name] != level}
         self._epoch += 1
         self._steps, self._ended = 0, False
@@ -212,7 +213,7 @@ class Accordion(Policy):
         return {"level": LOW if critical else HIGH, "change": change, "reason": reason}
 
     def _fell(self, before: float, now: float) -> bool:
-        return now < before if self.lr_drop is None else now <= self.lr_drop * before and now < before
+        return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
 
 
 _KEPT = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr", "_norms")
