@@ -135,7 +135,7 @@ class Exchange:
     def open(self, lr: float | Mapping[str, float] = 0.0) -> Step:
         """A new exchange, whose decisions have been taken."""
         self._lr = self.rates(lr)
-        self.policy.tick(self._lr)
+        self._tick()
         guarded = any(slot.levels != (Dense(),) for slot in self.slots)
         self._step = Step(self.communicator, self.groups, self.name, self.plan(), guarded)
         return self._step
@@ -169,7 +169,6 @@ class Exchange:
             slot.unseen = None
         self._count(step)
         self._step = None
-        self.steps += 1
         return step.bad is not True
 
     def advance(self) -> bool:
@@ -251,11 +250,18 @@ class Exchange:
             return dict(lr)
         return {slot.bucket.name: lr for slot in self.slots}
 
+    def _tick(self) -> None:
+        self.policy.tick(self._lr)
+
     def _count(self, step: Step) -> None:
         self.traffic.add(step.traffic)
-        self.dense_bytes += sum(s.bucket.size * ITEMSIZE[s.bucket.dtype] for s in self.slots)
+        self.dense_bytes += self._dense()
         for key, value in step.seconds.items():
             self.seconds[key] += value
+        self.steps += 1
+
+    def _dense(self) -> float:
+        return sum(s.bucket.size * ITEMSIZE[s.bucket.dtype] for s in self.slots)
 
     # ---------------------------------------------------------------------------------- decisions
     def decision(self, lr: Mapping[str, float]) -> Conversation:

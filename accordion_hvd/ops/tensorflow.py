@@ -18,6 +18,10 @@ from accordion_hvd.ops.selection import largest
 Tensor = tf.Tensor
 
 
+class Untraceable(TypeError):
+    """A value is wanted within a graph, where there are none yet."""
+
+
 def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.tensorflow as xp
@@ -62,6 +66,8 @@ def asarray(x: np.ndarray, device: Any = None) -> Tensor:
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """The tensor as a NumPy array on the host (may share memory); not in a graph."""
+    if symbolic(x):
+        raise Untraceable("a value is wanted within a graph; this conversation runs eagerly only")
     return (tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else tf.convert_to_tensor(x)).numpy()
 
 

@@ -1,0 +1,46 @@
+"""Stands in for `horovod.tensorflow`: its names, with an optimizer and a tape that compress.
+
+```python
+import accordion_hvd.tensorflow as hvd
+from accordion_hvd import PowerSGD
+
+hvd.init()
+with tf.GradientTape() as tape:
+    loss = ...
+tape = hvd.DistributedGradientTape(tape, compression=PowerSGD(2))
+optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import horovod.tensorflow as _horovod
+from horovod.tensorflow import *  # noqa: F403
+
+from accordion_hvd.checkpoint import load_state, save_state
+from accordion_hvd.tensorflow.functions import broadcast_global_variables, broadcast_variables
+from accordion_hvd.tensorflow.optimizer import DistributedOptimizer
+from accordion_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+# An import statement would find Horovod's module of this name.
+elastic = importlib.import_module(f"{__name__}.elastic")
+
+_OURS = {
+    "DistributedGradientTape": DistributedGradientTape,
+    "DistributedOptimizer": DistributedOptimizer,
+    "PartialDistributedGradientTape": PartialDistributedGradientTape,
+    "broadcast_global_variables": broadcast_global_variables,
+    "broadcast_variables": broadcast_variables,
+    "elastic": elastic,
+    "load_state": load_state,
+    "save_state": save_state,
+}
+__all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever else Horovod has."""
+    return getattr(_horovod, name)

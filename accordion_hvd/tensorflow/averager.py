@@ -1,0 +1,352 @@
+"""From a model's gradients to their averages: eagerly, traced into a graph, or called from one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import accordion_hvd
+from accordion_hvd import checkpoint
+from accordion_hvd import guard as guards
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.guard import Guard
+from accordion_hvd.ops import tensorflow as xp
+from accordion_hvd.policy import Policy
+from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow.communicator import HorovodCommunicator
+from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+
+Tensor = tf.Tensor
+Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
+Rate = Callable[[], Any]
+
+_numbers = itertools.count()
+
+
+class Averager:
+    """Averages the gradients of variables over the ranks.
+
+    Three ways lead through an exchange. Eagerly it runs as a function that is traced once for
+    each choice of levels. Within a graph the same function is called, which freezes the levels,
+    so this is only done where they never change or where somebody (`managed`) makes the graph
+    anew when they do. Otherwise the graph calls Python (`tf.py_function`), which runs it eagerly.
+
+    Args:
+        policy: decides which compressor serves which tensor.
+        process_set: who exchanges.
+        total: whether the result is the sum instead of the average.
+        sparse_as_dense: whether `tf.IndexedSlices` are exchanged like dense gradients.
+        skip: patterns of names that travel dense.
+        guard: compares replicas now and then.
+        scale_local: whether gradients of local variables are divided by the number of ranks.
+
+    Attributes:
+        managed: whether somebody makes graphs anew after a switch.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        process_set: Any,
+        *,
+        total: bool = False,
+        sparse_as_dense: bool = False,
+        skip: Sequence[str] = (),
+        guard: Guard | None = None,
+        scale_local: bool = True,
+    ) -> None:
+        self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
+        self.total, self.sparse_as_dense, self.scale_local = total, sparse_as_dense, scale_local
+        self.communicator = HorovodCommunicator(process_set)
+        self.number = next(_numbers)
+        self.managed = False
+        self.local: set[int] = set()  # ids of variables that are not exchanged
+        self._included = process_set.included()
+        self._exchange: TensorFlowExchange | None = None
+        self._member: dict[int, int] = {}  # id of a variable -> number of the exchange's tensor
+        self._sparse: list[int] = []  # ids of variables with sparse gradients, in order
+        self._idle: set[int] = set()  # ids of variables without a gradient on any rank
+        self._agreed = False
+        self._function: Any = None
+        self._traced_version = -1
+        self._traceable = True
+        self._guarded = 0  # the step that the guard has looked at
+
+    # -------------------------------------------------------------------------------- what it knows
+    @property
+    def exchange(self) -> TensorFlowExchange:
+        """What runs the conversations.
+
+        Raises:
+            RuntimeError: no variables are known yet.
+        """
+        if self._exchange is None:
+            raise RuntimeError("nothing has been exchanged yet, so there is nothing to tell.")
+        return self._exchange
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to exchange with."""
+        return self.communicator.size == 1 or not self._included
+
+    def watch(self, variables: Sequence[Any], sparse: Sequence[int] = ()) -> None:
+        """Exchange the gradients of these variables, all but the local and the `sparse` ones."""
+        self._sparse = list(sparse)
+        known = [v for v in variables if id(v) not in self.local and id(v) not in set(sparse)]
+        self._member = {id(v): i for i, v in enumerate(known)}
+        self.policy._bound = None  # an exchange that was made before sparse gradients appeared
+        with tf.init_scope():
+            self._exchange = TensorFlowExchange(
+                self.communicator,
+                self.policy,
+                _describe(known),
+                skip=self.skip,
+                name=f"accordion.{self.number}",
+            )
+        checkpoint.register(self._exchange)
+
+    def renew(self) -> None:
+        """The ranks have changed (an elastic job): ask Horovod again who exchanges."""
+        process_set = self.communicator.process_set
+        self.communicator, self._included = HorovodCommunicator(process_set), process_set.included()
+        self._agreed, self._traced_version = False, -1
+        if self._exchange is not None:
+            self._exchange.communicator = self.communicator
+            self._exchange.version += 1
+
+    # ------------------------------------------------------------------------------------ one step
+    def average(
+        self, grads: Sequence[Gradient], variables: Sequence[Any], everything: Sequence[Any],
+        rate: Rate,
+    ) -> list[Gradient]:  # fmt: skip
+        """The averages of `grads`, one for each of `variables`; None where no rank has one.
+
+        Args:
+            grads: this rank's; None takes part as zeros.
+            variables: whose gradients they are.
+            everything: all variables that may ever come.
+            rate: gives the learning rate, as a float or (in a graph) a tensor.
+        """
+        refusals.check_context()
+        if self.alone:
+            return list(grads)
+        grads = [self._densified(grad) for grad in grads]
+        if not self._agreed:
+            self._set_up(grads, variables, everything)
+        self._guard_before(everything)
+        given = {id(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
+        means = self._exchanged(given, rate)
+        results = [self._result(v, g, means) for v, g in zip(variables, grads, strict=True)]
+        return self._with_sparse(results, variables, grads)
+
+    def _densified(self, grad: Gradient) -> Gradient:
+        sparse = isinstance(grad, tf.IndexedSlices)
+        return tf.convert_to_tensor(grad) if sparse and self.sparse_as_dense else grad
+
+    def _exchanged(self, given: dict[int, Gradient], rate: Rate) -> list[Tensor]:
+        """The means of all of the exchange's tensors."""
+        if not self._member:
+            return []
+        tensors = self.exchange.tensors
+        full = [
+            tf.convert_to_tensor(given[key]) if key in given
+            else tf.zeros(tensors[i].shape, tensors[i].dtype)
+            for key, i in self._member.items()
+        ]  # fmt: skip
+        full = [tf.cast(g, t.dtype) for g, t in zip(full, tensors, strict=True)]
+        if tf.executing_eagerly():
+            means = self._eagerly(full, float(rate()))
+        elif self._traceable and (self.managed or not self.exchange.switching):
+            means = self._within(full, rate)
+        else:
+            means = self._called_back(full, rate)
+        return [mean * self.communicator.size for mean in means] if self.total else list(means)
+
+    def _result(self, variable: Any, grad: Gradient, means: Sequence[Tensor]) -> Gradient:
+        key = id(variable)
+        if key in self._member:
+            idle = grad is None and key in self._idle
+            return None if idle else means[self._member[key]]
+        if key in self.local and grad is not None and self.scale_local:
+            return _scaled(grad, 1.0 / self.communicator.size)
+        return grad
+
+    # ---------------------------------------------------------------------------- the three ways
+    def _eagerly(self, grads: Sequence[Tensor], lr: float) -> list[Tensor]:
+        exchange = self.exchange
+        exchange.decide(lr)
+        if self._traceable and self._ready():
+            exchange.tick(lr)
+            means = self._function(list(grads), tf.constant(lr, tf.float32))
+            exchange.account()
+            return list(means)
+        return self._unfused(grads, lr)
+
+    def _unfused(self, grads: Sequence[Tensor], lr: float) -> list[Tensor]:
+        """Operation by operation, for conversations that look at values."""
+        exchange = self.exchange
+        seen = [slot.seen for slot in exchange.slots]
+        exchange.open(lr)
+        exchange.give(grads)
+        if exchange.finish():
+            return exchange.means()
+        for slot, before in zip(exchange.slots, seen, strict=True):
+            slot.seen = before
+        return [xp.nans_like(grad) for grad in grads]
+
+    def _within(self, grads: Sequence[Tensor], rate: Rate) -> list[Tensor]:
+        with tf.init_scope():
+            ready = self._ready()
+        if not ready:
+            return self._called_back(grads, rate)
+        return list(self._function(list(grads), tf.cast(rate(), tf.float32)))
+
+    def _called_back(self, grads: Sequence[Tensor], rate: Rate) -> list[Tensor]:
+        def run(*inputs: Tensor) -> list[Tensor]:
+            return self._eagerly(inputs[:-1], float(inputs[-1]))
+
+        kinds = [grad.dtype for grad in grads]
+        means = tf.py_function(run, [*grads, tf.cast(rate(), tf.float32)], kinds)
+        return [tf.ensure_shape(mean, g.shape) for mean, g in zip(means, grads, strict=True)]
+
+    def _ready(self) -> bool:
+        """Trace an exchange, if that has not been done for these levels; False if it cannot be."""
+        exchange = self.exchange
+        exchange.settle()
+        if self._traced_version == exchange.version:
+            return True
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
+        function = tf.function(exchange.traced, autograph=False)
+        try:
+            self._function = function.get_concrete_function(specs, tf.TensorSpec((), tf.float32))
+        except xp.Untraceable:
+            self._traceable = False
+            return False
+        self._traced_version = exchange.version
+        return True
+
+    # --------------------------------------------------------------------------- sparse gradients
+    def _with_sparse(
+        self, results: list[Gradient], variables: Sequence[Any], grads: Sequence[Gradient]
+    ) -> list[Gradient]:
+        """Gather sparse gradients, beside all compression."""
+        if not self._sparse:
+            return results
+        place = {id(v): i for i, v in enumerate(variables)}
+        factor = 1.0 if self.total else 1.0 / self.communicator.size
+        for number, key in enumerate(self._sparse):
+            i = place.get(key)
+            grad = grads[i] if i is not None else None
+            if i is None or not isinstance(grad, tf.IndexedSlices):
+                raise RuntimeError(
+                    f"variable number {number} with sparse gradients has {grad!r} now; pass "
+                    "sparse_as_dense=True where gradients are not always of one kind."
+                )
+            name = f"{self.exchange.name}.sparse.{number}"
+            values = self.communicator.allgather(f"{name}.values", grad.values, None)
+            indices = self.communicator.allgather(f"{name}.indices", grad.indices, None)
+            results[i] = tf.IndexedSlices(values * factor, indices, grad.dense_shape)
+        return results
+
+    # ------------------------------------------------------------------------------------- set-up
+    def _set_up(
+        self, grads: Sequence[Gradient], variables: Sequence[Any], everything: Sequence[Any]
+    ) -> None:
+        """See that all ranks are about to do the same; collective."""
+        pairs = list(zip(variables, grads, strict=True))
+        sparse = [id(v) for v, g in pairs if isinstance(g, tf.IndexedSlices)]
+        sparse = [key for key in sparse if key not in self.local]
+        if self._exchange is None or sparse != self._sparse:
+            self.watch(everything, sparse)
+        names = {id(v): getattr(v, "path", v.name) for v in everything}
+        lines = [
+            f"accordion_hvd {accordion_hvd.__version__} for TensorFlow, {self.exchange.name}",
+            f"sparse gradients: {[names[key] for key in sparse]}, sums: {self.total}",
+            self.exchange.layout(),
+        ]
+        present = {id(v) for v, g in pairs if g is not None}
+        mine = np.array([key in present for key in self._member], np.uint8)
+        with tf.init_scope():
+            guards.require_agreement(self.communicator, "\n".join(lines))
+            if mine.size:
+                gathered = guards.gather(self.communicator, xp.asarray(mine))
+                table = np.stack(self.communicator.run("accordion.present", gathered))
+                idle = ~table.any(0)
+                self._idle = {key for key, i in self._member.items() if idle[i]}
+        self._agreed = True
+
+    # -------------------------------------------------------------------------------------- guard
+    def check(self, variables: Sequence[Any]) -> None:
+        """Compare replicas if a step since the last look asks for it; eager, collective."""
+        if self._exchange is None or not self._agreed or self.alone:
+            return
+        steps = self.exchange.steps
+        due = any(self.guard.due(step) for step in range(self._guarded + 1, steps + 1))
+        self._guarded = steps
+        if due:
+            self._compare(steps, self._checked(variables), self._sums(self._checked(variables)))
+
+    def _guard_before(self, variables: Sequence[Any]) -> None:
+        """Look, before a step, at what the steps before have made of the weights.
+
+        (Not after the step: scripts broadcast the weights after the first one.)
+        """
+        if tf.executing_eagerly():
+            self.check(variables)
+        elif self.guard.mode != "off" and not self.managed:
+            self._guard_within(self._checked(variables))
+
+    def _guard_within(self, variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            self.exchange.settle()
+        assert self.exchange._clock is not None
+        clock = self.exchange._clock.read_value()
+        asked = [tf.equal(clock, step) for step in guards.EARLY]
+        asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
+
+        def look() -> None:
+            tf.py_function(
+                lambda step, sums: self._compare(int(step), variables, sums),
+                [clock, self._sums(variables)], [],
+            )  # fmt: skip
+
+        tf.cond(tf.reduce_any(tf.stack(asked)), look, lambda: None)
+
+    def _checked(self, variables: Sequence[Any]) -> list[Any]:
+        return [v for v in variables if id(v) not in self.local]
+
+    def _sums(self, variables: Sequence[Any]) -> Tensor:
+        sums = [xp.checksum(tf.convert_to_tensor(v)) for v in variables]
+        return tf.stack([*sums, tf.constant(self.exchange.plan(), tf.int64)])
+
+    def _compare(self, step: int, variables: Sequence[Any], sums: Tensor) -> None:
+        names = [getattr(v, "path", v.name) for v in variables]
+        self.guard.compare(self.communicator, step, [*names, "compression levels"], sums)
+
+
+def _describe(variables: Sequence[Any]) -> list[TensorInfo]:
+    """Names (unique ones), shapes and dtypes."""
+    seen: dict[str, int] = {}
+    rows = []
+    for variable in variables:
+        name = getattr(variable, "path", variable.name).partition(":")[0]
+        seen[name] = seen.get(name, 0) + 1
+        name = name if seen[name] == 1 else f"{name}.{seen[name]}"
+        dtype = tf.as_dtype(variable.dtype).name
+        rows.append(TensorInfo(name, tuple(variable.shape), dtype, _device(variable)))
+    return rows
+
+
+def _device(variable: Any) -> str:
+    device = getattr(getattr(variable, "value", variable), "device", "") or ""
+    return device.rpartition("device:")[2]
+
+
+def _scaled(grad: Gradient, factor: float) -> Gradient:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values * factor, grad.indices, grad.dense_shape)
+    return grad * factor

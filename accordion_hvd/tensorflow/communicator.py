@@ -1,0 +1,104 @@
+"""Requests over `horovod.tensorflow`, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from accordion_hvd.communicator import Communicator, Group
+from accordion_hvd.ops import tensorflow as xp
+
+Tensor = tf.Tensor
+_OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
+
+
+class HorovodCommunicator(Communicator):
+    """The ranks of a Horovod process set, numbered from 0 within it.
+
+    A handle is the result itself: in a graph nothing waits while it is traced, and Horovod's eager
+    operations block. Eager ones run as small functions, since only in graphs has an operation the
+    name by which Horovod matches ranks.
+
+    Args:
+        process_set: by default all ranks.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        self.process_set = process_set or hvd.global_process_set
+        self.xp = xp
+        self.size = self.process_set.size() or 1
+        self.rank = self.process_set.rank() if self.process_set.included() else -1
+        self.half_allreduce = hvd.nccl_built() and bool(tf.config.list_physical_devices("GPU"))
+        self._functions: dict[Hashable, Any] = {}
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """One grouped allreduce."""
+        options = self._options(name, group) | {"op": _OPS[op]}
+        return self._call(
+            ("allreduce", name, op, group),
+            lambda *parts: hvd.grouped_allreduce(list(parts), **options),
+            tensors,
+        )
+
+    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """One allgather, along the first dimension."""
+        options = self._options(name, group)
+        return self._call(
+            ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
+        )
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """One broadcast; Horovod counts roots globally, also within a process set."""
+        options = self._options(name, group) | {"root_rank": self._global(root)}
+        return self._call(
+            ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
+        )
+
+    def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """One even alltoall."""
+        options = self._options(name, group)
+        return self._call(
+            ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
+        )
+
+    def poll(self, handle: Any) -> bool:
+        """Always: see the class."""
+        return True
+
+    def wait(self, handle: Any) -> Any:
+        """The result, which is the handle."""
+        return handle
+
+    def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        if not tf.executing_eagerly():
+            return operation(*tensors)
+        if key not in self._functions:
+            self._functions[key] = tf.function(operation, autograph=False, reduce_retracing=True)
+        return self._functions[key](*tensors)
+
+    def _options(self, name: str, group: Group) -> dict[str, Any]:
+        return {
+            "name": name,
+            "ignore_name_scope": True,  # which differs between callers, but not between ranks
+            "process_set": self._process_set(group),
+        }
+
+    def _global(self, rank: int) -> int:
+        ranks = self.process_set.ranks
+        return ranks[rank] if ranks else rank
+
+    def _process_set(self, group: Group) -> Any:
+        if group is None:
+            return self.process_set
+        from horovod.common.process_sets import _id_to_process_sets  # Horovod has no public list
+
+        ranks = sorted(self._global(rank) for rank in group)
+        for known in _id_to_process_sets.values():
+            if known.ranks == ranks:
+                return known
+        raise ValueError(
+            f"no process set of ranks {ranks} is registered; pass it to hvd.init(process_sets=...)."
+        )

@@ -1,0 +1,224 @@
+"""An exchange whose state lives in variables, so that a graph can carry it from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from accordion_hvd.base import Compressor, Info, Spec
+from accordion_hvd.exchange import Exchange, Slot
+from accordion_hvd.ops import tensorflow as xp
+from accordion_hvd.policy import Policy
+from accordion_hvd.step import Step
+from accordion_hvd.traffic import Traffic
+
+Tensor = tf.Tensor
+
+
+class TensorFlowExchange(Exchange):
+    """Runs the same conversations eagerly or as part of a graph (`traced`).
+
+    What a graph computes, Python does not see: the clock is a variable, and what a step moves is
+    noted when it is traced and multiplied by the steps that were executed.
+
+    Attributes:
+        version: changes when graphs made so far are out of date (a level or phase has changed).
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._clock: tf.Variable | None = None
+        self._steps = 0
+        self._counted = 0  # steps whose bytes have been counted
+        self._ticked = 0  # steps that the policy knows of
+        self._now: Tensor | None = None  # the clock's value within the step being traced
+        self._per_step: tuple[Traffic, float] = (Traffic(), 0.0)
+        self._rates: dict[str, float] = {}
+        self._held: dict[Any, tf.Variable] = {}
+        self._outline: Any = None
+        self.version = 0
+        super().__init__(*args, **options)
+        self.observe_always = True
+
+    # ----------------------------------------------------------------------------------- the clock
+    @property
+    def steps(self) -> int:  # type: ignore[override]
+        """Exchanges so far, those within graphs included."""
+        if self._clock is None:
+            return self._steps
+        with tf.init_scope():
+            return int(self._clock.numpy())
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = self._counted = self._ticked = value
+        if self._clock is not None:
+            with tf.init_scope():
+                self._clock.assign(value)
+
+    def info(self, slot: Slot, step: Any = None) -> Info:
+        """What slot's algorithm is told; within a graph the clock is a tensor."""
+        return super().info(slot, self._now if step is None else step)
+
+    @property
+    def switching(self) -> bool:
+        """Whether the Python side changes while training: levels, phases."""
+        compressors = [level for slot in self.slots for level in slot.levels]
+        phases = any(type(c).variant is not Compressor.variant for c in compressors)
+        return phases or type(self.policy).due is not Policy.due
+
+    # ---------------------------------------------------------------------------- between the steps
+    def settle(self) -> None:
+        """Put all state into variables; eager. Afterwards `version` says whether to trace anew."""
+        with tf.init_scope():
+            if self._clock is None:
+                self._clock = tf.Variable(self._steps, trainable=False, dtype=tf.int64)
+            for index in range(len(self.slots)):
+                self._settle(index)
+            outline = [
+                (s.level, s.compressor.variant(self.steps), s.seen is None, s.owed is None)
+                for s in self.slots
+            ]
+            if outline != self._outline:
+                self.version += 1
+                self._outline = outline
+
+    def decide(self, lr: float) -> None:
+        """Take a decision if one is due; collective."""
+        rates = self.rates(lr)
+        if self.policy.due(rates):
+            self.communicator.run(f"{self.name}.policy", self.decision(rates))
+
+    def tick(self, lr: float) -> None:
+        """Tell the policy that one step, which a graph will execute, is about to begin."""
+        self.policy.tick(self.rates(lr))
+        self._ticked += 1
+
+    def catch_up(self, lr: float) -> None:
+        """Between executions of a graph: tell the policy of steps done; decide. Collective.
+
+        Where one execution has several steps, a decision due between two of them is taken now.
+
+        Args:
+            lr: the learning rate from now on.
+        """
+        self.account()
+        for _ in range(self.steps - self._ticked):
+            self.decide(lr)
+            self.policy.tick(self._rates or self.rates(lr))
+        self._ticked = self.steps
+        self._rates = self.rates(lr)
+        self.decide(lr)
+        self.settle()
+
+    def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put a slot back as it was, in the variables that graphs know."""
+        super().load_slot(slot, level, arrays)
+        if self._clock is not None:
+            self.settle()
+
+    def _settle(self, index: int) -> None:
+        slot = self.slots[index]
+        if slot.spec is None:
+            slot.spec = Spec(slot.bucket.shape, slot.bucket.dtype, xp)
+        self.prepare(slot, None)
+        assert slot.state is not None
+        for key in [k for k in self._held if k[0] == index and k[1] not in (slot.level, None)]:
+            del self._held[key]  # another level's: what it still needs is parked
+        held = {k: self._hold((index, slot.level, k), value) for k, value in slot.state.items()}
+        slot.state = held
+        slot.seen = self._hold((index, None, "seen"), slot.seen)
+        slot.owed = self._hold((index, None, "owed"), slot.owed)
+
+    def _hold(self, key: Any, value: Any) -> tf.Variable | None:
+        known = self._held.get(key)
+        if value is None or value is known:
+            return value
+        if known is not None and known.shape == value.shape and known.dtype == value.dtype:
+            known.assign(value)
+            return known
+        self.version += 1
+        self._held[key] = tf.Variable(tf.identity(value), trainable=False)
+        return self._held[key]
+
+    # ------------------------------------------------------------------------------ within a graph
+    def traced(self, grads: Sequence[Tensor], lr: Tensor) -> list[Tensor]:
+        """One exchange as part of a graph, after `settle`; returns the means, tensor by tensor."""
+        assert self._clock is not None
+        kept = [(slot.state, slot.seen, slot.owed) for slot in self.slots]
+        self._now = self._clock.read_value()
+        try:
+            for slot in self.slots:
+                slot.state = {key: tf.identity(value) for key, value in (slot.state or {}).items()}
+                slot.seen = None if slot.seen is None else tf.identity(slot.seen)
+                slot.owed = None if slot.owed is None else tf.identity(slot.owed)
+            bad = self._trace_step(grads, lr)
+            for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
+                _store(slot, state or {}, seen, owed, bad)
+            self._clock.assign(self._now + 1)
+            return self.means()
+        finally:
+            self._now = None
+            self.abort()
+            for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
+                slot.state, slot.seen, slot.owed = state, seen, owed
+
+    def _trace_step(self, grads: Sequence[Tensor], lr: Any) -> Any:
+        step = self.open(self.rates(lr))
+        self.give(grads)
+        while not self.advance():
+            pass
+        self.close()
+        return step.bad
+
+    def give(self, grads: Sequence[Tensor]) -> None:
+        """Start every bucket with its part of `grads` (in the order of `tensors`)."""
+        for index, slot in enumerate(self.slots):
+            self.start(index, self.pack(index, [grads[m] for m in slot.bucket.members]))
+
+    def means(self) -> list[Tensor]:
+        """What the step that was closed has brought, tensor by tensor."""
+        found: dict[int, Tensor] = {}
+        for index, slot in enumerate(self.slots):
+            found |= dict(zip(slot.bucket.members, self.unpack(index), strict=True))
+        return [found[member] for member in range(len(self.tensors))]
+
+    def _tick(self) -> None:
+        if self._now is None:
+            super()._tick()
+
+    def _count(self, step: Step) -> None:
+        if self._now is None:
+            super()._count(step)
+        else:
+            self._per_step = (step.traffic, self._dense())
+
+    # ---------------------------------------------------------------------------------- accounting
+    def account(self) -> None:
+        """Count the bytes of steps that graphs have executed."""
+        steps = self.steps
+        traffic, dense = self._per_step
+        done = steps - self._counted
+        moved = (traffic.payload * done, traffic.sent * done, traffic.received * done)
+        self.traffic.add(Traffic(*moved))
+        self.dense_bytes += dense * done
+        self._counted = steps
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and seconds of this rank; steps within graphs have no seconds."""
+        self.account()
+        return super().stats()
+
+
+def _store(slot: Slot, state: Any, seen: Any, owed: Any, bad: Any) -> None:
+    """Assign what a traced step has brought to the variables that hold it."""
+    assert slot.state is not None
+    for key, variable in state.items():
+        variable.assign(slot.state[key])
+    if seen is not None:
+        seen.assign(slot.seen if bad is False else xp.either(bad, seen, slot.seen))
+    if owed is not None:
+        nothing = tf.zeros_like(owed)
+        owed.assign(nothing if bad is False else xp.either(bad, owed, nothing))

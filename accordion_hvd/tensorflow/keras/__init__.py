@@ -1,0 +1,47 @@
+"""Stands in for `horovod.tensorflow.keras`, on Keras 3.
+
+```python
+import accordion_hvd.tensorflow.keras as hvd
+from accordion_hvd import Accordion, PowerSGD
+
+hvd.init()
+optimizer = hvd.DistributedOptimizer(
+    keras.optimizers.SGD(0.1), compression=Accordion(low=PowerSGD(4), high=PowerSGD(1))
+)
+model.compile(optimizer, loss="mse")
+model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import horovod.tensorflow.keras as _horovod
+from horovod.tensorflow.keras import *  # noqa: F403
+
+from accordion_hvd.checkpoint import load_state, save_state
+from accordion_hvd.tensorflow.functions import broadcast_global_variables
+from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
+from accordion_hvd.tensorflow.keras.saving import load_model
+
+# An import statement would find Horovod's modules of these names.
+callbacks = importlib.import_module(f"{__name__}.callbacks")
+elastic = importlib.import_module(f"{__name__}.elastic")
+
+_OURS = {
+    "DistributedOptimizer": DistributedOptimizer,
+    "broadcast_global_variables": broadcast_global_variables,
+    "callbacks": callbacks,
+    "elastic": elastic,
+    "load_model": load_model,
+    "load_state": load_state,
+    "save_state": save_state,
+}
+__all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever else Horovod has."""
+    return getattr(_horovod, name)

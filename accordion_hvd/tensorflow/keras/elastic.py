@@ -1,0 +1,22 @@
+"""Stands in for `horovod.tensorflow.keras.elastic`, on Keras 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow.keras.elastic as _horovod
+from horovod.tensorflow.keras.elastic import *  # noqa: F403
+
+from accordion_hvd.tensorflow.elastic import TensorFlowKerasState
+
+
+class KerasState(TensorFlowKerasState):
+    """A Keras model and its optimizer; see `TensorFlowKerasState`."""
+
+
+__all__ = sorted({*_horovod.__all__, "KerasState", "TensorFlowKerasState"})
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever else Horovod has."""
+    return getattr(_horovod, name)

@@ -1,0 +1,301 @@
+"""`DistributedOptimizer`: a Keras 3 optimizer whose gradients are averaged over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from accordion_hvd import check
+from accordion_hvd.guard import Guard
+from accordion_hvd.policy import Policy
+from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow.averager import Averager
+from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+from accordion_hvd.tensorflow.stock import policy_of
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    skip: Sequence[str] = (),
+    guard: str = "error",
+    guard_every: int = 100,
+) -> Any:
+    """Average `optimizer`'s gradients over the ranks before each step; Horovod's signature.
+
+    The result is of a subclass of the optimizer's class and has its name, so that models saved
+    with it are loaded without Horovod. It has the state of `optimizer`, if that was built.
+
+    Args:
+        optimizer: what takes the steps.
+        name: accepted for compatibility.
+        device_dense: accepted for compatibility; gradients stay where they are.
+        device_sparse: accepted for compatibility.
+        compression: a compressor such as `TopK(0.01)`, a policy such as `Accordion(low=, high=)`,
+            a class of either, a word such as "topk:0.01", or Horovod's own `hvd.Compression`.
+        sparse_as_dense: exchange `tf.IndexedSlices` like dense gradients; otherwise they are
+            gathered, beside any compression.
+        gradient_predivide_factor: accepted; an average is an average whatever it is divided by
+            before, and overflow is no concern of fp32.
+        op: hvd.Average or hvd.Sum.
+        backward_passes_per_step: steps whose gradients are added up locally before an exchange.
+        average_aggregated_gradients: divide what was added up by `backward_passes_per_step`.
+        num_groups: accepted; what travels together is decided by sizes.
+        groups: accepted, like num_groups.
+        process_set: the ranks that average; others take plain steps.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        skip: patterns (as of file names) of variables that travel uncompressed.
+        guard: what to do when replicas differ: "error", "warn" or "off".
+        guard_every: steps between comparisons of the replicas.
+
+    Returns:
+        The wrapped optimizer; `exchange.stats()` has bytes, `end_window()` ends a window of
+        `Accordion`'s (in `fit`, the BroadcastGlobalVariablesCallback does).
+
+    Raises:
+        ValueError: an argument is not what it must be; the sentence says which.
+        TypeError: `compression` or `optimizer` is nothing known.
+    """
+    refusals.check_arguments(op, compression, gradient_predivide_factor, groups)
+    if op == hvd.Adasum:
+        raise ValueError("op == Adasum is not supported with Keras; use op=hvd.Average.")
+    refusals.check_strategy()
+    check.integer(refusals.WHO, "backward_passes_per_step", backward_passes_per_step, least=1)
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
+        )
+    policy = policy_of(compression)
+    refusals.check_policy(policy, optimizer)
+    settings = Settings(
+        policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
+        scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,
+    )  # fmt: skip
+    Guard(guard, guard_every)
+    return wrap(optimizer, settings)
+
+
+@dataclass
+class Settings:
+    """The arguments of `DistributedOptimizer`."""
+
+    policy: Policy
+    process_set: Any
+    total: bool
+    sparse_as_dense: bool
+    skip: tuple[str, ...]
+    guard: str
+    guard_every: int
+    scale_local: bool
+    passes: int
+    average_passes: bool
+    used: bool = False
+
+    def averager(self) -> Averager:
+        """A new one; from the second on with a policy of its own."""
+        policy = copy.deepcopy(self.policy) if self.used else self.policy
+        self.used = True
+        return Averager(
+            policy,
+            self.process_set,
+            total=self.total,
+            sparse_as_dense=self.sparse_as_dense,
+            skip=self.skip,
+            guard=Guard(self.guard, self.guard_every),
+            scale_local=self.scale_local,
+        )
+
+
+def wrap(optimizer: Any, settings: Settings) -> Any:
+    """An optimizer like `optimizer`, in the same state, that averages."""
+    if is_distributed(optimizer):
+        raise ValueError("this optimizer is distributed already; wrap the plain one once.")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{refusals.WHO}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer."
+        )
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if is_distributed(getattr(optimizer, "inner_optimizer", None)):
+        raise TypeError("wrap the optimizer within LossScaleOptimizer no second time.")
+    if keras.config.dtype_policy().name == "mixed_float16" and not scaled:
+        # Else compile() would put loss scaling around us, where an overflow on one rank hangs all.
+        optimizer, scaled = keras.optimizers.LossScaleOptimizer(optimizer), True
+    base = type(optimizer)
+    namespace = {"__module__": base.__module__, "_settings": settings, "__doc__": base.__doc__}
+    kind = type(base.__name__, (_Distributed, base), namespace)
+    if scaled:
+        scale, growth = optimizer.initial_scale, optimizer.dynamic_growth_steps
+        wrapped = kind(optimizer.inner_optimizer, scale, growth, name=optimizer.name)
+    else:
+        wrapped = kind.from_config(optimizer.get_config())
+    if optimizer.built:
+        wrapped.build(optimizer._trainable_variables)
+        for ours, theirs in zip(wrapped.variables, optimizer.variables, strict=True):
+            ours.assign(theirs)
+    return wrapped
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether `DistributedOptimizer` made `optimizer`."""
+    return isinstance(optimizer, _Distributed)
+
+
+class _Distributed:
+    """What a distributed optimizer has besides its own class; every path of Keras 3 leads through
+    `apply`.
+    """
+
+    _settings: Settings
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._averager = self._settings.averager()
+        self._sums: list[tf.Variable] = []
+        self._passes: tf.Variable | None = None
+
+    # ------------------------------------------------------------------------ what users may need
+    @property
+    def exchange(self: Any) -> TensorFlowExchange:
+        """What runs the conversations: `stats()`, `levels()`, `policy`."""
+        if self._averager._exchange is None and self.built:
+            self._averager.watch(self._trainable_variables)
+        return self._averager.exchange
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that average."""
+        return self._settings.process_set
+
+    def end_window(self) -> None:
+        """A window (an epoch) of the policy ends here; to be called on every rank."""
+        self._averager.policy.end_window()
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable's gradient alone (but see `scale_local_gradients`)."""
+        self._averager.local.add(id(var))
+
+    # ----------------------------------------------------------------------------- what Keras calls
+    def build(self: Any, variables: Any) -> None:
+        """Create the optimizer's variables; refuse what cannot work."""
+        refusals.check_keras_caller(self)
+        super().build(variables)  # type: ignore[misc]
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        """Average, then take the step (clipping and all that follows included)."""
+        grads = list(grads)
+        if not grads:
+            return
+        given = trainable_variables is not None
+        variables = list(trainable_variables) if given else list(self._trainable_variables)
+        if given and not self.built:
+            with tf.init_scope():
+                self.build(variables)
+        if len(grads) != len(variables):
+            raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables.")
+        grads = self._unscaled(grads, variables)
+        if self._settings.passes == 1:
+            self._step(grads, variables)
+        else:
+            self._accumulate(grads, variables)
+
+    def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
+        everything = [v for v in self._trainable_variables if not _overwritten(v)]
+        chosen = [i for i, v in enumerate(variables) if not _overwritten(v)]
+        means = self._averager.average(
+            [grads[i] for i in chosen], [variables[i] for i in chosen], everything, self._rate
+        )
+        for i, mean in zip(chosen, means, strict=True):
+            grads[i] = mean
+        super().apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
+
+    def _rate(self: Any) -> Any:
+        rate = self.learning_rate
+        return float(rate) if tf.executing_eagerly() else tf.convert_to_tensor(rate)
+
+    # -------------------------------------------------------------------------------- loss scaling
+    def _unscaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """In the units that errors are kept in, whatever the loss scale is now (a power of 2)."""
+        return self._times(grads, variables, lambda scale: 1.0 / scale)
+
+    def _scaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """As LossScaleOptimizer expects them."""
+        return self._times(grads, variables, lambda scale: scale)
+
+    def _times(self: Any, grads: list[Any], variables: list[Any], factor: Any) -> list[Any]:
+        if not isinstance(self, keras.optimizers.LossScaleOptimizer):
+            return grads
+        scale = factor(tf.convert_to_tensor(self.dynamic_scale))
+        pairs = zip(grads, variables, strict=True)
+        return [g if g is None or _overwritten(v) else _multiplied(g, scale) for g, v in pairs]
+
+    # ---------------------------------------------------------------------------- several backwards
+    def _accumulate(self: Any, grads: list[Any], variables: list[Any]) -> None:
+        """Add gradients up; every `backward_passes_per_step`-th time, take a step with the sum."""
+        self._make_sums(variables)
+        for total, grad in zip(self._sums, grads, strict=True):
+            if grad is not None:
+                total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
+        passes = self._settings.passes
+        factor = 1.0 / passes if self._settings.average_passes else 1.0
+        self._passes.assign_add(1)
+
+        def step() -> None:
+            sums = [
+                None if grad is None else total * tf.cast(factor, total.dtype)
+                for total, grad in zip(self._sums, grads, strict=True)
+            ]
+            for total in self._sums:
+                total.assign(tf.zeros_like(total))
+            self._step(sums, variables)
+
+        def wait() -> None:
+            getattr(self, "inner_optimizer", self)._iterations.assign_add(1)
+
+        last = tf.equal(self._passes % passes, 0)
+        if not tf.executing_eagerly():
+            tf.cond(last, step, wait)
+        elif last:
+            step()
+        else:
+            wait()
+
+    def _make_sums(self: Any, variables: list[Any]) -> None:
+        if self._passes is not None:
+            return
+        with tf.init_scope():
+            self._passes = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._sums = [
+                tf.Variable(tf.zeros(tuple(v.shape), v.dtype), trainable=False) for v in variables
+            ]
+
+
+def _overwritten(variable: Any) -> bool:
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _multiplied(grad: Any, factor: Any) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(factor, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)

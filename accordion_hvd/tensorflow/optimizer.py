@@ -1,0 +1,60 @@
+"""`horovod.tensorflow`'s `DistributedOptimizer`, which takes Keras' optimizers and older ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from accordion_hvd.tensorflow.stock import is_ours
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    skip: Sequence[str] = (),
+    guard: str = "error",
+    guard_every: int = 100,
+) -> Any:
+    """Average `optimizer`'s gradients over the ranks; Horovod's signature.
+
+    See `accordion_hvd.tensorflow.keras.DistributedOptimizer`. A `tf.compat.v1.train.Optimizer` is
+    left to Horovod, and so to Horovod's own compression.
+
+    Raises:
+        ValueError: an argument is not what it must be; the sentence says which.
+    """
+    options: dict[str, Any] = {
+        "name": name, "device_dense": device_dense, "device_sparse": device_sparse,
+        "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor, "groups": groups,
+        "num_groups": num_groups, "backward_passes_per_step": backward_passes_per_step,
+        "average_aggregated_gradients": average_aggregated_gradients, "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }  # fmt: skip
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if is_ours(compression):
+            raise ValueError(
+                f"DistributedOptimizer: compression={compression!r} needs a Keras optimizer, but "
+                f"{type(optimizer).__name__} is one of TensorFlow 1's."
+            )
+        return hvd.DistributedOptimizer(optimizer, use_locking=use_locking, **options)
+    from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer as Keras
+
+    return Keras(optimizer, **options, skip=skip, guard=guard, guard_every=guard_every)

@@ -1,0 +1,106 @@
+"""What cannot be done, said in a sentence before anything has happened."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from accordion_hvd import check
+from accordion_hvd.policy import Policy
+from accordion_hvd.tensorflow.stock import is_ours
+
+WHO = "DistributedOptimizer"
+
+
+def check_arguments(op: Any, compression: Any, predivide: float, groups: Any) -> None:
+    """Raise ValueError for arguments that make no sense."""
+    if op == hvd.Adasum and is_ours(compression):
+        raise ValueError(
+            f"{WHO}: op=hvd.Adasum cannot be combined with compression={compression!r}: Adasum is "
+            "not an average. Use op=hvd.Average, or Adasum with hvd.Compression."
+        )
+    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+        check.refuse(WHO, "op", op, "hvd.Average, hvd.Sum or hvd.Adasum")
+    if predivide != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if groups is not None and not (
+        isinstance(groups, list) or (check.is_integer(groups) and groups >= 0)
+    ):
+        raise ValueError(
+            "groups should be a non-negative integer or a list of list of tf.Variable."
+        )
+
+
+def check_policy(policy: Policy, optimizer: Any = None) -> None:
+    """Raise ValueError for what does not fit gradients, or an optimizer with momentum."""
+    if policy.target != "gradient":
+        check.refuse(WHO, "compression", policy, "one whose target is the gradient")
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    momentum = getattr(inner, "momentum", 0) or hasattr(inner, "beta_1")
+    if policy.output == "update" and momentum:
+        raise ValueError(
+            f"{WHO}: {policy!r} returns finished updates, momentum included, but "
+            f"{type(inner).__name__} has momentum of its own; use plain SGD inside."
+        )
+
+
+def check_context() -> None:
+    """Raise RuntimeError within XLA or a distribution strategy."""
+    check_strategy()
+    if tf.executing_eagerly():
+        return
+    from tensorflow.python.ops import control_flow_util
+
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise RuntimeError(
+            "Horovod's operations cannot be compiled by XLA: pass jit_compile=False to "
+            "model.compile() or tf.function() (in fit(), the BroadcastGlobalVariablesCallback "
+            "does it for you)."
+        )
+
+
+def check_strategy() -> None:
+    """Raise RuntimeError within a distribution strategy."""
+    if tf.distribute.has_strategy():
+        kind = type(tf.distribute.get_strategy()).__name__
+        raise RuntimeError(
+            f"{WHO} does not work within tf.distribute ({kind}): both would exchange gradients. "
+            "Leave the strategy's scope; Horovod runs one process for each device."
+        )
+
+
+def check_keras_caller(optimizer: Any) -> None:
+    """Refuse to be wrapped in loss scaling; turn XLA off in the model that builds `optimizer`.
+
+    Keras gives an optimizer no handle on who uses it, but both `LossScaleOptimizer` and `fit` call
+    its `build`, before anything is traced.
+
+    Raises:
+        TypeError: a LossScaleOptimizer contains the optimizer.
+    """
+    frame = sys._getframe(2)
+    for _ in range(12):
+        owner = frame.f_locals.get("self")
+        if getattr(owner, "inner_optimizer", None) is optimizer:
+            raise TypeError(
+                "LossScaleOptimizer(DistributedOptimizer(...)) would exchange gradients only on "
+                "ranks without an overflow, and hang; write DistributedOptimizer("
+                "LossScaleOptimizer(...)) instead. (Under the mixed_float16 policy, "
+                "DistributedOptimizer does so by itself if the policy is set before.)"
+            )
+        compiled = hasattr(owner, "jit_compile") and hasattr(owner, "train_function")
+        if compiled and getattr(owner, "optimizer", None) is optimizer:
+            turn_xla_off(owner)
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def turn_xla_off(model: Any) -> None:
+    """Have `model` train without XLA (Keras' "auto" would turn it on)."""
+    if model.jit_compile:
+        model.jit_compile = False
+        model.train_function = None
