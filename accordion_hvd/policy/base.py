@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,12 +73,12 @@ class Policy(NotForStockHorovod):
         Raises:
             ValueError: the policy serves another optimizer already.
         """
-        if self._bound is not None and self._bound is not owner:
+        if self._bound is not None and self._bound() is not owner:
             raise ValueError(
-                f"{type(self).__name__}: this policy serves another optimizer already; "
+                f"{type(self).__name__}: this policy serves another optimizer already (or did); "
                 "make one for each optimizer, since it keeps what it has seen."
             )
-        self._bound = owner
+        self._bound = weakref.ref(owner)
         for name in names:
             self.current.setdefault(name, self.start(name))
 
@@ -103,15 +104,9 @@ class Policy(NotForStockHorovod):
         self.history[:] = [dict(row) for row in state["history"]]
         self.current = dict(state["current"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
-        """A copy that serves nobody yet but remembers."""
-        import copy
-
-        twin = copy.copy(self)
-        twin.history = copy.deepcopy(self.history, memo)
-        twin.current = dict(self.current)
-        twin._bound = None
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle remembers everything, but serves nobody yet."""
+        return {**vars(self), "_bound": None}
 
 
 def as_policy(compression: Any) -> Policy:

@@ -78,9 +78,15 @@ class HorovodCommunicator(Communicator):
 
 def registered_process_sets() -> list[Any]:
     """The process sets that Horovod knows."""
-    from horovod.common.process_sets import _id_to_process_sets  # Horovod has no public list
+    from horovod.torch.mpi_ops import _basics  # Horovod has no public list
 
-    return list(_id_to_process_sets.values())
+    known = [hvd.global_process_set]
+    for number, ranks in _basics._get_process_set_ids_and_ranks().items():
+        if number != hvd.global_process_set.process_set_id:
+            found = hvd.ProcessSet(list(ranks))
+            found.process_set_id = number
+            known.append(found)
+    return known
 
 
 def process_set_of(ranks: list[int] | None) -> Any:

@@ -26,7 +26,17 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             raise ValueError(f"invalid params of type: {type(params)}") from None
     if isinstance(params, dict):
         params = {name: value for name, value in params.items() if isinstance(value, torch.Tensor)}
-    hvd.broadcast_parameters(params, root_rank)
+        hvd.broadcast_parameters({k: _carried(v) for k, v in params.items()}, root_rank)
+        return
+    pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
+    hvd.broadcast_parameters([(name, _carried(p)) for name, p in pairs], root_rank)
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a dtype that Horovod carries (it has no bfloat16)."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().view(torch.int16)
+    return tensor
 
 
 def broadcast_optimizer_state(
@@ -89,7 +99,8 @@ def _fill(value: Any, tensors: list[torch.Tensor], root: int, mine: bool) -> Any
     if isinstance(value, _Place):
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         tensor = tensors[value.number] if mine else empty
-        return hvd.broadcast(tensor, root, name=f"accordion.optimizer_state.{value.number}")
+        name = f"accordion.optimizer_state.{value.number}"
+        return hvd.broadcast(_carried(tensor), root, name=name).view(value.dtype)
     if isinstance(value, dict):
         return {key: _fill(item, tensors, root, mine) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -94,7 +95,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
         "guard": Guard(guard, guard_every), "scaler": grad_scaler,
     }  # fmt: skip
-    return _wrap(type(optimizer), optimizer.__dict__, names, options)
+    wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)
+    wrapped._inner = weakref.ref(optimizer)
+    return wrapped
 
 
 def _wrap(
@@ -127,7 +130,6 @@ class _Distributed:
         self._names, self._options = list(names), options
         self._passes = options["passes"]
         self._guard: Guard = options["guard"]
-        self._synchronized = False
         self._should_synchronize = True
         self._exchanged_step = 0
         self._reducer = self._make_reducer()
@@ -142,7 +144,8 @@ class _Distributed:
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
         chosen = {key: self._options[key] for key in wanted}
         policy = self._options["policy"]
-        return Reducer(self._names, policy, process_set, lambda: self.param_groups, **chosen)
+        mine = weakref.ref(self)
+        return Reducer(self._names, policy, process_set, lambda: mine().param_groups, **chosen)
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property
@@ -160,10 +163,9 @@ class _Distributed:
 
     def synchronize(self: Any) -> None:
         """Wait until all gradients are averaged; for clipping between backward and `step()`."""
-        if self._reducer is not None:
+        if self._reducer is not None and not self._reducer.finished:
             self._reducer.finish()
             self._exchanged_step = self._reducer.exchange.steps
-        self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:
@@ -185,7 +187,10 @@ class _Distributed:
             result = self._base.step(self, self._averaging(closure), **more)
         else:
             result = self._base.step(self, **more)
-        self._synchronized = False
+        self._forget()
+        inner = self._inner()
+        if inner is not None:
+            inner._opt_called = True  # what an LR scheduler made for it looks for
         self._compare_replicas()
         return result
 
@@ -201,6 +206,7 @@ class _Distributed:
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
                 "a race condition."
             )
+        self._forget()
         self._base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
@@ -219,7 +225,7 @@ class _Distributed:
         """The wrapped optimizer's; what is on its way is forgotten."""
         if self._reducer is not None:
             self._reducer.reset()
-        self._synchronized, self._should_synchronize = False, True
+        self._should_synchronize = True
         self._base.load_state_dict(self, state_dict)
 
     # ------------------------------------------------------------------------------------- ours
@@ -254,7 +260,9 @@ class _Distributed:
 
     # ----------------------------------------------------------------------------------- within
     def _synchronize_for_step(self: Any, closure: Any) -> None:
-        if self._synchronized:
+        if self._reducer is None:
+            return
+        if self._reducer.finished:
             if not self._by_scaler:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -262,11 +270,21 @@ class _Distributed:
                     "exchanged again; you may want to use skip_synchronize() to say so.",
                     stacklevel=3,
                 )
-        elif closure is None or (self._reducer is not None and self._reducer.pending):
+        elif closure is None or self._reducer.pending:
             self.synchronize()
         self._by_scaler = False
 
-    _by_scaler = False
+    def _forget(self: Any) -> None:
+        """Gradients that are averaged have been used."""
+        if self._reducer is not None:
+            self._reducer.finished = False
+
+    _by_scaler = False  # the GradScaler has made us synchronize
+
+    @staticmethod
+    def _inner() -> Any:
+        """The optimizer that was wrapped, while it is alive."""
+        return None
 
     def _averaging(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:
@@ -295,7 +313,7 @@ class _Distributed:
 
     def __reduce__(self: Any) -> Any:
         """Pickled and copied with its policy; the copy exchanges its own gradients."""
-        ours = ("_names", "_options", "_passes", "_guard", "_reducer", "_synchronized")
+        ours = ("_inner", "_names", "_options", "_passes", "_guard", "_reducer")
         ours += ("_should_synchronize", "_exchanged_step", "step")
         attributes = {k: v for k, v in vars(self).items() if k not in ours}
         options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}
@@ -315,7 +333,7 @@ def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:
     plain = scaler.unscale_
 
     def unscale_(which: Any) -> Any:
-        if which is optimizer and not optimizer._synchronized:
+        if which is optimizer:
             optimizer.synchronize()
             optimizer._by_scaler = True
         return plain(which)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import accordion_hvd
 from accordion_hvd import checkpoint
@@ -19,7 +20,8 @@ from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.torch.communicator import HorovodCommunicator
 
-_numbers = itertools.count()
+_numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
+_listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
 
 
 class Reducer:
@@ -53,8 +55,11 @@ class Reducer:
         self.policy, self.skip, self.scaler, self.groups = policy, tuple(skip), scaler, groups
         self.passes, self.total, self.sparse_as_dense = passes, total, sparse_as_dense
         self.communicator = HorovodCommunicator(process_set)
-        self.number = next(_numbers)
-        self.pending = False  # some gradient is on its way
+        number = process_set.process_set_id
+        self.name = f"accordion.{number}.{_numbers[number]}"
+        _numbers[number] += 1
+        self.pending = False  # some gradient is there that has not been exchanged
+        self.finished = False  # gradients are averaged, and none has come since
         self._exchange: Exchange | None = None
         self._agreed = False
         self._names: dict[torch.Tensor, str] = {}
@@ -63,7 +68,6 @@ class Reducer:
         self._sparse: list[torch.Tensor] = []
         self._number: dict[torch.Tensor, int] = {}
         self._ready: dict[int, int] = {}  # bucket -> members that are ready
-        self._hooks: list[Any] = []
         self.watch(named)
         checkpoint.register(self)
 
@@ -79,8 +83,7 @@ class Reducer:
         mine = weakref.ref(self)
         for parameter in fresh:
             self._delay[parameter] = self.passes
-            handle = parameter.register_post_accumulate_grad_hook(lambda p: _arrived(mine, p))
-            self._hooks.append(handle)
+            _listen(parameter, mine)
         if self._exchange is not None and fresh:
             self._exchange.extend([self._info(p) for p in reversed(fresh)])
             self._place(list(reversed(fresh)))
@@ -101,7 +104,7 @@ class Reducer:
                 self.policy,
                 [self._info(p) for p in tensors],
                 skip=self.skip,
-                name=f"accordion.{self.number}",
+                name=self.name,
             )
             self._place(tensors)
         return self._exchange
@@ -133,7 +136,7 @@ class Reducer:
                 f"step() (parameter {self._names[parameter]!r}). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        self.pending = True
+        self.pending, self.finished = True, False
         self._delay[parameter] -= 1
         if self._delay[parameter] == 0 and self._agreed:
             self._count(parameter)
@@ -153,6 +156,7 @@ class Reducer:
             finite = self.exchange.finish()
             self._write(finite)
             self._exchange_sparse()
+            self.finished = True
         finally:
             self.reset()
 
@@ -169,12 +173,6 @@ class Reducer:
         self._ready.clear()
         for parameter in self._delay:
             self._delay[parameter] = self.passes
-
-    def close(self) -> None:
-        """Stop listening to parameters."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
 
     def _begin(self) -> None:
         if self.exchange.running is None:
@@ -241,12 +239,15 @@ class Reducer:
         if not self._sparse:
             return
         grads = [self._sparse_gradient(p) for p in self._sparse]
-        name = f"accordion.{self.number}.sparse"
+        name = f"{self.name}.sparse"
         parts = self.communicator.run(name, _gather_sparse(grads))
         factor = 1.0 if self.total else 1.0 / self.communicator.size
         for parameter, indices, values in zip(self._sparse, *parts, strict=True):
             mean = torch.sparse_coo_tensor(
-                torch.cat([i.t() for i in indices], 1), torch.cat(values) * factor, parameter.shape
+                torch.cat([i.t() for i in indices], 1),
+                torch.cat(values) * factor,
+                parameter.shape,
+                check_invariants=True,
             )
             parameter.grad = mean.coalesce()
 
@@ -278,6 +279,14 @@ class Reducer:
                 )
             self._sparse = found
         self._agreed = True
+
+
+def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
+    """Tell `reducer` of the parameter's gradients; whoever wrapped it before hears no more."""
+    if parameter in _listening:
+        _listening[parameter].remove()
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: _arrived(reducer, p))
+    _listening[parameter] = handle
 
 
 def _arrived(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
