@@ -207,16 +207,14 @@ def install_horovod(builder: ModuleType, headers: Sequence[Path]) -> None:
 
 def _step(builder: ModuleType, title: str, command: Sequence[str], env: os._Environ[str]) -> None:
     begin = LOG.stat().st_size if LOG.exists() else 0
-    if builder.run_step(title, command, env, LOG, ROOT):
-        text = LOG.read_bytes()[begin:].decode("utf-8", "replace")
-        raise SetupError(
-            f"{title} failed: {_pip_cause(text) or builder.explain(text)} (log: {LOG})."
-        )
-
-
-def _pip_cause(text: str) -> str:
-    found = re.search(r"No matching distribution found for (\S+)", text)
-    return f"the package index has no {found[1]} for this Python" if found else ""
+    if builder.run_step(title, command, env, LOG, ROOT) == 0:
+        return
+    text = LOG.read_bytes()[begin:].decode("utf-8", "replace")
+    cause = builder.explain(text)
+    missing = re.search(r"No matching distribution found for (\S+)", text)
+    if missing and "index does not have it" in cause:
+        cause = f"the package index has no {missing[1]} for this Python"
+    raise SetupError(f"{title} failed: {cause} (log: {LOG}).")
 
 
 def setup(note: Callable[[str], None]) -> None:
