@@ -155,6 +155,8 @@ class Pending:
         return [(members, programs[key[0]]) for key, members in together.items()]
 
     def _key(self, request: Request) -> tuple[Any, ...]:
+        if not isinstance(request, Request):
+            raise TypeError(f"a conversation yielded {request!r}, which is no request.")
         xp, group = self._communicator.xp, request.group
         if isinstance(request, Allreduce):
             dtype = request.wire or xp.dtype(request.tensor)

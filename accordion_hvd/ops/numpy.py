@@ -111,6 +111,11 @@ def minimum(a: Array, b: Array) -> Array:
     return np.minimum(a, b)
 
 
+def maximum(a: Array, b: Array) -> Array:
+    """The element-wise larger."""
+    return np.maximum(a, b)
+
+
 def maximum_of(parts: Sequence[Array]) -> Array:
     """The largest element of several vectors, as a scalar tensor."""
     return np.max(np.concatenate(parts))

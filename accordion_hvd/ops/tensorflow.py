@@ -96,6 +96,11 @@ def minimum(a: Tensor, b: Tensor) -> Tensor:
     return tf.minimum(a, b)
 
 
+def maximum(a: Tensor, b: Tensor) -> Tensor:
+    """The element-wise larger."""
+    return tf.maximum(a, b)
+
+
 def maximum_of(parts: Sequence[Tensor]) -> Tensor:
     """The largest element of several vectors, as a scalar tensor."""
     return tf.reduce_max(tf.concat(list(parts), 0))

@@ -88,6 +88,11 @@ def minimum(a: Tensor, b: Tensor) -> Tensor:
     return torch.minimum(a, b)
 
 
+def maximum(a: Tensor, b: Tensor) -> Tensor:
+    """The element-wise larger."""
+    return torch.maximum(a, b)
+
+
 def maximum_of(parts: Sequence[Tensor]) -> Tensor:
     """The largest element of several vectors, as a scalar tensor."""
     return torch.cat(list(parts)).max()
