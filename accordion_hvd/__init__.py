@@ -27,7 +27,7 @@ _HOME = {
         "Tensor",
     ),
     "ops": ("namespace",),
-    "parse": ("parse",),
+    "words": ("parse",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE)

@@ -140,7 +140,7 @@ def _policy(wanted: Any) -> Policy | None:
 
 def _levels(value: Any) -> Any:
     """Words for compressors, wherever they stand, as the compressors."""
-    from accordion_hvd.parse import parse
+    from accordion_hvd.words import parse
 
     if isinstance(value, str) and value not in ("local", "reduced"):
         return parse(value)

@@ -116,7 +116,7 @@ def as_policy(compression: Any) -> Policy:
         TypeError: it is none of these.
         ValueError: the word names nothing known.
     """
-    from accordion_hvd.parse import parse
+    from accordion_hvd.words import parse
     from accordion_hvd.policy.fixed import Fixed
 
     if isinstance(compression, str):
