@@ -1,0 +1,292 @@
+"""Requests are packed into few operations, and every result is what NumPy expects."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, TORCH, Framework, installed, parameters, same_bits
+
+from accordion_hvd import Allgather, Allreduce, Alltoall, Broadcast
+from accordion_hvd.base import Request
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+
+
+class Counting(SimulatedCommunicator):
+    """Counts what reaches the engine."""
+
+    def __init__(self, hub: Hub, rank: int, framework: Framework) -> None:
+        super().__init__(hub, rank, framework.xp)
+        self.calls = 0
+
+    def _put(self, name: str, group: Any, value: Any, combine: Any) -> Any:
+        self.calls += 1
+        return super()._put(name, group, value, combine)
+
+
+def exchange(
+    framework: Framework, ranks: int, wanted: Callable[[int], Sequence[Request]]
+) -> tuple[list[list[Any]], int]:
+    """Each rank's results of one round of requests, and how many operations it took."""
+    hub = Hub(ranks)
+    communicators = [Counting(hub, rank, framework) for rank in range(ranks)]
+
+    def conversation(rank: int) -> Any:
+        return (yield tuple(wanted(rank)))
+
+    results = lockstep(communicators, [conversation(rank) for rank in range(ranks)])
+    calls = {communicator.calls for communicator in communicators}
+    assert not hub.sent, "somebody has sent what nobody fetched"
+    assert len(calls) == 1
+    return [[array(framework, x) for x in mine] for mine in results], calls.pop()
+
+
+def array(framework: Framework, x: Any) -> Any:
+    return (
+        tuple(array(framework, part) for part in x) if isinstance(x, tuple) else framework.array(x)
+    )
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    rng = np.random.default_rng([rank, *shape])
+    return (rng.standard_normal(shape) * 100).astype(dtype)
+
+
+FEW = parameters((NUMPY, TORCH))
+by_framework = pytest.mark.parametrize("framework", parameters())
+by_ranks = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+
+
+@by_framework
+@by_ranks
+def test_allreduce(framework: Framework, ranks: int) -> None:
+    """Means, sums and maxima, small and large, of several dtypes, in one operation a kind."""
+    shapes = [(3,), (2, 5), (), (300, 250), (1, 1, 4)]
+    kinds = [("mean", "float32"), ("sum", "float32"), ("max", "float32"), ("mean", "float64")]
+    kinds += [("sum", "int32"), ("sum", "int64"), ("max", "int64")]
+    plan = list(itertools.product(kinds, shapes))
+
+    def wanted(rank: int) -> list[Request]:
+        tensors = [framework.tensor(values(rank, shape, dtype)) for (_, dtype), shape in plan]
+        return [Allreduce(x, op=op) for x, ((op, _), _) in zip(tensors, plan, strict=True)]
+
+    results, calls = exchange(framework, ranks, wanted)
+    assert calls == len(kinds)
+    reference = {"mean": np.mean, "sum": np.sum, "max": np.max}
+    for mine in results:
+        for result, ((op, dtype), shape), first in zip(mine, plan, results[0], strict=True):
+            all_ = [values(rank, shape, dtype) for rank in range(ranks)]
+            assert result.shape == shape and result.dtype == dtype
+            np.testing.assert_allclose(result, reference[op](all_, 0), rtol=1e-5, atol=1e-4)
+            assert same_bits(result, first)
+
+
+@by_framework
+def test_arguments_are_not_written_unless_reuse(framework: Framework) -> None:
+    shapes = [(3,), (300, 250)]
+    given = [[framework.tensor(values(rank, shape)) for shape in shapes] for rank in range(2)]
+    exchange(framework, 2, lambda rank: [Allreduce(x) for x in given[rank]])
+    exchange(framework, 2, lambda rank: [Allreduce(given[rank][1])])
+    for rank, tensors in enumerate(given):
+        for x, shape in zip(tensors, shapes, strict=True):
+            assert same_bits(framework.array(x), values(rank, shape))
+
+
+@by_framework
+@by_ranks
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_halves(framework: Framework, ranks: int, wire: str) -> None:
+    """16 bits on the way, added in fp32, rounded once more: to the bit, in every framework."""
+    shapes = [(7,), (3, 5), (400, 3)]
+
+    def wanted(rank: int) -> list[Request]:
+        return [Allreduce(framework.tensor(values(rank, s)), wire=wire) for s in shapes]
+
+    results, calls = exchange(framework, ranks, wanted)
+    assert calls == 2
+    for mine in results:
+        for result, shape in zip(mine, shapes, strict=True):
+            sent = [rounded(values(rank, shape), wire) for rank in range(ranks)]
+            total = sent[0]
+            for part in sent[1:]:
+                total = total + part
+            assert same_bits(result, rounded(total / np.float32(ranks), wire))
+
+
+def rounded(x: np.ndarray, wire: str) -> np.ndarray:
+    """To 16 bits and back, the slow way."""
+    if wire == "float16":
+        return x.astype(np.float16).astype(np.float32)
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.rint(mantissa * 256), exponent - 8).astype(np.float32)  # ties to even
+
+
+@pytest.mark.parametrize("framework", FEW)
+@by_ranks
+def test_allgather(framework: Framework, ranks: int) -> None:
+    """Everything even in one operation, whatever its dtype."""
+
+    def parts(rank: int) -> list[np.ndarray]:
+        index = np.arange(5, dtype=np.int32) * (rank + 1)
+        bits = np.array([rank, 255 - rank, 3], np.uint8)
+        return [index, values(rank, (2, 3)), bits, values(rank, (3,), "float16"), np.int64([rank])]
+
+    results, calls = exchange(
+        framework, ranks, lambda rank: [Allgather(framework.tensor(x)) for x in parts(rank)]
+    )
+    assert calls == 1
+    for mine in results:
+        for i, gathered in enumerate(mine):
+            assert len(gathered) == ranks
+            assert all(same_bits(x, parts(rank)[i]) for rank, x in enumerate(gathered))
+
+
+@by_framework
+@by_ranks
+def test_uneven_allgather(framework: Framework, ranks: int) -> None:
+    """First dimensions differ, one of them may be 0; sizes cost one more operation."""
+
+    def parts(rank: int) -> list[np.ndarray]:
+        return [values(rank, (rank, 2)), np.arange(2 * rank + 1, dtype=np.int32)]
+
+    results, calls = exchange(
+        framework,
+        ranks,
+        lambda rank: [Allgather(framework.tensor(x), uneven=True) for x in parts(rank)],
+    )
+    assert calls == 2
+    for mine in results:
+        for i, gathered in enumerate(mine):
+            assert all(same_bits(x, parts(rank)[i]) for rank, x in enumerate(gathered))
+
+
+@by_framework
+@by_ranks
+def test_broadcast(framework: Framework, ranks: int) -> None:
+    roots = [0, ranks - 1, 0]
+
+    def parts(rank: int) -> list[np.ndarray]:
+        return [values(rank, (4,)), values(rank, (2, 2)), np.int64([rank])]
+
+    results, calls = exchange(
+        framework,
+        ranks,
+        lambda rank: [
+            Broadcast(framework.tensor(x), root=r) for x, r in zip(parts(rank), roots, strict=True)
+        ],
+    )
+    assert calls == len(set(roots))
+    for mine in results:
+        for i, (result, root) in enumerate(zip(mine, roots, strict=True)):
+            assert same_bits(result, parts(root)[i])
+
+
+@by_framework
+@by_ranks
+def test_alltoall(framework: Framework, ranks: int) -> None:
+    def parts(rank: int) -> list[np.ndarray]:
+        return [values(rank, (ranks, 3)), np.arange(ranks, dtype=np.int32) + 10 * rank]
+
+    results, calls = exchange(
+        framework, ranks, lambda rank: [Alltoall(framework.tensor(x)) for x in parts(rank)]
+    )
+    assert calls == 1
+    for rank, mine in enumerate(results):
+        for i, result in enumerate(mine):
+            assert same_bits(result, np.stack([parts(peer)[i][rank] for peer in range(ranks)]))
+
+
+@pytest.mark.parametrize("framework", FEW)
+def test_everything_at_once(framework: Framework) -> None:
+    """Results come in the order of the requests, however they were packed."""
+
+    def wanted(rank: int) -> list[Request]:
+        x = framework.tensor(values(rank, (4, 2)))
+        return [
+            Allgather(x),
+            Allreduce(x),
+            Broadcast(x, root=1),
+            Allreduce(x, wire="bfloat16"),
+            Alltoall(x),
+            Allreduce(x, op="max"),
+            Allgather(x, uneven=True),
+            Allreduce(x, wire="float16"),
+            Allreduce(x),
+        ]
+
+    results, calls = exchange(framework, 4, wanted)
+    assert calls == 1 + 1 + 1 + 2 + 1 + 1 + 2 + 2
+    all_ = [values(rank, (4, 2)) for rank in range(4)]
+    for rank, mine in enumerate(results):
+        for gathered in (mine[0], mine[6]):
+            assert all(same_bits(a, b) for a, b in zip(gathered, all_, strict=True))
+        for i in (1, 8):
+            np.testing.assert_allclose(mine[i], np.mean(all_, 0), atol=1e-4)
+        assert same_bits(mine[2], all_[1])
+        assert same_bits(mine[4], np.stack([x[rank] for x in all_]))
+        assert same_bits(mine[5], np.max(all_, 0))
+        np.testing.assert_allclose(mine[3], np.mean(all_, 0), atol=2)
+        np.testing.assert_allclose(mine[7], np.mean(all_, 0), atol=0.3)
+
+
+@by_framework
+def test_groups(framework: Framework) -> None:
+    """Disjoint groups, together with requests to all."""
+
+    def wanted(rank: int) -> list[Request]:
+        group = (0, 2) if rank % 2 == 0 else (1, 3)
+        x = framework.tensor(values(rank, (2, 4)))
+        requests = [Allreduce(x, group=group), Allgather(x, group=group), Allreduce(x)]
+        return [*requests, Broadcast(x, root=group[1], group=group), Alltoall(x, group=group)]
+
+    results, calls = exchange(framework, 4, wanted)
+    assert calls == 5
+    for rank, mine in enumerate(results):
+        group = (0, 2) if rank % 2 == 0 else (1, 3)
+        theirs = [values(peer, (2, 4)) for peer in group]
+        np.testing.assert_allclose(mine[0], np.mean(theirs, 0), atol=1e-4)
+        assert all(same_bits(a, b) for a, b in zip(mine[1], theirs, strict=True))
+        np.testing.assert_allclose(mine[2], np.mean([values(r, (2, 4)) for r in range(4)], 0), 1e-4)
+        assert same_bits(mine[3], theirs[1])
+        assert same_bits(mine[4], np.stack([x[group.index(rank)] for x in theirs]))
+
+
+def test_what_is_no_request_is_refused() -> None:
+    with pytest.raises(TypeError, match="which is no request"):
+        exchange(NUMPY, 1, lambda rank: [np.zeros(3)])
+
+
+def test_a_single_request_has_a_single_answer() -> None:
+    def conversation() -> Any:
+        one = yield Allreduce(np.ones(3, np.float32))
+        (two,) = yield (Allreduce(np.ones(3, np.float32)),)
+        return one, two
+
+    one, two = SimulatedCommunicator(Hub(1), 0, NUMPY.xp).run("talk", conversation())
+    assert one.shape == two.shape == (3,)
+
+
+@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
+def test_layouts_of_torch_do_not_matter() -> None:
+    """Views, transposes and channels-last memory travel as the values they show."""
+    import torch
+
+    def wanted(rank: int) -> list[Request]:
+        x = torch.tensor(values(rank, (2, 3, 4, 5))).contiguous(memory_format=torch.channels_last)
+        y = torch.tensor(values(rank, (6, 4))).t()
+        z = torch.tensor(values(rank, (9,)))[1:8:2]
+        return [kind(t) for t in (x, y, z) for kind in (Allreduce, Allgather, Broadcast)]
+
+    results, _ = exchange(TORCH, 2, wanted)
+    shown = [
+        [values(r, (2, 3, 4, 5)), values(r, (6, 4)).T, values(r, (9,))[1:8:2]] for r in range(2)
+    ]
+    for mine in results:
+        for i in range(3):
+            np.testing.assert_allclose(mine[3 * i], (shown[0][i] + shown[1][i]) / 2, atol=1e-4)
+            for rank in range(2):
+                np.testing.assert_array_equal(mine[3 * i + 1][rank], shown[rank][i])
+            np.testing.assert_array_equal(mine[3 * i + 2], shown[0][i])

@@ -1,0 +1,151 @@
+"""What goes wrong in silence elsewhere is said here, by rank and by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, Framework, parameters
+from laws import several
+
+from accordion_hvd import TopK
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.guard import (
+    EARLY,
+    Guard,
+    describe,
+    explain_disagreement,
+    gather,
+)
+from accordion_hvd.policy import as_policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
+
+
+def test_equal_replicas_are_no_news() -> None:
+    assert describe(1, ["a", "b"], np.array([[1, 2], [1, 2], [1, 2]])) is None
+
+
+def test_replicas_that_differ_are_named() -> None:
+    table = np.array([[1, 2, 3], [1, 2, 3], [1, 9, 4], [1, 2, 3]])
+    message = describe(40, ["a", "layer.weight", "c"], table)
+    assert message is not None
+    assert "after step 40" in message and "'layer.weight' and 1 more" in message
+    assert "rank(s) [2] hold other values" in message
+    assert "every step" in message
+    first = describe(EARLY[0], ["a", "b", "c"], table)
+    assert first is not None and "initial weights broadcast" in first
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_checksum_sees_one_bit(framework: Framework) -> None:
+    x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
+    base = int(framework.array(framework.xp.checksum(framework.tensor(x))))
+    assert base == int(NUMPY.xp.checksum(x))
+    for place in [(0, 0), (29, 39), (7, 3)]:
+        y = x.copy()
+        y[place] = np.nextafter(y[place], np.float32(9))
+        assert int(framework.array(framework.xp.checksum(framework.tensor(y)))) != base
+
+
+def test_when_it_looks() -> None:
+    guard = Guard(every=50)
+    assert [step for step in range(1, 151) if guard.due(step)] == [1, 2, 10, 50, 100, 150]
+    assert not any(Guard("off", every=1).due(step) for step in range(1, 20))
+
+
+@pytest.mark.parametrize(("mode", "every"), [("loud", 1), ("error", 0), ("error", 1.5)])
+def test_wrong_arguments(mode: str, every: Any) -> None:
+    with pytest.raises(ValueError, match="DistributedOptimizer: guard"):
+        Guard(mode, every)
+
+
+class Told(SimulatedCommunicator):
+    """One rank of two, the other's values being given."""
+
+    def __init__(self, theirs: np.ndarray, rank: int = 0) -> None:
+        super().__init__(Hub(2), rank, NUMPY.xp)
+        self.theirs = theirs
+
+    def run(self, name: str, conversation: Any) -> Any:
+        request = conversation.send(None)
+        parts = [request.tensor, self.theirs]
+        try:
+            conversation.send(tuple(parts if self.rank == 0 else parts[::-1]))
+        except StopIteration as stop:
+            return stop.value
+        raise AssertionError("one round was expected")
+
+
+def test_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    from accordion_hvd.guard import ReplicasDiffer
+
+    ours, theirs = np.array([1, 2]), np.array([1, 3])
+    Guard().compare(Told(ours.copy()), 1, ["a", "b"], ours)
+    with pytest.raises(ReplicasDiffer, match="'b'"):
+        Guard().compare(Told(theirs), 1, ["a", "b"], ours)
+    assert "'b'" in capsys.readouterr().err
+    with pytest.warns(RuntimeWarning, match="'b'"):
+        Guard("warn").compare(Told(theirs), 1, ["a", "b"], ours)
+    with pytest.raises(ReplicasDiffer):
+        Guard().compare(Told(theirs, rank=1), 1, ["a", "b"], ours)
+    assert capsys.readouterr().err == ""  # only rank 0 speaks
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_gather(framework: Framework) -> None:
+    hub = Hub(3)
+    communicators = [SimulatedCommunicator(hub, rank, framework.xp) for rank in range(3)]
+    talks = [gather(c, framework.tensor(np.int64([c.rank, 7]))) for c in communicators]
+    for parts in lockstep(communicators, talks):
+        np.testing.assert_array_equal(np.stack(parts), [[0, 7], [1, 7], [2, 7]])
+
+
+def test_different_set_ups_are_explained() -> None:
+    text = "topk\nlayer.weight (3, 4)\nlayer.bias (3,)"
+    other = text.replace("(3, 4)", "(3, 5)")
+    message = explain_disagreement([text, text, other, text])
+    assert "ranks [2]" in message
+    assert "rank 0 has 'layer.weight (3, 4)' where rank 2 has 'layer.weight (3, 5)'" in message
+    message = explain_disagreement([text, text + "\nmore (1,)"])
+    assert "rank 0 has 'nothing' where rank 1 has 'more (1,)'" in message
+    message = explain_disagreement([text + "\nmore (1,)", text])
+    assert "rank 0 has 'more (1,)' where rank 1 has 'nothing'" in message
+
+
+def test_plans_that_differ_raise_on_every_rank() -> None:
+    """Through the flags that ride along: no step is taken with different levels or tensors."""
+    for ranks in (2, 4):
+        hub, exchanges = Hub(ranks), []
+        for rank in range(ranks):
+            communicator = SimulatedCommunicator(hub, rank, NUMPY.xp)
+            tensors = [TensorInfo("odd" if rank == 1 else "even", (40, 50), "float32")]
+            exchanges.append(Exchange(communicator, as_policy(TopK(0.1)), tensors))
+        for exchange in exchanges:
+            exchange.open(0.1)
+            exchange.start(0, np.ones((40, 50), np.float32))
+        for exchange in exchanges:
+            with pytest.raises(RuntimeError, match="disagree"):
+                exchange.advance()
+
+
+def test_layouts_say_what_must_agree() -> None:
+    world = simulate(TopK(0.1), 2, skip=["v"])
+    world.step(several(2, 1)[0])
+    layouts = {exchange.layout() for exchange in world.exchanges}
+    assert len(layouts) == 1
+    layout = layouts.pop()
+    assert "TopK(ratio=0.1)" in layout and "skip=('v',)" in layout and "w (24, 50)" in layout
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("ours", [TopK(0.1), as_policy("powersgd")], ids=repr)
+def test_stock_horovod_is_told_what_to_write(framework: Framework, ours: Any) -> None:
+    tensor = framework.tensor(np.ones(3, np.float32))
+    wanted = "torch" if framework.name == "torch" else "tensorflow"
+    for call in (lambda: ours.compress(tensor), lambda: ours.decompress(tensor, None)):
+        with pytest.raises(TypeError) as refusal:
+            call()
+        assert f"import accordion_hvd.{wanted} as hvd" in str(refusal.value)
+        assert repr(ours) in str(refusal.value)

@@ -1,0 +1,287 @@
+"""The three frameworks' operations: the same names, the same signatures, NumPy's results."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters, same_bits
+
+from accordion_hvd.ops import journal, namespace, random
+from accordion_hvd.ops.selection import largest
+
+ONLY = {"poisoning"}  # of NumPy, for tests
+
+
+def public(xp: ModuleType) -> dict[str, Callable[..., Any]]:
+    functions = inspect.getmembers(xp, inspect.isfunction)
+    return {n: f for n, f in functions if n[0] != "_" and f.__module__ == xp.__name__}
+
+
+OTHERS = parameters((TORCH, TENSORFLOW))
+ALL = parameters()
+
+
+@pytest.mark.parametrize("framework", OTHERS)
+def test_same_names_and_signatures(framework: Framework) -> None:
+    ours, oracle = public(framework.xp), public(NUMPY.xp)
+    assert set(ours) == set(oracle) - ONLY
+    for name, function in ours.items():
+        mine, theirs = inspect.signature(function), inspect.signature(oracle[name])
+        assert list(mine.parameters) == list(theirs.parameters), name
+        for parameter in mine.parameters:
+            a, b = mine.parameters[parameter], theirs.parameters[parameter]
+            assert (a.kind, a.default) == (b.kind, b.default), name
+        assert function.__doc__, name
+
+
+def test_every_operation_is_compared() -> None:
+    compared = {name for name, _, _ in RESULTS} | COVERED
+    assert compared >= set(public(NUMPY.xp)) - ONLY
+
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((5, 7)).astype(np.float32)
+Y = RNG.standard_normal((5, 7)).astype(np.float32)
+V = RNG.standard_normal(40).astype(np.float32)
+INDEX = np.array([3, 9, 10, 39], np.int32)
+NAN = np.array([1, np.nan, 3], np.float32)
+INF = np.array([np.inf, -np.inf], np.float32)
+BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, tolerance (0: bits)
+    ("zeros", ((2, 3), "float32"), 0),
+    ("full", ((2, 3), 1.5, "float32"), 0),
+    ("arange", (5,), 0),
+    ("cast", (X, "float16"), 0),
+    ("cast", (X, "float64"), 0),
+    ("cast", (X, "float32"), 0),
+    ("copy", (X,), 0),
+    ("reshape", (X, (7, 5)), 0),
+    ("reshape", (X, (-1,)), 0),
+    ("transpose", (X,), 0),
+    ("minimum", (X, Y), 0),
+    ("maximum", (X, Y), 0),
+    ("concat", ([V, V[:3]],), 0),
+    ("split", (V, (10, 25, 5)), 0),
+    ("stack", ([X, Y],), 0),
+    ("to_bytes", (X,), 0),
+    ("to_bytes", (INDEX,), 0),
+    ("accumulate", (X, Y), 0),
+    ("accumulate", (X, Y.astype(np.float16)), 0),
+    ("subtract", (X, Y), 0),
+    ("clear", (V, INDEX), 0),
+    ("add_at", (V, INDEX, V[:4]), 0),
+    ("take", (V, INDEX), 0),
+    ("largest_index", (V, 7), 0),
+    ("largest_index", (V, 40), 0),
+    ("largest_index", (V, 1), 0),
+    ("orthogonalize", (X,), 1e-5),
+    ("orthogonalize", (X[:1],), 1e-5),
+    ("orthogonalize", (np.zeros((3, 6), np.float32),), 1e-5),
+    ("norm", (X,), 1e-6),
+    ("norm", (np.full(10, 1e30, np.float32),), 1e-6),
+    ("badness", (X,), 0),
+    ("badness", (NAN,), 0),
+    ("badness", (INF,), 0),
+    ("badness", (X.astype(np.float16),), 0),
+    ("without_bad", (X, GOOD), 0),
+    ("without_bad", (X, BAD), 0),
+    ("nans_like", (X,), 0),
+    ("wire_bytes", (X, "float16"), 0),
+    ("wire_bytes", (X, "bfloat16"), 0),
+    ("checksum", (X,), 0),
+    ("checksum", (V.astype(np.float16),), 0),
+    ("checksum", (V.astype(np.float64),), 0),
+    ("maximum_of", ([V, V[:3] + 9],), 0),
+    ("is_bad", (GOOD,), 0),
+    ("is_bad", (BAD,), 0),
+    ("is_bad", (NAN,), 0),
+    ("either", (True, X, Y), 0),
+    ("either", (False, X, Y), 0),
+]
+COVERED = {"spec", "shape", "dtype", "device", "asarray", "to_numpy", "symbolic"}
+COVERED |= {"from_bytes", "from_wire"}
+RESULTS = [row for row in RESULTS if hasattr(NUMPY.xp, row[0])]
+
+
+def into(framework: Framework, x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return framework.tensor(x)
+    return [into(framework, part) for part in x] if isinstance(x, list) else x
+
+
+def back(framework: Framework, x: Any) -> list[np.ndarray]:
+    if isinstance(x, list):
+        return [part for piece in x for part in back(framework, piece)]
+    return [np.array(x) if isinstance(x, (bool, np.generic)) else framework.array(x)]
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(("name", "arguments", "tolerance"), RESULTS)
+def test_results(framework: Framework, name: str, arguments: Any, tolerance: float) -> None:
+    wanted = back(NUMPY, getattr(NUMPY.xp, name)(*[into(NUMPY, x) for x in arguments]))
+    with framework.running():
+        given = [into(framework, x) for x in arguments]
+        found = back(framework, getattr(framework.xp, name)(*given))
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        if tolerance:
+            np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+        else:
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_what_tensors_say_of_themselves(framework: Framework) -> None:
+    xp, x = framework.xp, framework.tensor(X)
+    assert xp.shape(x) == (5, 7) and xp.dtype(x) == "float32" and not xp.symbolic(x)
+    assert namespace(x) is xp
+    spec = xp.spec(framework.tensor(X, "float16"))
+    assert (spec.shape, spec.dtype, spec.size, spec.xp) == ((5, 7), "float16", 35, xp)
+    zeros = spec.zeros((2, 3))
+    assert xp.dtype(zeros) == "float32" and xp.shape(zeros) == (2, 3)
+    normal = framework.array(spec.normal((4, 5), seed="layer"))
+    assert same_bits(normal, random.normal((4, 5), "layer"))
+    assert not same_bits(normal, random.normal((4, 5), "other"))
+    assert same_bits(framework.array(xp.asarray(X, xp.device(x))), X)
+
+
+def test_no_tensor_has_no_namespace() -> None:
+    for wrong in (1.0, [1.0], None, "x"):
+        with pytest.raises(TypeError, match="not a tensor that accordion_hvd knows"):
+            namespace(wrong)
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "int64", "uint8", "float64"])
+def test_bytes_round_trip(framework: Framework, dtype: str) -> None:
+    xp, x = framework.xp, (X * 50).astype(dtype)
+    data = xp.to_bytes(framework.tensor(x))
+    assert framework.array(data).tobytes() == x.tobytes()
+    assert same_bits(framework.array(xp.from_bytes(data, dtype, (5, 7))), x)
+    assert same_bits(framework.array(xp.from_bytes(data, dtype, (-1, 7))), x)
+    padded = xp.concat([framework.tensor(np.zeros(3, np.uint8)), data])
+    piece = xp.split(padded, (3, x.nbytes))[1]  # starts where no whole element does
+    assert same_bits(framework.array(xp.from_bytes(piece, dtype, (5, 7))), x)
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_wires_round_trip(framework: Framework, wire: str) -> None:
+    """Rounded to nearest, ties to even; special values survive; rounding twice changes nothing."""
+    special = np.float32([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, 1e-3])
+    values = np.concatenate([X.reshape(-1), special])
+    xp, shape = framework.xp, values.shape
+    once = xp.from_wire(xp.wire_bytes(framework.tensor(values), wire), wire, shape)
+    twice = xp.from_wire(xp.wire_bytes(once, wire), wire, shape)
+    np.testing.assert_array_equal(framework.array(twice), framework.array(once))
+    finite = np.isfinite(values)
+    step = 2.0**-11 if wire == "float16" else 2.0**-8
+    found = framework.array(once)
+    rounding = np.abs(found[finite] - values[finite])
+    assert (rounding <= step * np.abs(values[finite])).all()
+    np.testing.assert_array_equal(found[~finite], values[~finite])
+    wanted = NUMPY.xp.from_wire(NUMPY.xp.wire_bytes(values, wire), wire, shape)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_orthogonal_rows(framework: Framework) -> None:
+    """Orthonormal and of the same span, also where rows depend on each other."""
+    full, dependent = X, np.concatenate([X[:2], X[:1] + X[1:2], X[3:4] * 0])
+    for p in (full, dependent, X[:1], np.zeros((3, 8), np.float32), full * 1e-15, full * 1e15):
+        p = p.astype(np.float32)
+        q = framework.array(framework.xp.orthogonalize(framework.tensor(p)))
+        np.testing.assert_allclose(q @ q.T, np.eye(len(p)), atol=1e-5)
+        np.testing.assert_allclose(p @ q.T @ q, p, atol=1e-4 * max(np.abs(p).max(), 1e-30))
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_undo(framework: Framework) -> None:
+    """Taken back last first, to an ulp; exactly when poisoning and where nothing is in place."""
+    xp = framework.xp
+    with framework.running():
+        x, entries = framework.tensor(V), []
+        with journal.recording(entries):
+            y = xp.accumulate(x, framework.tensor(V[::-1]))
+            y = xp.clear(y, framework.tensor(INDEX))
+            y = xp.add_at(y, framework.tensor(INDEX), framework.tensor(V[:4]))
+            y = xp.subtract(y, framework.tensor(V * 2))
+        xp.accumulate(framework.tensor(V), framework.tensor(V))  # outside: not recorded
+        assert len(entries) in (0, 4)
+        journal.rewind(entries)
+        assert not entries
+        if framework.exact_undo:
+            assert same_bits(framework.array(x), V)
+        np.testing.assert_allclose(framework.array(x), V, atol=1e-6)
+
+
+def test_poison_shows() -> None:
+    with POISONED.running():
+        for name, more in [("accumulate", (X,)), ("subtract", (X,))]:
+            x = X.copy()
+            result = getattr(NUMPY.xp, name)(x, *more)
+            assert np.isnan(x).all() and np.isfinite(result).all()
+        for name, more in [("clear", (INDEX,)), ("add_at", (INDEX, V[:4]))]:
+            v = V.copy()
+            result = getattr(NUMPY.xp, name)(v, *more)
+            assert np.isnan(v).all() and np.isfinite(result).all()
+
+
+# --------------------------------------------------------------------------------------- selection
+@pytest.mark.parametrize("size", [1, 10, 1000, (1 << 16) + 1, 300_007])
+@pytest.mark.parametrize("part", [0.001, 0.01, 0.3, 0.999, 1.0])
+def test_largest_is_exact(size: int, part: float) -> None:
+    count = max(1, int(part * size))
+    for kind in ("normal", "heavy", "ties", "few", "nan"):
+        x = RNG.standard_normal(size).astype(np.float32)
+        if kind == "heavy":
+            x = x**9
+        if kind == "ties":
+            x = np.round(x)
+        if kind == "few":
+            x = np.where(np.arange(size) % 97 == 0, x, 0).astype(np.float32)
+        if kind == "nan":
+            x[: size // 3] = np.nan
+        index = largest(x, count)
+        assert index.dtype == np.int32 and index.shape == (count,)
+        assert (np.diff(index) > 0).all(), "ascending, none twice"
+        magnitude = np.where(np.isnan(x), -1, np.abs(x))
+        wanted = np.sort(magnitude)[size - count :]
+        np.testing.assert_array_equal(np.sort(magnitude[index]), wanted)
+
+
+# -------------------------------------------------------------------------------- random numbers
+@pytest.mark.parametrize("framework", ALL)
+def test_uniform_is_the_same_everywhere(framework: Framework) -> None:
+    xp = framework.xp
+    for step in (0, 1, 2**31, 2**40):
+        wanted = random.uniform(NUMPY.xp, 1000, random.key("a", step))
+        assert ((0 <= wanted) & (wanted < 1)).all() and wanted.dtype == np.float32
+        assert same_bits(framework.array(random.uniform(xp, 1000, random.key("a", step))), wanted)
+        tensor = framework.tensor(np.array([step]))[0]
+        if framework.backend == "numpy":
+            continue  # there, a step is a Python integer
+        mixed = framework.array(random.uniform(xp, 1000, random.key("a", tensor)))
+        assert same_bits(mixed, wanted)
+
+
+def test_uniform_is_uniform() -> None:
+    draws = random.uniform(NUMPY.xp, 100_000, random.key("test", 1))
+    counts = np.histogram(draws, 50, (0, 1))[0]
+    assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-squared, 49 degrees: p < 1e-4
+    other = random.uniform(NUMPY.xp, 100_000, random.key("test", 2))
+    assert abs(np.corrcoef(draws, other)[0, 1]) < 0.02
+    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.02
+
+
+def test_backends_are_all_there() -> None:
+    for name in ("numpy", "torch", "tensorflow"):
+        assert importlib.util.find_spec(f"accordion_hvd.ops.{name}") is not None

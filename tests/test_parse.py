@@ -1,0 +1,102 @@
+"""Words and calls mean what Python means; everything that prints itself can be read back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from cases import CASES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accordion_hvd import Accordion, Dense, Fixed, Policy, PowerSGD, RandomK, TopK, parse
+from accordion_hvd.policy import as_policy
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_compressors_read_back(case: Any) -> None:
+    assert parse(repr(case.compressor)) == case.compressor
+    assert parse(
+        repr(case.compressor).upper().replace("RATIO", "ratio").replace("RANK", "rank")
+    ) == (case.compressor)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Accordion(low=PowerSGD(4), high=PowerSGD(1)),
+        Accordion(low=Dense(), high=TopK(0.01), threshold=math.inf, window=7, lr_drop=None),
+        Accordion(low=Dense(), high=TopK(0.5), signal="reduced", overrides={"head*": Dense()}),
+        Fixed(TopK(0.1)),
+        Fixed(TopK(0.1), overrides={"a.*": PowerSGD(3), "b": Dense()}),
+    ],
+    ids=repr,
+)
+def test_policies_read_back(policy: Policy) -> None:
+    again = parse(repr(policy))
+    assert type(again) is type(policy)
+    assert repr(again) == repr(policy)
+
+
+@given(ratio=st.floats(0, 1, exclude_min=True), rank=st.integers(1, 10**6))
+def test_arguments_read_back(ratio: float, rank: int) -> None:
+    assert parse(repr(TopK(ratio))) == TopK(ratio)
+    assert parse(f"randomk:{ratio!r}") == RandomK(ratio)
+    assert parse(f"powersgd:rank={rank}") == PowerSGD(rank)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("dense", Dense()),
+        (" TopK ", TopK()),
+        ("topk:0.05", TopK(0.05)),
+        ("topk:ratio=0.05", TopK(0.05)),
+        ("PowerSGD:4", PowerSGD(4)),
+        ("powersgd(rank=4)", PowerSGD(4)),
+        ("powersgd:", PowerSGD()),
+    ],
+)
+def test_words(word: str, meant: Any) -> None:
+    assert parse(word) == meant
+
+
+def test_a_policy_in_a_word() -> None:
+    policy = parse("accordion:low=powersgd(4),high=powersgd,threshold=0.3,window=10")
+    assert isinstance(policy, Accordion)
+    assert (policy.low, policy.high) == (PowerSGD(4), PowerSGD())
+    assert (policy.threshold, policy.window) == (0.3, 10)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("zip", "'zip' is not known; allowed are accordion, bf16, dense"),
+        ("topk:2", "TopK: ratio is 2"),
+        ("topk:0.1,0.2", "topk:0.1,0.2"),
+        ("topk:rank=3", "rank"),
+        ("topk:(", "is not understood"),
+        ("", "is not understood"),
+        ("topk:__import__('os').getcwd()", "not"),
+        ("__import__('os')", "'__import__' is not known"),
+        ("topk:1+1", "is not"),
+        ("topk:[x for x in (1,)]", "is not understood"),
+        ("accordion(low=topk)", "high is missing"),
+        ("accordion(low=topk, high=3)", "."),
+    ],
+)
+def test_nonsense_is_refused(word: str, says: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        parse(word)
+    assert says in str(refusal.value)
+
+
+def test_as_policy() -> None:
+    assert repr(as_policy("topk:0.1")) == "Fixed(TopK(ratio=0.1))"
+    assert repr(as_policy(TopK)) == repr(as_policy(TopK()))
+    policy = Accordion(low=Dense(), high=TopK())
+    assert as_policy(policy) is policy
+    for wrong in (3, None, object(), int):
+        with pytest.raises(TypeError, match="must be a Compressor such as"):
+            as_policy(wrong)
