@@ -1,0 +1,234 @@
+"""The exchange and the simulator as a whole: packing, order, plans, accounts, extension."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, Framework, parameters, same_bits
+from laws import several, step
+
+from accordion_hvd import Allreduce, Compressor, Dense, Fixed, Info, PowerSGD, TopK
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.policy import as_policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
+
+
+def exchanges(
+    ranks: int, tensors: list[TensorInfo], compression: Any = "dense", **options: Any
+) -> list[Exchange]:
+    hub = Hub(ranks)
+    return [
+        Exchange(
+            SimulatedCommunicator(hub, r, NUMPY.xp), as_policy(compression), tensors, **options
+        )
+        for r in range(ranks)
+    ]
+
+
+def one_step(world: list[Exchange]) -> None:
+    """Every rank's own values of every tensor, averaged."""
+    for rank, exchange in enumerate(world):
+        exchange.begin(0.1)
+        for index, slot in enumerate(exchange.slots):
+            parts = [values(rank, exchange.tensors[m]) for m in slot.bucket.members]
+            exchange.start(index, exchange.pack(index, parts))
+    while not all([exchange.advance() for exchange in world]):
+        pass
+    assert all([exchange.close() for exchange in world])
+
+
+def values(rank: int, tensor: TensorInfo) -> np.ndarray:
+    rng = np.random.default_rng([rank, tensor.size, len(tensor.name)])
+    return rng.standard_normal(tensor.shape).astype(tensor.dtype)
+
+
+MODEL = [
+    TensorInfo("conv", (16, 8, 3, 3), "float32"),
+    TensorInfo("conv.bias", (16,), "float32"),
+    TensorInfo("half", (64, 32), "float16"),
+    TensorInfo("half.bias", (32,), "float16"),
+    TensorInfo("scalar", (), "float32"),
+    TensorInfo("double", (40, 40), "float64"),
+    TensorInfo("embedding", (100, 20), "float32"),
+]
+NEAR = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-5}
+
+
+@pytest.mark.parametrize("compression", ["dense", "topk:1.0", "powersgd:10000", "randomk:1.0"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_tensor_gets_its_mean(compression: str, ranks: int) -> None:
+    """In its own shape and dtype, whatever bucket it travelled in."""
+    world = simulate(compression, ranks, skip=["emb*"])
+    given = [{tensor.name: values(rank, tensor) for tensor in MODEL} for rank in range(ranks)]
+    for means in step(world, NUMPY, given):
+        assert means is not None and means.keys() == given[0].keys()
+        for tensor in MODEL:
+            mean = means[tensor.name]
+            wanted = np.mean([mine[tensor.name].astype(float) for mine in given], 0)
+            assert mean.shape == tensor.shape and mean.dtype == tensor.dtype
+            np.testing.assert_allclose(mean, wanted, atol=NEAR[tensor.dtype])
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_ranks_may_start_in_any_order(framework: Framework) -> None:
+    """Buckets become ready in different orders on different ranks; the bits are the same."""
+    ranks, wanted = 3, None
+    for seed in range(3):
+        world, rng = simulate(TopK(0.1), ranks), np.random.default_rng(seed)
+        gradients = several(ranks, 4)
+        step(world, framework, gradients[0])  # makes the exchanges
+        for now in gradients[1:]:
+            with framework.running():
+                for exchange, mine in zip(world.exchanges, now, strict=True):
+                    exchange.open(0.1)
+                    for index in rng.permutation(len(exchange.slots)):
+                        slot = exchange.slots[index]
+                        names = [exchange.tensors[m].name for m in slot.bucket.members]
+                        parts = [framework.tensor(mine[name]) for name in names]
+                        exchange.start(int(index), exchange.pack(int(index), parts))
+                while not all([exchange.advance() for exchange in world.exchanges]):
+                    pass
+                assert all([exchange.close() for exchange in world.exchanges])
+                means = [framework.array(e.unpack(e.bucket_of(0))[0]) for e in world.exchanges]
+        assert all(same_bits(mean, means[0]) for mean in means)
+        wanted = means[0] if wanted is None else wanted
+        assert same_bits(means[0], wanted)
+
+
+def test_extension() -> None:
+    """Tensors that come later are exchanged too; what was there goes on as if nothing was."""
+    ranks = 2
+    grown, plain = exchanges(ranks, MODEL[:2], TopK(0.1)), exchanges(ranks, MODEL[:2], TopK(0.1))
+    more = [TensorInfo("late", (50, 50), "float32"), TensorInfo("late.bias", (3,), "float32")]
+    for number in range(4):
+        if number == 2:
+            assert [exchange.extend(more) for exchange in grown] == [[2, 3]] * ranks
+        for world in (grown, plain):
+            one_step(world)
+        for one, other in zip(grown, plain, strict=True):
+            assert same_bits(one.unpack(0)[0], other.unpack(0)[0])
+    assert len(grown[0].slots) == 4
+    late = np.mean([values(rank, more[1]) for rank in range(ranks)], 0)
+    np.testing.assert_allclose(grown[0].unpack(3)[0], late, atol=1e-6)
+    assert [grown[0].bucket_of(member) for member in range(4)] == [0, 1, 2, 3]
+
+
+def test_skip_and_overrides_are_by_name() -> None:
+    policy = Fixed(TopK(0.1), overrides={"v*": PowerSGD(2)})
+    world = simulate(policy, 2, skip=["w"])
+    for gradients in several(2, 2):
+        means = step(world, NUMPY, gradients)
+        exact = np.mean([mine["w"] for mine in gradients], 0)
+        np.testing.assert_allclose(means[0]["w"], exact, atol=1e-6)
+    levels = world.exchanges[0].levels()
+    assert levels["v"] == repr(PowerSGD(2))
+    assert {level for name, level in levels.items() if name != "v"} == {repr(Dense())}
+
+
+def test_few_operations_a_step() -> None:
+    """Whatever the number of layers: fused by round, not one operation a layer."""
+
+    class Counted(SimulatedCommunicator):
+        calls = 0
+
+        def _put(self, *arguments: Any) -> Any:
+            type(self).calls += 1
+            return super()._put(*arguments)
+
+    tensors = [TensorInfo(f"layer{i}", (40, 30 + i), "float32") for i in range(30)]
+    tensors += [TensorInfo(f"bias{i}", (40,), "float32") for i in range(30)]
+    for compression, most in [("dense", 1), ("topk", 2), ("powersgd", 2), ("randomk", 1)]:
+        Counted.calls = 0
+        exchange = Exchange(Counted(Hub(1), 0, NUMPY.xp), as_policy(compression), tensors)
+        one_step([exchange])
+        assert Counted.calls <= most, compression
+
+
+def test_names_are_those_of_every_step() -> None:
+    """Engines match by name, and cache by it: the same names in every step."""
+
+    class Named(SimulatedCommunicator):
+        seen: list[str] = []
+
+        def _put(self, name: str, *arguments: Any) -> Any:
+            self.seen.append(name)
+            return super()._put(name, *arguments)
+
+    exchange = Exchange(Named(Hub(1), 0, NUMPY.xp), as_policy("powersgd"), MODEL, name="mine")
+    for _ in range(2):
+        one_step([exchange])
+    half = len(Named.seen) // 2
+    assert Named.seen[:half] == Named.seen[half:]
+    assert len(set(Named.seen)) == half
+    assert all(name.startswith("mine.") for name in Named.seen)
+
+
+def test_accounts_of_time() -> None:
+    world = simulate(TopK(0.1), 2)
+    step(world, NUMPY, several(2, 1)[0])
+    seconds = world.exchanges[0].stats()["seconds"]
+    assert seconds.keys() == {"encode", "wait", "decode"}
+    assert seconds["encode"] > 0 and seconds["decode"] > 0
+
+
+def test_an_algorithm_may_work_in_subgroups() -> None:
+    """A conversation that averages over pairs first, then over all: a mean of means."""
+
+    class Pairs(Compressor):
+        def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+            pair = (info.rank // 2 * 2, info.rank // 2 * 2 + 1)
+            near = yield Allreduce(grad, group=pair)
+            far = yield Allreduce(near, group=(info.rank % 2, info.rank % 2 + 2))
+            return far, state
+
+    gradients = several(4, 1)[0]
+    for means in step(simulate(Pairs(), 4), NUMPY, gradients):
+        assert means is not None
+        np.testing.assert_allclose(
+            means["w"], np.mean([mine["w"] for mine in gradients], 0), atol=1e-6
+        )
+
+
+def test_rounds_may_differ_between_buckets() -> None:
+    """One bucket's conversation ends while another's goes on."""
+    world = simulate(Fixed(PowerSGD(1), overrides={"w": TopK(0.5), "v": Dense()}), 2)
+    for gradients in several(2, 3):
+        means = step(world, NUMPY, gradients)
+        exact = np.mean([mine["v"] for mine in gradients], 0)
+        np.testing.assert_allclose(means[1]["v"], exact, atol=1e-6)
+
+
+def test_lockstep_returns_what_conversations_return() -> None:
+    def talk(rank: int) -> Any:
+        total = 0.0
+        for _ in range(rank % 1 + 3):
+            total += float((yield Allreduce(np.full(1, rank, np.float64), op="sum"))[0])
+        return rank, total
+
+    hub = Hub(3)
+    communicators = [SimulatedCommunicator(hub, rank, NUMPY.xp) for rank in range(3)]
+    assert lockstep(communicators, [talk(r) for r in range(3)]) == [(0, 9.0), (1, 9.0), (2, 9.0)]
+
+
+def test_an_abandoned_step_can_be_begun_again() -> None:
+    (exchange,) = exchanges(1, MODEL, TopK(0.1))
+    exchange.begin(0.1)
+    exchange.start(0, values(0, MODEL[0]))
+    exchange.abort()
+    assert exchange.running is None
+    one_step([exchange])
+
+
+def test_gradients_are_free_to_use_but_results_are_not_shared() -> None:
+    """What one rank does to its mean is not seen by another."""
+    for compression in ("dense", "topk", "powersgd", "fp16"):
+        world = simulate(compression, 2)
+        means = step(world, NUMPY, several(2, 1)[0])
+        for one, other in itertools.pairwise(means):
+            before = other["w"].copy()
+            one["w"][:] = 7
+            assert same_bits(other["w"], before)
