@@ -71,7 +71,7 @@ class Alltoall(Request):
 
 
 Requests = Request | tuple[Request, ...]
-"""What a conversation may yield: one request, or several that leave together (a tuple comes back)."""
+"""What a conversation may yield: a request, or several that leave together (results likewise)."""
 
 Conversation = Generator[Requests, Any, tuple[Tensor, State]]
 
@@ -124,9 +124,7 @@ class Spec:
         return self.xp.zeros(shape, "float32", self.device)
 
     def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:
-        """Standard normal fp32 values that depend on `seed` and `shape` alone: equal on all ranks
-        and in all frameworks.
-        """
+        """Standard normal fp32 values from `seed`: equal on all ranks and in all frameworks."""
         from accordion_hvd.ops.random import normal
 
         return self.xp.asarray(normal(shape, seed), self.device)

@@ -14,9 +14,7 @@ def is_integer(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a real, finite number and no bool."""
-    return (
-        isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def integer(owner: Any, name: str, value: Any, *, least: int) -> None:

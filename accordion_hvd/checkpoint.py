@@ -94,8 +94,9 @@ def describe(exchange: Exchange) -> dict[str, Any]:
 
 
 def export(exchange: Exchange, prefix: str = "") -> dict[str, np.ndarray]:
-    """This rank's tensors: `{bucket}/{what}` to array; what is "state/key", "parked/level/key",
-    "owed" or "seen".
+    """This rank's tensors.
+
+    Keys are `{bucket}/{what}`; what is "state/key", "parked/level/key", "owed" or "seen".
     """
     arrays: dict[str, np.ndarray] = {}
     for i, slot in enumerate(exchange.slots):
@@ -156,7 +157,9 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
     manifest = _manifest(directory)
     saved, ranks = manifest["exchanges"], manifest["ranks"]
     if len(saved) != len(chosen):
-        raise ValueError(f"{len(saved)} optimizers were saved, but {len(chosen)} are to be restored")
+        raise ValueError(
+            f"{len(saved)} optimizers were saved, but {len(chosen)} are to be restored"
+        )
     missing = [r for r in range(ranks) if not _file(directory, r, ranks).exists()]
     if missing:
         raise FileNotFoundError(f"the files of ranks {missing} of {ranks} are missing")

@@ -1,36 +1,23 @@
 """From requests to an engine's collectives: what is requested together travels together.
 
-A framework's communicator supplies the engine's asynchronous primitives (some forty lines); this
-module packs requests into as few of them as it can, and emulates what engines cannot do.
+A framework's communicator supplies the engine's asynchronous primitives (some forty lines);
+`accordion_hvd.packing` turns requests into as few of them as it can.
 """
 
 from __future__ import annotations
 
 import abc
-import math
 import time
 from collections.abc import Generator, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from accordion_hvd.base import (
-    Allgather,
-    Allreduce,
-    Alltoall,
-    Broadcast,
-    Conversation,
-    Request,
-    Tensor,
-)
-from accordion_hvd.traffic import Traffic, traffic_of
+from accordion_hvd import packing
+from accordion_hvd.base import Request, Tensor
+from accordion_hvd.packing import Program
+from accordion_hvd.traffic import Traffic
 
 Group = tuple[int, ...] | None
-Program = Generator[Any, Any, list[Tensor]]
-"""Yields handles of the engine's operations, is sent their results, returns the results wanted."""
-
-_APART = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
 _PAUSE = 5e-5  # seconds between two looks at operations under way
 
 
@@ -106,9 +93,10 @@ class Pending:
         self._communicator = communicator
         self._results: list[Any] = [None] * len(requests)
         self._running: list[tuple[list[int], Program, Any]] = []
-        for number, (members, program) in enumerate(self._programs(requests)):
-            labelled = program(f"{name}.{number}", [requests[i] for i in members])
-            self._move(members, labelled, None)
+        for number, members in enumerate(packing.together(communicator, requests)):
+            chosen = [requests[i] for i in members]
+            label = f"{name}.{number}"
+            self._move(members, packing.program(communicator, self.traffic, label, chosen), None)
 
     def ready(self) -> bool:
         """Whether every result is here; starts what follows on what has arrived."""
@@ -138,180 +126,3 @@ class Pending:
                 self._running.append((members, program, handle))
                 return
             answer = self._communicator.wait(handle)
-
-    def _programs(self, requests: Sequence[Request]) -> list[tuple[list[int], Any]]:
-        """Which requests travel together, and by which program."""
-        together: dict[Any, list[int]] = {}
-        for i, request in enumerate(requests):
-            together.setdefault(self._key(request), []).append(i)
-        programs = {
-            "reduce": self._reduce,
-            "half": self._reduce_half,
-            "gather": self._gather,
-            "uneven": self._gather_uneven,
-            "broadcast": self._broadcast,
-            "alltoall": self._alltoall,
-        }
-        return [(members, programs[key[0]]) for key, members in together.items()]
-
-    def _key(self, request: Request) -> tuple[Any, ...]:
-        if not isinstance(request, Request):
-            raise TypeError(f"a conversation yielded {request!r}, which is no request.")
-        xp, group = self._communicator.xp, request.group
-        if isinstance(request, Allreduce):
-            dtype = request.wire or xp.dtype(request.tensor)
-            half = dtype in ("float16", "bfloat16") and request.op == "mean"
-            if half and not (self._communicator.half_allreduce and dtype == "float16"):
-                return "half", dtype, group
-            return "reduce", dtype, request.op, group
-        if isinstance(request, Allgather):
-            return ("uneven" if request.uneven else "gather"), group
-        if isinstance(request, Broadcast):
-            return "broadcast", request.root, group
-        if isinstance(request, Alltoall):
-            return "alltoall", group
-        raise TypeError(f"a conversation yielded {request!r}, which is no request.")
-
-    def _count(self, requests: Sequence[Request], gathered: Sequence[int] | None = None) -> None:
-        for i, request in enumerate(requests):
-            ranks = self._communicator.ranks(request.group)
-            self.traffic.add(traffic_of(request, ranks, gathered[i] if gathered else None))
-
-    # -------------------------------------------------------------------------------- the programs
-    def _reduce(self, name: str, requests: list[Allreduce]) -> Program:
-        """Large tensors as they are, small ones in one buffer, all in one operation."""
-        self._count(requests)
-        xp = self._communicator.xp
-        sent = [_as_wire(xp, request) for request in requests]
-        large = [i for i, x in enumerate(sent) if _elements(xp, x) * 4 >= _APART or len(sent) == 1]
-        small = [i for i in range(len(sent)) if i not in set(large)]
-        buffers = [
-            sent[i] if requests[i].reuse or requests[i].wire else xp.copy(sent[i]) for i in large
-        ]
-        if small:
-            buffers.append(xp.concat([xp.reshape(sent[i], (-1,)) for i in small]))
-        first = requests[0]
-        buffers = yield self._communicator.allreduce(name, buffers, first.op, first.group)
-        results: list[Any] = [None] * len(sent)
-        for i, result in zip(large, buffers, strict=False):
-            results[i] = xp.cast(result, xp.dtype(requests[i].tensor))
-        if small:
-            parts = xp.split(buffers[-1], [_elements(xp, sent[i]) for i in small])
-            for i, part in zip(small, parts, strict=True):
-                shaped = xp.reshape(part, xp.shape(sent[i]))
-                results[i] = xp.cast(shaped, xp.dtype(requests[i].tensor))
-        return results
-
-    def _reduce_half(self, name: str, requests: list[Allreduce]) -> Program:
-        """The mean of 16-bit floats: parts to their owners, added there in fp32 in rank order,
-        and back. As many bytes as a ring allreduce, and exact where the engine's own addition is
-        missing (bf16) or scalar and slow (fp16 over Gloo).
-        """
-        self._count(requests)
-        xp, group = self._communicator.xp, requests[0].group
-        ranks = self._communicator.ranks(group)
-        wire = requests[0].wire or xp.dtype(requests[0].tensor)
-        sizes = [_elements(xp, request.tensor) for request in requests]
-        whole = [xp.wire_bytes(xp.reshape(request.tensor, (-1,)), wire) for request in requests]
-        part = -(-sum(sizes) // ranks)
-        padding = xp.zeros((2 * (part * ranks - sum(sizes)),), "uint8", xp.device(whole[0]))
-        flat = xp.concat([*whole, padding])
-        flat = yield self._communicator.alltoall(f"{name}.parts", flat, group)
-        theirs = xp.from_wire(flat, wire, (ranks, part))
-        mean = theirs[0]
-        for peer in range(1, ranks):
-            mean = mean + theirs[peer]
-        mean = xp.wire_bytes(mean / ranks, wire)
-        flat = yield self._communicator.allgather(f"{name}.means", mean, group)
-        means = xp.split(xp.from_wire(flat, wire, (-1,))[: sum(sizes)], sizes)
-        return [
-            xp.cast(xp.reshape(x, xp.shape(request.tensor)), xp.dtype(request.tensor))
-            for x, request in zip(means, requests, strict=True)
-        ]
-
-    def _gather(self, name: str, requests: list[Allgather]) -> Program:
-        """Everything as bytes in one operation of known size."""
-        self._count(requests)
-        xp, group = self._communicator.xp, requests[0].group
-        ranks = self._communicator.ranks(group)
-        parts = [xp.to_bytes(request.tensor) for request in requests]
-        sizes = [_elements(xp, part) for part in parts]
-        flat = yield self._communicator.allgather(name, xp.concat(parts), group)
-        pieces = xp.split(flat, sizes * ranks)
-        return [
-            tuple(
-                xp.from_bytes(
-                    pieces[peer * len(requests) + i],
-                    xp.dtype(request.tensor),
-                    xp.shape(request.tensor),
-                )
-                for peer in range(ranks)
-            )
-            for i, request in enumerate(requests)
-        ]
-
-    def _gather_uneven(self, name: str, requests: list[Allgather]) -> Program:
-        """Sizes first, then everything as bytes."""
-        xp, group = self._communicator.xp, requests[0].group
-        ranks = self._communicator.ranks(group)
-        parts = [xp.to_bytes(request.tensor) for request in requests]
-        lengths = np.array([_elements(xp, part) for part in parts], np.int64)
-        mine = xp.asarray(lengths, xp.device(parts[0]))
-        table = yield self._communicator.allgather(f"{name}.sizes", xp.to_bytes(mine), group)
-        table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(parts))))
-        self._count(requests, [int(total) for total in table.sum(0)])
-        flat = yield self._communicator.allgather(name, xp.concat(parts), group)
-        pieces = xp.split(flat, [int(size) for size in table.reshape(-1)])
-        return [
-            tuple(
-                xp.from_bytes(
-                    pieces[peer * len(requests) + i],
-                    xp.dtype(request.tensor),
-                    (-1, *xp.shape(request.tensor)[1:]),
-                )
-                for peer in range(ranks)
-            )
-            for i, request in enumerate(requests)
-        ]
-
-    def _broadcast(self, name: str, requests: list[Broadcast]) -> Program:
-        self._count(requests)
-        xp, first = self._communicator.xp, requests[0]
-        parts = [xp.to_bytes(request.tensor) for request in requests]
-        sizes = [_elements(xp, part) for part in parts]
-        flat = yield self._communicator.broadcast(name, xp.concat(parts), first.root, first.group)
-        pieces = xp.split(flat, sizes)
-        return [
-            xp.from_bytes(piece, xp.dtype(request.tensor), xp.shape(request.tensor))
-            for piece, request in zip(pieces, requests, strict=True)
-        ]
-
-    def _alltoall(self, name: str, requests: list[Alltoall]) -> Program:
-        """Row by row, the bytes of all requests side by side."""
-        self._count(requests)
-        xp, group = self._communicator.xp, requests[0].group
-        ranks = self._communicator.ranks(group)
-        rows = [xp.reshape(xp.to_bytes(request.tensor), (ranks, -1)) for request in requests]
-        widths = [xp.shape(row)[1] for row in rows]
-        flat = xp.concat([xp.reshape(row[peer], (-1,)) for peer in range(ranks) for row in rows])
-        flat = yield self._communicator.alltoall(name, flat, group)
-        pieces = xp.split(flat, widths * ranks)
-        return [
-            xp.from_bytes(
-                xp.concat([pieces[peer * len(rows) + i] for peer in range(ranks)]),
-                xp.dtype(request.tensor),
-                xp.shape(request.tensor),
-            )
-            for i, request in enumerate(requests)
-        ]
-
-
-def _elements(xp: ModuleType, tensor: Tensor) -> int:
-    return math.prod(xp.shape(tensor))
-
-
-def _as_wire(xp: ModuleType, request: Allreduce) -> Tensor:
-    return xp.cast(request.tensor, request.wire) if request.wire else request.tensor
-
-
-__all__ = ["Communicator", "Conversation", "Pending"]

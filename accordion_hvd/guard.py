@@ -123,7 +123,9 @@ def explain_disagreement(texts: Sequence[str]) -> str:
     reference = texts[0].splitlines()
     for rank, text in enumerate(texts):
         lines = text.splitlines()
-        for ours, theirs in zip(reference + [""] * len(lines), lines + [""] * len(reference), strict=False):
+        for ours, theirs in zip(
+            reference + [""] * len(lines), lines + [""] * len(reference), strict=False
+        ):
             if ours != theirs:
                 odd = [r for r, other in enumerate(texts) if other != texts[0]]
                 return (

@@ -84,7 +84,9 @@ class SimulatedCommunicator(Communicator):
         place, part = members.index(self.rank), self.xp.shape(tensor)[0] // len(members)
         pieces = slice(place * part, (place + 1) * part)
         return self._put(
-            name, group, self.xp.copy(tensor),
+            name,
+            group,
+            self.xp.copy(tensor),
             lambda parts: self.xp.concat([x[pieces] for x in parts]),
         )
 

@@ -41,7 +41,7 @@ class Talk:
             self.asked, self.result = (), stop.value
             return
         self.several = isinstance(asked, tuple)
-        self.asked = asked if self.several else (asked,)
+        self.asked = asked if isinstance(asked, tuple) else (asked,)
 
 
 class Step:

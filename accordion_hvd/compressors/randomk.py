@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.base import (
@@ -59,7 +61,7 @@ class RandomK(Compressor):
         return xp.reshape(mean, xp.shape(grad)), {"error": error}
 
 
-def _choice(xp, size: int, count: int, info: Info, device) -> Tensor:
+def _choice(xp: ModuleType, size: int, count: int, info: Info, device: Any) -> Tensor:
     """`count` distinct indices (int32) below `size`, one from each of `count` equal strata."""
     seed = random.key("randomk", info.name, info.step)
     draws = random.uniform(xp, count + 1, seed, device)

@@ -18,9 +18,7 @@ _poison = False
 
 @contextlib.contextmanager
 def poisoning() -> Iterator[None]:
-    """Make operations that consume an argument return a new array and fill the argument with NaN,
-    so that using it again shows.
-    """
+    """Let operations that consume an argument fill it with NaN, so that using it again shows."""
     global _poison
     _poison, previous = True, _poison
     try:
@@ -208,7 +206,7 @@ def orthogonalize(p: Array) -> Array:
 
 def norm(x: Array) -> Array:
     """The 2-norm of all elements, as an fp32 scalar tensor."""
-    return np.float32(np.linalg.norm(x.reshape(-1).astype(np.float64)))
+    return np.asarray(np.linalg.norm(x.reshape(-1).astype(np.float64)), np.float32)
 
 
 def badness(x: Array) -> Array:
@@ -257,4 +255,4 @@ def from_wire(x: Array, wire: str, shape: Sequence[int]) -> Array:
 def checksum(x: Array) -> Array:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
-    return np.sum(bits, dtype=np.int64)
+    return np.asarray(np.sum(bits, dtype=np.int64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from accordion_hvd.base import Spec
 from accordion_hvd.ops import journal
 from accordion_hvd.ops.selection import largest
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def spec(x: Tensor) -> Spec:

@@ -116,8 +116,8 @@ def as_policy(compression: Any) -> Policy:
         TypeError: it is none of these.
         ValueError: the word names nothing known.
     """
-    from accordion_hvd.words import parse
     from accordion_hvd.policy.fixed import Fixed
+    from accordion_hvd.words import parse
 
     if isinstance(compression, str):
         compression = parse(compression)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from accordion_hvd.base import Compressor
-from accordion_hvd.words import parse
 from accordion_hvd.policy.base import Policy, Row, agree
+from accordion_hvd.words import parse
 
 
 class Replay(Policy):

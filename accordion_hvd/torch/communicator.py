@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.torch as hvd
 import torch
@@ -10,7 +10,7 @@ import torch
 from accordion_hvd.communicator import Communicator, Group
 from accordion_hvd.ops import torch as xp
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
 

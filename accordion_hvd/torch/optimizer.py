@@ -111,9 +111,9 @@ def _wrap(
     Horovod's helpers know a distributed optimizer by its module and call `super()` of its class,
     so the methods are copied into one class directly below `base`, as Horovod does.
     """
-    namespace = {k: v for k, v in vars(_Distributed).items() if k not in ("__dict__", "__weakref__")}
-    namespace |= {"__module__": "horovod.torch.optimizer", "_base": base}
-    kind = type(base.__name__, (base,), namespace)
+    methods = {k: v for k, v in vars(_Distributed).items() if k not in ("__dict__", "__weakref__")}
+    methods |= {"__module__": "horovod.torch.optimizer", "_base": base}
+    kind: Any = type(base.__name__, (base,), methods)
     wrapped = kind.__new__(kind)
     vars(wrapped).update(attributes)
     vars(wrapped).pop("step", None)  # an LR scheduler has put its own there
@@ -144,7 +144,7 @@ class _Distributed:
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
         chosen = {key: self._options[key] for key in wanted}
         policy = self._options["policy"]
-        mine = weakref.ref(self)
+        mine: Any = weakref.ref(self)
         return Reducer(self._names, policy, process_set, lambda: mine().param_groups, **chosen)
 
     # ------------------------------------------------------------------------ Horovod's interface
@@ -313,7 +313,7 @@ class _Distributed:
 
     def __reduce__(self: Any) -> Any:
         """Pickled and copied with its policy; the copy exchanges its own gradients."""
-        ours = ("_inner", "_names", "_options", "_passes", "_guard", "_reducer")
+        ours: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_guard", "_reducer")
         ours += ("_should_synchronize", "_exchanged_step", "step")
         attributes = {k: v for k, v in vars(self).items() if k not in ours}
         options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}

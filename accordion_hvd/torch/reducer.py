@@ -221,9 +221,9 @@ class Reducer:
 
     @torch.no_grad()
     def _write(self, finite: bool) -> None:
-        factor = self.communicator.size if self.total else 1
+        factor = float(self.communicator.size) if self.total else 1.0
         if self.scaler is not None:
-            factor = factor * self._scale()
+            factor *= self._scale()
         for bucket, slot in enumerate(self.exchange.slots):
             members = [self._dense[m] for m in slot.bucket.members]
             means = self.exchange.unpack(bucket) if finite else [None] * len(members)

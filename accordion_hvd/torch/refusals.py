@@ -94,7 +94,11 @@ def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
     for name, parameter in named:
         kind = type(parameter).__name__
         inner = type(getattr(parameter, "data", None)).__name__
-        if "DTensor" in (kind, inner) or "FlatParameter" in kind or hasattr(parameter, "_is_flat_param"):
+        if (
+            "DTensor" in (kind, inner)
+            or "FlatParameter" in kind
+            or hasattr(parameter, "_is_flat_param")
+        ):
             raise ValueError(
                 f"{WHO}: parameter {name!r} is sharded ({kind}: FSDP or DTensor). Its framework "
                 "exchanges gradients itself; accordion_hvd needs whole tensors on every rank."

@@ -54,9 +54,7 @@ def network(seed: int = 0, width: int = 64) -> torch.nn.Sequential:
 
 def batches(count: int, seed: int = 7, rank: int | None = None) -> Iterator[tuple[Any, Any]]:
     """Data that differs between ranks."""
-    generator = torch.Generator().manual_seed(
-        1000 * seed + (hvd.rank() if rank is None else rank)
-    )
+    generator = torch.Generator().manual_seed(1000 * seed + (hvd.rank() if rank is None else rank))
     for _ in range(count):
         x = torch.randn(8, 32, generator=generator)
         yield x, torch.randint(0, 10, (8,), generator=generator)
@@ -564,7 +562,9 @@ def check_skip_patterns_travel_dense() -> None:
 
 def check_channels_last_and_half_precision() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(8, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 16, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(8, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 16, 3)
+    )
     model = model.to(memory_format=torch.channels_last)
     for level in (Dense(), PowerSGD(2), TopK(0.1)):
         optimizer = wrapped(model, compression=level)

@@ -1,0 +1,235 @@
+"""Packing: what is requested together travels together, in as few collectives as can be.
+
+Each program serves requests of one kind: it yields handles of the engine's operations, is sent
+their results, and returns one result a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accordion_hvd.base import Allgather, Allreduce, Alltoall, Broadcast, Request, Tensor
+from accordion_hvd.traffic import Traffic, traffic_of
+
+if TYPE_CHECKING:
+    from accordion_hvd.communicator import Communicator
+
+Program = Generator[Any, Any, list[Any]]
+
+_APART = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
+
+
+def together(communicator: Communicator, requests: Sequence[Request]) -> list[list[int]]:
+    """Positions of requests that can share a collective, in order of first appearance."""
+    groups: dict[Any, list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(_key(communicator, request), []).append(i)
+    return list(groups.values())
+
+
+def program(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Any]
+) -> Program:
+    """What serves `requests`, all of one kind; counts their bytes in `traffic`."""
+    kind = _key(communicator, requests[0])[0]
+    return _PROGRAMS[kind](communicator, traffic, name, requests)
+
+
+def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
+    """What requests must have in common to share a collective; first, the program's name."""
+    if not isinstance(request, Request):
+        raise TypeError(f"a conversation yielded {request!r}, which is no request.")
+    group = request.group
+    if isinstance(request, Allreduce):
+        dtype = request.wire or communicator.xp.dtype(request.tensor)
+        half = dtype in ("float16", "bfloat16") and request.op == "mean"
+        if half and not (communicator.half_allreduce and dtype == "float16"):
+            return "half", dtype, group
+        return "reduce", dtype, request.op, group
+    if isinstance(request, Allgather):
+        return ("uneven" if request.uneven else "gather"), group
+    if isinstance(request, Broadcast):
+        return "broadcast", request.root, group
+    if isinstance(request, Alltoall):
+        return "alltoall", group
+    raise TypeError(f"{type(request).__name__} is a request that no program serves.")
+
+
+def _count(
+    communicator: Communicator,
+    traffic: Traffic,
+    requests: Sequence[Request],
+    gathered: Sequence[int] | None = None,
+) -> None:
+    for i, request in enumerate(requests):
+        ranks = communicator.ranks(request.group)
+        traffic.add(traffic_of(request, ranks, gathered[i] if gathered else None))
+
+
+def _reduce(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+) -> Program:
+    """Large tensors as they are, small ones in one buffer, all in one operation."""
+    _count(communicator, traffic, requests)
+    xp = communicator.xp
+    sent = [_as_wire(xp, request) for request in requests]
+    large = [i for i, x in enumerate(sent) if _elements(xp, x) * 4 >= _APART or len(sent) == 1]
+    small = [i for i in range(len(sent)) if i not in set(large)]
+    buffers = [
+        sent[i] if requests[i].reuse or requests[i].wire else xp.copy(sent[i]) for i in large
+    ]
+    if small:
+        buffers.append(xp.concat([xp.reshape(sent[i], (-1,)) for i in small]))
+    first = requests[0]
+    buffers = yield communicator.allreduce(name, buffers, first.op, first.group)
+    results: list[Any] = [None] * len(sent)
+    for i, result in zip(large, buffers, strict=False):
+        results[i] = xp.cast(result, xp.dtype(requests[i].tensor))
+    if small:
+        parts = xp.split(buffers[-1], [_elements(xp, sent[i]) for i in small])
+        for i, part in zip(small, parts, strict=True):
+            shaped = xp.reshape(part, xp.shape(sent[i]))
+            results[i] = xp.cast(shaped, xp.dtype(requests[i].tensor))
+    return results
+
+
+def _reduce_half(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+) -> Program:
+    """The mean of 16-bit floats: parts to their owners, added there in fp32, and back.
+
+    As many bytes as a ring allreduce, and exact where the engine's own addition is missing (bf16)
+    or scalar and slow (fp16 over Gloo). Parts are added in rank order.
+    """
+    _count(communicator, traffic, requests)
+    xp, group = communicator.xp, requests[0].group
+    ranks = communicator.ranks(group)
+    wire = requests[0].wire or xp.dtype(requests[0].tensor)
+    sizes = [_elements(xp, request.tensor) for request in requests]
+    whole = [xp.wire_bytes(xp.reshape(request.tensor, (-1,)), wire) for request in requests]
+    part = -(-sum(sizes) // ranks)
+    padding = xp.zeros((2 * (part * ranks - sum(sizes)),), "uint8", xp.device(whole[0]))
+    flat = xp.concat([*whole, padding])
+    flat = yield communicator.alltoall(f"{name}.parts", flat, group)
+    theirs = xp.from_wire(flat, wire, (ranks, part))
+    mean = theirs[0]
+    for peer in range(1, ranks):
+        mean = mean + theirs[peer]
+    mean = xp.wire_bytes(mean / ranks, wire)
+    flat = yield communicator.allgather(f"{name}.means", mean, group)
+    means = xp.split(xp.from_wire(flat, wire, (-1,))[: sum(sizes)], sizes)
+    return [
+        xp.cast(xp.reshape(x, xp.shape(request.tensor)), xp.dtype(request.tensor))
+        for x, request in zip(means, requests, strict=True)
+    ]
+
+
+def _gather(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allgather]
+) -> Program:
+    """Everything as bytes in one operation of known size."""
+    _count(communicator, traffic, requests)
+    xp, group = communicator.xp, requests[0].group
+    ranks = communicator.ranks(group)
+    parts = [xp.to_bytes(request.tensor) for request in requests]
+    sizes = [_elements(xp, part) for part in parts]
+    flat = yield communicator.allgather(name, xp.concat(parts), group)
+    pieces = xp.split(flat, sizes * ranks)
+    return [
+        tuple(
+            xp.from_bytes(
+                pieces[peer * len(requests) + i],
+                xp.dtype(request.tensor),
+                xp.shape(request.tensor),
+            )
+            for peer in range(ranks)
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+def _gather_uneven(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allgather]
+) -> Program:
+    """Sizes first, then everything as bytes."""
+    xp, group = communicator.xp, requests[0].group
+    ranks = communicator.ranks(group)
+    parts = [xp.to_bytes(request.tensor) for request in requests]
+    lengths = np.array([_elements(xp, part) for part in parts], np.int64)
+    mine = xp.asarray(lengths, xp.device(parts[0]))
+    table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(mine), group)
+    table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(parts))))
+    _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
+    flat = yield communicator.allgather(name, xp.concat(parts), group)
+    pieces = xp.split(flat, [int(size) for size in table.reshape(-1)])
+    return [
+        tuple(
+            xp.from_bytes(
+                pieces[peer * len(requests) + i],
+                xp.dtype(request.tensor),
+                (-1, *xp.shape(request.tensor)[1:]),
+            )
+            for peer in range(ranks)
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+def _broadcast(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Broadcast]
+) -> Program:
+    _count(communicator, traffic, requests)
+    xp, first = communicator.xp, requests[0]
+    parts = [xp.to_bytes(request.tensor) for request in requests]
+    sizes = [_elements(xp, part) for part in parts]
+    flat = yield communicator.broadcast(name, xp.concat(parts), first.root, first.group)
+    pieces = xp.split(flat, sizes)
+    return [
+        xp.from_bytes(piece, xp.dtype(request.tensor), xp.shape(request.tensor))
+        for piece, request in zip(pieces, requests, strict=True)
+    ]
+
+
+def _alltoall(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Alltoall]
+) -> Program:
+    """Row by row, the bytes of all requests side by side."""
+    _count(communicator, traffic, requests)
+    xp, group = communicator.xp, requests[0].group
+    ranks = communicator.ranks(group)
+    rows = [xp.reshape(xp.to_bytes(request.tensor), (ranks, -1)) for request in requests]
+    widths = [xp.shape(row)[1] for row in rows]
+    flat = xp.concat([xp.reshape(row[peer], (-1,)) for peer in range(ranks) for row in rows])
+    flat = yield communicator.alltoall(name, flat, group)
+    pieces = xp.split(flat, widths * ranks)
+    return [
+        xp.from_bytes(
+            xp.concat([pieces[peer * len(rows) + i] for peer in range(ranks)]),
+            xp.dtype(request.tensor),
+            xp.shape(request.tensor),
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+_PROGRAMS: dict[str, Callable[..., Program]] = {
+    "reduce": _reduce,
+    "half": _reduce_half,
+    "gather": _gather,
+    "uneven": _gather_uneven,
+    "broadcast": _broadcast,
+    "alltoall": _alltoall,
+}
+
+
+def _elements(xp: ModuleType, tensor: Tensor) -> int:
+    return math.prod(xp.shape(tensor))
+
+
+def _as_wire(xp: ModuleType, request: Allreduce) -> Tensor:
+    return xp.cast(request.tensor, request.wire) if request.wire else request.tensor
