@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,9 @@ class Exchange:
             level = self.policy.level(bucket.name) if bucket.compress else 0
             moved = tuple(offset + member for member in bucket.members)
             self._bucket_of |= dict.fromkeys(moved, len(self.slots))
-            self.slots.append(Slot(Bucket(**{**vars(bucket), "members": moved}), levels, level))
+            slot = Slot(replace(bucket, members=moved), levels, level)
+            slot.spec = Spec(bucket.shape, bucket.dtype, self.xp, self.device(slot))
+            self.slots.append(slot)
         self.groups += [[first + i for i in group] for group in make_groups(buckets)]
         return list(range(first, len(self.slots)))
 
@@ -218,8 +220,7 @@ class Exchange:
 
     def prepare(self, slot: Slot, like: Tensor) -> None:
         """Make the state that a slot lacks, for gradients like this one."""
-        if slot.spec is None:
-            slot.spec = self.xp.spec(like)
+        assert slot.spec is not None
         if slot.state is None:
             slot.state = slot.compressor.init(slot.spec, self.info(slot))
         if slot.seen is None and self._observes(slot, self.policy.signal):

@@ -82,6 +82,11 @@ class Step:
         """Whether bucket `index` has given its gradient."""
         return self._talks[index].conversation is not None
 
+    @property
+    def launched(self) -> int:
+        """How many groups' first requests have left."""
+        return len(self._groups) - sum(1 for missing in self._missing if missing)
+
     def start(self, index: int, grad: Tensor, opening: Callable[[Tensor], Conversation]) -> None:
         """Give bucket `index` its gradient and run `opening` of it to its first request."""
         began = time.perf_counter()

@@ -18,7 +18,7 @@ from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.torch import refusals
 from accordion_hvd.torch.communicator import process_set_of
-from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.torch.reducer import Idle, Reducer
 from accordion_hvd.torch.stock import is_ours, policy_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -136,11 +136,11 @@ class _Distributed:
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
 
-    def _make_reducer(self: Any) -> Reducer | None:
+    def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if not process_set.included() or (process_set.size() == 1 and not elastic):
-            return None
+            return Idle(self._names, self._options["policy"])
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
         chosen = {key: self._options[key] for key in wanted}
         policy = self._options["policy"]
@@ -157,13 +157,12 @@ class _Distributed:
         """Change how many backward passes add up, from the next exchange on."""
         refusals.check_passes(passes)
         self._passes = self._options["passes"] = passes
-        if self._reducer is not None:
-            self._reducer.passes = passes
-            self._reducer.reset()
+        self._reducer.passes = passes
+        self._reducer.reset()
 
     def synchronize(self: Any) -> None:
         """Wait until all gradients are averaged; for clipping between backward and `step()`."""
-        if self._reducer is not None and not self._reducer.finished:
+        if not self._reducer.finished:
             self._reducer.finish()
             self._exchanged_step = self._reducer.exchange.steps
 
@@ -200,7 +199,7 @@ class _Distributed:
         Raises:
             AssertionError: between backward and `step()` or `synchronize()`.
         """
-        if self._reducer is not None and self._reducer.in_flight:
+        if self._reducer.in_flight:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
@@ -218,13 +217,11 @@ class _Distributed:
         ]
         refusals.check_parameters(fresh)
         self._names += fresh
-        if self._reducer is not None:
-            self._reducer.watch(fresh)
+        self._reducer.watch(fresh)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's; what is on its way is forgotten."""
-        if self._reducer is not None:
-            self._reducer.reset()
+        self._reducer.reset()
         self._should_synchronize = True
         self._base.load_state_dict(self, state_dict)
 
@@ -233,25 +230,14 @@ class _Distributed:
     def exchange(self: Any) -> Exchange:
         """Bytes, times, levels and policy of what this optimizer exchanges.
 
-        Raises:
-            RuntimeError: this process exchanges nothing.
+        A process that is alone, or outside the optimizer's process set, exchanges nothing; its
+        figures stay zero.
         """
-        if self._reducer is None:
-            raise RuntimeError(
-                "this process exchanges nothing: it is alone, or outside the optimizer's process "
-                "set."
-            )
         return self._reducer.exchange
 
     @property
     def exchange_owner(self: Any) -> Any:
-        """What `save_state(only=[optimizer])` saves.
-
-        Raises:
-            RuntimeError: this process exchanges nothing.
-        """
-        if self._reducer is None:
-            _ = self.exchange
+        """What `save_state(only=[optimizer])` saves."""
         return self._reducer
 
     def end_window(self: Any) -> None:
@@ -260,8 +246,6 @@ class _Distributed:
 
     # ----------------------------------------------------------------------------------- within
     def _synchronize_for_step(self: Any, closure: Any) -> None:
-        if self._reducer is None:
-            return
         if self._reducer.finished:
             if not self._by_scaler:
                 warnings.warn(
@@ -276,8 +260,7 @@ class _Distributed:
 
     def _forget(self: Any) -> None:
         """Gradients that are averaged have been used."""
-        if self._reducer is not None:
-            self._reducer.finished = False
+        self._reducer.finished = False
 
     _by_scaler = False  # the GradScaler has made us synchronize
 
@@ -292,7 +275,7 @@ class _Distributed:
                 loss = closure()
             if self._should_synchronize:
                 self.synchronize()
-            if isinstance(self, torch.optim.LBFGS) and self._reducer is not None:
+            if isinstance(self, torch.optim.LBFGS) and self._reducer.communicator.size > 1:
                 loss = hvd.allreduce(
                     torch.as_tensor(loss).detach(), name="accordion.loss",
                     process_set=self._options["process_set"],
@@ -303,7 +286,7 @@ class _Distributed:
 
     def _compare_replicas(self: Any) -> None:
         step, self._exchanged_step = self._exchanged_step, 0
-        if self._reducer is None or not step or not self._guard.due(step):
+        if not step or not self._guard.due(step):
             return
         names, parameters = zip(*self._names, strict=True)
         sums = [xp.checksum(parameter) for parameter in parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import accordion_hvd
-from accordion_hvd import checkpoint
+from accordion_hvd import checkpoint, simulate
 from accordion_hvd import guard as guards
 from accordion_hvd.base import Allgather, Allreduce, Conversation
 from accordion_hvd.buckets import TensorInfo
@@ -205,9 +206,9 @@ class Reducer:
     def _start(self, bucket: int) -> None:
         members = [self._dense[m] for m in self.exchange.slots[bucket].bucket.members]
         grad = self.exchange.pack(bucket, [self._gradient(p) for p in members])
-        if self.scaler is not None:
-            grad = grad.mul_(1.0 / self._scale())
         with torch.no_grad():
+            if self.scaler is not None:
+                grad = grad.div_(self._scale())
             self.exchange.start(bucket, grad)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -216,21 +217,24 @@ class Reducer:
             return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return grad.to_dense() if grad.is_sparse else grad.detach()
 
-    def _scale(self) -> float:
-        return float(self.scaler.get_scale())
+    def _scale(self) -> Any:
+        """The loss scale; as a tensor where it is one, since reading it would wait for a GPU."""
+        lazily = getattr(self.scaler, "_get_scale_async", None)
+        scale = lazily() if lazily is not None else None
+        return self.scaler.get_scale() if scale is None else scale
 
     @torch.no_grad()
     def _write(self, finite: bool) -> None:
-        factor = float(self.communicator.size) if self.total else 1.0
+        factor: Any = self.communicator.size if self.total else 1
         if self.scaler is not None:
-            factor *= self._scale()
+            factor = factor * self._scale()
         for bucket, slot in enumerate(self.exchange.slots):
             members = [self._dense[m] for m in slot.bucket.members]
             means = self.exchange.unpack(bucket) if finite else [None] * len(members)
             for parameter, mean in zip(members, means, strict=True):
                 if mean is None:
                     mean = torch.full_like(parameter, float("nan"))
-                elif factor != 1:
+                elif self.total or self.scaler is not None:
                     mean = mean * factor if slot.bucket.packed else mean.mul_(factor)
                 _put(parameter, mean, own=not slot.bucket.packed)
 
@@ -279,6 +283,36 @@ class Reducer:
                 )
             self._sparse = found
         self._agreed = True
+
+
+class Idle:
+    """Stands in for a `Reducer` where there is nobody to exchange with: alone, or outside."""
+
+    passes = 1
+    in_flight = pending = finished = False
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:
+        tensors = [TensorInfo(n, tuple(p.shape), xp.dtype(p), str(p.device)) for n, p in named]
+        self.communicator = simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
+        self._make = lambda: Exchange(self.communicator, policy, list(reversed(tensors)))
+        checkpoint.register(self)  # what a larger job still owed waits here for the next one
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """An exchange that never exchanges anything."""
+        return self._make()
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Nothing to expect."""
+
+    def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Nothing to hear."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
 
 
 def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:

@@ -188,10 +188,32 @@ def check_one_rank_equals_plain_training() -> None:
         optimizer = wrapped(ours, compression=TopK(0.01), process_set=alone)
         train(ours, optimizer)
         assert torch.equal(weights(plain), weights(ours))
-        with refused(RuntimeError, "exchanges nothing"):
-            _ = optimizer.exchange
+        assert optimizer.exchange.stats()["sent"] == 0
+        optimizer.synchronize()
+        optimizer.set_backward_passes_per_step(2)
     finally:
         hvd.remove_process_set(alone)
+
+
+def check_exchanges_leave_during_backward() -> None:
+    """The last layers' gradients are on their way before the first layer's is computed."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)])
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = wrapped(model, sgd(model, lr=1e-3), compression=PowerSGD(1))
+    seen = []
+
+    def look(*_: Any) -> None:
+        running = optimizer.exchange.running
+        seen.append(None if running is None else running.launched)
+
+    model[0].register_full_backward_pre_hook(look)
+    for step in range(3):
+        optimizer.zero_grad()
+        seed = torch.Generator().manual_seed(step * 10 + hvd.rank())
+        model(torch.randn(2, 2048, generator=seed)).square().mean().backward()
+        optimizer.step()
+    assert seen[1:] == [2, 2], seen
+    assert_same(model)
 
 
 def check_process_set_averages_within() -> None:
@@ -782,21 +804,21 @@ def check_another_number_of_ranks_keeps_the_residuals_sum() -> None:
     hvd.save_state(folder, only=[optimizer])
     slots = [s for s in optimizer.exchange.slots if s.bucket.compress]
     total = [hvd.allreduce(s.state["error"], op=hvd.Sum, name="check.sum") for s in slots]
-    fewer = hvd.add_process_set([0, hvd.size() - 1]) if hvd.size() > 2 else None
-    alone = fewer or hvd.global_process_set
-    if fewer is None or fewer.included():
-        again = network()
-        resumed = wrapped(again, compression=TopK(0.05), process_set=alone)
-        hvd.load_state(folder, only=[resumed])
-        kept = [s for s in resumed.exchange.slots if s.bucket.compress]
-        for before, slot in zip(total, kept, strict=True):
-            now = hvd.allreduce(
-                slot.state["error"], op=hvd.Sum, name="check.kept", process_set=alone
-            )
-            assert torch.allclose(before, now, atol=1e-5)
-            assert before.any()
-    if fewer is not None:
-        hvd.remove_process_set(fewer)
+    for ranks in ([0], [0, hvd.size() - 1], list(range(hvd.size()))):
+        everybody = len(ranks) == hvd.size()
+        process_set = hvd.global_process_set if everybody else hvd.add_process_set(ranks)
+        if process_set.included():
+            resumed = wrapped(network(), compression=TopK(0.05), process_set=process_set)
+            hvd.load_state(folder, only=[resumed])
+            kept = [s for s in resumed.exchange.slots if s.bucket.compress]
+            for before, slot in zip(total, kept, strict=True):
+                now = hvd.allreduce(
+                    slot.state["error"], op=hvd.Sum, name="check.kept", process_set=process_set
+                )
+                assert before.any()
+                assert torch.allclose(before, now, atol=1e-5), ranks
+        if not everybody:
+            hvd.remove_process_set(process_set)
     remove(folder)
 
 
