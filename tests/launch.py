@@ -140,7 +140,7 @@ def launch(
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "TF_NUM_INTRAOP_THREADS": "1",
-            "TF_NUM_INTEROP_THREADS": "1",
+            "TF_NUM_INTEROP_THREADS": "2",  # one for ours inside a graph, one for what it calls
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "CHECK_FOLDER": folder,
             "CHECK_LIMIT": str(check_limit),

@@ -144,6 +144,21 @@ def test_lr_drop_is_a_ratio() -> None:
     assert levels[3] == LOW  # ... and equality is a fall
 
 
+def test_a_fall_is_from_window_to_window() -> None:
+    """A schedule that falls a little at every step has fallen far within a window."""
+    for factor, wanted in [(0.9, LOW), (0.99, HIGH)]:  # to a third in ten steps, or by a tenth
+        policy = accordion(window=10)
+        policy.bind(OWNER, ["w"])
+        for number in range(35):
+            rates = {"w": factor**number}
+            if policy.due(rates):
+                policy.apply(policy.decide({"w": 1.0}, rates))
+            policy.tick(rates)
+        assert [row["level"] for row in policy.history] == [LOW, wanted, wanted]
+        assert policy.history[1]["lr"] == factor**20
+        assert policy.history[1]["previous_lr"] == factor**10
+
+
 def test_a_fall_lasts_until_the_next_check() -> None:
     lrs = [1.0] * 5 + [0.1] * 5
     levels = of(drive(accordion(interval=4), [1.0] * 10, lrs))
