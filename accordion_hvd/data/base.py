@@ -91,10 +91,18 @@ class Shard:
         batch_size: images a step and rank; the last batch of an epoch may be smaller.
         seed: of the order.
         layout: "NHWC" or "NCHW".
+        shift: move each image by up to so many pixels in each direction, anew each epoch.
     """
 
     def __init__(
-        self, data: Dataset, rank: int, size: int, batch_size: int, seed: int, layout: str
+        self,
+        data: Dataset,
+        rank: int,
+        size: int,
+        batch_size: int,
+        seed: int,
+        layout: str,
+        shift: int = 0,
     ) -> None:
         check.integer(self, "batch_size", batch_size, least=1)
         if len(data.train) < size:
@@ -103,7 +111,7 @@ class Shard:
                 "need at least one each; use fewer ranks or a larger limit."
             )
         self.data, self.rank, self.size, self.layout = data, rank, size, layout
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size, self.seed, self.shift = batch_size, seed, shift
         self.share = len(data.train) // size
         self.shuffle(0)
 
@@ -114,14 +122,19 @@ class Shard:
         """Deal out for `epoch`."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data.train))
         self.mine = order[self.rank * self.share : (self.rank + 1) * self.share]
+        moves = np.random.default_rng([self.seed, epoch, self.rank])
+        self.moves = moves.integers(0, 2 * self.shift + 1, (self.share, 2))
 
     def __getitem__(self, step: int) -> tuple[Array, Array]:
         """Images, ready for the network, and labels (int64) of a step."""
         if not 0 <= step < len(self):
             raise IndexError(step)
-        index = self.mine[step * self.batch_size : (step + 1) * self.batch_size]
-        train = self.data.train
-        return self.data.prepared(train.images[index], self.layout), train.labels[index]
+        part = slice(step * self.batch_size, (step + 1) * self.batch_size)
+        train, index = self.data.train, self.mine[part]
+        images = train.images[index]
+        if self.shift:
+            images = shifted(images, self.moves[part], self.shift)
+        return self.data.prepared(images, self.layout), train.labels[index]
 
     def test_batches(self, most: int = 500) -> list[tuple[Array, Array]]:
         """This rank's part of the test set (parts may differ in size), in batches."""
@@ -132,3 +145,14 @@ class Shard:
             images = self.data.prepared(test.images[index], self.layout)
             batches.append((images, test.labels[index]))
         return batches
+
+
+def shifted(images: Array, corners: Array, most: int) -> Array:
+    """Images moved by `most - corner` pixels, each in its own way; zeros come in at the edges."""
+    height, width = images.shape[1:3]
+    padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
+    views = [
+        picture[y : y + height, x : x + width]
+        for picture, (y, x) in zip(padded, corners, strict=True)
+    ]
+    return np.stack(views)

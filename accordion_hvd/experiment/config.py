@@ -28,6 +28,7 @@ class Settings:
         name: of the run; its results are in `<output>/<name>`.
         data: which images: digits (inside scikit-learn), mnist or cifar10.
         limit: train and test on at most so many images.
+        shift: move training images by up to so many pixels, anew in each epoch.
         model: mlp or convnet.
         width: hidden units of the mlp, channels of the convnet's first layer.
         depth: hidden layers of the mlp, pairs of layers of the convnet.
@@ -53,6 +54,7 @@ class Settings:
     name: str = "run"
     data: Literal["digits", "mnist", "cifar10"] = "digits"
     limit: int | None = None
+    shift: int = 0
     model: Literal["mlp", "convnet"] = "mlp"
     width: int = 96
     depth: int = 4
@@ -79,7 +81,8 @@ class Settings:
             check.integer(who, key, getattr(self, key), least=1)
         if self.limit is not None:
             check.integer(who, "limit", self.limit, least=1)
-        check.integer(who, "seed", self.seed, least=0)
+        for key in ("seed", "shift"):
+            check.integer(who, key, getattr(self, key), least=0)
         for key in ("lr", "momentum", "weight_decay"):
             check.at_least(who, key, getattr(self, key), least=0)
         if not check.is_number(self.lr) or not self.lr > 0:
@@ -213,7 +216,8 @@ def _sentence(message: str) -> str:
     if wrong := re.search(r'Parser key "([\w.]+)": .*?Got value: (.*)', flat):
         return f"settings: {wrong[1]} is {wrong[2]!r}, but must be {allowed(wrong[1])}."
     if "config" in flat:
-        return f"settings: --config must be a YAML file of settings: {_tail(flat)}; allowed are {names}."
+        told = _tail(flat)
+        return f"settings: --config must be a YAML file of settings: {told}; allowed are {names}."
     if wrong := re.search(r"argument --([\w.]+): expected one argument", flat):
         return f"settings: {wrong[1]} has no value, but must be {allowed(wrong[1])}."
     return f"settings: {flat.rstrip('.')}."
@@ -230,7 +234,7 @@ def allowed(key: str) -> str:
     hint = typing.get_type_hints(Settings).get(key.partition(".")[0])
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
-    words = {
+    words: dict[Any, str] = {
         int: "an integer",
         float: "a number",
         bool: "true or false",

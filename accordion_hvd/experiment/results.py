@@ -124,3 +124,8 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> Row:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tqdm import tqdm
 import accordion_hvd.torch as hvd
 from accordion_hvd.data import Dataset, Shard
 from accordion_hvd.experiment.config import Settings
-from accordion_hvd.experiment.results import Record, Row
+from accordion_hvd.experiment.results import Record, Row, read_json
 
 
 def train(settings: Settings, data: Dataset) -> Row:
@@ -39,7 +38,8 @@ def train(settings: Settings, data: Dataset) -> Row:
     earlier = _resume(settings, model, optimizer) if settings.resume else None
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    shard = Shard(data, hvd.rank(), hvd.size(), settings.batch_size, settings.seed, "NCHW")
+    part = (hvd.rank(), hvd.size(), settings.batch_size, settings.seed, "NCHW", settings.shift)
+    shard = Shard(data, *part)
     record = Record(settings, "torch", hvd.rank(), hvd.size(), earlier)
     optimizer.end_window()  # before the first step: windows are epochs, ended by hand
     exchange = optimizer.exchange if hvd.size() > 1 else None
@@ -150,4 +150,4 @@ def _resume(settings: Settings, model: nn.Module, optimizer: Any) -> Row | None:
     optimizer.load_state_dict(saved["optimizer"])
     if hvd.size() > 1:
         hvd.load_state(place, only=[optimizer])
-    return json.loads((folder / "result.json").read_text())
+    return read_json(folder / "result.json")
