@@ -18,7 +18,8 @@ from accordion_hvd.packing import Program
 from accordion_hvd.traffic import Traffic
 
 Group = tuple[int, ...] | None
-_PAUSE = 5e-5  # seconds between two looks at operations under way
+_PATIENCE = 0.03  # of the time waited so far
+_SHORTEST, _LONGEST = 5e-5, 1e-3  # seconds
 
 
 class Communicator(abc.ABC):
@@ -64,9 +65,13 @@ class Communicator(abc.ABC):
         """How many take part in `group`."""
         return self.size if group is None else len(group)
 
-    def pause(self) -> None:
-        """Called between two looks at what is under way: sleep, since engines' waits spin."""
-        time.sleep(_PAUSE)
+    def pause(self, waited: float) -> None:
+        """Called between two looks at what is under way, after `waited` seconds of looking.
+
+        Sleeps, since engines' own waits spin and take cores from ranks that still compute; longer
+        after long waits, so that looking costs next to nothing and delays by a few per cent.
+        """
+        time.sleep(min(max(waited * _PATIENCE, _SHORTEST), _LONGEST))
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
         """Start `requests`; all ranks must pass requests alike under the same name."""
@@ -110,8 +115,9 @@ class Pending:
 
     def result(self) -> list[Any]:
         """The results in the order of the requests. Sleeps between looks: engines spin."""
+        began = time.perf_counter()
         while not self.ready():
-            self._communicator.pause()
+            self._communicator.pause(time.perf_counter() - began)
         return self._results
 
     def _move(self, members: list[int], program: Program, answer: Any) -> None:

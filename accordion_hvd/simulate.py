@@ -100,7 +100,7 @@ class SimulatedCommunicator(Communicator):
         key, combine = handle
         return combine(self.hub.fetch(key))
 
-    def pause(self) -> None:
+    def pause(self, waited: float) -> None:
         """Nobody else can be waited for within one process."""
         raise RuntimeError("a simulated rank waits for others: step all ranks together")
 

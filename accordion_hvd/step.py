@@ -127,7 +127,7 @@ class Step:
         began = time.perf_counter()
         decoding = self.seconds["decode"]
         while not self.advance():
-            self._communicator.pause()
+            self._communicator.pause(time.perf_counter() - began)
         waited = time.perf_counter() - began - (self.seconds["decode"] - decoding)
         self.seconds["wait"] += waited
 
