@@ -118,7 +118,7 @@ def available(launcher: str) -> bool:
 
 @functools.cache
 def launch(
-    script: str, launcher: str, ranks: int, limit: float = 240, check_limit: float = 60
+    script: str, launcher: str, ranks: int, limit: float = 240, check_limit: float = 120
 ) -> Report:
     """Run `tests/ranks/<script>` once; later calls return the same report.
 
