@@ -22,9 +22,13 @@ EARLY = (1, 2, 10)
 class ReplicasDiffer(RuntimeError):
     """Ranks hold different weights or levels."""
 
+    __init__ = Exception.__init__  # else AutoGraph raises another class in its place
+
 
 class RanksDisagree(RuntimeError):
     """Ranks were set up differently."""
+
+    __init__ = Exception.__init__
 
 
 class Guard:

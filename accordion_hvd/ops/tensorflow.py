@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.base import Spec
+from accordion_hvd.base import Spec, Tensor
 from accordion_hvd.ops.selection import largest
 
-Tensor = tf.Tensor
 
-
-class Untraceable(TypeError):
+class UntraceableError(TypeError):
     """A value is wanted within a graph, where there are none yet."""
 
 
@@ -67,7 +65,9 @@ def asarray(x: np.ndarray, device: Any = None) -> Tensor:
 def to_numpy(x: Tensor) -> np.ndarray:
     """The tensor as a NumPy array on the host (may share memory); not in a graph."""
     if symbolic(x):
-        raise Untraceable("a value is wanted within a graph; this conversation runs eagerly only")
+        raise UntraceableError(
+            "a value is wanted within a graph; this conversation runs eagerly only"
+        )
     return (tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else tf.convert_to_tensor(x)).numpy()
 
 

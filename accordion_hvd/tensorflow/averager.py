@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +14,18 @@ import tensorflow as tf
 import accordion_hvd
 from accordion_hvd import checkpoint
 from accordion_hvd import guard as guards
+from accordion_hvd.base import Tensor
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+from accordion_hvd.tensorflow.functions import plain
 
-Tensor = tf.Tensor
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
 
@@ -38,6 +43,7 @@ class Averager:
     Args:
         policy: decides which compressor serves which tensor.
         process_set: who exchanges.
+        variables: gives all variables whose gradients may ever come; [] as long as none are known.
         total: whether the result is the sum instead of the average.
         sparse_as_dense: whether `tf.IndexedSlices` are exchanged like dense gradients.
         skip: patterns of names that travel dense.
@@ -52,6 +58,7 @@ class Averager:
         self,
         policy: Policy,
         process_set: Any,
+        variables: Callable[[], Sequence[Any]],
         *,
         total: bool = False,
         sparse_as_dense: bool = False,
@@ -60,21 +67,22 @@ class Averager:
         scale_local: bool = True,
     ) -> None:
         self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
+        self.process_set, self.variables = process_set, variables
         self.total, self.sparse_as_dense, self.scale_local = total, sparse_as_dense, scale_local
-        self.communicator = HorovodCommunicator(process_set)
+        self.communicator = _communicator(process_set)
         self.number = next(_numbers)
         self.managed = False
-        self.local: set[int] = set()  # ids of variables that are not exchanged
-        self._included = process_set.included()
+        self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
         self._exchange: TensorFlowExchange | None = None
-        self._member: dict[int, int] = {}  # id of a variable -> number of the exchange's tensor
-        self._sparse: list[int] = []  # ids of variables with sparse gradients, in order
-        self._idle: set[int] = set()  # ids of variables without a gradient on any rank
+        self._member: dict[int, int] = {}  # key of a variable -> number of the exchange's tensor
+        self._sparse: list[int] = []  # keys of variables with sparse gradients, in order
+        self._idle: set[int] = set()  # keys of variables without a gradient on any rank
         self._agreed = False
         self._function: Any = None
         self._traced_version = -1
         self._traceable = True
         self._guarded = 0  # the step that the guard has looked at
+        checkpoint.register(self)
 
     # -------------------------------------------------------------------------------- what it knows
     @property
@@ -85,50 +93,59 @@ class Averager:
             RuntimeError: no variables are known yet.
         """
         if self._exchange is None:
-            raise RuntimeError("nothing has been exchanged yet, so there is nothing to tell.")
+            self._watch(self._sparse)
+        assert self._exchange is not None
         return self._exchange
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Before a restore: these tensors were exchanged densely, others were sparse."""
+        if self._exchange is None:
+            variables = [v for v in self.variables() if key_of(v) not in self.local]
+            rows = zip(variables, _describe(variables), strict=True)
+            self._sparse = [key_of(v) for v, row in rows if row.name not in set(names)]
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to exchange with."""
-        return self.communicator.size == 1 or not self._included
+        return self.communicator.size == 1
 
-    def watch(self, variables: Sequence[Any], sparse: Sequence[int] = ()) -> None:
-        """Exchange the gradients of these variables, all but the local and the `sparse` ones."""
+    def _watch(self, sparse: Sequence[int]) -> None:
+        """Exchange the gradients of all variables but the local and the `sparse` ones."""
+        variables = [v for v in self.variables() if key_of(v) not in self.local]
+        if not variables:
+            raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
         self._sparse = list(sparse)
-        known = [v for v in variables if id(v) not in self.local and id(v) not in set(sparse)]
-        self._member = {id(v): i for i, v in enumerate(known)}
-        self.policy._bound = None  # an exchange that was made before sparse gradients appeared
-        with tf.init_scope():
-            self._exchange = TensorFlowExchange(
-                self.communicator,
-                self.policy,
-                _describe(known),
-                skip=self.skip,
-                name=f"accordion.{self.number}",
-            )
-        checkpoint.register(self._exchange)
+        rows = zip(variables, _describe(variables), strict=True)
+        dense = {key_of(v): row for v, row in rows if key_of(v) not in set(sparse)}
+        self._member = {key: number for number, key in enumerate(dense)}
+        if self._exchange is not None:  # made before sparse gradients appeared
+            self.policy._bound = None
+        self._exchange = TensorFlowExchange(
+            self.communicator,
+            self.policy,
+            list(dense.values()),
+            skip=self.skip,
+            name=f"accordion.{self.number}",
+        )
 
     def renew(self) -> None:
         """The ranks have changed (an elastic job): ask Horovod again who exchanges."""
-        process_set = self.communicator.process_set
-        self.communicator, self._included = HorovodCommunicator(process_set), process_set.included()
+        self.communicator = _communicator(self.process_set)
         self._agreed, self._traced_version = False, -1
         if self._exchange is not None:
             self._exchange.communicator = self.communicator
             self._exchange.version += 1
 
     # ------------------------------------------------------------------------------------ one step
+    @tf.autograph.experimental.do_not_convert
     def average(
-        self, grads: Sequence[Gradient], variables: Sequence[Any], everything: Sequence[Any],
-        rate: Rate,
-    ) -> list[Gradient]:  # fmt: skip
+        self, grads: Sequence[Gradient], variables: Sequence[Any], rate: Rate
+    ) -> list[Gradient]:
         """The averages of `grads`, one for each of `variables`; None where no rank has one.
 
         Args:
             grads: this rank's; None takes part as zeros.
             variables: whose gradients they are.
-            everything: all variables that may ever come.
             rate: gives the learning rate, as a float or (in a graph) a tensor.
         """
         refusals.check_context()
@@ -136,9 +153,9 @@ class Averager:
             return list(grads)
         grads = [self._densified(grad) for grad in grads]
         if not self._agreed:
-            self._set_up(grads, variables, everything)
-        self._guard_before(everything)
-        given = {id(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
+            self._set_up(grads, variables)
+        self._guard_before()
+        given = {key_of(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
         means = self._exchanged(given, rate)
         results = [self._result(v, g, means) for v, g in zip(variables, grads, strict=True)]
         return self._with_sparse(results, variables, grads)
@@ -167,7 +184,7 @@ class Averager:
         return [mean * self.communicator.size for mean in means] if self.total else list(means)
 
     def _result(self, variable: Any, grad: Gradient, means: Sequence[Tensor]) -> Gradient:
-        key = id(variable)
+        key = key_of(variable)
         if key in self._member:
             idle = grad is None and key in self._idle
             return None if idle else means[self._member[key]]
@@ -176,26 +193,28 @@ class Averager:
         return grad
 
     # ---------------------------------------------------------------------------- the three ways
-    def _eagerly(self, grads: Sequence[Tensor], lr: float) -> list[Tensor]:
+    def _eagerly(self, grads: Sequence[Tensor], lr: float, directly: bool = False) -> list[Tensor]:
         exchange = self.exchange
+        self._run_directly(directly)
         exchange.decide(lr)
-        if self._traceable and self._ready():
+        if self._traceable and not directly and self._ready():
             exchange.tick(lr)
             means = self._function(list(grads), tf.constant(lr, tf.float32))
             exchange.account()
             return list(means)
         return self._unfused(grads, lr)
 
+    def _run_directly(self, directly: bool) -> None:
+        if isinstance(self.communicator, HorovodCommunicator):
+            self.communicator.directly = directly
+
     def _unfused(self, grads: Sequence[Tensor], lr: float) -> list[Tensor]:
         """Operation by operation, for conversations that look at values."""
         exchange = self.exchange
-        seen = [slot.seen for slot in exchange.slots]
         exchange.open(lr)
         exchange.give(grads)
         if exchange.finish():
             return exchange.means()
-        for slot, before in zip(exchange.slots, seen, strict=True):
-            slot.seen = before
         return [xp.nans_like(grad) for grad in grads]
 
     def _within(self, grads: Sequence[Tensor], rate: Rate) -> list[Tensor]:
@@ -207,10 +226,10 @@ class Averager:
 
     def _called_back(self, grads: Sequence[Tensor], rate: Rate) -> list[Tensor]:
         def run(*inputs: Tensor) -> list[Tensor]:
-            return self._eagerly(inputs[:-1], float(inputs[-1]))
+            return self._eagerly(inputs[:-1], float(inputs[-1]), few_threads())
 
         kinds = [grad.dtype for grad in grads]
-        means = tf.py_function(run, [*grads, tf.cast(rate(), tf.float32)], kinds)
+        means = call_back(run, [*grads, tf.cast(rate(), tf.float32)], kinds)
         return [tf.ensure_shape(mean, g.shape) for mean, g in zip(means, grads, strict=True)]
 
     def _ready(self) -> bool:
@@ -223,7 +242,7 @@ class Averager:
         function = tf.function(exchange.traced, autograph=False)
         try:
             self._function = function.get_concrete_function(specs, tf.TensorSpec((), tf.float32))
-        except xp.Untraceable:
+        except xp.UntraceableError:
             self._traceable = False
             return False
         self._traced_version = exchange.version
@@ -236,7 +255,7 @@ class Averager:
         """Gather sparse gradients, beside all compression."""
         if not self._sparse:
             return results
-        place = {id(v): i for i, v in enumerate(variables)}
+        place = {key_of(v): i for i, v in enumerate(variables)}
         factor = 1.0 if self.total else 1.0 / self.communicator.size
         for number, key in enumerate(self._sparse):
             i = place.get(key)
@@ -247,40 +266,43 @@ class Averager:
                     "sparse_as_dense=True where gradients are not always of one kind."
                 )
             name = f"{self.exchange.name}.sparse.{number}"
-            values = self.communicator.allgather(f"{name}.values", grad.values, None)
-            indices = self.communicator.allgather(f"{name}.indices", grad.indices, None)
+            values, indices = in_turn(functools.partial(self._gather, name, grad))
             results[i] = tf.IndexedSlices(values * factor, indices, grad.dense_shape)
         return results
 
+    def _gather(self, name: str, grad: tf.IndexedSlices) -> list[Tensor]:
+        return [
+            self.communicator.allgather(f"{name}.values", grad.values, None),
+            self.communicator.allgather(f"{name}.indices", grad.indices, None),
+        ]
+
     # ------------------------------------------------------------------------------------- set-up
-    def _set_up(
-        self, grads: Sequence[Gradient], variables: Sequence[Any], everything: Sequence[Any]
-    ) -> None:
+    def _set_up(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
         """See that all ranks are about to do the same; collective."""
         pairs = list(zip(variables, grads, strict=True))
-        sparse = [id(v) for v, g in pairs if isinstance(g, tf.IndexedSlices)]
+        sparse = [key_of(v) for v, g in pairs if isinstance(g, tf.IndexedSlices)]
         sparse = [key for key in sparse if key not in self.local]
         if self._exchange is None or sparse != self._sparse:
-            self.watch(everything, sparse)
-        names = {id(v): getattr(v, "path", v.name) for v in everything}
+            self._watch(sparse)
+        names = {key_of(v): _name(v) for v in variables}
         lines = [
             f"accordion_hvd {accordion_hvd.__version__} for TensorFlow, {self.exchange.name}",
             f"sparse gradients: {[names[key] for key in sparse]}, sums: {self.total}",
             self.exchange.layout(),
         ]
-        present = {id(v) for v, g in pairs if g is not None}
+        present = {key_of(v) for v, g in pairs if g is not None}
         mine = np.array([key in present for key in self._member], np.uint8)
         with tf.init_scope():
             guards.require_agreement(self.communicator, "\n".join(lines))
             if mine.size:
                 gathered = guards.gather(self.communicator, xp.asarray(mine))
-                table = np.stack(self.communicator.run("accordion.present", gathered))
-                idle = ~table.any(0)
-                self._idle = {key for key, i in self._member.items() if idle[i]}
+                table = self.communicator.run("accordion.present", gathered)
+                given = np.max(table, axis=0).tolist()
+                self._idle = {key for key, i in self._member.items() if not given[i]}
         self._agreed = True
 
     # -------------------------------------------------------------------------------------- guard
-    def check(self, variables: Sequence[Any]) -> None:
+    def check(self) -> None:
         """Compare replicas if a step since the last look asks for it; eager, collective."""
         if self._exchange is None or not self._agreed or self.alone:
             return
@@ -288,19 +310,19 @@ class Averager:
         due = any(self.guard.due(step) for step in range(self._guarded + 1, steps + 1))
         self._guarded = steps
         if due:
-            self._compare(steps, self._checked(variables), self._sums(self._checked(variables)))
+            self._compare(steps, self._sums())
 
-    def _guard_before(self, variables: Sequence[Any]) -> None:
+    def _guard_before(self) -> None:
         """Look, before a step, at what the steps before have made of the weights.
 
         (Not after the step: scripts broadcast the weights after the first one.)
         """
         if tf.executing_eagerly():
-            self.check(variables)
+            self.check()
         elif self.guard.mode != "off" and not self.managed:
-            self._guard_within(self._checked(variables))
+            self._guard_within()
 
-    def _guard_within(self, variables: Sequence[Any]) -> None:
+    def _guard_within(self) -> None:
         with tf.init_scope():
             self.exchange.settle()
         assert self.exchange._clock is not None
@@ -308,24 +330,72 @@ class Averager:
         asked = [tf.equal(clock, step) for step in guards.EARLY]
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
 
-        def look() -> None:
-            tf.py_function(
-                lambda step, sums: self._compare(int(step), variables, sums),
-                [clock, self._sums(variables)], [],
-            )  # fmt: skip
+        def look(step: Tensor, sums: Tensor) -> Tensor:
+            self._run_directly(few_threads())
+            self._compare(int(step), sums)
+            return step
 
-        tf.cond(tf.reduce_any(tf.stack(asked)), look, lambda: None)
+        def compare() -> Tensor:
+            return call_back(look, [clock, self._sums()], [tf.int64])[0]
 
-    def _checked(self, variables: Sequence[Any]) -> list[Any]:
-        return [v for v in variables if id(v) not in self.local]
+        tf.cond(tf.reduce_any(tf.stack(asked)), compare, lambda: clock)
 
-    def _sums(self, variables: Sequence[Any]) -> Tensor:
-        sums = [xp.checksum(tf.convert_to_tensor(v)) for v in variables]
+    def _replicated(self) -> list[Any]:
+        return [v for v in self.variables() if key_of(v) not in self.local]
+
+    def _sums(self) -> Tensor:
+        sums = [xp.checksum(tf.convert_to_tensor(v)) for v in self._replicated()]
         return tf.stack([*sums, tf.constant(self.exchange.plan(), tf.int64)])
 
-    def _compare(self, step: int, variables: Sequence[Any], sums: Tensor) -> None:
-        names = [getattr(v, "path", v.name) for v in variables]
+    def _compare(self, step: int, sums: Tensor) -> None:
+        names = [_name(v) for v in self._replicated()]
         self.guard.compare(self.communicator, step, [*names, "compression levels"], sums)
+
+
+def call_back(function: Callable[..., Any], inputs: list[Tensor], kinds: list[Any]) -> list[Tensor]:
+    """Call Python from a graph."""
+    return in_turn(lambda: tf.py_function(function, inputs, kinds))
+
+
+def in_turn(operations: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Do this, in a graph, after everything else that is done in turn and before what follows.
+
+    A call that waits for other ranks blocks a thread of TensorFlow's; several at a time, in another
+    order on each rank, would wait for each other for ever.
+    """
+    if tf.executing_eagerly():
+        return operations()
+    with tf.init_scope():
+        turn = _turn()
+    with tf.control_dependencies([turn.assign_add(1)]):
+        results = operations()
+    with tf.control_dependencies(results):
+        turn.assign_add(1)
+    return results
+
+
+def few_threads() -> bool:
+    """Whether Python, called from a graph, holds the only thread on which graphs can run."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    return (chosen or len(os.sched_getaffinity(0))) < 2
+
+
+@functools.cache
+def _turn() -> tf.Variable:
+    with tf.device("/cpu:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)
+
+
+def key_of(variable: Any) -> int:
+    """What tells variables apart, be they Keras' or the TensorFlow variables within."""
+    return id(plain(variable))
+
+
+def _communicator(process_set: Any) -> Communicator:
+    """Who exchanges; nobody else for a process that is alone, or outside."""
+    if process_set.included() and process_set.size() > 1:
+        return HorovodCommunicator(process_set)
+    return SimulatedCommunicator(Hub(1), 0, xp)
 
 
 def _describe(variables: Sequence[Any]) -> list[TensorInfo]:
@@ -333,12 +403,16 @@ def _describe(variables: Sequence[Any]) -> list[TensorInfo]:
     seen: dict[str, int] = {}
     rows = []
     for variable in variables:
-        name = getattr(variable, "path", variable.name).partition(":")[0]
+        name = _name(variable)
         seen[name] = seen.get(name, 0) + 1
         name = name if seen[name] == 1 else f"{name}.{seen[name]}"
         dtype = tf.as_dtype(variable.dtype).name
         rows.append(TensorInfo(name, tuple(variable.shape), dtype, _device(variable)))
     return rows
+
+
+def _name(variable: Any) -> str:
+    return getattr(variable, "path", variable.name).partition(":")[0]
 
 
 def _device(variable: Any) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from accordion_hvd.base import Tensor
 from accordion_hvd.communicator import Communicator, Group
 from accordion_hvd.ops import tensorflow as xp
 
-Tensor = tf.Tensor
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
+_functions: dict[Hashable, Any] = {}
 
 
 class HorovodCommunicator(Communicator):
@@ -24,6 +25,10 @@ class HorovodCommunicator(Communicator):
 
     Args:
         process_set: by default all ranks.
+
+    Attributes:
+        directly: whether eager operations run as they are, which needs no thread of TensorFlow's;
+            they are then matched by their order.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -32,7 +37,7 @@ class HorovodCommunicator(Communicator):
         self.size = self.process_set.size() or 1
         self.rank = self.process_set.rank() if self.process_set.included() else -1
         self.half_allreduce = hvd.nccl_built() and bool(tf.config.list_physical_devices("GPU"))
-        self._functions: dict[Hashable, Any] = {}
+        self.directly = False
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """One grouped allreduce."""
@@ -73,11 +78,14 @@ class HorovodCommunicator(Communicator):
         return handle
 
     def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        if not tf.executing_eagerly():
+        if not tf.executing_eagerly() or self.directly:
             return operation(*tensors)
-        if key not in self._functions:
-            self._functions[key] = tf.function(operation, autograph=False, reduce_retracing=True)
-        return self._functions[key](*tensors)
+        specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
+        key = (self.process_set.process_set_id, key, *specs)
+        if key not in _functions:
+            function = tf.function(operation, autograph=False)
+            _functions[key] = function.get_concrete_function(*specs)
+        return _functions[key](*tensors)
 
     def _options(self, name: str, group: Group) -> dict[str, Any]:
         return {

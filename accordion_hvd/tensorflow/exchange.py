@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.base import Compressor, Info, Spec
+from accordion_hvd.base import Compressor, Info, Tensor
 from accordion_hvd.exchange import Exchange, Slot
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.step import Step
 from accordion_hvd.traffic import Traffic
-
-Tensor = tf.Tensor
 
 
 class TensorFlowExchange(Exchange):
@@ -77,8 +75,9 @@ class TensorFlowExchange(Exchange):
                 self._clock = tf.Variable(self._steps, trainable=False, dtype=tf.int64)
             for index in range(len(self.slots)):
                 self._settle(index)
+            steps = self.steps
             outline = [
-                (s.level, s.compressor.variant(self.steps), s.seen is None, s.owed is None)
+                (s.level, s.compressor.variant(steps), s.seen is None, s.owed is None)
                 for s in self.slots
             ]
             if outline != self._outline:
@@ -121,8 +120,6 @@ class TensorFlowExchange(Exchange):
 
     def _settle(self, index: int) -> None:
         slot = self.slots[index]
-        if slot.spec is None:
-            slot.spec = Spec(slot.bucket.shape, slot.bucket.dtype, xp)
         self.prepare(slot, None)
         assert slot.state is not None
         for key in [k for k in self._held if k[0] == index and k[1] not in (slot.level, None)]:
@@ -149,6 +146,8 @@ class TensorFlowExchange(Exchange):
         assert self._clock is not None
         kept = [(slot.state, slot.seen, slot.owed) for slot in self.slots]
         self._now = self._clock.read_value()
+        with tf.control_dependencies([self._now]):  # after the step before
+            grads = [tf.identity(grad) for grad in grads]
         try:
             for slot in self.slots:
                 slot.state = {key: tf.identity(value) for key, value in (slot.state or {}).items()}
@@ -157,13 +156,15 @@ class TensorFlowExchange(Exchange):
             bad = self._trace_step(grads, lr)
             for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
                 _store(slot, state or {}, seen, owed, bad)
-            self._clock.assign(self._now + 1)
-            return self.means()
+            means = self.means()
+            with tf.control_dependencies(means):  # before the step that follows
+                self._clock.assign(self._now + 1)
+            return means
         finally:
             self._now = None
             self.abort()
             for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
-                slot.state, slot.seen, slot.owed = state, seen, owed
+                slot.state, slot.seen, slot.owed, slot.unseen = state, seen, owed, None
 
     def _trace_step(self, grads: Sequence[Tensor], lr: Any) -> Any:
         step = self.open(self.rates(lr))

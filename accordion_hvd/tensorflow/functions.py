@@ -29,12 +29,12 @@ def broadcast_variables(
         process_set: the ranks taking part.
         inplace: accepted for compatibility.
     """
-    plain = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
-    if not process_set.included() or not plain:
+    inner = [plain(variable) for variable in variables]
+    if not process_set.included() or not inner:
         return
     communicator = HorovodCommunicator(process_set)
     root = process_set.ranks.index(root_rank) if process_set.ranks else root_rank
-    for number, chunk in enumerate(_chunks(plain)):
+    for number, chunk in enumerate(_chunks(inner)):
         name = f"accordion.broadcast.{number}"
         values = communicator.run(name, _broadcast([_bits(v) for v in chunk], root))
         for variable, value in zip(chunk, values, strict=True):
@@ -53,6 +53,11 @@ def broadcast_global_variables(root_rank: int) -> None:
             "`hvd.broadcast_variables(<model/optimizer variables>, root_rank)` instead."
         )
     return hvd.broadcast_global_variables(root_rank)
+
+
+def plain(variable: Any) -> Any:
+    """The TensorFlow variable within one of Keras'; itself if it is one."""
+    return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
 
 
 def _broadcast(tensors: list[Any], root: int) -> Conversation:

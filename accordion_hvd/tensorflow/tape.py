@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,7 +13,7 @@ import tensorflow as tf
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.averager import Averager
+from accordion_hvd.tensorflow.averager import Averager, key_of
 from accordion_hvd.tensorflow.stock import policy_of
 
 
@@ -66,7 +66,8 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
-    kind = type(type(gradtape).__name__, (_DistributedTape, type(gradtape)), {})
+    bases: Any = (_DistributedTape, type(gradtape))
+    kind: Any = type(type(gradtape).__name__, bases, {})
     tape = kind.__new__(kind)
     tape.__dict__.update(gradtape.__dict__)
     tape._local = set()
@@ -77,7 +78,7 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     return tape
 
 
-def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see above)
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
@@ -125,7 +126,7 @@ class _DistributedTape:
 
     def register_local_source(self, source: Any) -> None:
         """Leave this source's gradient alone (but see `scale_local_gradients`)."""
-        self._local.add(id(source))
+        self._local.add(key_of(source))
 
     @property
     def process_set(self) -> Any:
@@ -151,7 +152,7 @@ class _DistributedTape:
             means = _adasum(flat, self._wanted)
         else:
             averager = _averager(variables, self._wanted, self._local)
-            means = averager.average(flat, variables, variables, lambda: 0.0)
+            means = averager.average(flat, variables, lambda: 0.0)
         return tf.nest.pack_sequence_as(sources, means)
 
     def get_local_and_global_gradients(
@@ -160,11 +161,11 @@ class _DistributedTape:
         """Pairs of source and gradient: local ones, and averaged ones."""
         grads = self.gradient(target, sources, output_gradients, **options)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(grads), strict=True))
-        local = [(s, g) for s, g in pairs if id(s) in self._local]
-        return local, [(s, g) for s, g in pairs if id(s) not in self._local]
+        local = [(s, g) for s, g in pairs if key_of(s) in self._local]
+        return local, [(s, g) for s, g in pairs if key_of(s) not in self._local]
 
 
-_averagers: dict[Hashable, Averager] = {}
+_averagers: dict[tuple[Any, ...], Averager] = {}  # by compression, settings, variables
 
 
 def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
@@ -173,23 +174,25 @@ def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
     Raises:
         RuntimeError: there is none yet.
     """
-    for (kept, _, ids), averager in _averagers.items():  # type: ignore[misc]
-        if kept == compression and ids == tuple(map(id, variables)):
+    for key, averager in _averagers.items():
+        if key[0] == compression and key[-1] == tuple(map(key_of, variables)):
             return averager.exchange
     raise RuntimeError("nothing has been exchanged yet, so there is nothing to tell.")
 
 
 def _averager(variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]) -> Averager:
     compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = wanted
-    ids = tuple(map(id, variables))
+    ids = tuple(map(key_of, variables))
     settings = (process_set.process_set_id, *wanted[2:], frozenset(local))
     key = (compression, settings, ids)
     if key not in _averagers:
         policy: Policy = policy_of(compression)
         refusals.check_policy(policy)
+        references = [weakref.ref(variable) for variable in variables]
         averager = Averager(
             policy,
             process_set,
+            lambda: [variable for reference in references if (variable := reference()) is not None],
             total=op == hvd.Sum,
             sparse_as_dense=sparse_as_dense,
             skip=skip,

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.functions import broadcast_variables
+from accordion_hvd.tensorflow.functions import broadcast_variables, plain
 from accordion_hvd.tensorflow.keras.optimizer import is_distributed
 
 
@@ -43,7 +43,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def register_local_var(self, var: Any) -> None:
         """Do not broadcast this variable."""
-        self._local.add(id(_plain(var)))
+        self._local.add(id(plain(var)))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if the model is built; take charge of the train function."""
@@ -63,10 +63,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         averager = self._averager()
         if averager is None or averager.alone or averager._exchange is None:
             return
-        averager.check(self.model.trainable_variables)
+        averager.check()
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
-        if self._traced is not None and self._traced != exchange.version:
+        if averager.managed and self._traced not in (None, exchange.version):
             self.model.make_train_function(force=True)
         self._traced = exchange.version
 
@@ -87,9 +87,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if averager is None or averager.alone or averager._exchange is None:
             return
         self._catch_up(averager)
-        averager.check(self.model.trainable_variables)
+        averager.check()
         averager.managed = False
-        if averager.exchange.switching or averager.guard.mode != "off":
+        if averager.exchange.switching:
             self.model.train_function, self._traced = None, None
 
     def _catch_up(self, averager: Any) -> None:
@@ -102,7 +102,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _ends_windows(self) -> bool:
         """Whether the policy wants to be told where windows end, and the user does not say it."""
-        return getattr(self._averager().policy, "window", 0) is None
+        return getattr(self._averager().policy, "window", "fixed") is None
 
     def _broadcast(self) -> None:
         if self.broadcast_done:
@@ -110,7 +110,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
         # Not the seeds of dropout: ranks that drop the same units learn less from each batch.
         variables = [*self.model.weights, *self.model.optimizer.variables]
-        wanted = [v for v in variables if id(_plain(v)) not in self._local]
+        wanted = [v for v in variables if id(plain(v)) not in self._local]
         broadcast_variables(wanted, self.root_rank)
 
 
@@ -216,7 +216,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         now = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = now
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if not (self.momentum_correction and getattr(inner, "momentum", 0) and before):
+        if not (self.momentum_correction and getattr(inner, "momentum", None) and before):
             return
         # Keras' momentum is a constant in the graph; to scale it for one step, as Horovod does, is
         # to scale the velocities once.
@@ -251,8 +251,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             epoch += 1.0 / self.steps_per_epoch  # so that epochs end on round numbers
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
-        super().__init__(
-            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch  # type: ignore[arg-type]
+        super().__init__(  # fmt: skip
+            initial_lr,
+            multiplier,
+            0,
+            warmup_epochs,
+            False,  # type: ignore[arg-type]
+            momentum_correction,
+            steps_per_epoch,
         )
         self.verbose = verbose
 
@@ -293,7 +299,3 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             mode=mode,
             save_freq=save_freq,
         )
-
-
-def _plain(variable: Any) -> Any:
-    return getattr(variable, "value", variable) if isinstance(variable, keras.Variable) else variable

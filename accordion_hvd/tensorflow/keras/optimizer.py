@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from accordion_hvd import check
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.averager import Averager
+from accordion_hvd.tensorflow.averager import Averager, key_of
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.stock import policy_of
 
@@ -111,13 +112,14 @@ class Settings:
     average_passes: bool
     used: bool = False
 
-    def averager(self) -> Averager:
+    def averager(self, variables: Callable[[], Sequence[Any]]) -> Averager:
         """A new one; from the second on with a policy of its own."""
         policy = copy.deepcopy(self.policy) if self.used else self.policy
         self.used = True
         return Averager(
             policy,
             self.process_set,
+            variables,
             total=self.total,
             sparse_as_dense=self.sparse_as_dense,
             skip=self.skip,
@@ -142,7 +144,7 @@ def wrap(optimizer: Any, settings: Settings) -> Any:
         optimizer, scaled = keras.optimizers.LossScaleOptimizer(optimizer), True
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "_settings": settings, "__doc__": base.__doc__}
-    kind = type(base.__name__, (_Distributed, base), namespace)
+    kind: Any = type(base.__name__, (_Distributed, base), namespace)
     if scaled:
         scale, growth = optimizer.initial_scale, optimizer.dynamic_growth_steps
         wrapped = kind(optimizer.inner_optimizer, scale, growth, name=optimizer.name)
@@ -161,25 +163,31 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 class _Distributed:
-    """What a distributed optimizer has besides its own class; every path of Keras 3 leads through
-    `apply`.
-    """
+    """What it has besides its own class; every path of Keras 3 leads through `apply`."""
 
     _settings: Settings
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._averager = self._settings.averager()
+        me = weakref.ref(self)
+        self._averager = self._settings.averager(lambda: _exchanged(me()))
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
 
     # ------------------------------------------------------------------------ what users may need
     @property
     def exchange(self: Any) -> TensorFlowExchange:
-        """What runs the conversations: `stats()`, `levels()`, `policy`."""
-        if self._averager._exchange is None and self.built:
-            self._averager.watch(self._trainable_variables)
+        """Bytes, levels and policy of what this optimizer exchanges: `stats()`, `levels()`.
+
+        Raises:
+            RuntimeError: the optimizer is not built, so that nobody knows what to exchange.
+        """
         return self._averager.exchange
+
+    @property
+    def exchange_owner(self: Any) -> Any:
+        """What `save_state(only=[optimizer])` saves."""
+        return self._averager
 
     @property
     def process_set(self) -> Any:
@@ -192,7 +200,7 @@ class _Distributed:
 
     def register_local_var(self, var: Any) -> None:
         """Leave this variable's gradient alone (but see `scale_local_gradients`)."""
-        self._averager.local.add(id(var))
+        self._averager.local.add(key_of(var))
 
     # ----------------------------------------------------------------------------- what Keras calls
     def build(self: Any, variables: Any) -> None:
@@ -220,10 +228,9 @@ class _Distributed:
             self._accumulate(grads, variables)
 
     def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
-        everything = [v for v in self._trainable_variables if not _overwritten(v)]
         chosen = [i for i, v in enumerate(variables) if not _overwritten(v)]
         means = self._averager.average(
-            [grads[i] for i in chosen], [variables[i] for i in chosen], everything, self._rate
+            [grads[i] for i in chosen], [variables[i] for i in chosen], self._rate
         )
         for i, mean in zip(chosen, means, strict=True):
             grads[i] = mean
@@ -288,6 +295,12 @@ class _Distributed:
             self._sums = [
                 tf.Variable(tf.zeros(tuple(v.shape), v.dtype), trainable=False) for v in variables
             ]
+
+
+def _exchanged(optimizer: Any) -> list[Any]:
+    """The variables whose gradients a distributed optimizer exchanges."""
+    known = optimizer._trainable_variables if optimizer is not None and optimizer.built else []
+    return [variable for variable in known if not _overwritten(variable)]
 
 
 def _overwritten(variable: Any) -> bool:

@@ -1,0 +1,774 @@
+"""The Keras 3 optimizer and callbacks, on real ranks. See `harness.py`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow.keras as stock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import accordion_hvd.tensorflow.keras as hvd
+from accordion_hvd import (
+    BF16,
+    FP16,
+    Accordion,
+    Allgather,
+    Allreduce,
+    Compressor,
+    Dense,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
+from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
+from accordion_hvd.simulate import simulate
+from accordion_hvd.tensorflow import allreduce
+
+SOLO = stock.ProcessSet([0])
+SGD = keras.optimizers.SGD
+
+
+def INIT() -> None:  # noqa: D103, N802
+    hvd.init(process_sets=[SOLO])
+
+
+# ------------------------------------------------------------------------------------------- tools
+def make_model(seed: int = 0) -> keras.Model:
+    """Two matrices that are compressed, four small tensors."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(40, "tanh"), keras.layers.Dense(40, "tanh"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((32,)), *layers])
+
+
+def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Different on each rank; the same in each run."""
+    rng = np.random.default_rng(hvd.rank() if rank is None else rank)
+    x = rng.standard_normal((32, 32), np.float32)
+    return x, x[:, :1] * 2 + 1 + 0.1 * rng.standard_normal((32, 1), np.float32)
+
+
+def weights(model: Any) -> np.ndarray:
+    return np.concatenate([v.numpy().ravel() for v in model.trainable_variables])
+
+
+def everywhere(values: Any) -> np.ndarray:
+    """Row r is rank r's."""
+    return hvd.allgather(np.asarray(values)[None]).numpy()
+
+
+def assert_equal_ranks(model: Any, what: object = "") -> None:
+    rows = everywhere(weights(model))
+    assert np.isfinite(rows).all(), what
+    assert (rows == rows[0]).all(), (what, np.abs(rows - rows[0]).max())
+
+
+def fit(
+    model: Any, compression: Any, *, epochs: int = 2, callback: bool = True, eager: bool = False,
+    optimizer: Any = None, callbacks: Any = (), **options: Any,
+) -> Any:  # fmt: skip
+    """Two batches an epoch; returns the optimizer."""
+    opt = hvd.DistributedOptimizer(optimizer or SGD(0.05), compression=compression, **options)
+    model.compile(opt, loss="mse", run_eagerly=eager)
+    mine = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if callback else []
+    model.fit(*data(), batch_size=16, epochs=epochs, verbose=0, shuffle=False,
+              callbacks=[*mine, *callbacks])  # fmt: skip
+    return model.optimizer
+
+
+def local_gradients(model: Any, rank: int | None = None) -> list[np.ndarray]:
+    x, y = data(rank)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    return [g.numpy() for g in tape.gradient(loss, model.trainable_variables)]
+
+
+def mean_gradients(model: Any) -> list[np.ndarray]:
+    """By arithmetic on this rank alone."""
+    rows = [local_gradients(model, rank) for rank in range(hvd.size())]
+    return [np.mean(same, axis=0) for same in zip(*rows, strict=True)]
+
+
+def in_graph(graph: bool, function: Any) -> Any:
+    """The function, traced or not."""
+    return tf.function(function) if graph else function
+
+
+def stepper(graph: bool, opt: Any, *variables: Any) -> Any:
+    """Applies the gradients it is given."""
+    return in_graph(graph, lambda *grads: opt.apply(list(grads), list(variables)))
+
+
+def raises(kind: type[BaseException], part: str, action: Any) -> None:
+    try:
+        action()
+    except kind as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+# --------------------------------------------------------------------------------------------- fit
+def check_dense_is_the_average() -> None:
+    model = make_model()
+    before, means = [v.numpy() for v in model.trainable_variables], mean_gradients(model)
+    plain = [allreduce(tf.constant(g)).numpy() for g in local_gradients(model)]
+    opt = hvd.DistributedOptimizer(SGD(0.5))
+    opt.apply([tf.constant(g) for g in local_gradients(model)], model.trainable_variables)
+    for old, mean, same, new in zip(before, means, plain, model.trainable_variables, strict=True):
+        np.testing.assert_allclose(new.numpy(), old - 0.5 * mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(new.numpy(), old - 0.5 * same, rtol=1e-5, atol=1e-6)
+
+
+def check_fit_in_a_graph() -> None:
+    """Different initial weights and data on each rank; the callback broadcasts."""
+    for compression in (Dense(), PowerSGD(2), TopK(0.05), RandomK(0.1), FP16(), BF16()):
+        model = make_model(hvd.rank())
+        start = weights(make_model(0))
+        opt = fit(model, compression, guard_every=3)
+        assert_equal_ranks(model, compression)
+        assert np.abs(weights(model) - start).max() > 1e-4
+        assert opt.exchange.stats()["steps"] == 4, opt.exchange.stats()
+
+
+def check_fit_without_callback_and_stock_compression() -> None:
+    for compression in (stock.Compression.none, stock.Compression.fp16):
+        model = make_model()
+        opt = fit(model, compression, callback=False, guard_every=2)
+        assert_equal_ranks(model, compression)
+        assert not model.jit_compile
+    assert 1.9 < opt.exchange.stats()["ratio"] < 2.1, opt.exchange.stats()
+
+
+def check_fit_eagerly_is_fit_in_a_graph() -> None:
+    results = {}
+    for eager in (False, True):
+        model = make_model()
+        opt = fit(model, TopK(0.05), eager=eager)
+        assert_equal_ranks(model)
+        stats = opt.exchange.stats()
+        results[eager] = weights(model), {k: v for k, v in stats.items() if k != "seconds"}
+    np.testing.assert_allclose(results[False][0], results[True][0], rtol=1e-4, atol=1e-5)
+    assert results[False][1] == results[True][1], results
+    assert results[False][1]["payload"] > 0
+
+
+def check_accordion_switches_in_fit() -> None:
+    """The train function is made anew; py_function (no callback) and eager runs decide alike."""
+    found = {}
+    ways = {"graph": (None, True, False), "python": (2, False, False), "eager": (None, True, True)}
+    for way, (window, callback, eager) in ways.items():
+        accordion = Accordion(
+            low=PowerSGD(4), high=TopK(0.02), threshold=0.9, interval=1, window=window
+        )
+        model = make_model()
+        made = CountTrainFunctions()
+        opt = fit(
+            model, accordion, epochs=4, callback=callback, eager=eager, callbacks=[made],
+            guard_every=2,
+        )  # fmt: skip
+        assert_equal_ranks(model, way)
+        rows = opt.exchange.policy.history
+        assert {r["compressor"] for r in rows} == {"PowerSGD(rank=4)", "TopK(ratio=0.02)"}, rows
+        found[way] = [(r["step"], r["window"], r["level"], r["reason"]) for r in rows]
+        assert opt.exchange.stats()["steps"] == 8
+        assert (made.count > 1) == (way == "graph"), (way, made.count)
+    assert found["graph"][: len(found["python"])] == found["python"], found
+    assert found["graph"] == found["eager"], found
+
+
+class CountTrainFunctions(keras.callbacks.Callback):
+    """How many train functions have been used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.train_function not in self.seen:
+            self.seen.append(self.model.train_function)
+
+    @property
+    def count(self) -> int:
+        return len(self.seen)
+
+
+def check_several_steps_per_execution() -> None:
+    accordion = Accordion(low=PowerSGD(2), high=TopK(0.05), threshold=9.0, interval=1, window=3)
+    model = make_model()
+    opt = hvd.DistributedOptimizer(SGD(0.05), compression=accordion)
+    model.compile(opt, loss="mse", steps_per_execution=2)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(*data(), batch_size=4, epochs=1, verbose=0, callbacks=[callback])
+    assert_equal_ranks(model)
+    assert {row["step"] for row in accordion.history} == {3, 6}, accordion.history
+    assert model.optimizer.exchange.stats()["steps"] == 8
+
+
+def check_decisions_equal_simulation() -> None:
+    """One stream of gradients: eager, in a graph, and NumPy alone."""
+    shape, steps = (32, 40), 12
+    streams = [
+        [np.random.default_rng((r, t)).standard_normal(shape).astype("f") * (1 + t // 6 * 3)
+         for t in range(steps)]
+        for r in range(hvd.size())
+    ]  # fmt: skip
+
+    def policy() -> Accordion:
+        return Accordion(low=PowerSGD(2), high=TopK(0.05), window=3, interval=1)
+
+    world = simulate(policy(), hvd.size())
+    truth = [
+        world.step([{"w": s[t].copy()} for s in streams], lr=0.1)[0]["w"] for t in range(steps)
+    ]
+    want = [decision(r) for r in world.exchanges[0].policy.history]
+    for graph in (False, True):
+        variable = keras.Variable(np.zeros(shape, "f"), name="w")
+        opt = hvd.DistributedOptimizer(SGD(0.1), compression=policy(), guard="off")
+        run = stepper(graph, opt, variable)
+        means = []
+        for t in range(steps):
+            before = variable.numpy()
+            run(tf.constant(streams[hvd.rank()][t]))
+            means.append((before - variable.numpy()) / 0.1)
+        got = [decision(r) for r in opt.exchange.policy.history]
+        assert len(got) == 3 and len({row[2] for row in got}) == 2, got
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine[:4] == theirs[:4], (graph, got, want)
+            np.testing.assert_allclose(mine[4], theirs[4], rtol=1e-5)
+        np.testing.assert_allclose(means[-1], truth[-1], rtol=1e-2, atol=1e-2)
+
+
+def decision(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["step"], row["window"], row["level"], row["reason"], row["norm"]
+
+
+def check_what_is_owed_is_paid_once() -> None:
+    """TopK hands its error to Dense, which sends it in its first step and no other."""
+    shape = (32, 40)
+    rng = np.random.default_rng(5)
+    grads = [rng.standard_normal((hvd.size(), *shape)).astype("f") for _ in range(6)]
+    accordion = Accordion(low=TopK(0.05), high=Dense(), window=2, interval=1, threshold=9.0)
+    variable = keras.Variable(np.zeros(shape, "f"), name="w")
+    opt = hvd.DistributedOptimizer(SGD(1.0), compression=accordion, guard="off")
+    seen = []
+    for grad in grads:
+        before = variable.numpy()
+        opt.apply([tf.constant(grad[hvd.rank()])], [variable])
+        seen.append(before - variable.numpy())
+    levels = [row["level"] for row in accordion.history]
+    assert levels == [0, 1], accordion.history
+    means = [grad.mean(0) for grad in grads]
+    np.testing.assert_allclose(sum(seen[:5]), sum(means[:5]), atol=1e-4)
+    assert np.abs(seen[4] - means[4]).max() > 1e-2  # the debt
+    np.testing.assert_allclose(seen[5], means[5], atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------- custom loops
+def check_custom_loops() -> None:
+    """apply_gradients, eagerly and in a tf.function."""
+    x, y = map(tf.constant, data())
+
+    def make_step(model: Any, opt: Any) -> Any:
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            grads = tape.gradient(loss, model.trainable_variables)
+            opt.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+        return step
+
+    results = []
+    for graph in (False, True):
+        model = make_model()
+        opt = hvd.DistributedOptimizer(SGD(0.05), compression=TopK(0.05), guard_every=1)
+        run = in_graph(graph, make_step(model, opt))
+        for _ in range(3):
+            run()
+        assert_equal_ranks(model)
+        assert opt.exchange.stats()["steps"] == 3
+        results.append(weights(model))
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+
+
+def check_two_optimizers_in_one_function() -> None:
+    a, b = (
+        keras.Variable(tf.zeros((32, 40)), name="a"),
+        keras.Variable(tf.zeros((32, 40)), name="b"),
+    )
+    one = hvd.DistributedOptimizer(SGD(1.0), compression=TopK(1.0))
+    two = hvd.DistributedOptimizer(SGD(1.0))
+
+    @tf.function
+    def step(grad: tf.Tensor) -> None:
+        for _ in range(2):
+            one.apply([grad], [a])
+            two.apply([grad], [b])
+
+    step(tf.fill((32, 40), float(hvd.rank())))
+    mean = (hvd.size() - 1) / 2
+    np.testing.assert_allclose(a.numpy(), -2 * mean, atol=1e-5)
+    np.testing.assert_allclose(b.numpy(), -2 * mean, atol=1e-5)
+
+
+def check_sum() -> None:
+    variable = keras.Variable(tf.zeros((3,)))
+    opt = hvd.DistributedOptimizer(SGD(1.0), op=hvd.Sum, gradient_predivide_factor=1.0)
+    opt.apply([tf.fill((3,), hvd.rank() + 1.0)], [variable])
+    np.testing.assert_allclose(variable.numpy(), -sum(range(1, hvd.size() + 1)))
+
+
+def check_backward_passes_per_step() -> None:
+    for graph in (False, True):
+        for average in (False, True):
+            variable = keras.Variable(tf.zeros((40, 40)))
+            opt = hvd.DistributedOptimizer(
+                SGD(1.0), compression=TopK(1.0), backward_passes_per_step=2,
+                average_aggregated_gradients=average,
+            )  # fmt: skip
+            run = stepper(graph, opt, variable)
+            mean, factor = (hvd.size() - 1) / 2, 0.5 if average else 1.0
+            run(tf.fill((40, 40), hvd.rank() + 1.0))
+            assert (variable.numpy() == 0).all()
+            run(tf.fill((40, 40), hvd.rank() + 2.0))
+            want = -(2 * mean + 3) * factor
+            np.testing.assert_allclose(variable.numpy(), want, rtol=1e-5)
+            run(tf.fill((40, 40), hvd.rank() + 5.0))
+            np.testing.assert_allclose(variable.numpy(), want, rtol=1e-5)
+            run(tf.fill((40, 40), hvd.rank() + 5.0))
+            want -= (2 * mean + 10) * factor
+            np.testing.assert_allclose(variable.numpy(), want, rtol=1e-5)
+            assert opt.exchange.stats()["steps"] == 2
+            assert int(opt.iterations) == 4
+
+
+def check_clipping_comes_after_the_average() -> None:
+    variable = keras.Variable(tf.zeros((4,)))
+    opt = hvd.DistributedOptimizer(SGD(1.0, clipnorm=1.0))
+    grad = np.zeros(4, "f")
+    grad[hvd.rank() % 4] = 100.0
+    opt.apply([tf.constant(grad)], [variable])
+    mean = np.mean(everywhere(grad), 0)
+    np.testing.assert_allclose(variable.numpy(), -mean / np.linalg.norm(mean), rtol=1e-5)
+
+
+def check_missing_and_local_gradients() -> None:
+    a, b, c, d = (keras.Variable(tf.zeros((2,)), name=n) for n in "abcd")
+    opt = hvd.DistributedOptimizer(SGD(1.0))
+    opt.register_local_var(c)
+    one = tf.ones((2,))
+    opt.apply([one if hvd.rank() == 0 else None, one, one * hvd.size(), None], [a, b, c, d])
+    np.testing.assert_allclose(a.numpy(), -1 / hvd.size(), rtol=1e-6)
+    np.testing.assert_allclose(b.numpy(), -1, rtol=1e-6)
+    np.testing.assert_allclose(c.numpy(), -1, rtol=1e-6)
+    assert (d.numpy() == 0).all()
+
+
+def make_sparse_step(opt: Any, table: Any) -> Any:
+    @tf.function
+    def step(rows: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table.value, rows))
+        opt.apply(tape.gradient(loss, [table.value]), [table])
+
+    return step
+
+
+def check_sparse_gradients() -> None:
+    """Embeddings: gathered, or dense if wanted."""
+    for dense in (False, True):
+        keras.utils.set_random_seed(0)
+        table = keras.Variable(tf.zeros((50, 30)), name="table")
+        opt = hvd.DistributedOptimizer(SGD(1.0), compression=TopK(1.0), sparse_as_dense=dense)
+
+        step = make_sparse_step(opt, table)
+        step(tf.constant([0, hvd.rank() + 1]))
+        want = np.zeros((50, 30), "f")
+        want[0] = -1
+        want[1 : hvd.size() + 1] = -1 / hvd.size()
+        np.testing.assert_allclose(table.numpy(), want, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- numerics
+def averaging(averager: Any, variable: Any) -> Any:
+    return lambda grad: averager.average([grad], [variable], lambda: 0.0)[0]
+
+
+def check_a_bad_gradient_on_one_rank() -> None:
+    """NaN on every rank; errors keep what they were, to the bit."""
+    for graph in (False, True):
+        variable = keras.Variable(tf.zeros((40, 40)))
+        opt = hvd.DistributedOptimizer(SGD(0.0), compression=TopK(0.1), guard="off")
+        averager = opt._averager
+        opt.build([variable])
+        run = in_graph(graph, averaging(averager, variable))
+        rng = np.random.default_rng(hvd.rank())
+        grad = rng.standard_normal((40, 40)).astype("f")
+        assert np.isfinite(run(tf.constant(grad)).numpy()).all()
+        before = averager.exchange.slots[0].state["error"].numpy()
+        assert np.abs(before).max() > 0
+        bad = grad.copy()
+        if hvd.rank() == hvd.size() - 1:
+            bad[3, 4] = np.inf
+        assert np.isnan(run(tf.constant(bad)).numpy()).all()
+        assert (averager.exchange.slots[0].state["error"].numpy() == before).all()
+        assert np.isfinite(run(tf.constant(grad)).numpy()).all()
+        assert averager.exchange.stats()["steps"] == 3
+
+
+def scaled_stepper(opt: Any, variable: Any) -> Any:
+    return lambda grad: opt.apply([opt.scale_loss(grad)], [variable])
+
+
+def check_loss_scaling() -> None:
+    """An overflow on one rank skips the step on all; errors are in unscaled units."""
+    for graph in (False, True):
+        variable = keras.Variable(tf.zeros((40, 40)))
+        inner = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
+        opt = hvd.DistributedOptimizer(inner, compression=TopK(0.5), guard="off")
+        assert isinstance(opt, keras.optimizers.LossScaleOptimizer)
+        run = in_graph(graph, scaled_stepper(opt, variable))
+        grad = np.random.default_rng(1).standard_normal((40, 40)).astype("f")
+        run(tf.constant(grad))
+        first, owed = variable.numpy(), opt.exchange.slots[0].state["error"].numpy()
+        np.testing.assert_allclose(first.ravel() - owed, -grad.ravel(), rtol=1e-5, atol=1e-6)
+        bad = np.where(hvd.rank() == 0, np.inf, 1.0) * grad
+        run(tf.constant(bad.astype("f")))
+        assert (variable.numpy() == first).all()
+        assert float(opt.dynamic_scale) == 4.0
+        assert (opt.exchange.slots[0].state["error"].numpy() == owed).all()
+        run(tf.constant(np.zeros((40, 40), "f")))
+        assert (everywhere(variable.numpy()) == variable.numpy()).all()
+        np.testing.assert_allclose(  # the scale has changed, what is owed has not
+            variable.numpy().ravel() - opt.exchange.slots[0].state["error"].numpy(),
+            -grad.ravel(), rtol=1e-5, atol=1e-6,
+        )  # fmt: skip
+
+
+def check_mixed_float16() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make_model()
+        opt = fit(model, PowerSGD(2))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert type(opt).__name__ == "LossScaleOptimizer" and opt is model.optimizer
+    assert opt.exchange.stats()["steps"] == 4
+    assert_equal_ranks(model)
+    raises(TypeError, "hang", lambda: keras.optimizers.LossScaleOptimizer(
+        hvd.DistributedOptimizer(SGD(0.1))).build(model.trainable_variables))  # fmt: skip
+
+
+def check_alone_is_plain_training() -> None:
+    """A process set of one rank (and ranks outside of it) exchanges nothing."""
+    results = []
+    for distributed in (False, True):
+        model = make_model()
+        opt: Any = SGD(0.05, momentum=0.9)
+        if distributed:
+            opt = hvd.DistributedOptimizer(opt, compression=TopK(0.01), process_set=SOLO)
+        model.compile(opt, loss="mse", jit_compile=False)
+        model.fit(*data(), batch_size=16, epochs=2, verbose=0, shuffle=False)
+        results.append(weights(model))
+    assert (results[0] == results[1]).all()
+    assert opt.exchange.stats()["sent"] == 0
+
+
+# ----------------------------------------------------------------------------------- conversations
+@dataclass(frozen=True)
+class Uneven(Compressor):
+    """Gathers tensors of different lengths, which no graph can do."""
+
+    def exchange(self, grad: Any, state: Any, info: Any) -> Any:
+        flat = tf.reshape(grad, (-1,))
+        parts = yield Allgather(flat[: 10 + info.rank], uneven=True)
+        mean = yield Allreduce(grad)
+        assert [int(p.shape[0]) for p in parts] == [10 + r for r in range(info.size)]
+        return mean, state
+
+
+@dataclass(frozen=True)
+class Phased(Compressor):
+    """Sends twice the gradient in its first two steps."""
+
+    def variant(self, step: int) -> int:
+        return int(step >= 2)
+
+    def exchange(self, grad: Any, state: Any, info: Any) -> Any:
+        phase = PHASE.setdefault("now", 0)
+        mean = yield Allreduce(grad)
+        return mean * (2.0 - phase), state
+
+
+PHASE: dict[str, int] = {}
+
+
+def check_conversations_that_cannot_be_traced() -> None:
+    variable = keras.Variable(tf.zeros((40, 40)))
+    opt = hvd.DistributedOptimizer(SGD(1.0), compression=Uneven())
+    for graph in (False, True):
+        before = variable.numpy()
+        stepper(graph, opt, variable)(tf.fill((40, 40), float(hvd.rank())))
+        np.testing.assert_allclose(variable.numpy() - before, -(hvd.size() - 1) / 2, rtol=1e-6)
+    assert opt.exchange.stats()["steps"] == 2
+
+
+def check_phases_are_traced_anew() -> None:
+    variable = keras.Variable(tf.zeros((40, 40)))
+    opt = hvd.DistributedOptimizer(SGD(1.0), compression=Phased())
+    run = tf.function(lambda grad: opt.apply([grad], [variable]))
+    for step in range(4):
+        PHASE["now"] = int(step >= 2)
+        before = variable.numpy()
+        run(tf.ones((40, 40)))
+        np.testing.assert_allclose(before - variable.numpy(), 2.0 if step < 2 else 1.0)
+
+
+# -------------------------------------------------------------------------------------- callbacks
+class Recorder(keras.callbacks.Callback):
+    """Learning rates of all batches, and the logs of all epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs or {}))
+
+
+def check_learning_rate_callbacks() -> None:
+    size, recorder = hvd.size(), Recorder()
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=2)
+    decay = hvd.callbacks.LearningRateScheduleCallback(0.08, lambda epoch: 0.1, start_epoch=2)
+    fit(make_model(), "dense", epochs=3, callbacks=[warmup, decay, recorder])
+    want = [0.08 / size * ((step + 1) / 2 * (size - 1) / 2 + 1) for step in range(4)]
+    np.testing.assert_allclose(recorder.rates, [*want, 0.008, 0.008], rtol=1e-5)
+    np.testing.assert_allclose(recorder.rates[3], 0.08, rtol=1e-5)
+    np.testing.assert_allclose(recorder.logs[-1]["lr"], 0.008, rtol=1e-5)
+
+
+def check_momentum_correction() -> None:
+    """The velocity, which contains the learning rate, is scaled with it."""
+    model, opt = make_model(), SGD(0.1, momentum=0.9)
+    model.compile(opt, loss="mse")
+    opt.build(model.trainable_variables)
+    opt.momentums[0].assign(tf.ones_like(opt.momentums[0]))
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5)
+    callback.set_model(model)
+    callback.on_epoch_begin(0)
+    np.testing.assert_allclose(opt.momentums[0].numpy(), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(float(opt.learning_rate), 0.05, rtol=1e-6)
+
+
+def check_metric_average() -> None:
+    logs = {"loss": float(hvd.rank()), "accuracy": 1.0}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"loss": (hvd.size() - 1) / 2, "accuracy": 1.0}, logs
+
+
+def check_learning_rate_fall_makes_layers_critical() -> None:
+    """Accordion is told of the rates that Keras really uses."""
+    accordion = Accordion(low=PowerSGD(4), high=PowerSGD(1), interval=10)
+    fall = hvd.callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.1 ** (epoch // 2))
+    fit(make_model(), accordion, epochs=3, callbacks=[fall])
+    reasons = [(row["window"], row["reason"]) for row in accordion.history]
+    assert (1, "learning rate fell") in reasons and (0, "learning rate fell") not in reasons, (
+        reasons
+    )
+
+
+# ------------------------------------------------------------------------------- saving and loading
+def check_save_and_load() -> None:
+    """Wrapped models load without us; hvd.load_model wraps; momentum survives."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        model = make_model()
+        fit(model, PowerSGD(2), optimizer=SGD(0.05, momentum=0.9))
+        model.save(path)
+        plain = keras.models.load_model(path)
+        assert type(plain.optimizer) is SGD, type(plain.optimizer).__mro__
+        again = hvd.load_model(path, compression=TopK(0.1))
+    assert "TopK" in repr(again.optimizer._averager.policy)
+    assert isinstance(again.optimizer, SGD) and type(again.optimizer).__name__ == "SGD"
+    assert (weights(again) == weights(model)).all()
+    for ours, theirs in zip(again.optimizer.momentums, model.optimizer.momentums, strict=True):
+        assert (ours.numpy() == theirs.numpy()).all() and np.abs(ours.numpy()).max() > 0
+    again.fit(*data(), batch_size=16, verbose=0)
+    assert_equal_ranks(again)
+    assert again.optimizer.exchange.stats()["steps"] == 2
+    rewrapped = hvd.DistributedOptimizer(plain.optimizer)  # loaded first, wrapped afterwards
+    assert int(rewrapped.iterations) == int(plain.optimizer.iterations) == 4
+
+
+def check_config() -> None:
+    opt = hvd.DistributedOptimizer(keras.optimizers.Adam(0.003), compression=TopK(0.1))
+    config = opt.get_config()
+    np.testing.assert_allclose(config["learning_rate"], 0.003)
+    twin = type(opt).from_config(config)
+    assert isinstance(twin, keras.optimizers.Adam) and twin._averager is not opt._averager
+    np.testing.assert_allclose(float(twin.learning_rate), 0.003)
+    assert type(keras.optimizers.Adam.from_config(config)) is keras.optimizers.Adam
+
+
+def check_state_survives_a_restart() -> None:
+    """Errors, levels and windows are restored into variables that graphs know."""
+    folder = hvd.broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8), 0)
+    where = folder.numpy().tobytes().decode()
+    grads = np.random.default_rng(hvd.rank()).standard_normal((6, 32, 40)).astype("f")
+
+    def make() -> Any:
+        variable = keras.Variable(tf.zeros((32, 40)), name="w")
+        policy = Accordion(low=PowerSGD(2), high=TopK(0.05), window=2, interval=1, threshold=9.0)
+        opt = hvd.DistributedOptimizer(SGD(1.0), compression=policy, guard="off")
+        opt.build([variable])
+        return variable, opt, tf.function(lambda grad: opt.apply([grad], [variable]))
+
+    variable, opt, run = make()
+    for grad in grads[:5]:
+        run(tf.constant(grad))
+    hvd.save_state(where, only=[opt])
+    kept = variable.numpy()
+    run(tf.constant(grads[5]))
+    twin, other, again = make()
+    again(tf.constant(grads[0]))  # traced before the state is restored
+    hvd.load_state(where, only=[other])
+    twin.assign(kept)
+    again(tf.constant(grads[5]))
+    np.testing.assert_allclose(twin.numpy(), variable.numpy(), rtol=1e-5, atol=1e-6)
+    assert other.exchange.steps == 6
+    assert other.exchange.policy.history == opt.exchange.policy.history
+
+
+# ----------------------------------------------------------------------------- noticing, refusing
+def check_ranks_that_disagree() -> None:
+    ways = [
+        (TopK(0.1), PowerSGD(2)),
+        (stock.Compression.none, stock.Compression.fp16),
+        (stock.Compression.none, TopK(0.5)),
+    ]
+    for first, rest in ways:
+        compression = first if hvd.rank() == 0 else rest
+        for graph in (False, True):
+            variable = keras.Variable(tf.zeros((40, 40)), name="w")
+            opt = hvd.DistributedOptimizer(SGD(1.0), compression=compression)
+            run = functools.partial(stepper(graph, opt, variable), tf.ones((40, 40)))
+            raises(RanksDisagree, "rank 0", run)
+
+
+def check_guard_finds_a_changed_replica() -> None:
+    for graph in (False, True):
+        variable = keras.Variable(tf.zeros((40, 40)), name="poked")
+        opt = hvd.DistributedOptimizer(SGD(1.0), guard_every=4)
+        run = functools.partial(stepper(graph, opt, variable), tf.ones((40, 40)))
+        for _ in range(4):
+            run()
+        if hvd.rank() == hvd.size() - 1:
+            variable.assign(variable + 1e-3)
+        kind = tf.errors.OpError if graph else ReplicasDiffer
+        raises(kind, "poked", run)
+
+
+def check_guard_in_fit() -> None:
+    """The callback looks, between batches."""
+    model = make_model()
+
+    class Poke(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if hvd.rank() == 0 and batch == 1:
+                model.trainable_variables[0].assign(model.trainable_variables[0] * 1.5)
+
+    raises(ReplicasDiffer, "kernel", lambda: fit(model, "dense", callbacks=[Poke()]))
+    calm = make_model()
+    fit(calm, "dense", callbacks=[Poke()], guard="off")
+
+
+def check_refusals() -> None:
+    import horovod.tensorflow as core
+
+    raises(ValueError, "Adasum", lambda: hvd.DistributedOptimizer(
+        SGD(0.1), compression=TopK(0.1), op=core.Adasum))  # fmt: skip
+    raises(ValueError, "already", lambda: hvd.DistributedOptimizer(
+        hvd.DistributedOptimizer(SGD(0.1))))  # fmt: skip
+    raises(TypeError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
+    raises(ValueError, "guard", lambda: hvd.DistributedOptimizer(SGD(0.1), guard="perhaps"))
+    raises(ValueError, "backward_passes", lambda: hvd.DistributedOptimizer(
+        SGD(0.1), backward_passes_per_step=0))  # fmt: skip
+    variable = keras.Variable(tf.zeros((2,)))
+    opt = hvd.DistributedOptimizer(SGD(0.1))
+    opt.build([variable])
+    compiled = tf.function(lambda grad: opt.apply([grad], [variable]), jit_compile=True)
+    raises(RuntimeError, "jit_compile=False", lambda: compiled(tf.ones((2,))))
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        raises(RuntimeError, "tf.distribute", lambda: hvd.DistributedOptimizer(SGD(0.1)))
+        raises(RuntimeError, "tf.distribute", lambda: opt.apply([tf.ones((2,))], [variable]))
+    policy = Accordion(low=PowerSGD(2), high=PowerSGD(1))
+    both = [hvd.DistributedOptimizer(SGD(0.1), compression=policy) for _ in range(2)]
+    both[0].apply([tf.ones((2,))], [variable])
+    raises(ValueError, "another optimizer", lambda: both[1].apply([tf.ones((2,))], [variable]))
+
+
+def check_stock_wrapper_refuses_ours() -> None:
+    """Horovod's own wrapper fails at its first use, and says what to write."""
+    opt = stock.DistributedOptimizer(SGD(0.1), compression=TopK(0.1))
+    raises(TypeError, "import accordion_hvd.tensorflow as hvd", lambda: opt._allreduce(
+        [tf.ones((2,))], [tf.Variable(tf.ones((2,)))]))  # fmt: skip
+
+
+def check_words_and_environment() -> None:
+    os.environ["ACCORDION_HVD_COMPRESSION"] = "topk:0.25"
+    try:
+        assert (
+            repr(hvd.DistributedOptimizer(SGD(0.1))._averager.policy) == "Fixed(TopK(ratio=0.25))"
+        )
+    finally:
+        del os.environ["ACCORDION_HVD_COMPRESSION"]
+    opt = hvd.DistributedOptimizer(SGD(0.1), compression="powersgd:rank=3")
+    assert repr(opt._averager.policy) == "Fixed(PowerSGD(rank=3))"
+
+
+def check_names_are_complete() -> None:
+    import horovod.tensorflow.keras as theirs
+
+    imported = {"K", "keras", "tf", "is_version_greater_equal_than"}
+    for name in ("", "callbacks", "elastic"):
+        module, ours = (getattr(m, name) if name else m for m in (theirs, hvd))
+        missing = [n for n in dir(module) if not n.startswith("_") and not hasattr(ours, n)]
+        assert not set(missing) - imported, (module, missing)
+        assert set(getattr(module, "__all__", ())) <= set(getattr(ours, "__all__", dir(ours)))
+    for name in ("DistributedOptimizer", "load_model", "callbacks", "elastic"):
+        assert getattr(hvd, name).__module__.startswith("accordion") if name[0] == "D" else True
+        assert getattr(hvd, name) is not getattr(theirs, name), name
+
+
+def check_elastic_state() -> None:
+    model = make_model(hvd.rank())
+    opt = hvd.DistributedOptimizer(SGD(0.1, momentum=0.9))
+    model.compile(opt, loss="mse")
+    state = hvd.elastic.KerasState(model, batch=hvd.rank(), epoch=3)
+    state.sync()
+    assert_equal_ranks(model)
+    assert state.batch == 0 and state.epoch == 3
+    kept = weights(model)
+    model.trainable_variables[0].assign(model.trainable_variables[0] * 2.0)
+    state.restore()
+    assert (weights(model) == kept).all()
+    commits = hvd.elastic.CommitStateCallback(state)
+    batches = hvd.elastic.UpdateBatchStateCallback(state)
+    epochs = hvd.elastic.UpdateEpochStateCallback(state)
+    model.fit(*data(), batch_size=16, verbose=0, callbacks=[commits, batches, epochs])
+    assert state.epoch == 4 and state.batch == 0
+
+
+if __name__ == "__main__":
+    from harness import main
+
+    main(globals())

@@ -1,0 +1,270 @@
+"""The tape, broadcasts and names of `accordion_hvd.tensorflow`, on real ranks. See `harness.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as stock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import accordion_hvd.tensorflow as hvd
+from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
+from accordion_hvd.base import Allgather, Alltoall
+from accordion_hvd.guard import RanksDisagree
+from accordion_hvd.tensorflow.communicator import HorovodCommunicator
+from accordion_hvd.tensorflow.tape import exchange_of
+
+PAIR = hvd.ProcessSet([0, 1])
+
+
+def INIT() -> None:  # noqa: D103, N802
+    import os
+
+    ranks = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    hvd.init(process_sets=[PAIR] if ranks > 2 else None)
+
+
+def everywhere(values: Any) -> np.ndarray:
+    """Row r is rank r's."""
+    return hvd.allgather(tf.constant(np.asarray(values)[None])).numpy()
+
+
+def in_graph(graph: bool, function: Any) -> Any:
+    """The function, traced or not."""
+    return tf.function(function) if graph else function
+
+
+def raises(kind: type[BaseException], part: str, action: Any) -> None:
+    try:
+        action()
+    except kind as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def tape_step(variables: list[Any], **options: Any) -> Any:
+    """Gradients of sum(v * x), that is x for each variable, through a tape made in each step."""
+
+    def step(x: tf.Tensor) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
+        return hvd.DistributedGradientTape(tape, **options).gradient(loss, variables)
+
+    return step
+
+
+def rank_gradient(step: int = 0, rank: int | None = None) -> np.ndarray:
+    rank = hvd.rank() if rank is None else rank
+    return np.random.default_rng((rank, step)).standard_normal((40, 40)).astype("f")
+
+
+# ------------------------------------------------------------------------------------ collectives
+def check_requests() -> None:
+    """Every kind of request, in the dtypes that Horovod refuses too; eagerly and in a graph."""
+    ours = HorovodCommunicator()
+    size, rank = hvd.size(), hvd.rank()
+
+    def conversation(name: str) -> Any:
+        return ours.run(name, everything())
+
+    def everything() -> Any:
+        x = tf.reshape(tf.range(6, dtype=tf.float32), (2, 3)) + float(rank)
+        half = tf.cast(x, tf.bfloat16)
+        mean, low, count, top = yield (
+            Allreduce(x), Allreduce(half), Allreduce(tf.constant([rank]), op="sum"),
+            Allreduce(x, op="max"),
+        )  # fmt: skip
+        parts = yield Allgather(half)
+        sent = yield Broadcast(x, root=size - 1)
+        rows = yield Alltoall(tf.tile(tf.constant([[rank]], tf.uint8), (size, 1)))
+        return mean, low, count, top, tf.stack(parts), sent, rows
+
+    base = np.arange(6, dtype="f").reshape(2, 3)
+    for graph in (False, True):
+        run = in_graph(graph, lambda name=f"requests.{graph}": conversation(name))
+        mean, low, count, top, parts, sent, rows = (np.asarray(v) for v in run())
+        np.testing.assert_allclose(mean, base + (size - 1) / 2, rtol=1e-6)
+        np.testing.assert_allclose(low.astype("f"), base + (size - 1) / 2, rtol=2**-7)
+        assert count == [sum(range(size))]
+        np.testing.assert_allclose(top, base + size - 1)
+        np.testing.assert_allclose(parts.astype("f")[size - 1], base + size - 1)
+        np.testing.assert_allclose(sent, base + size - 1)
+        assert rows.ravel().tolist() == list(range(size))
+
+
+def check_broadcast_variables() -> None:
+    """Keras' variables and TensorFlow's, of all dtypes; eagerly and in a tf.function."""
+    for graph in (False, True):
+        start = float(hvd.rank() + 1)
+        variables = [
+            keras.Variable(np.full((3, 2), start, "f")),
+            tf.Variable(start),
+            keras.Variable(hvd.rank(), dtype="int64"),
+            tf.Variable([hvd.rank() == 1]),
+            tf.Variable(tf.cast([start], tf.bfloat16)),
+            keras.Variable(np.array([hvd.rank()], "uint32"), dtype="uint32"),
+        ]
+        in_graph(graph, make_broadcast(variables))()
+        firsts = [float(np.asarray(v).astype("f").ravel()[0]) for v in variables]
+        assert firsts == [2, 2, 1, 1, 2, 1], firsts
+    raises(RuntimeError, "broadcast_variables", lambda: hvd.broadcast_global_variables(0))
+
+
+def make_broadcast(variables: list[Any]) -> Any:
+    return lambda: hvd.broadcast_variables(variables, root_rank=1)
+
+
+# ------------------------------------------------------------------------------------------- tapes
+def check_tape_averages() -> None:
+    variables = [keras.Variable(tf.zeros((40, 40))), tf.Variable(tf.zeros((40, 40)))]
+    want = np.mean([rank_gradient(0, rank) for rank in range(hvd.size())], 0)
+    ways: list[dict[str, Any]] = [
+        {}, {"compression": stock.Compression.fp16}, {"compression": "dense"},
+        {"compression": TopK(1.0)}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0},
+        {"num_groups": 0, "groups": 2},
+    ]  # fmt: skip
+    for options in ways:
+        for graph in (False, True):
+            run = in_graph(graph, tape_step(variables, guard="off", **options))
+            factor = hvd.size() if "op" in options else 1
+            for grad in run(tf.constant(rank_gradient())):
+                np.testing.assert_allclose(grad.numpy(), want * factor, rtol=1e-2, atol=2e-3)
+
+
+def check_tape_remembers_errors() -> None:
+    """A new tape (and an equal, new compressor) each step: averages add up to the gradients'."""
+    results = []
+    for graph in (False, True):
+        variable = keras.Variable(tf.zeros((40, 40)), name="w")
+
+        def step(x: tf.Tensor, variable: Any = None) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * x)
+            tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1))
+            return tape.gradient(loss, [variable])[0]
+
+        run = in_graph(graph, bind(step, variable))
+        total, want = 0, 0
+        for number in range(3):
+            total = total + run(tf.constant(rank_gradient(number))).numpy()
+            want = want + rank_gradient(number)
+        exchange = exchange_of(TopK(0.1), [variable])
+        assert exchange.stats()["steps"] == 3
+        error = exchange.slots[0].state["error"].numpy().reshape(40, 40)
+        everything = everywhere(want - error).mean(0)
+        np.testing.assert_allclose(total, everything, rtol=1e-4, atol=1e-5)
+        results.append(total)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def bind(step: Any, variable: Any) -> Any:
+    return lambda x: step(x, variable)
+
+
+def check_tape_with_accordion() -> None:
+    """A policy made once; levels change eagerly and within a tf.function."""
+    for graph in (False, True):
+        variable = keras.Variable(tf.zeros((40, 40)), name="w")
+        accordion = Accordion(low=PowerSGD(2), high=TopK(0.1), window=2, interval=1, threshold=0.9)
+        run = in_graph(graph, tape_step([variable], compression=accordion))
+        for number in range(7):
+            scale = 10.0 if number == 4 else 1.0
+            mean = run(tf.constant(rank_gradient(number // 2 * 0) * scale))[0].numpy()
+            rows = everywhere(mean)
+            assert (rows == rows[0]).all() and np.isfinite(rows).all()
+        assert [row["level"] for row in accordion.history] == [0, 1, 0], accordion.history
+
+
+def check_tape_structures_and_local_sources() -> None:
+    a, b = tf.Variable(tf.ones((2,))), tf.Variable(tf.ones((2,)))
+    factor = float(hvd.rank() + 1)
+    with tf.GradientTape(persistent=True) as tape:
+        loss = factor * (tf.reduce_sum(a) + tf.reduce_sum(b))
+    mine = hvd.DistributedGradientTape(tape)
+    assert isinstance(mine, tf.GradientTape) and type(mine).__name__ == "GradientTape"
+    grads = mine.gradient(loss, {"a": a, "b": [b]})
+    mean = (hvd.size() + 1) / 2
+    np.testing.assert_allclose(grads["a"].numpy(), mean)
+    np.testing.assert_allclose(grads["b"][0].numpy(), mean)
+    assert float(tape.gradient(loss, a)[0]) == factor  # the tape that was given stays what it was
+    local = hvd.DistributedGradientTape(tape, scale_local_gradients=False)
+    local.register_local_source(b)
+    np.testing.assert_allclose(local.gradient(loss, [a, b])[1].numpy(), factor)
+    layer = keras.layers.Dense(1)
+    layer.build((None, 3))
+    with tf.GradientTape() as tape:
+        loss = factor * tf.reduce_sum(layer(tf.ones((1, 3))))
+    partial = hvd.PartialDistributedGradientTape(tape, local_layers=layer)
+    for grad in partial.gradient(loss, layer.trainable_variables):
+        np.testing.assert_allclose(grad.numpy(), factor / hvd.size())
+    raises(ValueError, "Layer", lambda: hvd.PartialDistributedGradientTape(tape, local_layers=[3]))
+
+
+def check_tape_with_adasum() -> None:
+    variable = tf.Variable(tf.zeros((3,)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable)
+    mine = hvd.DistributedGradientTape(tape, op=hvd.Adasum)
+    if hvd.mpi_enabled():  # Gloo has none
+        assert np.allclose(mine.gradient(loss, [variable])[0].numpy(), 1.0)
+    raises(ValueError, "Adasum", lambda: hvd.DistributedGradientTape(
+        tf.GradientTape(), op=hvd.Adasum, compression=TopK(0.1)))  # fmt: skip
+
+
+def check_tapes_that_disagree() -> None:
+    variable = keras.Variable(tf.zeros((40, 40)))
+    compression = TopK(0.1) if hvd.rank() == 0 else TopK(0.2)
+    step = tape_step([variable], compression=compression)
+    raises(RanksDisagree, "TopK", lambda: step(tf.ones((40, 40))))
+
+
+def check_process_sets() -> None:
+    """Ranks outside take their own gradients."""
+    if hvd.size() < 3:
+        return
+    variable = tf.Variable(tf.zeros((40, 40)))
+    for graph in (False, True):
+        step = tape_step([variable], compression=TopK(1.0), process_set=PAIR, guard="off")
+        grad = in_graph(graph, step)(tf.constant(rank_gradient()))[0].numpy()
+        inside = (rank_gradient(0, 0) + rank_gradient(0, 1)) / 2
+        want = inside if hvd.rank() < 2 else rank_gradient()
+        np.testing.assert_allclose(grad, want, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- names
+def check_names_are_complete() -> None:
+    for theirs, ours in ((stock, hvd), (stock.elastic, hvd.elastic)):
+        missing = [n for n in dir(theirs) if not n.startswith("_") and not hasattr(ours, n)]
+        assert not missing, missing
+        public = {n for n in dir(theirs) if not n.startswith("_")}
+        assert set(getattr(theirs, "__all__", public)) <= set(getattr(ours, "__all__", public))
+    for name in ("DistributedOptimizer", "DistributedGradientTape", "broadcast_variables"):
+        assert getattr(hvd, name).__module__.startswith("accordion_hvd."), name
+
+
+def check_optimizers() -> None:
+    """Keras' become ours; TensorFlow 1's stay Horovod's, with Horovod's compression."""
+    opt = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=TopK(1.0))
+    variable = keras.Variable(tf.zeros((40, 40)))
+    opt.apply([tf.constant(rank_gradient())], [variable])
+    want = np.mean([rank_gradient(0, rank) for rank in range(hvd.size())], 0)
+    np.testing.assert_allclose(variable.numpy(), -want, rtol=1e-5, atol=1e-6)
+    old = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    assert isinstance(hvd.DistributedOptimizer(old), tf.compat.v1.train.Optimizer)
+    raises(ValueError, "Keras", lambda: hvd.DistributedOptimizer(old, compression=TopK(0.1)))
+
+
+def check_stock_horovod_refuses_ours() -> None:
+    """Horovod's own functions fail at their first use, and say what to write."""
+    for ours in (TopK(0.1), Fixed(Dense())):
+        raises(TypeError, "import accordion_hvd.tensorflow as hvd", lambda c=ours: stock.allreduce(
+            tf.ones((2,)), compression=c))  # fmt: skip
+
+
+if __name__ == "__main__":
+    from harness import main
+
+    main(globals())
