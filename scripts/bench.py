@@ -1,0 +1,174 @@
+"""Time and bytes of a step on this machine: plain Horovod against this package, in PyTorch.
+
+`python scripts/bench.py [-np RANKS] [--width N] [--rounds N] [--steps N]`. All ways take turns, so
+that what else the machine does hits them alike; each is compared with plain Horovod within the same
+round. Ranks talk through this machine's memory, which is faster than any network: the slower the
+network, the more the last column counts and the less the time that compression takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accordion_hvd.experiment import report, results
+
+HERE = Path(__file__).resolve()
+STOCK = {"Horovod": "none", "Horovod fp16": "fp16"}
+OURS = ("dense", "fp16", "powersgd:4", "powersgd:1", "topk:0.01", "randomk:0.01")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(". All")[0])
+    parser.add_argument("-np", type=int, default=2, help="ranks")
+    parser.add_argument("--width", type=int, default=768, help="units of each hidden layer")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps in a turn")
+    parser.add_argument("--output", default="runs/bench", help="folder for bench.json and table.md")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def model(width: int) -> Any:
+    """A plain network of four large layers."""
+    from torch import nn
+
+    sizes = [256, width, width, width, 64]
+    layers: list[Any] = []
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def contestants(width: int) -> dict[str, tuple[Any, Any]]:
+    """Way -> (network, distributed optimizer)."""
+    import horovod.torch as horovod
+    import torch
+
+    import accordion_hvd.torch as ours
+
+    found = {}
+    for way in (*STOCK, *OURS):
+        torch.manual_seed(1)
+        net = model(width)
+        plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        named = [(f"{way}.{name}", parameter) for name, parameter in net.named_parameters()]
+        if way in STOCK:
+            wire = getattr(horovod.Compression, STOCK[way])
+            optimizer = horovod.DistributedOptimizer(plain, named, compression=wire)
+        else:
+            optimizer = ours.DistributedOptimizer(plain, named, compression=way, guard="off")
+        found[way] = (net, optimizer)
+    return found
+
+
+def turn(net: Any, optimizer: Any, steps: int) -> float:
+    """Milliseconds a step, once all ranks are ready."""
+    import horovod.torch as horovod
+    import torch
+
+    inputs, labels = torch.randn(16, 256), torch.randint(0, 64, (16,))
+    horovod.allreduce(torch.zeros(1), name="ready")
+    began = time.perf_counter()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(inputs), labels).backward()
+        optimizer.step()
+    return 1000 * (time.perf_counter() - began) / steps
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each rank does; rank 0 writes the results."""
+    import horovod.torch as horovod
+    import torch
+
+    horovod.init()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // horovod.local_size()))
+    found = contestants(options.width)
+    times: dict[str, list[float]] = {way: [] for way in found}
+    for round_ in range(options.rounds + 1):
+        for way, (net, optimizer) in found.items():
+            spent = turn(net, optimizer, options.steps)
+            if round_:  # the first one warms up
+                times[way].append(spent)
+    net, _ = found["Horovod"]
+    ring = 2 * (horovod.size() - 1) / horovod.size()
+    dense = ring * sum(4 * parameter.numel() for parameter in net.parameters())
+    rows = {}
+    for way, (_, optimizer) in found.items():
+        if way in STOCK:
+            sent = dense / (2 if STOCK[way] == "fp16" else 1)
+        else:
+            stats = optimizer.exchange.stats()
+            sent = stats["sent"] / stats["steps"]
+        ratios = [a / b for a, b in zip(times[way], times["Horovod"], strict=True)]
+        rows[way] = {
+            "ms": statistics.median(times[way]),
+            "time_ratio": statistics.median(ratios),
+            "time_ratio_range": [min(ratios), max(ratios)],
+            "sent": sent,
+            "bytes_ratio": dense / sent,
+            "all_ms": times[way],
+        }
+    if horovod.rank() == 0:
+        head = {"ranks": horovod.size(), "parameters": int(dense / ring / 4), **vars(options)}
+        results.write_json(Path(options.output) / "bench.json", {"settings": head, "ways": rows})
+
+
+def table(found: results.Row) -> list[list[str]]:
+    """Head and rows."""
+    rows = [["way", "", "ms/step", "time / Horovod's", "(range)", "MB sent/step", "fewer bytes"]]
+    for way, row in found["ways"].items():
+        least, most = row["time_ratio_range"]
+        rows.append(
+            [
+                way,
+                "" if way in STOCK else "ours",
+                f"{row['ms']:.1f}",
+                f"{row['time_ratio']:.2f}",
+                f"{least:.2f}-{most:.2f}",
+                f"{row['sent'] / 1e6:.3f}",
+                f"{row['bytes_ratio']:.1f} x",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    """Start the ranks, then show what they found."""
+    options = arguments()
+    if options.work:
+        work(options)
+        return
+    launcher = Path(sys.executable).parent / "horovodrun"
+    path = f"{launcher.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    root = f"{HERE.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [launcher, "--gloo", "-np", str(options.np), sys.executable, HERE, "--work"]
+    subprocess.run(
+        [*command, *sys.argv[1:]],
+        env={
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": root,
+        },
+        check=True,
+    )
+    found = results.read_json(Path(options.output) / "bench.json")
+    rows, settings = table(found), found["settings"]
+    (Path(options.output) / "table.md").write_text(report.as_markdown(rows) + "\n")
+    print(f"{settings['ranks']} ranks on this machine, {settings['parameters']:,} parameters\n")
+    print(report.as_text(rows))
+    print(f"\nresults: {Path(options.output) / 'bench.json'}")
+
+
+if __name__ == "__main__":
+    main()

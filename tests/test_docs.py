@@ -1,0 +1,140 @@
+"""What README.md and CONTRIBUTING.md say in code is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accordion_hvd.base import Compressor
+from accordion_hvd.parse import parse
+from accordion_hvd.policy import Policy
+from accordion_hvd.simulate import simulate
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+PYTHON = [
+    pytest.param(block, id=f"{page}-{number}")
+    for page in PAGES
+    for number, block in enumerate(blocks(page, "python"))
+]
+
+
+def test_there_are_blocks() -> None:
+    assert len(PYTHON) >= 3 and blocks("README.md", "diff") and blocks("README.md", "sh")
+
+
+@pytest.mark.parametrize("source", PYTHON)
+def test_python_compiles_and_its_imports_exist(source: str) -> None:
+    check_imports(ast.parse(source))
+
+
+@pytest.mark.parametrize("source", blocks("README.md", "diff"))
+def test_added_lines_of_diffs(source: str) -> None:
+    added = [line[1:] for line in source.splitlines() if line.startswith("+")]
+    assert added
+    kept = [line[1:] for line in source.splitlines() if line[:1] in ("+", " ")]
+    check_imports(ast.parse("\n".join(kept)))
+
+
+def check_imports(tree: ast.AST) -> None:
+    """Every import can be done."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                found(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = found(node.module or "")
+            for name in node.names:
+                if not hasattr(module, name.name):
+                    found(f"{node.module}.{name.name}")
+
+
+def found(module: str) -> types.ModuleType:
+    top = module.partition(".")[0]
+    if top in ("torch", "tensorflow", "keras", "horovod") or module.startswith(
+        ("accordion_hvd.torch", "accordion_hvd.tensorflow")
+    ):
+        framework = "tensorflow" if "keras" in module or "tensorflow" in module else "torch"
+        pytest.importorskip(framework)
+    if module.startswith(("accordion_hvd.torch", "accordion_hvd.tensorflow")):
+        pytest.importorskip("horovod")
+    return importlib.import_module(module)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_words_for_compressions(page: str) -> None:
+    """Every `word:number` and every call of a known compressor in code quotes is understood."""
+    text = (ROOT / page).read_text()
+    names = "topk|randomk|powersgd|fp16|bf16|dense"
+    words = re.findall(rf"`((?:{names})(?::[^`]*)?)`", text)
+    words += re.findall(r"`((?:TopK|RandomK|PowerSGD|FP16|BF16|Dense|Accordion)\([^`.]*(?:\.\d[^`]*)?\))`", text)
+    for word in words:
+        if word.count("(") == word.count(")"):
+            assert isinstance(parse(word), (Compressor, Policy)), word
+    assert words or page != "README.md"
+
+
+def test_files_and_targets_exist() -> None:
+    """What pages link to, and the make targets that they name."""
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for target in re.findall(r"\bmake ([a-z]+)`", text):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (ROOT / link).exists(), link
+        for path in re.findall(r"`((?:accordion_hvd|scripts|configs|tests)/[\w/.]+)`", text):
+            assert (ROOT / path).exists(), path
+
+
+# ----------------------------------------------------------------- the example in CONTRIBUTING.md
+def example() -> Any:
+    module = types.ModuleType("example")
+    exec(compile(blocks("CONTRIBUTING.md", "python")[0], "example", "exec"), vars(module))
+    return module.RoundRobin
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
+def test_the_example_averages(framework: str) -> None:
+    """Over many steps, what came out and what is still owed are what went in."""
+    import sys
+
+    sys.modules.setdefault("example", types.ModuleType("example"))
+    make = {
+        "numpy": lambda x: x,
+        "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
+        "tensorflow": lambda x: pytest.importorskip("tensorflow").constant(x),
+    }[framework]
+    ranks, steps, shape = 3, 25, (41, 29)
+    world = simulate(example()(10), ranks)
+    draw = np.random.default_rng(0)
+    given, got = np.zeros(shape), np.zeros(shape)
+    for _ in range(steps):
+        gradients = [draw.standard_normal(shape).astype(np.float32) for _ in range(ranks)]
+        given += np.mean(gradients, axis=0)
+        means = world.step([{"weight": make(g.copy())} for g in gradients])
+        assert means[0] is not None
+        got += np.asarray(means[0]["weight"])
+    owed = [np.asarray(e.slots[0].state["error"]).reshape(shape) for e in world.exchanges]
+    np.testing.assert_allclose(got + np.mean(owed, axis=0), given, atol=1e-4)
+    stats = world.exchanges[0].stats()
+    assert stats["ratio"] == pytest.approx(41 * 29 / (41 * 29 // 10), rel=0.02)
+
+
+def test_the_example_refuses() -> None:
+    with pytest.raises(ValueError, match="every is 0, but must be an integer of at least 1"):
+        example()(0)
