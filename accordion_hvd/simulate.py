@@ -12,7 +12,7 @@ be NumPy's, PyTorch's or TensorFlow's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,7 @@ class Hub:
         self.ranks = ranks
         self.sent: dict[Key, dict[int, Any]] = {}
         self.fetched: dict[Key, int] = {}
+        self.events = 0  # things sent and fetched so far
 
     def members(self, group: Group) -> tuple[int, ...]:
         """The ranks of a group."""
@@ -40,12 +41,26 @@ class Hub:
 
     def fetch(self, key: Key) -> list[Any]:
         """What each member sent, in rank order; forgotten when all have fetched it."""
+        self.events += 1
         members = self.members(key[1])
         parts = [self.sent[key][member] for member in members]
         self.fetched[key] = self.fetched.get(key, 0) + 1
         if self.fetched[key] == len(members):
             del self.sent[key], self.fetched[key]
         return parts
+
+    def turn(self, advances: Sequence[Callable[[], bool]]) -> None:
+        """Let ranks advance in turn until all say that they are done.
+
+        Raises:
+            RuntimeError: they wait for each other for ever, having asked for different things.
+        """
+        events = -1
+        while not all([advance() for advance in advances]):
+            if events == self.events:
+                waiting = ", ".join(sorted(name for name, _ in self.sent))
+                raise RuntimeError(f"simulated ranks wait for each other, in {waiting}.")
+            events = self.events
 
 
 class SimulatedCommunicator(Communicator):
@@ -55,6 +70,7 @@ class SimulatedCommunicator(Communicator):
         self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
 
     def _put(self, name: str, group: Group, value: Any, combine: Any) -> Any:
+        self.hub.events += 1
         self.hub.sent.setdefault((name, group), {})[self.rank] = value
         return (name, group), combine
 
@@ -124,6 +140,7 @@ class World:
     def __init__(self, compression: Any, ranks: int, skip: Sequence[str] = ()) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
         self._hub, self._skip = Hub(ranks), skip
+        self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []
 
     def step(
@@ -147,8 +164,7 @@ class World:
             for index, slot in enumerate(exchange.slots):
                 parts = [mine[exchange.tensors[m].name] for m in slot.bucket.members]
                 exchange.start(index, exchange.pack(index, parts))
-        while not all([exchange.advance() for exchange in self.exchanges]):
-            pass
+        self._hub.turn([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
     def end_window(self) -> None:
@@ -159,15 +175,16 @@ class World:
     def _build(self, gradients: Mapping[str, Tensor]) -> None:
         xp = namespace(next(iter(gradients.values())))
         tensors = [TensorInfo(k, xp.shape(v), xp.dtype(v)) for k, v in gradients.items()]
+        ranks = range(self._hub.ranks)
+        self._links = [SimulatedCommunicator(self._hub, rank, xp) for rank in ranks]
         self.exchanges = [
-            Exchange(SimulatedCommunicator(self._hub, rank, xp), policy, tensors, skip=self._skip)
-            for rank, policy in enumerate(self._policies)
+            Exchange(link, policy, tensors, skip=self._skip)
+            for link, policy in zip(self._links, self._policies, strict=True)
         ]
 
     def _decide(self, lr: float) -> None:
-        due = [e for e in self.exchanges if e.policy.due(e.rates(lr))]
-        if due:
-            lockstep([e.communicator for e in due], [e.decision(e.rates(lr)) for e in due])
+        if all([e.policy.due(e.rates(lr)) for e in self.exchanges]):
+            lockstep(self._links, [e.decision(e.rates(lr)) for e in self.exchanges])
 
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
         if not exchange.close():
@@ -186,7 +203,8 @@ def simulate(compression: Any, ranks: int, *, skip: Sequence[str] = ()) -> World
 
 
 def lockstep(
-    communicators: Sequence[Communicator], conversations: Sequence[Generator[Any, Any, Any]]
+    communicators: Sequence[SimulatedCommunicator],
+    conversations: Sequence[Generator[Any, Any, Any]],
 ) -> list[Any]:
     """Run one conversation a rank, all together; returns what each returns."""
     answers: list[Any] = [None] * len(conversations)
@@ -206,7 +224,6 @@ def lockstep(
             pending.append((several, Pending(communicator, f"lockstep.{round_}", requests)))
         if not pending:
             return results
-        while not all([work.ready() for _, work in pending]):
-            pass
+        communicators[0].hub.turn([work.ready for _, work in pending])
         answers = [tuple(w.result()) if several else w.result()[0] for several, w in pending]
         round_ += 1

@@ -232,3 +232,14 @@ def test_gradients_are_free_to_use_but_results_are_not_shared() -> None:
             before = other["w"].copy()
             one["w"][:] = 7
             assert same_bits(other["w"], before)
+
+
+def test_simulated_ranks_that_ask_for_different_things_do_not_wait_for_ever() -> None:
+    def asks(count: int) -> Any:
+        for _ in range(count):
+            yield Allreduce(np.ones(2, np.float32))
+
+    hub = Hub(2)
+    ranks = [SimulatedCommunicator(hub, rank, NUMPY.xp) for rank in range(2)]
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        lockstep(ranks, [asks(1), asks(2)])
