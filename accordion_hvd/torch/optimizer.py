@@ -94,6 +94,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
         "guard": Guard(guard, guard_every), "scaler": grad_scaler,
+        "predivide": gradient_predivide_factor,
     }  # fmt: skip
     wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)
     wrapped._inner = weakref.ref(optimizer)
@@ -152,6 +153,31 @@ class _Distributed:
     def backward_passes_per_step(self: Any) -> int:
         """Backward passes that add up before an exchange."""
         return self._passes
+
+    @property
+    def op(self: Any) -> Any:
+        """`Average` or `Sum`."""
+        return hvd.Sum if self._options["total"] else hvd.Average
+
+    @property
+    def process_set(self: Any) -> Any:
+        """The ranks that average."""
+        return self._options["process_set"]
+
+    @property
+    def sparse_as_dense(self: Any) -> bool:
+        """Whether sparse gradients are exchanged like dense ones."""
+        return self._options["sparse_as_dense"]
+
+    @property
+    def gradient_predivide_factor(self: Any) -> float:
+        """As it was given."""
+        return self._options["predivide"]
+
+    @property
+    def _parameter_names(self: Any) -> dict[torch.Tensor, str]:
+        """Read by scripts, though not public in Horovod either."""
+        return {parameter: name for name, parameter in self._names}
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Change how many backward passes add up, from the next exchange on."""

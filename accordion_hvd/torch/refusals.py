@@ -103,6 +103,8 @@ def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
                 f"{WHO}: parameter {name!r} is sharded ({kind}: FSDP or DTensor). Its framework "
                 "exchanges gradients itself; accordion_hvd needs whole tensors on every rank."
             )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue  # frozen for ever, as quantised weights are
         if not (parameter.is_floating_point() and parameter.layout == torch.strided):
             raise ValueError(
                 f"{WHO}: parameter {name!r} is a {parameter.dtype} tensor of layout "

@@ -353,6 +353,26 @@ def check_wrapping_keeps_class_state_and_defaults() -> None:
     assert optimizer.state_dict().keys() == inner.state_dict().keys()
 
 
+def check_horovods_attributes_are_there() -> None:
+    model = network()
+    optimizer = wrapped(model, op=hvd.Sum, sparse_as_dense=True)
+    assert optimizer.op == hvd.Sum and wrapped(network()).op == hvd.Average
+    assert optimizer.process_set is hvd.global_process_set
+    assert optimizer.sparse_as_dense is True and optimizer.gradient_predivide_factor == 1.0
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    assert optimizer._parameter_names == named
+
+
+def check_frozen_integers_among_the_parameters() -> None:
+    model = network()
+    model.quantised = torch.nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+    optimizer = wrapped(model, compression=TopK(0.1))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(model, optimizer, 2)
+    assert_same(model)
+    assert model.quantised.tolist() == [0, 1, 2, 3] and model.quantised.grad is None
+
+
 def check_scheduler_made_before_wrapping() -> None:
     model = network()
     inner = sgd(model)
