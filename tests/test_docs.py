@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accordion_hvd import parse
 from accordion_hvd.base import Compressor
-from accordion_hvd.parse import parse
 from accordion_hvd.policy import Policy
 from accordion_hvd.simulate import simulate
 
@@ -81,7 +81,9 @@ def test_words_for_compressions(page: str) -> None:
     text = (ROOT / page).read_text()
     names = "topk|randomk|powersgd|fp16|bf16|dense"
     words = re.findall(rf"`((?:{names})(?::[^`]*)?)`", text)
-    words += re.findall(r"`((?:TopK|RandomK|PowerSGD|FP16|BF16|Dense|Accordion)\([^`.]*(?:\.\d[^`]*)?\))`", text)
+    words += re.findall(
+        r"`((?:TopK|RandomK|PowerSGD|FP16|BF16|Dense|Accordion)\([^`.]*(?:\.\d[^`]*)?\))`", text
+    )
     for word in words:
         if word.count("(") == word.count(")"):
             assert isinstance(parse(word), (Compressor, Policy)), word

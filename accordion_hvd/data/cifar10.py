@@ -89,7 +89,10 @@ def _batch(name: str, content: bytes) -> Split:
     if name.endswith(".bin"):
         rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + PIXELS)
         return Split(_upright(rows[:, 1:]), _checked(name, rows[:, 0]))
-    table = Safe(io.BytesIO(content), encoding="bytes").load()
+    try:
+        table = Safe(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # damaged pickles raise errors of any kind
+        raise ValueError(f"{name} is no batch of pictures: {error}") from None
     if not isinstance(table, dict) or not {b"data", b"labels"} <= set(table):
         raise ValueError(f"{name} has no data and labels")
     return Split(_upright(np.asarray(table[b"data"], np.uint8)), _checked(name, table[b"labels"]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accordion_hvd import parse
 from accordion_hvd.experiment.results import Row
 
 FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
@@ -24,10 +26,15 @@ Runs = Mapping[tuple[str, str], Row]
 
 def label(way: str, result: Row) -> str:
     """A way to train, in words."""
-    compression = result["settings"]["compression"]
     if way == "accordion":
-        return f"Accordion({compression['low']} / {compression['high']})"
-    return "uncompressed" if way == "uncompressed" else f"always {way}: {compression}"
+        return "Accordion, between the two"
+    wanted = result["settings"]["compression"]
+    return "uncompressed" if way == "uncompressed" else f"always {way}: {_call(wanted)}"
+
+
+def _call(word: str) -> str:
+    """PowerSGD(4) for powersgd:4."""
+    return re.sub(r"\w+=", "", repr(parse(word)))
 
 
 def table(runs: Runs) -> list[list[str]]:
@@ -66,7 +73,7 @@ def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-# --------------------------------------------------------------------------------------- the picture
+# -------------------------------------------------------------------------------------- the picture
 def picture(runs: Runs, path: Path) -> None:
     """Draw accuracy against MB sent, and Accordion's levels over the epochs."""
     import matplotlib
@@ -87,7 +94,7 @@ def picture(runs: Runs, path: Path) -> None:
             _levels(axes[1][column], mine["accordion"], keys=column == len(frameworks) - 1)
     figure.suptitle(
         f"{first['settings']['data'].capitalize()}, {first['ranks']} workers: "
-        "as accurate as low compression, for fewer bytes?",
+        "test accuracy and what it took to get there",
         fontsize=14,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +125,7 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
 
 def _levels(axis: Any, result: Row, keys: bool) -> None:
     """Each layer's level in each epoch; low compression marks a critical regime."""
-    rows, names = result["epochs"], list(result["epochs"][0]["levels"])
+    rows, names = result["epochs"], sorted(result["epochs"][0]["levels"], key=_natural)
     wanted = result["settings"]["compression"]
     for place, name in enumerate(names):
         for row in rows:
@@ -135,21 +142,28 @@ def _levels(axis: Any, result: Row, keys: bool) -> None:
                 "learning rate falls", (epoch + 0.5, 1), xycoords=("data", "axes fraction"),
                 xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9,
             )  # fmt: skip
-    axis.set_yticks(range(len(names)), [_short(name) for name in names], fontsize=9)
-    axis.set(xlim=(0.5, len(rows) + 0.5), ylim=(-0.6, len(names) - 0.4))
+    axis.set_yticks(range(len(names)), [str(place + 1) for place in range(len(names))])
+    axis.set(xlim=(0.5, len(rows) + 0.5), ylim=(len(names) - 0.4, -0.6))
     axis.set_xlabel("epoch")
-    axis.set_ylabel("layer")
+    axis.set_ylabel("layer, from the input")
     axis.set_title("Accordion's level of each layer", loc="left", fontsize=11, pad=16)
     if keys:
         from matplotlib.patches import Patch
 
         marks = [
-            Patch(color=COLOURS["low"], label=f"critical regime: low compression, {wanted['low']}"),
-            Patch(color=COLOURS["high"], alpha=0.35, label=f"otherwise: high, {wanted['high']}"),
+            Patch(
+                color=COLOURS["low"],
+                label=f"critical regime: low compression, {_call(wanted['low'])}",
+            ),
+            Patch(
+                color=COLOURS["high"], alpha=0.35, label=f"otherwise: high, {_call(wanted['high'])}"
+            ),
         ]
         axis.figure.legend(handles=marks, loc="outside lower center", ncols=2, fontsize=10)
 
 
-def _short(name: str) -> str:
-    """A layer's name without what all layers have."""
-    return name.removesuffix(".weight").removesuffix("/kernel").rpartition("/")[2]
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer_2 before layer_10."""
+    return [
+        (int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
