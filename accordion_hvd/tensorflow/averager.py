@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ import accordion_hvd
 from accordion_hvd import checkpoint
 from accordion_hvd import guard as guards
 from accordion_hvd.base import Tensor
-from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
@@ -24,7 +22,8 @@ from accordion_hvd.simulate import Hub, SimulatedCommunicator
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
-from accordion_hvd.tensorflow.functions import plain
+from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
+from accordion_hvd.tensorflow.variables import describe, key_of, name_of
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
@@ -101,7 +100,7 @@ class Averager:
         """Before a restore: these tensors were exchanged densely, others were sparse."""
         if self._exchange is None:
             variables = [v for v in self.variables() if key_of(v) not in self.local]
-            rows = zip(variables, _describe(variables), strict=True)
+            rows = zip(variables, describe(variables), strict=True)
             self._sparse = [key_of(v) for v, row in rows if row.name not in set(names)]
 
     @property
@@ -111,11 +110,12 @@ class Averager:
 
     def _watch(self, sparse: Sequence[int]) -> None:
         """Exchange the gradients of all variables but the local and the `sparse` ones."""
-        variables = [v for v in self.variables() if key_of(v) not in self.local]
-        if not variables:
+        everything = self.variables()
+        if not everything:
             raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
+        variables = [v for v in everything if key_of(v) not in self.local]
         self._sparse = list(sparse)
-        rows = zip(variables, _describe(variables), strict=True)
+        rows = zip(variables, describe(variables), strict=True)
         dense = {key_of(v): row for v, row in rows if key_of(v) not in set(sparse)}
         self._member = {key: number for number, key in enumerate(dense)}
         if self._exchange is not None:  # made before sparse gradients appeared
@@ -284,7 +284,7 @@ class Averager:
         sparse = [key for key in sparse if key not in self.local]
         if self._exchange is None or sparse != self._sparse:
             self._watch(sparse)
-        names = {key_of(v): _name(v) for v in variables}
+        names = {key_of(v): name_of(v) for v in variables}
         lines = [
             f"accordion_hvd {accordion_hvd.__version__} for TensorFlow, {self.exchange.name}",
             f"sparse gradients: {[names[key] for key in sparse]}, sums: {self.total}",
@@ -348,47 +348,8 @@ class Averager:
         return tf.stack([*sums, tf.constant(self.exchange.plan(), tf.int64)])
 
     def _compare(self, step: int, sums: Tensor) -> None:
-        names = [_name(v) for v in self._replicated()]
+        names = [name_of(v) for v in self._replicated()]
         self.guard.compare(self.communicator, step, [*names, "compression levels"], sums)
-
-
-def call_back(function: Callable[..., Any], inputs: list[Tensor], kinds: list[Any]) -> list[Tensor]:
-    """Call Python from a graph."""
-    return in_turn(lambda: tf.py_function(function, inputs, kinds))
-
-
-def in_turn(operations: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Do this, in a graph, after everything else that is done in turn and before what follows.
-
-    A call that waits for other ranks blocks a thread of TensorFlow's; several at a time, in another
-    order on each rank, would wait for each other for ever.
-    """
-    if tf.executing_eagerly():
-        return operations()
-    with tf.init_scope():
-        turn = _turn()
-    with tf.control_dependencies([turn.assign_add(1)]):
-        results = operations()
-    with tf.control_dependencies(results):
-        turn.assign_add(1)
-    return results
-
-
-def few_threads() -> bool:
-    """Whether Python, called from a graph, holds the only thread on which graphs can run."""
-    chosen = tf.config.threading.get_inter_op_parallelism_threads()
-    return (chosen or len(os.sched_getaffinity(0))) < 2
-
-
-@functools.cache
-def _turn() -> tf.Variable:
-    with tf.device("/cpu:0"):
-        return tf.Variable(0, trainable=False, dtype=tf.int64)
-
-
-def key_of(variable: Any) -> int:
-    """What tells variables apart, be they Keras' or the TensorFlow variables within."""
-    return id(plain(variable))
 
 
 def _communicator(process_set: Any) -> Communicator:
@@ -396,28 +357,6 @@ def _communicator(process_set: Any) -> Communicator:
     if process_set.included() and process_set.size() > 1:
         return HorovodCommunicator(process_set)
     return SimulatedCommunicator(Hub(1), 0, xp)
-
-
-def _describe(variables: Sequence[Any]) -> list[TensorInfo]:
-    """Names (unique ones), shapes and dtypes."""
-    seen: dict[str, int] = {}
-    rows = []
-    for variable in variables:
-        name = _name(variable)
-        seen[name] = seen.get(name, 0) + 1
-        name = name if seen[name] == 1 else f"{name}.{seen[name]}"
-        dtype = tf.as_dtype(variable.dtype).name
-        rows.append(TensorInfo(name, tuple(variable.shape), dtype, _device(variable)))
-    return rows
-
-
-def _name(variable: Any) -> str:
-    return getattr(variable, "path", variable.name).partition(":")[0]
-
-
-def _device(variable: Any) -> str:
-    device = getattr(getattr(variable, "value", variable), "device", "") or ""
-    return device.rpartition("device:")[2]
 
 
 def _scaled(grad: Gradient, factor: float) -> Gradient:

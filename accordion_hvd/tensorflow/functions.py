@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from accordion_hvd.base import Broadcast, Conversation
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
+from accordion_hvd.tensorflow.variables import plain
 
 _CHUNK = 64 << 20  # bytes that travel together
 
@@ -53,11 +54,6 @@ def broadcast_global_variables(root_rank: int) -> None:
             "`hvd.broadcast_variables(<model/optimizer variables>, root_rank)` instead."
         )
     return hvd.broadcast_global_variables(root_rank)
-
-
-def plain(variable: Any) -> Any:
-    """The TensorFlow variable within one of Keras'; itself if it is one."""
-    return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
 
 
 def _broadcast(tensors: list[Any], root: int) -> Conversation:

@@ -10,8 +10,9 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.functions import broadcast_variables, plain
+from accordion_hvd.tensorflow.functions import broadcast_variables
 from accordion_hvd.tensorflow.keras.optimizer import is_distributed
+from accordion_hvd.tensorflow.variables import key_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -43,7 +44,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def register_local_var(self, var: Any) -> None:
         """Do not broadcast this variable."""
-        self._local.add(id(plain(var)))
+        self._local.add(key_of(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if the model is built; take charge of the train function."""
@@ -110,7 +111,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
         # Not the seeds of dropout: ranks that drop the same units learn less from each batch.
         variables = [*self.model.weights, *self.model.optimizer.variables]
-        wanted = [v for v in variables if id(plain(v)) not in self._local]
+        wanted = [v for v in variables if key_of(v) not in self._local]
         broadcast_variables(wanted, self.root_rank)
 
 
@@ -160,7 +161,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: float,
         multiplier: float | Callable[[Any], float],
         start_epoch: int = 0,
-        end_epoch: int | None = None,
+        end_epoch: float | None = None,
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
@@ -256,7 +257,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             multiplier,
             0,
             warmup_epochs,
-            False,  # type: ignore[arg-type]
+            False,
             momentum_correction,
             steps_per_epoch,
         )
@@ -265,7 +266,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log the learning rate; say when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
-        if self.verbose > 0 and hvd.rank() == 0 and epoch == self.end_epoch - 1:  # type: ignore[operator]
+        last = self.end_epoch is not None and epoch == self.end_epoch - 1
+        if last and self.verbose > 0 and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 

@@ -1,0 +1,46 @@
+"""Calls from graphs into Python."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from accordion_hvd.base import Tensor
+
+
+def call_back(function: Callable[..., Any], inputs: list[Tensor], kinds: list[Any]) -> list[Tensor]:
+    """Call Python from a graph."""
+    return in_turn(lambda: tf.py_function(function, inputs, kinds))
+
+
+def in_turn(operations: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Do this, in a graph, after everything else that is done in turn and before what follows.
+
+    A call that waits for other ranks blocks a thread of TensorFlow's; several at a time, in another
+    order on each rank, would wait for each other for ever.
+    """
+    if tf.executing_eagerly():
+        return operations()
+    with tf.init_scope():
+        turn = _turn()
+    with tf.control_dependencies([turn.assign_add(1)]):
+        results = operations()
+    with tf.control_dependencies(results):
+        turn.assign_add(1)
+    return results
+
+
+def few_threads() -> bool:
+    """Whether Python, called from a graph, holds the only thread on which graphs can run."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    return (chosen or len(os.sched_getaffinity(0))) < 2
+
+
+@functools.cache
+def _turn() -> tf.Variable:
+    with tf.device("/cpu:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)

@@ -1,0 +1,43 @@
+"""Variables, be they Keras' or TensorFlow's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from accordion_hvd.buckets import TensorInfo
+
+
+def plain(variable: Any) -> Any:
+    """The TensorFlow variable within one of Keras'; itself if it is one."""
+    return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+
+
+def key_of(variable: Any) -> int:
+    """What tells variables apart, be they Keras' or the TensorFlow variables within."""
+    return id(plain(variable))
+
+
+def describe(variables: Sequence[Any]) -> list[TensorInfo]:
+    """Their names (made unique), shapes, dtypes and devices."""
+    seen: dict[str, int] = {}
+    rows = []
+    for variable in variables:
+        name = name_of(variable)
+        seen[name] = seen.get(name, 0) + 1
+        name = name if seen[name] == 1 else f"{name}.{seen[name]}"
+        dtype = tf.as_dtype(variable.dtype).name
+        rows.append(TensorInfo(name, tuple(variable.shape), dtype, _device(variable)))
+    return rows
+
+
+def name_of(variable: Any) -> str:
+    """Its path, which is equal on all ranks that build the same model."""
+    return getattr(variable, "path", variable.name).partition(":")[0]
+
+
+def _device(variable: Any) -> str:
+    device = getattr(getattr(variable, "value", variable), "device", "") or ""
+    return device.rpartition("device:")[2]
