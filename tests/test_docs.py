@@ -34,7 +34,7 @@ PYTHON = [
 
 
 def test_there_are_blocks() -> None:
-    assert len(PYTHON) >= 3 and blocks("README.md", "diff") and blocks("README.md", "sh")
+    assert len(PYTHON) >= 2 and blocks("README.md", "diff") and blocks("README.md", "sh")
 
 
 @pytest.mark.parametrize("source", PYTHON)

@@ -213,7 +213,7 @@ def _sentence(message: str) -> str:
         return f"settings: {wrong[1]!r} is not known; allowed are {names}."
     if wrong := re.search(r"[Uu]nrecognized arguments: (.*)", flat):
         return f"settings: {wrong[1]!r} is not known; allowed are --config and, as --key, {names}."
-    if wrong := re.search(r'Parser key "([\w.]+)": .*?Got value: (.*)', flat):
+    if wrong := re.search(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', flat):
         return f"settings: {wrong[1]} is {wrong[2]!r}, but must be {allowed(wrong[1])}."
     if "config" in flat:
         told = _tail(flat)

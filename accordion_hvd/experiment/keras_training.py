@@ -163,7 +163,7 @@ def _save(folder: Path, model: keras.Model) -> None:
         np.savez(part, *[np.asarray(variable) for variable in _variables(model)])
         part.replace(place / "model.npz")
     if hvd.size() > 1:
-        hvd.save_state(place)
+        hvd.save_state(place, only=[model.optimizer])
 
 
 def _resume(settings: Settings, model: keras.Model) -> Row | None:
@@ -176,7 +176,7 @@ def _resume(settings: Settings, model: keras.Model) -> Row | None:
         for variable, value in zip(_variables(model), saved.values(), strict=True):
             variable.assign(value)
     if hvd.size() > 1:
-        hvd.load_state(place)
+        hvd.load_state(place, only=[model.optimizer])
     return read_json(folder / "result.json")
 
 
