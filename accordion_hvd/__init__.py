@@ -6,14 +6,14 @@ Importing this package loads no framework; `accordion_hvd.torch`, `accordion_hvd
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 __version__ = "0.1.0"
 
+_SHELVES = ("compressors", "policy")  # their own `__all__` says what is public
 _HOME = {
-    "compressors": ("BF16", "FP16", "Dense", "PowerSGD", "RandomK", "TopK"),
-    "policy": ("Accordion", "Fixed", "Policy", "Replay"),
     "base": (
         "Allgather",
         "Allreduce",
@@ -29,17 +29,26 @@ _HOME = {
     "ops": ("namespace",),
     "words": ("parse",),
 }
-_MODULE = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE)
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Public names and the modules that define them; found when the first is asked for."""
+    homes = {name: module for module, names in _HOME.items() for name in names}
+    for shelf in _SHELVES:
+        homes |= dict.fromkeys(importlib.import_module(f"{__name__}.{shelf}").__all__, shelf)
+    return homes
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE:
+    if name == "__all__":
+        return sorted(_homes())
+    if name.startswith("_") or name not in _homes():
         raise AttributeError(f"module 'accordion_hvd' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"accordion_hvd.{_MODULE[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_homes()[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_homes()})
