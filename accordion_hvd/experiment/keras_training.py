@@ -136,7 +136,10 @@ def build(settings: Settings, data: Dataset) -> keras.Model:
             layers.append(keras.layers.Dense(settings.width, activation="relu", **words))
     else:
         layers += _convolutions(settings, words)
-    return keras.Sequential([*layers, keras.layers.Dense(data.classes, **words)])
+    layers.append(keras.layers.Dense(data.classes, **words))
+    for number, layer in enumerate(layers[1:], 1):
+        layer.name = f"layer_{number}"  # the same in every run: checkpoints go by names
+    return keras.Sequential(layers, name="network")
 
 
 def _convolutions(settings: Settings, words: dict[str, Any]) -> list[Any]:

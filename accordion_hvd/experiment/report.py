@@ -108,7 +108,7 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
         sent = [row["sent"] / 1e6 for row in result["epochs"]]
         accuracy = [100 * row["accuracy"] for row in result["epochs"]]
         line, marker = STYLES[way]
-        text = f"{label(way, result)}: {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
+        text = f"{label(way, result)}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
         axis.plot(sent, accuracy, line, color=COLOURS[way], lw=1.6, label=text)
         axis.plot(
             sent[-1], accuracy[-1], marker, color=COLOURS[way], ms=9, mec="white", zorder=5,
@@ -120,7 +120,7 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_title(title)
     axis.grid(alpha=0.3, which="major")
-    axis.legend(loc="lower right", fontsize=9, title="at the end (marker)", title_fontsize=9)
+    axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.35)
 
 
 def _levels(axis: Any, result: Row, keys: bool) -> None:
