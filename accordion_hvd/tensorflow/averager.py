@@ -81,7 +81,7 @@ class Averager:
         self._traced_version = -1
         self._traceable = True
         self._guarded = 0  # the step that the guard has looked at
-        checkpoint.register(self)
+        self._enlisted = False
 
     # -------------------------------------------------------------------------------- what it knows
     @property
@@ -95,6 +95,12 @@ class Averager:
             self._watch(self._sparse)
         assert self._exchange is not None
         return self._exchange
+
+    def enlist(self) -> None:
+        """Be among what `save_state` saves, now that there are variables."""
+        if not self._enlisted:
+            checkpoint.register(self)
+        self._enlisted = True
 
     def expect(self, names: Sequence[str]) -> None:
         """Before a restore: these tensors were exchanged densely, others were sparse."""
@@ -113,6 +119,7 @@ class Averager:
         everything = self.variables()
         if not everything:
             raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
+        self.enlist()
         variables = [v for v in everything if key_of(v) not in self.local]
         self._sparse = list(sparse)
         rows = zip(variables, describe(variables), strict=True)

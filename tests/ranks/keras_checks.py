@@ -145,17 +145,32 @@ def check_fit_without_callback_and_stock_compression() -> None:
     assert 1.9 < opt.exchange.stats()["ratio"] < 2.1, opt.exchange.stats()
 
 
-def check_fit_eagerly_is_fit_in_a_graph() -> None:
-    results = {}
-    for eager in (False, True):
+def check_all_ways_of_running_agree() -> None:
+    """Weights and bytes: in the train graph, with eager steps, and operation by operation."""
+    results = []
+    for callback, eager, traceable in (
+        (False, False, True),
+        (True, True, True),
+        (True, True, False),
+    ):
         model = make_model()
-        opt = fit(model, TopK(0.05), eager=eager)
+        start = [Untraced()] if not traceable else []
+        opt = fit(model, TopK(0.05), callback=callback, eager=eager, callbacks=start)
         assert_equal_ranks(model)
+        assert opt._averager._traceable == traceable
         stats = opt.exchange.stats()
-        results[eager] = weights(model), {k: v for k, v in stats.items() if k != "seconds"}
-    np.testing.assert_allclose(results[False][0], results[True][0], rtol=1e-4, atol=1e-5)
-    assert results[False][1] == results[True][1], results
-    assert results[False][1]["payload"] > 0
+        results.append((weights(model), {k: v for k, v in stats.items() if k != "seconds"}))
+    for values, stats in results[1:]:
+        np.testing.assert_allclose(values, results[0][0], rtol=1e-4, atol=1e-5)
+        assert stats == results[0][1], results
+    assert results[0][1]["payload"] > 0 and results[0][1]["steps"] == 4
+
+
+class Untraced(keras.callbacks.Callback):
+    """Has exchanges run operation by operation."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer._averager._traceable = False
 
 
 def check_accordion_switches_in_fit() -> None:
@@ -621,31 +636,34 @@ def check_config() -> None:
 
 def check_state_survives_a_restart() -> None:
     """Errors, levels and windows are restored into variables that graphs know."""
-    folder = hvd.broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8), 0)
-    where = folder.numpy().tobytes().decode()
-    grads = np.random.default_rng(hvd.rank()).standard_normal((6, 32, 40)).astype("f")
+    for switching in (False, True):
+        folder = hvd.broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8), 0)
+        where = folder.numpy().tobytes().decode()
+        grads = np.random.default_rng(hvd.rank()).standard_normal((6, 32, 40)).astype("f")
+        variable, opt, run = restartable(switching)
+        for grad in grads[:5]:
+            run(tf.constant(grad))
+        hvd.save_state(where, only=[opt])
+        kept = variable.numpy()
+        run(tf.constant(grads[5]))
+        twin, other, again = restartable(switching)
+        again(tf.constant(grads[0]))  # traced before the state is restored
+        hvd.load_state(where, only=[other])
+        twin.assign(kept)
+        again(tf.constant(grads[5]))
+        np.testing.assert_allclose(twin.numpy(), variable.numpy(), rtol=1e-5, atol=1e-6)
+        assert other.exchange.steps == 6
+        assert other.exchange.policy.history == opt.exchange.policy.history
 
-    def make() -> Any:
-        variable = keras.Variable(tf.zeros((32, 40)), name="w")
+
+def restartable(switching: bool) -> Any:
+    variable = keras.Variable(tf.zeros((32, 40)), name="w")
+    policy: Any = TopK(0.05)
+    if switching:
         policy = Accordion(low=PowerSGD(2), high=TopK(0.05), window=2, interval=1, threshold=9.0)
-        opt = hvd.DistributedOptimizer(SGD(1.0), compression=policy, guard="off")
-        opt.build([variable])
-        return variable, opt, tf.function(lambda grad: opt.apply([grad], [variable]))
-
-    variable, opt, run = make()
-    for grad in grads[:5]:
-        run(tf.constant(grad))
-    hvd.save_state(where, only=[opt])
-    kept = variable.numpy()
-    run(tf.constant(grads[5]))
-    twin, other, again = make()
-    again(tf.constant(grads[0]))  # traced before the state is restored
-    hvd.load_state(where, only=[other])
-    twin.assign(kept)
-    again(tf.constant(grads[5]))
-    np.testing.assert_allclose(twin.numpy(), variable.numpy(), rtol=1e-5, atol=1e-6)
-    assert other.exchange.steps == 6
-    assert other.exchange.policy.history == opt.exchange.policy.history
+    opt = hvd.DistributedOptimizer(SGD(1.0), compression=policy, guard="off")
+    opt.build([variable])
+    return variable, opt, stepper(True, opt, variable)
 
 
 # ----------------------------------------------------------------------------- noticing, refusing

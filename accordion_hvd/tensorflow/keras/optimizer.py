@@ -208,6 +208,7 @@ class _Distributed:
         """Create the optimizer's variables; refuse what cannot work."""
         refusals.check_keras_caller(self)
         super().build(variables)  # type: ignore[misc]
+        self._averager.enlist()
 
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
