@@ -81,6 +81,9 @@ def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
     values, counts = np.unique(table[:, first], return_counts=True)
     most = values[counts.argmax()]
     odd = np.flatnonzero(table[:, first] != most).tolist()
+    who = f"rank(s) {odd} hold other values than the rest"
+    if counts.max() == 1:
+        who = "no two ranks hold the same values"
     others = f" and {different.size - 1} more" if different.size > 1 else ""
     cause = (
         "Were the initial weights broadcast, before the first step, to every rank?"
@@ -89,7 +92,7 @@ def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
     )
     return (
         f"after step {step} the ranks' replicas differ, first in {names[first]!r}{others}: "
-        f"rank(s) {odd} hold other values than the rest. {cause} "
+        f"{who}. {cause} "
         "(guard='warn' or guard='off' goes on regardless.)"
     )
 

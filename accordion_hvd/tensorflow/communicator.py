@@ -11,6 +11,7 @@ import tensorflow as tf
 from accordion_hvd.base import Tensor
 from accordion_hvd.communicator import Communicator, Group
 from accordion_hvd.ops import tensorflow as xp
+from accordion_hvd.process_sets import Members
 
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 _functions: dict[Hashable, Any] = {}
@@ -32,10 +33,8 @@ class HorovodCommunicator(Communicator):
     """
 
     def __init__(self, process_set: Any = None) -> None:
-        self.process_set = process_set or hvd.global_process_set
-        self.xp = xp
-        self.size = self.process_set.size() or 1
-        self.rank = self.process_set.rank() if self.process_set.included() else -1
+        self.members = Members(process_set)
+        self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self.half_allreduce = hvd.nccl_built() and bool(tf.config.list_physical_devices("GPU"))
         self.directly = False
 
@@ -57,7 +56,7 @@ class HorovodCommunicator(Communicator):
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
         """One broadcast; Horovod counts roots globally, also within a process set."""
-        options = self._options(name, group) | {"root_rank": self._global(root)}
+        options = self._options(name, group) | {"root_rank": self.members.globally(root)}
         return self._call(
             ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
         )
@@ -81,7 +80,7 @@ class HorovodCommunicator(Communicator):
         if not tf.executing_eagerly() or self.directly:
             return operation(*tensors)
         specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
-        key = (self.process_set.process_set_id, key, *specs)
+        key = (self.members.process_set.process_set_id, key, *specs)
         if key not in _functions:
             function = tf.function(operation, autograph=False)
             _functions[key] = function.get_concrete_function(*specs)
@@ -91,22 +90,5 @@ class HorovodCommunicator(Communicator):
         return {
             "name": name,
             "ignore_name_scope": True,  # which differs between callers, but not between ranks
-            "process_set": self._process_set(group),
+            "process_set": self.members.subset(group),
         }
-
-    def _global(self, rank: int) -> int:
-        ranks = self.process_set.ranks
-        return ranks[rank] if ranks else rank
-
-    def _process_set(self, group: Group) -> Any:
-        if group is None:
-            return self.process_set
-        from horovod.common.process_sets import _id_to_process_sets  # Horovod has no public list
-
-        ranks = sorted(self._global(rank) for rank in group)
-        for known in _id_to_process_sets.values():
-            if known.ranks == ranks:
-                return known
-        raise ValueError(
-            f"no process set of ranks {ranks} is registered; pass it to hvd.init(process_sets=...)."
-        )

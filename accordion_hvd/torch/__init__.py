@@ -15,16 +15,17 @@ optimizer = hvd.DistributedOptimizer(
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
 from accordion_hvd.checkpoint import load_state, save_state
-from accordion_hvd.torch import elastic
 from accordion_hvd.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from accordion_hvd.torch.optimizer import DistributedOptimizer
 
+elastic = importlib.import_module(f"{__name__}.elastic")  # the star has bound Horovod's
 _OURS = {
     "DistributedOptimizer": DistributedOptimizer,
     "broadcast_optimizer_state": broadcast_optimizer_state,

@@ -13,11 +13,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from accordion_hvd import process_sets
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.torch import refusals
-from accordion_hvd.torch.communicator import process_set_of
 from accordion_hvd.torch.reducer import Idle, Reducer
 from accordion_hvd.torch.stock import is_ours, policy_of
 
@@ -334,7 +334,7 @@ def _rebuild(
     base: Any, attributes: dict[str, Any], names: Named, options: dict[str, Any], ranks: Any
 ) -> Any:
     options = {**options, "policy": copy.deepcopy(options["policy"]), "scaler": None}
-    return _wrap(base, attributes, names, {**options, "process_set": process_set_of(ranks)})
+    return _wrap(base, attributes, names, {**options, "process_set": process_sets.of_ranks(ranks)})
 
 
 def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:

@@ -123,6 +123,7 @@ def remove(folder: Path) -> None:
 def check_every_name_of_horovod_is_there() -> None:
     missing = [n for n in dir(stock) if not n.startswith("_") and not hasattr(hvd, n)]
     assert not missing, missing
+    assert hvd.elastic.TorchState.__module__.startswith("accordion_hvd")
     missing = [n for n in stock.elastic.__all__ if not hasattr(hvd.elastic, n)]
     assert not missing, missing
 
@@ -764,6 +765,11 @@ def check_a_replica_that_drifts_is_reported() -> None:
 
 # ------------------------------------------------------------------------------------ checkpoints
 def check_resuming_equals_not_stopping() -> None:
+    for before in (8, 9):  # within a window, and at its end, when a decision is due
+        _resume(before)
+
+
+def _resume(before: int, after: int = 8) -> None:
     folder = shared_folder()
 
     def fresh() -> tuple[Any, Any]:
@@ -771,16 +777,12 @@ def check_resuming_equals_not_stopping() -> None:
         policy = Accordion(PowerSGD(3), TopK(0.05), window=3, interval=1, threshold=0.9)
         return model, wrapped(model, compression=policy)
 
-    def run(model: Any, optimizer: Any, epochs: range) -> None:
-        for epoch in epochs:
-            train(model, optimizer, 2, seed=epoch)  # windows end in the middle of an "epoch"
-
     model, optimizer = fresh()
-    run(model, optimizer, range(4))
+    train(model, optimizer, before, seed=1)
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
     hvd.save_state(folder, only=[optimizer])
-    run(model, optimizer, range(4, 8))
+    train(model, optimizer, after, seed=2)
 
     saved.seek(0)
     stored = torch.load(saved)
@@ -788,7 +790,7 @@ def check_resuming_equals_not_stopping() -> None:
     again.load_state_dict(stored["model"])
     resumed.load_state_dict(stored["optimizer"])
     hvd.load_state(folder, only=[resumed])
-    run(again, resumed, range(4, 8))
+    train(again, resumed, after, seed=2)
     assert_same(again)
     gap = (weights(model) - weights(again)).abs().max()
     assert gap == 0 if hvd.size() == 2 else gap < 1e-5, gap

@@ -1,0 +1,61 @@
+"""Horovod's process sets, whichever framework's module registered them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod.common import process_sets as _horovod
+
+
+def registered() -> list[Any]:
+    """All that Horovod knows, the global one first."""
+    known = [_horovod.global_process_set]
+    # Horovod has no public list of them.
+    for number, ranks in _horovod._basics._get_process_set_ids_and_ranks().items():
+        if number != _horovod.global_process_set.process_set_id:
+            found = _horovod.ProcessSet(list(ranks))
+            found.process_set_id = number
+            known.append(found)
+    return known
+
+
+def of_ranks(ranks: list[int] | None) -> Any:
+    """The registered process set of these ranks; the global one for None or unknown ranks."""
+    matching = [known for known in registered() if known.ranks == ranks]
+    return matching[0] if matching else _horovod.global_process_set
+
+
+class Members:
+    """How a process set's own numbering of its members, from 0, relates to Horovod's.
+
+    Attributes:
+        process_set: the process set.
+        size: how many members it has.
+        rank: this process' number among them; -1 outside.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        self.process_set = process_set or _horovod.global_process_set
+        self.size = self.process_set.size() or 1
+        self.rank = self.process_set.rank() if self.process_set.included() else -1
+
+    def globally(self, rank: int) -> int:
+        """Horovod's number of member `rank`; it counts roots globally, within a set too."""
+        ranks = self.process_set.ranks
+        return ranks[rank] if ranks else rank
+
+    def subset(self, group: tuple[int, ...] | None) -> Any:
+        """The process set of some members; all for None.
+
+        Raises:
+            ValueError: nobody has registered one.
+        """
+        if group is None:
+            return self.process_set
+        ranks = sorted(self.globally(rank) for rank in group)
+        for known in registered():
+            if known.ranks == ranks:
+                return known
+        raise ValueError(
+            f"no process set of ranks {ranks} is registered; pass it to hvd.init(process_sets=...)."
+        )
