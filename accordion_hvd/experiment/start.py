@@ -29,8 +29,6 @@ def summary(result: Row) -> str:
     last, stats = result["epochs"][-1], result["stats"]
     text = f"{result['settings']['name']}: test accuracy {last['accuracy']:.1%}"
     if stats["sent"]:
-        text += (
-            f", {stats['sent'] / 1e6:.2f} MB sent by each rank ({stats['ratio']:.1f} times less "
-        )
-        text += "than uncompressed)"
+        text += f", {stats['sent'] / 1e6:.2f} MB sent by each rank"
+        text += f" (1/{stats['ratio']:.1f} of uncompressed)" if stats["ratio"] > 1.05 else ""
     return f"{text}, {result['seconds']:.0f} s; see {result['settings']['output']}/"
