@@ -32,7 +32,7 @@ setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick
 		"(Debian: apt-get install python3.11 python3.11-venv python3.11-dev)." >&2; exit 1; }
 	@$(PYTHON) scripts/setup_env.py
 
-demo: setup ## a first look: Accordion on two ranks
+demo: setup ## a first look: digits with four workers, in PyTorch and in Keras
 	@$(IN_VENV) $(RUN) scripts/demo.py
 
 test: setup ## run the tests; PYTEST_ARGS adds options

@@ -25,7 +25,6 @@ from frameworks import (
 import accordion_hvd
 from accordion_hvd import Allgather, Allreduce, Compressor, Dense, Info, PowerSGD, TopK
 from accordion_hvd.compressors.powersgd import matrix_shape
-from accordion_hvd.compressors.topk import kept
 from accordion_hvd.ops import namespace
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -96,7 +95,7 @@ def test_matrix_shape_of_known_layers() -> None:
 
 
 def test_at_least_one_is_kept() -> None:
-    assert [kept(0.01, size) for size in (1, 99, 100, 250)] == [1, 1, 1, 2]
+    assert [TopK(0.01).kept(size) for size in (1, 99, 100, 250)] == [1, 1, 1, 2]
 
 
 # ----------------------------------------------------------------------- what each method is about

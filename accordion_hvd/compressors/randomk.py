@@ -6,22 +6,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd import check
-from accordion_hvd.base import (
-    Allreduce,
-    Compressor,
-    Conversation,
-    Info,
-    Spec,
-    State,
-    Tensor,
-)
-from accordion_hvd.compressors.topk import kept
+from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.compressors.sparsifier import Sparsifier
 from accordion_hvd.ops import namespace, random
 
 
 @dataclass(frozen=True)
-class RandomK(Compressor):
+class RandomK(Sparsifier):
     """Send a random choice of elements, the same on all ranks, keep the rest for later.
 
     The choice is a function of (step, bucket), so no index travels and the values can be added
@@ -35,24 +26,12 @@ class RandomK(Compressor):
         ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
     """
 
-    ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Raises: ValueError when ratio is outside (0, 1]."""
-        check.ratio(self, "ratio", self.ratio)
-
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what was not sent yet, a vector with the gradient's elements."""
-        if spec.size >= 2**31:
-            check.refuse(self, "size of " + info.name, spec.size, "below 2^31 (indices are int32)")
-        return {"error": spec.zeros((spec.size,))}
-
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce of the chosen values."""
         xp = namespace(grad)
         total = xp.accumulate(state["error"], xp.reshape(grad, (-1,)))
         size = xp.shape(total)[0]
-        index = _choice(xp, size, kept(self.ratio, size), info, xp.device(grad))
+        index = _choice(xp, size, self.kept(size), info, xp.device(grad))
         values = xp.take(total, index)
         error = xp.clear(total, index)
         values = yield Allreduce(values)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from accordion_hvd import check
 from accordion_hvd.policy import Policy
-from accordion_hvd.tensorflow.stock import is_ours
+from accordion_hvd.stock import is_ours
 
 WHO = "DistributedOptimizer"
 

@@ -17,9 +17,9 @@ from accordion_hvd import process_sets
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
+from accordion_hvd.stock import is_ours, policy_of
 from accordion_hvd.torch import refusals
 from accordion_hvd.torch.reducer import Idle, Reducer
-from accordion_hvd.torch.stock import is_ours, policy_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

@@ -16,10 +16,10 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
+from accordion_hvd.stock import policy_of
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
-from accordion_hvd.tensorflow.stock import policy_of
 from accordion_hvd.tensorflow.variables import key_of
 
 

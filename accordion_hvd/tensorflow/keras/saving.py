@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ def load_model(
 ) -> Any:
     """Load a model; its optimizer, in the state that was saved, becomes a distributed one.
 
+    (From HDF5 files Keras 3 may give an optimizer that lost its state and accepts no variables;
+    it is made anew, with a warning.)
+
     Args:
         filepath: what `model.save` wrote.
         custom_optimizers: optimizer classes of your own.
@@ -33,8 +37,20 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is not None:
         options["compression"] = compression
-        model.optimizer = DistributedOptimizer(model.optimizer, **options)
+        model.optimizer = DistributedOptimizer(_usable(model.optimizer, filepath), **options)
         model.train_function = None
         if model.jit_compile:
             model.jit_compile = False
     return model
+
+
+def _usable(optimizer: Any, filepath: Any) -> Any:
+    """The optimizer, or one like it if it was built for no variables at all."""
+    if not optimizer.built or optimizer._trainable_variables:
+        return optimizer
+    warnings.warn(
+        f"Keras did not restore the optimizer's state (momentum, say) from {filepath}; it starts "
+        "anew. Save models as .keras files to keep it.",
+        stacklevel=3,
+    )
+    return type(optimizer).from_config(optimizer.get_config())

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import horovod.torch as hvd
-
 from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, NotForStockHorovod, State
 from accordion_hvd.compressors import Dense
 from accordion_hvd.policy import Fixed, Policy, as_policy
@@ -47,7 +45,7 @@ def policy_of(compression: Any) -> Policy:
     `hvd.Compression.none`, Horovod's default, means the word in the environment variable
     ACCORDION_HVD_COMPRESSION where there is one.
     """
-    if compression is hvd.Compression.none:
+    if _is_none(compression):
         word = os.environ.get("ACCORDION_HVD_COMPRESSION")
         return as_policy(word) if word else Fixed(Dense())
     if is_ours(compression):
@@ -55,3 +53,11 @@ def policy_of(compression: Any) -> Policy:
     if callable(getattr(compression, "compress", None)):
         return Fixed(Stock(compression))
     return as_policy(compression)  # says what is allowed
+
+
+def _is_none(compression: Any) -> bool:
+    """Whether it is `hvd.Compression.none` of one of Horovod's modules."""
+    module = str(getattr(compression, "__module__", ""))
+    return (
+        module.startswith("horovod.") and getattr(compression, "__name__", "") == "NoneCompressor"
+    )
