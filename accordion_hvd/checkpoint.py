@@ -18,7 +18,7 @@ import numpy as np
 import accordion_hvd
 from accordion_hvd.base import Allreduce, Conversation
 from accordion_hvd.communicator import Communicator
-from accordion_hvd.exchange import Exchange, Slot
+from accordion_hvd.exchange import Exchange
 
 FORMAT = 1
 _live: list[weakref.ref[Any]] = []
@@ -96,11 +96,11 @@ def describe(exchange: Exchange) -> dict[str, Any]:
 def export(exchange: Exchange, prefix: str = "") -> dict[str, np.ndarray]:
     """This rank's tensors.
 
-    Keys are `{bucket}/{what}`; what is "state/key", "parked/level/key", "owed" or "seen".
+    Keys are `{bucket}/{name}`, with the names of `Slot.tensors`.
     """
     arrays: dict[str, np.ndarray] = {}
     for i, slot in enumerate(exchange.slots):
-        for key, value in _tensors(slot).items():
+        for key, value in slot.tensors().items():
             arrays[f"{prefix}{i}/{key}"] = exchange.xp.to_numpy(value)
     return arrays
 
@@ -112,16 +112,6 @@ def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, 
     for i, slot in enumerate(exchange.slots):
         mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
         exchange.load_slot(slot, saved["buckets"][i]["level"], mine)
-
-
-def _tensors(slot: Slot) -> dict[str, Any]:
-    found = {f"state/{key}": value for key, value in (slot.state or {}).items()}
-    for level, state in slot.parked.items():
-        found |= {f"parked/{level}/{key}": value for key, value in state.items()}
-    for what in ("owed", "seen"):
-        if getattr(slot, what) is not None:
-            found[what] = getattr(slot, what)
-    return found
 
 
 def _chosen(only: Sequence[Any]) -> list[Any]:

@@ -5,48 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from accordion_hvd.base import Broadcast, Compressor, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.buckets import Bucket, TensorInfo, fingerprint, make_buckets, make_groups
+from accordion_hvd.base import Broadcast, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets, make_groups
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.policy.base import Policy
+from accordion_hvd.slots import Slot
 from accordion_hvd.step import Step
 from accordion_hvd.traffic import ITEMSIZE, Traffic
-
-
-@dataclass
-class Slot:
-    """What the exchange keeps for one bucket.
-
-    Attributes:
-        levels: the compressors that may serve it.
-        level: which one does.
-        state: that one's state; None before the first exchange.
-        parked: other levels' states, by level.
-        owed: what a level without error feedback must add to the next gradient.
-        seen: the policy's sum of gradients.
-        unseen: that sum before the step under way, should it be taken back.
-    """
-
-    bucket: Bucket
-    levels: tuple[Compressor, ...]
-    level: int = 0
-    spec: Spec | None = None
-    state: State | None = None
-    parked: dict[int, State] = field(default_factory=dict)
-    owed: Tensor | None = None
-    seen: Tensor | None = None
-    unseen: Tensor | None = None
-
-    @property
-    def compressor(self) -> Compressor:
-        """The one that serves now."""
-        return self.levels[self.level]
 
 
 class Exchange:
@@ -104,9 +75,9 @@ class Exchange:
             level = self.policy.level(bucket.name) if bucket.compress else 0
             moved = tuple(offset + member for member in bucket.members)
             self._bucket_of |= dict.fromkeys(moved, len(self.slots))
-            slot = Slot(replace(bucket, members=moved), levels, level)
-            slot.spec = Spec(bucket.shape, bucket.dtype, self.xp, self.device(slot))
-            self.slots.append(slot)
+            device = tensors[bucket.members[0]].kind or None
+            spec = Spec(bucket.shape, bucket.dtype, self.xp, device)
+            self.slots.append(Slot(replace(bucket, members=moved), levels, spec, level))
         self.groups += [[first + i for i in group] for group in make_groups(buckets)]
         return list(range(first, len(self.slots)))
 
@@ -199,7 +170,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------- within
     def _open_talk(self, index: int, grad: Tensor) -> Conversation:
         slot = self.slots[index]
-        self.prepare(slot, grad)
+        self.prepare(slot)
         assert slot.state is not None
         if self._observes(slot, "local"):
             slot.unseen, slot.seen = slot.seen, self.xp.accumulate(slot.seen, grad)
@@ -218,11 +189,9 @@ class Exchange:
             lr=self._lr.get(slot.bucket.name, 0.0),
         )
 
-    def prepare(self, slot: Slot, like: Tensor) -> None:
-        """Make the state that a slot lacks, for gradients like this one."""
-        assert slot.spec is not None
-        if slot.state is None:
-            slot.state = slot.compressor.init(slot.spec, self.info(slot))
+    def prepare(self, slot: Slot) -> None:
+        """Make the state that a slot lacks."""
+        slot.prepare(self.info(slot))
         if slot.seen is None and self._observes(slot, self.policy.signal):
             slot.seen = slot.spec.zeros(slot.bucket.shape)
 
@@ -289,48 +258,15 @@ class Exchange:
         return {s.bucket.name: float(n) for s, n in zip(seen, norms, strict=True)}
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return self.xp.asarray(values, self.device(self.slots[0]) if self.slots else None)
-
-    def device(self, slot: Slot) -> Any:
-        """Where the slot's tensors live, in the framework's terms."""
-        return self.tensors[slot.bucket.members[0]].kind or None
+        return self.xp.asarray(values, self.slots[0].spec.device if self.slots else None)
 
     def switch(self, slot: Slot, level: int) -> None:
-        """Let another level serve: what the old one owes is handed over, the rest is parked."""
-        if level == slot.level:
-            return
-        old, old_level, old_state = slot.compressor, slot.level, slot.state
-        slot.level = level
-        if old_state is None or slot.spec is None:
-            return
-        new = slot.compressor
-        state = new.init(slot.spec, self.info(slot)) | slot.parked.pop(level, {})
-        state = new.inherit(state, old, old_state)
-        residual = old.residual(old_state)
-        if residual is None:
-            residual = slot.owed  # by a level that has not had its first step yet
-        slot.owed = None
-        if residual is not None and new.residual(state) is None:
-            slot.owed = residual
-        elif residual is not None:
-            state = new.with_residual(state, residual)
-        slot.parked[old_level] = old.park(old_state)
-        slot.state = state
+        """Let another level serve."""
+        slot.switch(level, self.info(slot))
 
     def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put a slot back as it was: see `checkpoint.export` for the names of the arrays."""
-        tensors = {key: self.xp.asarray(a, self.device(slot)) for key, a in arrays.items()}
-        slot.level, slot.parked, slot.state = level, {}, None
-        slot.owed, slot.seen = tensors.pop("owed", None), tensors.pop("seen", None)
-        state: State = {}
-        for key, tensor in tensors.items():
-            what, _, rest = key.partition("/")
-            if what == "state":
-                state[rest] = tensor
-            else:
-                which, _, name = rest.partition("/")
-                slot.parked.setdefault(int(which), {})[name] = tensor
-        slot.state = state or None
+        """Put a slot back as it was: `arrays` by the names of `Slot.tensors`."""
+        slot.load(level, {k: self.xp.asarray(a, slot.spec.device) for k, a in arrays.items()})
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:

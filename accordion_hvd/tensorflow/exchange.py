@@ -9,9 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.base import Compressor, Info, Tensor
-from accordion_hvd.exchange import Exchange, Slot
+from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
+from accordion_hvd.slots import Slot
 from accordion_hvd.step import Step
 from accordion_hvd.traffic import Traffic
 
@@ -120,7 +121,7 @@ class TensorFlowExchange(Exchange):
 
     def _settle(self, index: int) -> None:
         slot = self.slots[index]
-        self.prepare(slot, None)
+        self.prepare(slot)
         assert slot.state is not None
         for key in [k for k in self._held if k[0] == index and k[1] not in (slot.level, None)]:
             del self._held[key]  # another level's: what it still needs is parked
