@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -622,6 +623,23 @@ def check_save_and_load() -> None:
     assert again.optimizer.exchange.stats()["steps"] == 2
     rewrapped = hvd.DistributedOptimizer(plain.optimizer)  # loaded first, wrapped afterwards
     assert int(rewrapped.iterations) == int(plain.optimizer.iterations) == 4
+
+
+def check_models_from_hdf5_train_on() -> None:
+    """Keras 3 gives their optimizers no variables; ours starts anew and says so."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.h5")
+        model = make_model()
+        fit(model, PowerSGD(2), optimizer=SGD(0.05, momentum=0.9))
+        model.compile(model.optimizer, keras.losses.MeanSquaredError())  # "mse" is not read back
+        model.save(path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again = hvd.load_model(path, compression=TopK(0.1))
+    assert again.optimizer.built or any(".keras" in str(w.message) for w in caught)
+    assert (weights(again) == weights(model)).all()
+    again.fit(*data(), batch_size=16, verbose=0)
+    assert_equal_ranks(again)
 
 
 def check_config() -> None:
