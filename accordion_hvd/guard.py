@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -38,14 +39,23 @@ class Guard:
     soon as one bit does (unless changes cancel out exactly).
 
     Args:
-        mode: "error" raises `ReplicasDiffer` on every rank, "warn" warns on rank 0, "off".
-        every: steps between checks; steps 1, 2 and 10 are checked too.
+        mode: "error" raises `ReplicasDiffer` on every rank, "warn" warns on rank 0, "off". None
+            means what the environment variable ACCORDION_HVD_GUARD says, else "error".
+        every: steps between checks; steps 1, 2 and 10 are checked too. None means
+            ACCORDION_HVD_GUARD_EVERY, else 100.
+
+    Raises:
+        ValueError: one is none of these.
     """
 
-    def __init__(self, mode: str = "error", every: int = 100) -> None:
+    def __init__(self, mode: str | None = None, every: int | None = None) -> None:
+        if mode is None:
+            mode = os.environ.get("ACCORDION_HVD_GUARD", "error")
+        word: Any = os.environ.get("ACCORDION_HVD_GUARD_EVERY", "100")
+        steps = every if every is not None else int(word) if word.isdecimal() else word
         check.one_of("DistributedOptimizer", "guard", mode, MODES)
-        check.integer("DistributedOptimizer", "guard_every", every, least=1)
-        self.mode, self.every = mode, every
+        check.integer("DistributedOptimizer", "guard_every", steps, least=1)
+        self.mode, self.every = mode, int(steps)
 
     def due(self, step: int) -> bool:
         """Whether to check after exchange number `step` (from 1)."""

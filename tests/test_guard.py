@@ -149,3 +149,17 @@ def test_stock_horovod_is_told_what_to_write(framework: Framework, ours: Any) ->
             call()
         assert f"import accordion_hvd.{wanted} as hvd" in str(refusal.value)
         assert repr(ours) in str(refusal.value)
+
+
+def test_the_environment_says_what_a_script_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Guard().mode, Guard().every) == ("error", 100)
+    monkeypatch.setenv("ACCORDION_HVD_GUARD", "warn")
+    monkeypatch.setenv("ACCORDION_HVD_GUARD_EVERY", "7")
+    assert (Guard().mode, Guard().every) == ("warn", 7)
+    assert (Guard("off", 5).mode, Guard("off", 5).every) == ("off", 5)
+    monkeypatch.setenv("ACCORDION_HVD_GUARD_EVERY", "often")
+    with pytest.raises(ValueError, match="guard_every is 'often'"):
+        Guard()
+    monkeypatch.setenv("ACCORDION_HVD_GUARD", "loud")
+    with pytest.raises(ValueError, match="guard is 'loud'"):
+        Guard()

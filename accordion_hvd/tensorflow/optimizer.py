@@ -29,8 +29,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     scale_local_gradients: bool = True,
     *,
     skip: Sequence[str] = (),
-    guard: str = "error",
-    guard_every: int = 100,
+    guard: str | None = None,
+    guard_every: int | None = None,
 ) -> Any:
     """Average `optimizer`'s gradients over the ranks; Horovod's signature.
 

@@ -32,8 +32,8 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     scale_local_gradients: bool = True,
     *,
     skip: Sequence[str] = (),
-    guard: str = "error",
-    guard_every: int = 100,
+    guard: str | None = None,
+    guard_every: int | None = None,
 ) -> Any:
     """A tape whose `gradient` averages over the ranks; Horovod's signature.
 
@@ -55,8 +55,8 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average.
         scale_local_gradients: divide gradients of local sources by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error", "warn" or "off".
-        guard_every: steps between comparisons of the replicas.
+        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard_every: steps between comparisons of the replicas, by default 100.
 
     Raises:
         ValueError: an argument is not what it must be; the sentence says which.

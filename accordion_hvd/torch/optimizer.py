@@ -37,8 +37,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: Any = hvd.global_process_set,
     *,
     skip: Sequence[str] = (),
-    guard: str = "error",
-    guard_every: int = 100,
+    guard: str | None = None,
+    guard_every: int | None = None,
     grad_scaler: Any = None,
 ) -> Any:
     """Average `optimizer`'s gradients over the ranks before each step; Horovod's signature.
@@ -62,8 +62,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             beside any compression.
         process_set: the ranks that average; others take plain steps.
         skip: patterns (as of file names) of parameters that travel uncompressed.
-        guard: what to do when replicas differ: "error", "warn" or "off".
-        guard_every: steps between comparisons of the replicas.
+        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard_every: steps between comparisons of the replicas, by default 100.
         grad_scaler: the `GradScaler` in use: errors are then kept in unscaled units, and
             `scaler.step(optimizer)` may be called without `synchronize()`.
 

@@ -40,8 +40,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     scale_local_gradients: bool = True,
     *,
     skip: Sequence[str] = (),
-    guard: str = "error",
-    guard_every: int = 100,
+    guard: str | None = None,
+    guard_every: int | None = None,
 ) -> Any:
     """Average `optimizer`'s gradients over the ranks before each step; Horovod's signature.
 
@@ -67,8 +67,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average; others take plain steps.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error", "warn" or "off".
-        guard_every: steps between comparisons of the replicas.
+        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard_every: steps between comparisons of the replicas, by default 100.
 
     Returns:
         The wrapped optimizer; `exchange.stats()` has bytes, `end_window()` ends a window of
@@ -106,8 +106,8 @@ class Settings:
     total: bool
     sparse_as_dense: bool
     skip: tuple[str, ...]
-    guard: str
-    guard_every: int
+    guard: str | None
+    guard_every: int | None
     scale_local: bool
     passes: int
     average_passes: bool
