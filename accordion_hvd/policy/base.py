@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ Row = dict[str, Any]
 lr, previous_lr, reason."""
 
 
-class Policy(NotForStockHorovod):
+class Policy(NotForStockHorovod, abc.ABC):
     """Decides which of its levels serves each bucket; knows neither tensors nor networks.
 
     An exchange binds itself to the policy, tells it of each step (`tick`), and when a decision is
@@ -38,9 +39,9 @@ class Policy(NotForStockHorovod):
         self._bound: Any = None
 
     # -------------------------------------------------------------------------- what a policy says
+    @abc.abstractmethod
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """The compressors that may serve bucket `name`; `level` is an index into them."""
-        raise NotImplementedError
 
     def start(self, name: str) -> int:
         """The level of bucket `name` before any decision."""
