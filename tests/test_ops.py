@@ -240,16 +240,18 @@ def test_poison_shows() -> None:
 @pytest.mark.parametrize("part", [0.001, 0.01, 0.3, 0.999, 1.0])
 def test_largest_is_exact(size: int, part: float) -> None:
     count = max(1, int(part * size))
-    for kind in ("normal", "heavy", "ties", "few", "nan"):
+    for kind in ("normal", "heavy", "ties", "few", "few and nan", "columns", "nan"):
         x = RNG.standard_normal(size).astype(np.float32)
         if kind == "heavy":
             x = x**9
         if kind == "ties":
             x = np.round(x)
-        if kind == "few":
+        if kind == "columns":  # every sixteenth unit is dead
+            x = np.where(np.arange(size) % 16 == 0, 0, x).astype(np.float32)
+        if kind.startswith("few"):
             x = np.where(np.arange(size) % 97 == 0, x, 0).astype(np.float32)
-        if kind == "nan":
-            x[: size // 3] = np.nan
+        if kind.endswith("nan"):
+            x[: size // 3 : 5] = np.nan
         index = largest(x, count)
         assert index.dtype == np.int32 and index.shape == (count,)
         assert (np.diff(index) > 0).all(), "ascending, none twice"
