@@ -68,6 +68,7 @@ class SimulatedCommunicator(Communicator):
 
     def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
         self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
+        self._events = -1
 
     def _put(self, name: str, group: Group, value: Any, combine: Any) -> Any:
         self.hub.events += 1
@@ -117,8 +118,14 @@ class SimulatedCommunicator(Communicator):
         return combine(self.hub.fetch(key))
 
     def pause(self, waited: float) -> None:
-        """Nobody else can be waited for within one process."""
-        raise RuntimeError("a simulated rank waits for others: step all ranks together")
+        """Refuse to wait for other ranks, which cannot go on meanwhile.
+
+        Raises:
+            RuntimeError: nothing has happened since the last look.
+        """
+        if self._events == self.hub.events:
+            raise RuntimeError("a simulated rank waits for others: step all ranks together")
+        self._events = self.hub.events
 
 
 def _combined(xp: ModuleType, parts: list[Tensor], op: str, ranks: int) -> Tensor:

@@ -692,3 +692,35 @@ def test_replay_refuses() -> None:
     replay = Replay([{"step": 1, "name": "w", "compressor": "TopK(0.1)"}])
     with pytest.raises(ValueError, match="no layer 'v'"):
         replay.levels("v")
+
+
+def resnet18(classes: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of the ResNet-18 for small images that the paper trains."""
+    shapes: dict[str, tuple[int, ...]] = {"stem": (64, 3, 3, 3), "stem.bn": (128,)}
+    before = 64
+    for stage, width in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            name = f"{stage}.{block}"
+            shapes |= {f"{name}.1": (width, before, 3, 3), f"{name}.2": (width, width, 3, 3)}
+            shapes |= {f"{name}.bn1": (2 * width,), f"{name}.bn2": (2 * width,)}
+            if before != width:
+                shapes |= {f"{name}.short": (width, before, 1, 1), f"{name}.bn3": (2 * width,)}
+            before = width
+    return shapes | {"head": (classes, 512), "head.bias": (classes,)}
+
+
+@pytest.mark.parametrize(
+    ("classes", "rank", "floats"),
+    [(10, 1, 45_935), (10, 2, 82_260), (100, 1, 46_115), (100, 2, 82_530)],
+)
+def test_the_papers_network_sends_the_papers_floats(classes: int, rank: int, floats: int) -> None:
+    """Floats a step that the volumes of the paper's tables follow from."""
+    tensors = [TensorInfo(k, shape, "float32") for k, shape in resnet18(classes).items()]
+    hub, policy = Hub(1), Fixed(PowerSGD(rank))
+    exchange = Exchange(SimulatedCommunicator(hub, 0, NUMPY.xp), policy, tensors)
+    exchange.begin(0.1)
+    for index, slot in enumerate(exchange.slots):
+        exchange.start(index, np.ones(slot.bucket.shape, np.float32))
+    exchange.finish()
+    flags = 2 * len(exchange.groups)
+    assert exchange.stats()["payload"] == 4 * (floats + flags)
