@@ -107,11 +107,29 @@ def export(exchange: Exchange, prefix: str = "") -> dict[str, np.ndarray]:
 
 def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, Any]) -> None:
     """The inverse of `export` and `describe`."""
-    exchange.policy.load_state_dict(saved["policy"])
+    names = {
+        row["name"]: slot.bucket.name
+        for row, slot in zip(saved["buckets"], exchange.slots, strict=True)
+    }
+    exchange.policy.load_state_dict(_renamed(saved["policy"], names))
     exchange.steps = saved["steps"]
     for i, slot in enumerate(exchange.slots):
         mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
         exchange.load_slot(slot, saved["buckets"][i]["level"], mine)
+
+
+def same_name(one: str, other: str) -> bool:
+    """Whether names are equal but for leading parts: Keras drops some when it loads a model."""
+    return one == other or one.endswith("/" + other) or other.endswith("/" + one)
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    """`value` with buckets called as they are now."""
+    if isinstance(value, dict):
+        return {_renamed(k, names): _renamed(item, names) for k, item in value.items()}
+    if isinstance(value, list):
+        return [_renamed(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _chosen(only: Sequence[Any]) -> list[Any]:
@@ -200,7 +218,7 @@ def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
     ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.slots]
     theirs = [(row["name"], row["shape"]) for row in saved["buckets"]]
     for mine, other in zip(ours, theirs, strict=False):
-        if mine != other:
+        if mine[1] != other[1] or not same_name(mine[0], other[0]):
             raise ValueError(f"bucket {mine[0]!r} {mine[1]} was {other[0]!r} {other[1]} when saved")
     if len(ours) != len(theirs):
         raise ValueError(f"there are {len(ours)} buckets, but {len(theirs)} were saved")

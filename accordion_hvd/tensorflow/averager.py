@@ -107,7 +107,11 @@ class Averager:
         if self._exchange is None:
             variables = [v for v in self.variables() if key_of(v) not in self.local]
             rows = zip(variables, describe(variables), strict=True)
-            self._sparse = [key_of(v) for v, row in rows if row.name not in set(names)]
+            self._sparse = [
+                key_of(v)
+                for v, row in rows
+                if not any(checkpoint.same_name(row.name, name) for name in names)
+            ]
 
     @property
     def alone(self) -> bool:

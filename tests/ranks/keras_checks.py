@@ -674,6 +674,49 @@ def check_state_survives_a_restart() -> None:
         assert other.exchange.policy.history == opt.exchange.policy.history
 
 
+def check_resuming_fit_equals_not_stopping() -> None:
+    """The model's file, and ours beside it; then the rest of the epochs."""
+
+    def policy() -> Accordion:
+        return Accordion(low=PowerSGD(4), high=TopK(0.02), threshold=0.9, interval=1)
+
+    def go_on(model: Any, first: int, last: int) -> None:
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(
+            *data(), batch_size=16, initial_epoch=first, epochs=last, verbose=0, shuffle=False,
+            callbacks=[callback],
+        )  # fmt: skip
+
+    where = bytes(hvd.broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8), 0).numpy())
+    folder = where.decode()
+    path = os.path.join(folder, "model.keras")
+    model = make_model()
+    fit(model, policy(), epochs=4, optimizer=SGD(0.05, momentum=0.9))
+    if hvd.rank() == 0:
+        model.save(path)
+    hvd.save_state(folder, only=[model.optimizer])
+    go_on(model, 4, 8)
+
+    again = hvd.load_model(path, compression=policy())
+    hvd.load_state(folder, only=[again.optimizer])
+    go_on(again, 4, 8)
+    assert_equal_ranks(again)
+    gap = np.abs(weights(again) - weights(model)).max()
+    assert gap == 0 if hvd.size() == 2 else gap < 1e-5, gap
+    ours, theirs = (
+        [{**row, "name": row["name"].rpartition("dense")[2]} for row in history]
+        for history in (m.optimizer.exchange.policy.history for m in (model, again))
+    )
+    assert repr(ours) == repr(theirs)
+    assert again.optimizer.exchange.steps == 16
+
+    hvd.allgather(np.zeros(1))
+    if hvd.rank() == 0:
+        os.remove(os.path.join(folder, f"rank-00001-of-{hvd.size():05d}.npz"))
+    hvd.allgather(np.zeros(1))
+    raises(RuntimeError, "ranks [1]", lambda: hvd.load_state(folder, only=[again.optimizer]))
+
+
 def restartable(switching: bool) -> Any:
     variable = keras.Variable(tf.zeros((32, 40)), name="w")
     policy: Any = TopK(0.05)
