@@ -36,7 +36,7 @@ demo: setup ## a first look: digits with four workers, in PyTorch and in Keras
 	@$(IN_VENV) $(RUN) scripts/demo.py
 
 test: setup ## run the tests; PYTEST_ARGS adds options
-	@$(IN_VENV) $(RUN) -m pytest tests $(PYTEST_ARGS)
+	@$(IN_VENV) NEED_LAUNCHERS=1 $(RUN) -m pytest tests $(PYTEST_ARGS)
 
 check: setup ## ruff and mypy
 	@$(VENV)/bin/ruff check

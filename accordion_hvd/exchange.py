@@ -164,8 +164,17 @@ class Exchange:
         return [self.xp.reshape(p, shape) for p, shape in zip(pieces, shapes, strict=True)]
 
     def abort(self) -> None:
-        """Forget a step that was begun and cannot be finished (an error on the way)."""
+        """Forget a step that was begun and cannot be finished (an error on the way).
+
+        Errors and sums are as before it, unless later rounds had begun.
+        """
+        if self._step is None:
+            return
+        self._step.take_back()
         self._step = None
+        for slot in self.slots:
+            if slot.unseen is not None:
+                slot.seen, slot.unseen = slot.unseen, None
 
     # ------------------------------------------------------------------------------------- within
     def _open_talk(self, index: int, grad: Tensor) -> Conversation:

@@ -140,17 +140,7 @@ def _gather(
     sizes = [_elements(xp, part) for part in parts]
     flat = yield communicator.allgather(name, xp.concat(parts), group)
     pieces = xp.split(flat, sizes * ranks)
-    return [
-        tuple(
-            xp.from_bytes(
-                pieces[peer * len(requests) + i],
-                xp.dtype(request.tensor),
-                xp.shape(request.tensor),
-            )
-            for peer in range(ranks)
-        )
-        for i, request in enumerate(requests)
-    ]
+    return _by_request(xp, pieces, requests)
 
 
 def _gather_uneven(
@@ -167,14 +157,19 @@ def _gather_uneven(
     _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
     flat = yield communicator.allgather(name, xp.concat(parts), group)
     pieces = xp.split(flat, [int(size) for size in table.reshape(-1)])
+    return _by_request(xp, pieces, requests)
+
+
+def _by_request(
+    xp: ModuleType, pieces: Sequence[Tensor], requests: Sequence[Allgather]
+) -> list[tuple[Tensor, ...]]:
+    """What came, rank by rank and request by request, as one tuple a request in rank order."""
     return [
         tuple(
-            xp.from_bytes(
-                pieces[peer * len(requests) + i],
-                xp.dtype(request.tensor),
-                (-1, *xp.shape(request.tensor)[1:]),
-            )
-            for peer in range(ranks)
+            xp.from_bytes(piece, xp.dtype(request.tensor), (-1, *xp.shape(request.tensor)[1:]))
+            if request.uneven
+            else xp.from_bytes(piece, xp.dtype(request.tensor), xp.shape(request.tensor))
+            for piece in pieces[i :: len(requests)]
         )
         for i, request in enumerate(requests)
     ]

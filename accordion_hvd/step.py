@@ -18,8 +18,6 @@ from accordion_hvd.communicator import Communicator, Pending
 from accordion_hvd.ops import journal
 from accordion_hvd.traffic import Traffic
 
-Opening = Callable[[Tensor, State], Conversation]
-
 
 class Talk:
     """One bucket's conversation: what it asked for, and what it ended with."""
@@ -137,6 +135,13 @@ class Step:
         assert result is not None
         return result
 
+    def take_back(self) -> None:
+        """End conversations where they are; what they have done to states in place is undone."""
+        for talk in self._talks.values():
+            if talk.conversation is not None:
+                talk.conversation.close()
+            journal.rewind(talk.undo)
+
     # ------------------------------------------------------------------------------------ within
     def _launch(self, group: int, round_: int) -> None:
         requests = [ask for i in self._groups[group] for ask in self._talks[i].asked]
@@ -165,10 +170,7 @@ class Step:
         if self._guarded:
             self.bad = self._xp.is_bad(self._xp.concat(self._bad))
         if self.bad is True:
-            for talk in self._talks.values():
-                if talk.conversation is not None:
-                    talk.conversation.close()
-                journal.rewind(talk.undo)
+            self.take_back()
             return
         for group in sorted(self._first):
             self._answer(group, self._first[group], 0)

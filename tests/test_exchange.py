@@ -10,7 +10,7 @@ import pytest
 from frameworks import NUMPY, Framework, parameters, same_bits
 from laws import several, step
 
-from accordion_hvd import Allreduce, Compressor, Dense, Fixed, Info, PowerSGD, TopK
+from accordion_hvd import Accordion, Allreduce, Compressor, Dense, Fixed, Info, PowerSGD, TopK
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.policy import as_policy
@@ -243,3 +243,31 @@ def test_simulated_ranks_that_ask_for_different_things_do_not_wait_for_ever() ->
     ranks = [SimulatedCommunicator(hub, rank, NUMPY.xp) for rank in range(2)]
     with pytest.raises(RuntimeError, match="wait for each other"):
         lockstep(ranks, [asks(1), asks(2)])
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_a_step_that_is_given_up_leaves_no_trace(framework: Framework) -> None:
+    """As after an error on the way: errors and sums are what they were."""
+    policy = Accordion(low=TopK(0.1), high=PowerSGD(1), window=100)
+    tensors = [TensorInfo("w", (40, 50), "float32")]
+    link = SimulatedCommunicator(Hub(1), 0, framework.xp)
+    exchange = Exchange(link, policy, tensors)
+
+    def values(seed: int) -> Any:
+        return np.random.default_rng(seed).standard_normal((40, 50)).astype(np.float32)
+
+    def begin(seed: int) -> None:
+        exchange.begin(0.1)
+        exchange.start(0, framework.tensor(values(seed)))
+
+    with framework.running():
+        begin(1)
+        exchange.finish()
+        slot = exchange.slots[0]
+        error = framework.array(slot.state["error"]).copy()
+        seen = framework.array(slot.seen).copy()
+        begin(2)
+        exchange.abort()
+        assert exchange.running is None
+        np.testing.assert_allclose(framework.array(slot.state["error"]), error, atol=1e-6)
+        np.testing.assert_allclose(framework.array(slot.seen), seen, atol=1e-6)

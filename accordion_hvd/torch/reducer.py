@@ -90,11 +90,6 @@ class Reducer:
             self._place(list(reversed(fresh)))
 
     @property
-    def watched(self) -> set[torch.Tensor]:
-        """The parameters whose gradients are exchanged."""
-        return set(self._delay)
-
-    @property
     def exchange(self) -> Exchange:
         """What runs the conversations; made at the first use."""
         if self._exchange is None:
