@@ -163,11 +163,16 @@ class Compressor(NotForStockHorovod):
             optimizer with momentum is then refused.
         scope: "tensor" (called with one tensor in its own shape), "flat" (with vectors that may
             hold several tensors side by side) or "model" (the whole model as one vector).
+        stacks: which small tensors may share one call of `exchange`, so that many cost little
+            more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
+            is their state), "any" (all, flattened into one vector; for methods without state) or
+            "" (none). Such an `exchange` uses neither `info.name` nor `info.lr`.
     """
 
     target: ClassVar[str] = "gradient"
     output: ClassVar[str] = "gradient"
     scope: ClassVar[str] = "tensor"
+    stacks: ClassVar[str] = ""
 
     def init(self, spec: Spec, info: Info) -> State:
         """The state before the first exchange of a tensor like `spec`; names every key."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK
+from accordion_hvd.ops import indices
 
 Shape = tuple[int, ...]
 Rounds = list[tuple[str, int]]
@@ -64,12 +65,13 @@ def powersgd(rank: int) -> Case:
     return Case(PowerSGD(rank), rounds, feedback=True, full=full, bitwise=False, close=1e-4)
 
 
-def topk(ratio: float) -> Case:
+def topk(ratio: float, wire: str = "float32") -> Case:
     def rounds(shape: Shape, itemsize: int) -> Rounds:
         kept = max(1, int(ratio * math.prod(shape)))
-        return [("allgather", 4 * kept + 4 * kept)]  # int32 indices, fp32 values
+        value = {"float32": 4, "float16": 2}[wire]
+        return [("allgather", value * kept + indices.packed_length(kept, math.prod(shape)))]
 
-    return Case(TopK(ratio), rounds, feedback=True, full=TopK(1.0))
+    return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0))
 
 
 def randomk(ratio: float) -> Case:
@@ -93,6 +95,7 @@ CASES = [
     as_is(BF16(), loss=2 * 2**-8, itemsize=2, guarded=True),
     topk(0.1),
     topk(0.01),
+    topk(0.1, "float16"),
     randomk(0.1),
     randomk(0.01),
     powersgd(1),
@@ -106,6 +109,7 @@ REFUSED = [
         for kind in (TopK, RandomK)
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
+    *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -76,7 +76,7 @@ def test_traced(case: Case) -> None:
 @pytest.mark.parametrize(("kind", "name", "value"), REFUSED)
 def test_refused(kind: type, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: {name} is ") as refusal:
-        kind(value)
+        kind(**{name: value})
     assert repr(value) in str(refusal.value)
     assert "must be" in str(refusal.value)
 

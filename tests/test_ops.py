@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from accordion_hvd.ops import journal, namespace, random
+from accordion_hvd.ops import indices, journal, namespace, random
 from accordion_hvd.ops.selection import largest
 
 ONLY = {"poisoning"}  # of NumPy, for tests
@@ -52,6 +54,12 @@ V = RNG.standard_normal(40).astype(np.float32)
 INDEX = np.array([3, 9, 10, 39], np.int32)
 NAN = np.array([1, np.nan, 3], np.float32)
 INF = np.array([np.inf, -np.inf], np.float32)
+CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
+CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
+LONG = RNG.standard_normal(70_000).astype(np.float32)
+WIDE = RNG.standard_normal((300, 1024)).astype(np.float32)
+TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 1024)).astype(np.float32)
+P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, tolerance (0: bits)
@@ -70,6 +78,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("concat", ([V, V[:3]],), 0),
     ("split", (V, (10, 25, 5)), 0),
     ("stack", ([X, Y],), 0),
+    ("unstack", (X,), 0),
+    ("transpose", (CUBE,), 0),
     ("to_bytes", (X,), 0),
     ("to_bytes", (INDEX,), 0),
     ("accumulate", (X, Y), 0),
@@ -81,6 +91,24 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("largest_index", (V, 7), 0),
     ("largest_index", (V, 40), 0),
     ("largest_index", (V, 1), 0),
+    ("largest_index", (X, 3), 0),
+    ("largest_index", (X, 7), 0),
+    ("accumulate_largest", (V, V[::-1].copy(), 7), 0),
+    ("accumulate_largest", (LONG, LONG[::-1].copy(), 700), 0),
+    ("accumulate_largest", (X, Y, 2), 0),
+    ("accumulate_largest", (X, Y.astype(np.float16), 2), 0),
+    ("emptied", (X,), 0),
+    ("emptied", (X.astype(np.float16),), 0),
+    *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
+    *[("unpack_index", (indices.pack(INDEX, size), 4, size), 0) for size in (40, 70_000, 2**30)],
+    *[("project", (X, Y, X[:rank]), 1e-5) for rank in (1, 3)],
+    ("project", (CUBE, CUBE + 1, CUBE[:, :2]), 1e-5),
+    ("project", (WIDE, WIDE[::-1].copy(), WIDE[:2]), 1e-3),
+    ("project", (X, Y.astype(np.float16), X[:1]), 1e-5),
+    *[("expand", (P[:rank], Q[:rank], X.copy(), Y), 1e-5) for rank in (1, 2)],
+    ("expand", (CUBE[:, :1], CUBE[:, :1], CUBE_OF_7, CUBE_OF_7), 1e-5),
+    *[("expand", (TALL[:r], WIDE[:r], LARGE, LARGE + 1), 1e-3) for r in (1, 3, 8)],
+    ("orthogonalize", (CUBE,), 1e-5),
     ("orthogonalize", (X,), 1e-5),
     ("orthogonalize", (X[:1],), 1e-5),
     ("orthogonalize", (np.zeros((3, 6), np.float32),), 1e-5),
@@ -117,7 +145,7 @@ def into(framework: Framework, x: Any) -> Any:
 
 
 def back(framework: Framework, x: Any) -> list[np.ndarray]:
-    if isinstance(x, list):
+    if isinstance(x, (list, tuple)):
         return [part for piece in x for part in back(framework, piece)]
     return [np.array(x) if isinstance(x, (bool, np.generic)) else framework.array(x)]
 
@@ -287,3 +315,24 @@ def test_uniform_is_uniform() -> None:
 def test_backends_are_all_there() -> None:
     for name in ("numpy", "torch", "tensorflow"):
         assert importlib.util.find_spec(f"accordion_hvd.ops.{name}") is not None
+
+
+@pytest.mark.parametrize("size", [40, 1000, 70_000, 2**31 - 1])
+def test_positions_are_packed_alike_on_gpus(size: int) -> None:
+    import torch
+
+    from accordion_hvd.ops.torch import _pack_index, _unpack_index
+
+    packed = _pack_index(torch.tensor(INDEX), size)
+    assert packed.numpy().tobytes() == indices.pack(INDEX, size).tobytes()
+    np.testing.assert_array_equal(_unpack_index(packed, len(INDEX), size).numpy(), INDEX)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.data())
+def test_positions_survive_packing(size: int, data: st.DataObject) -> None:
+    chosen = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=60))
+    index = np.array(sorted(chosen), np.int32)
+    packed = indices.pack(index, size)
+    assert packed.size == indices.packed_length(index.size, size) <= 4 * index.size
+    np.testing.assert_array_equal(indices.unpack(packed, index.size, size), index)

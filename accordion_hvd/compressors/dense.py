@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 
@@ -10,6 +11,8 @@ from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State,
 @dataclass(frozen=True)
 class Dense(Compressor):
     """The plain average, in the gradient's own dtype; the mildest level there is."""
+
+    stacks: ClassVar[str] = "any"
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce of the gradient; no state."""

@@ -9,6 +9,7 @@ from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State,
 
 
 class _Half(Compressor):
+    stacks: ClassVar[str] = "any"
     wire: ClassVar[str]
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:

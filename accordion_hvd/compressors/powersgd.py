@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import (
@@ -45,6 +46,8 @@ class PowerSGD(Compressor):
         rank: the rank of the approximation, at least 1; at most min(n, m) of it is used.
     """
 
+    stacks: ClassVar[str] = "alike"
+
     rank: int = 2
 
     def __post_init__(self) -> None:
@@ -61,12 +64,12 @@ class PowerSGD(Compressor):
         """Two rounds: the average P, then the average Q."""
         xp = namespace(grad)
         matrix = xp.reshape(grad, xp.shape(state["error"]))
-        total = xp.accumulate(state["error"], matrix)  # (n, m)
-        p = yield Allreduce(state["q"] @ xp.transpose(total))  # (rank, n)
+        total, p = xp.project(state["error"], matrix, state["q"])  # (n, m), (rank, n)
+        p = yield Allreduce(p, reuse=True)
         p = xp.orthogonalize(p)
         q = yield Allreduce(p @ total)  # (rank, m)
-        mean = xp.transpose(p) @ q
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.subtract(total, mean), "q": q}
+        mean, error = xp.expand(p, q, total, matrix)
+        return xp.reshape(mean, xp.shape(grad)), {"error": error, "q": q}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over another PowerSGD's `q`: cut, or completed with rows of our own."""

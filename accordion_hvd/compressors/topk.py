@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
+from accordion_hvd import check
 from accordion_hvd.base import Allgather, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import Sparsifier
 from accordion_hvd.ops import namespace
+
+_LARGEST = {"float16": 65504.0, "float32": math.inf}
 
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
     """Send the largest magnitudes of each tensor, keep the rest for later.
 
-    Each rank sends the `ratio` of its elements that are largest, as int32 index and fp32 value
-    (8 bytes an element), to all others; the mean is over ranks. What is not sent stays in the
-    error and is added to the next gradient: average + error = gradient.
+    Each rank sends the `ratio` of its elements that are largest to all others; the mean is over
+    ranks. What is not sent, rounding included, stays in the error and is added to the next
+    gradient: average + error = gradient. The selection is exact.
 
-    Sent: 8 k (n - 1) bytes a rank in a ring of n ranks, so traffic grows with the ranks.
+    Sent: about 5.2 k (n - 1) bytes a rank in a ring of n ranks at a ratio of 0.01 (3.2 with fp16
+    values), so traffic grows with the ranks; a position takes 1.2 bytes (`ops.indices`).
 
     Args:
         ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
+        wire: the dtype in which values travel, "float32" or "float16".
     """
 
+    stacks: ClassVar[str] = "alike"
+
+    wire: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when ratio is outside (0, 1] or wire is no dtype for values."""
+        super().__post_init__()
+        check.one_of(self, "wire", self.wire, tuple(_LARGEST))
+
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of indices and values."""
+        """One allgather of positions and values."""
         xp = namespace(grad)
-        total = xp.accumulate(state["error"], xp.reshape(grad, (-1,)))
-        size = xp.shape(total)[0]
-        index = xp.largest_index(total, self.kept(size))
+        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
+        count, size = self.kept(shape[-1]), math.prod(shape)
+        total, index = xp.accumulate_largest(state["error"], xp.reshape(grad, shape), count)
+        total = xp.reshape(total, (-1,))
         values = xp.take(total, index)
+        sent = self._rounded(values)
         error = xp.clear(total, index)
-        indices, parts = yield Allgather(index), Allgather(values)
-        mean = xp.zeros((size,), "float32", xp.device(grad))
-        for theirs, part in zip(indices, parts, strict=True):
-            mean = xp.add_at(mean, theirs, part / info.size)
-        return xp.reshape(mean, xp.shape(grad)), {"error": error}
+        if self.wire != "float32":
+            error = xp.add_at(error, index, values - xp.cast(sent, "float32"))
+        packed, parts = yield Allgather(xp.pack_index(index, size)), Allgather(sent)
+        mean = xp.reshape(xp.emptied(grad), (-1,))
+        for theirs, part in zip(packed, parts, strict=True):
+            places = xp.unpack_index(theirs, xp.shape(part)[0], size)
+            mean = xp.add_at(mean, places, xp.cast(part, "float32") / info.size)
+        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """As they travel; what fp16 cannot hold waits in the error."""
+        xp, most = namespace(values), _LARGEST[self.wire]
+        if most == math.inf:
+            return values
+        limit = xp.full(xp.shape(values), most, "float32", xp.device(values))
+        return xp.cast(xp.maximum(xp.minimum(values, limit), -limit), self.wire)

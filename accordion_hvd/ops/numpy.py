@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import journal
+from accordion_hvd.ops import indices, journal
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -100,8 +100,8 @@ def reshape(x: Array, shape: Sequence[int]) -> Array:
 
 
 def transpose(x: Array) -> Array:
-    """The transpose of a matrix (a view where possible)."""
-    return x.T
+    """The transpose of a matrix, or of each of several (a view where possible)."""
+    return np.swapaxes(x, -1, -2)
 
 
 def minimum(a: Array, b: Array) -> Array:
@@ -134,9 +134,14 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return np.split(x, np.cumsum(sizes)[:-1])
 
 
-def stack(parts: Sequence[Array]) -> Array:
-    """Equal tensors along a new first dimension."""
+def stack(parts: Sequence[Array], into: Array | None = None) -> Array:
+    """Equal tensors along a new first dimension; in the memory of `into`, if that fits."""
     return np.stack(parts)
+
+
+def unstack(x: Array) -> list[Array]:
+    """The inverse of `stack` (views where possible)."""
+    return list(x)
 
 
 def to_bytes(x: Array) -> Array:
@@ -165,6 +170,30 @@ def subtract(a: Array, b: Array) -> Array:
     return np.subtract(out, b, out=out)
 
 
+def project(error: Array, grad: Array, q: Array) -> tuple[Array, Array]:
+    """total = error + grad, (n, m), and q total^T, (r, n), for q (r, m). Consumes `error`.
+
+    One pass over memory where the framework allows it. All may have a leading dimension: several
+    matrices of one shape.
+    """
+    total = accumulate(error, grad)
+    return total, q @ transpose(total)
+
+
+def expand(p: Array, q: Array, error: Array, like: Array) -> tuple[Array, Array]:
+    """mean = p^T q, (n, m), and error - mean, for p (r, n), q (r, m). Consumes `error`, `like`.
+
+    In one pass, the mean in the memory of `like`, where the framework allows it.
+    """
+    mean = transpose(p) @ q
+    return mean, subtract(error, mean)
+
+
+def emptied(x: Array) -> Array:
+    """Zeros, fp32, in the shape of `x`. Consumes `x`."""
+    return np.zeros(x.shape, np.float32)
+
+
 def clear(x: Array, index: Array) -> Array:
     """The vector `x` with zeros at `index`. Consumes `x`."""
     if not _poison:
@@ -190,18 +219,39 @@ def take(x: Array, index: Array) -> Array:
 
 
 def largest_index(x: Array, count: int) -> Array:
-    """Where the `count` largest magnitudes of the vector `x` are: int32, ascending; exact."""
+    """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact.
+
+    `x` is one row (size,) or several (rows, size); positions count through all of them.
+    """
     return largest(x, count)
+
+
+def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Array]:
+    """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
+    total = accumulate(error, grad)
+    return total, largest(total, count)
+
+
+def pack_index(index: Array, size: int) -> Array:
+    """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
+    return indices.pack(index, size)
+
+
+def unpack_index(packed: Array, count: int, size: int) -> Array:
+    """The inverse of `pack_index`."""
+    return indices.unpack(packed, count, size)
 
 
 def orthogonalize(p: Array) -> Array:
     """Orthonormal rows that span those of `p` (r, n), r <= n, by QR with a positive diagonal.
 
     Rows that depend on others, zeros among them, are completed to an orthonormal set, so the
-    result never holds NaN for finite input.
+    result never holds NaN for finite input. `p` may have a leading dimension.
     """
-    q, r = np.linalg.qr(p.T)
-    return (q * np.where(np.diagonal(r) < 0, -1.0, 1.0).astype(q.dtype)).T
+    q, r = np.linalg.qr(transpose(p))
+    diagonal = np.diagonal(r, axis1=-2, axis2=-1)
+    signs = np.where(diagonal < 0, -1.0, 1.0).astype(q.dtype)
+    return transpose(q * signs[..., None, :])
 
 
 def norm(x: Array) -> Array:

@@ -1,67 +1,171 @@
-"""Which elements of a long vector are largest: the fastest exact way known on a CPU."""
+"""Which elements of vectors are largest: the fastest exact way known on a CPU.
+
+A threshold is read off a sample, somewhat too low, so that a few more than the wanted number of
+elements reach it; among these the selection is exact. An unlucky sample costs time, never
+exactness: if too few elements reach the threshold, all are looked at. A full pass is one addition,
+one comparison and one search for what passed, block by block so that each block stays in cache.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 
 import numpy as np
 
-_SAMPLE = 1 << 14
-_DIRECT = 1 << 16
+_LONG = 1 << 16  # elements from which a vector is worth a pass of its own
+_SHORT = 1 << 9  # elements up to which a sample costs more than it saves
 _BLOCK = 1 << 18
+_SAMPLE = 1 << 14
+_DEVIATIONS = 3  # how much too low a threshold is, in standard deviations of the sample
 
 
 def largest(x: np.ndarray, count: int) -> np.ndarray:
-    """Indices (int32, ascending) of the `count` largest magnitudes of the vector `x`.
+    """Positions of the `count` largest magnitudes of each row of `x`.
 
-    A threshold read off a sample lets a few more than `count` candidates pass, among which the
-    selection is exact; it is exact whenever at least `count` pass, and else starts over on all.
-    NaN counts as smallest. Of zeros, the first are taken.
+    Args:
+        x: (size,), or (rows, size).
+        count: how many of each row; at most `size` of them are taken.
+
+    Returns:
+        int32, ascending, counted through all rows. NaN counts as smallest; of equal magnitudes
+        the first are taken.
     """
-    if count >= x.size:
+    rows = x.reshape(-1, x.shape[-1])
+    count = min(count, rows.shape[1])
+    if count == rows.shape[1]:
         return np.arange(x.size, dtype=np.int32)
-    if x.size >= _DIRECT:
-        threshold = _threshold(x, count)
-        candidates = np.flatnonzero(x) if threshold == 0 else _above(x, threshold)
-        if candidates.size >= count:
-            return candidates[_largest_of(x[candidates], count)].astype(np.int32)
-        if threshold == 0 and not np.isnan(x[candidates]).any():
-            return _filled(candidates, count).astype(np.int32)
-    return _largest_of(x, count).astype(np.int32)
+    if rows.shape[1] < _LONG:
+        per_block = max(1, _BLOCK // rows.shape[1])
+        blocks = range(0, len(rows), per_block)
+        found = [_of_rows(rows[s : s + per_block], count) + s * rows.shape[1] for s in blocks]
+    else:
+        found = [_of_long(row, count) + i * row.size for i, row in enumerate(rows)]
+    return np.concatenate(found).astype(np.int32)
 
 
-def _filled(chosen: np.ndarray, count: int) -> np.ndarray:
+def accumulate_largest(total: np.ndarray, grad: np.ndarray, count: int) -> np.ndarray:
+    """Add `grad` to `total` in place; then `largest` of it, in the same pass over a long vector."""
+    size = total.shape[-1]
+    if total.size != size or size < _LONG or count >= size:
+        np.add(total, grad, out=total)
+        return largest(total, count)
+    places = _places(size, _SAMPLE)
+    threshold = _threshold(total[places] + grad[places], count, size)
+    candidates = _above(total, threshold, grad)
+    return _chosen(total, candidates, threshold, count).astype(np.int32)
+
+
+def _of_long(x: np.ndarray, count: int) -> np.ndarray:
+    threshold = _threshold(x[_places(x.size, _SAMPLE)], count, x.size)
+    return _chosen(x, _above(x, threshold), threshold, count)
+
+
+def _chosen(x: np.ndarray, candidates: np.ndarray, threshold: float, count: int) -> np.ndarray:
+    """The `count` largest of `x`, given what is not below `threshold` (not zero, if that is 0)."""
+    if candidates.size >= count:
+        magnitude = np.abs(x[candidates])
+        return candidates[_exactly(magnitude, count)]
+    if threshold == 0 and not np.isnan(x).any():
+        return _filled(candidates, x.size, count)
+    magnitude = np.abs(x)
+    magnitude[np.isnan(magnitude)] = -1
+    return _exactly(magnitude, count)
+
+
+def _exactly(magnitude: np.ndarray, count: int) -> np.ndarray:
+    """Positions of the `count` largest, ascending; of equal ones the first."""
+    least = np.partition(magnitude, magnitude.size - count)[magnitude.size - count]
+    chosen = np.flatnonzero(magnitude >= least)
+    surplus = chosen.size - count
+    if surplus:
+        equal = np.flatnonzero(magnitude[chosen] == least)
+        chosen = np.delete(chosen, equal[equal.size - surplus :])
+    return chosen
+
+
+def _filled(chosen: np.ndarray, size: int, count: int) -> np.ndarray:
     """`chosen` and the first others, `count` in all; ascending."""
-    others = np.setdiff1d(np.arange(min(count + chosen.size, 1 << 31)), chosen)
+    others = np.setdiff1d(np.arange(min(count + chosen.size, size)), chosen)
     return np.sort(np.concatenate([chosen, others[: count - chosen.size]]))
 
 
-def _threshold(x: np.ndarray, count: int) -> float:
-    """A magnitude that somewhat more than `count` elements of `x` exceed."""
-    sample = np.abs(x[_places(x.size)])
-    wanted = sample.size * count / x.size
-    wanted = min(sample.size, int(wanted + 3 * wanted**0.5) + 1)  # three standard deviations more
-    return float(np.partition(sample, sample.size - wanted)[sample.size - wanted])
+def _of_rows(rows: np.ndarray, count: int) -> np.ndarray:
+    """As `largest`, for rows that fit into the cache together."""
+    magnitude = np.abs(rows)
+    number, size = rows.shape
+    if size <= _SHORT:
+        least = np.partition(magnitude, size - count, axis=1)[:, size - count]
+    else:
+        least = _least_of_rows(magnitude, count)
+    mask = magnitude >= least[:, None]
+    chosen = np.flatnonzero(mask)
+    if chosen.size == number * count and (np.count_nonzero(mask, axis=1) == count).all():
+        return chosen
+    magnitude[np.isnan(magnitude)] = -1
+    return np.concatenate([_exactly(row, count) + i * size for i, row in enumerate(magnitude)])
+
+
+def _least_of_rows(magnitude: np.ndarray, count: int) -> np.ndarray:
+    """The `count`-th largest of each row, or something lower where the sample was unlucky."""
+    number, size = magnitude.shape
+    sample = np.take(magnitude, _places(size, max(_SHORT // 2, size // 8)), axis=1)
+    wanted = _wanted(sample.shape[1], count, size)
+    low = np.partition(sample, sample.shape[1] - wanted, axis=1)[:, sample.shape[1] - wanted]
+    candidates = np.flatnonzero(magnitude >= low[:, None])
+    row = candidates // size
+    found = np.bincount(row, minlength=number)
+    if found.min() < count:
+        return np.partition(magnitude, size - count, axis=1)[:, size - count]
+    start = np.cumsum(found) - found
+    table = np.full((number, found.max()), -1, magnitude.dtype)
+    table[row, np.arange(candidates.size) - start[row]] = magnitude.reshape(-1)[candidates]
+    place = table.shape[1] - count
+    return np.partition(table, place, axis=1)[:, place]
+
+
+def _threshold(sample: np.ndarray, count: int, size: int) -> float:
+    """A magnitude that somewhat more than `count` of `size` elements exceed, by a sample."""
+    magnitude = np.abs(sample)
+    place = magnitude.size - _wanted(magnitude.size, count, size)
+    return float(np.partition(magnitude, place)[place])
+
+
+def _wanted(sample: int, count: int, size: int) -> int:
+    """How many of a sample shall exceed the threshold."""
+    expected = sample * count / size
+    return min(sample, int(expected + _DEVIATIONS * expected**0.5) + 1)
 
 
 @functools.lru_cache(maxsize=256)
-def _places(size: int) -> np.ndarray:
+def _places(size: int, sample: int) -> np.ndarray:
     """Where to look for a sample: scattered, since regular steps fall in with rows and columns."""
-    return np.random.Generator(np.random.Philox(size)).integers(0, size, _SAMPLE, np.int32)
+    return np.random.Generator(np.random.Philox(size)).integers(0, size, sample, np.int32)
 
 
-def _above(x: np.ndarray, threshold: float) -> np.ndarray:
-    """Indices of magnitudes of at least `threshold`, block by block so that each stays in cache."""
+class _Scratch(threading.local):
+    """Memory for one block, kept: fresh memory costs more than a pass over it."""
+
+    def __init__(self) -> None:
+        self.magnitude = np.empty(_BLOCK, np.float32)
+        self.mask = np.empty(_BLOCK, bool)
+
+
+_scratch = _Scratch()
+
+
+def _above(x: np.ndarray, threshold: float, grad: np.ndarray | None = None) -> np.ndarray:
+    """Positions of magnitudes that reach `threshold`; if that is 0, of those that are not zero.
+
+    With `grad`, adds it to `x` first.
+    """
     found = []
     for start in range(0, x.size, _BLOCK):
-        block = np.abs(x[start : start + _BLOCK])
-        found.append(np.flatnonzero(block >= threshold) + start)
+        block = x[start : start + _BLOCK]
+        if grad is not None:
+            np.add(block, grad[start : start + _BLOCK], out=block)
+        magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
+        compare = np.greater if threshold == 0 else np.greater_equal
+        mask = compare(magnitude, threshold, out=_scratch.mask[: block.size])
+        found.append(np.flatnonzero(mask) + start)
     return np.concatenate(found)
-
-
-def _largest_of(x: np.ndarray, count: int) -> np.ndarray:
-    magnitude = np.abs(x)
-    magnitude[np.isnan(magnitude)] = -1
-    chosen = np.argpartition(magnitude, x.size - count)[x.size - count :]
-    chosen.sort()
-    return chosen

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import journal
-from accordion_hvd.ops.selection import largest
+from accordion_hvd.ops import indices, journal, selection
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -79,8 +78,8 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """The transpose of a matrix (a view where possible)."""
-    return x.t()
+    """The transpose of a matrix, or of each of several (a view where possible)."""
+    return x.mT
 
 
 def minimum(a: Tensor, b: Tensor) -> Tensor:
@@ -113,9 +112,18 @@ def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(torch.split(x, list(sizes)))
 
 
-def stack(parts: Sequence[Tensor]) -> Tensor:
-    """Equal tensors along a new first dimension."""
+def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """Equal tensors along a new first dimension; in the memory of `into`, if that fits."""
+    first = parts[0]
+    if into is not None and into.dtype == first.dtype and into.device == first.device:
+        if into.shape == (len(parts), *first.shape):
+            return torch.stack(list(parts), out=into)
     return torch.stack(list(parts))
+
+
+def unstack(x: Tensor) -> list[Tensor]:
+    """The inverse of `stack` (views where possible)."""
+    return list(x.unbind(0))
 
 
 def to_bytes(x: Tensor) -> Tensor:
@@ -143,6 +151,64 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
     return a.sub_(b)
 
 
+def project(error: Tensor, grad: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """total = error + grad, (n, m), and q total^T, (r, n); see `accordion_hvd.ops.numpy`."""
+    if not _by_blocks(error, grad):
+        total = accumulate(error, grad)
+        return total, q @ total.mT
+    journal.record(lambda: error.sub_(grad))
+    p = torch.empty((q.shape[0], error.shape[0]), dtype=q.dtype)
+    for rows in _blocks(error):
+        block = error[rows].add_(grad[rows])
+        torch.mm(q, block.t(), out=p[:, rows])
+    return error, p
+
+
+def expand(p: Tensor, q: Tensor, error: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """mean = p^T q, (n, m), and error - mean; see `accordion_hvd.ops.numpy`."""
+    if not _by_blocks(error, like):
+        mean = p.mT * q if p.shape[-2] == 1 else p.mT @ q
+        return mean, subtract(error, mean)
+    journal.record(lambda: error.add_(like))
+    for rows in _blocks(error):
+        error[rows].sub_(_product(p[:, rows], q, out=like[rows]))
+    return like, error
+
+
+_BLOCK = 1 << 18  # elements that stay in a core's cache together with what is done to them
+
+
+def _by_blocks(error: Tensor, grad: Tensor) -> bool:
+    """Whether one matrix on the CPU is worth being gone through block by block."""
+    plain = error.device.type == "cpu" and error.dim() == 2 and error.numel() > _BLOCK
+    return plain and grad.dtype == error.dtype == torch.float32 and grad.is_contiguous()
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    count = max(1, _BLOCK // x.shape[1])
+    return [slice(start, start + count) for start in range(0, x.shape[0], count)]
+
+
+def _product(p: Tensor, q: Tensor, out: Tensor) -> Tensor:
+    """p^T q; for a small inner dimension several times faster than a general product."""
+    if p.shape[0] > _FEW:
+        return torch.mm(p.t(), q, out=out)
+    torch.outer(p[0], q[0], out=out)
+    for i in range(1, p.shape[0]):
+        out.addr_(p[i], q[i])
+    return out
+
+
+_FEW = 6  # rows up to which outer products are faster
+
+
+def emptied(x: Tensor) -> Tensor:
+    """Zeros, fp32, in the shape of `x`. Consumes `x`."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x.zero_()
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+
+
 def clear(x: Tensor, index: Tensor) -> Tensor:
     """The vector `x` with zeros at `index`. Consumes `x`."""
     taken = x[index]
@@ -162,18 +228,72 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def largest_index(x: Tensor, count: int) -> Tensor:
-    """Where the `count` largest magnitudes of the vector `x` are: int32, ascending; exact."""
+    """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact."""
     if x.device.type == "cpu" and x.dtype == torch.float32:  # 20 times faster than torch.topk
-        return torch.from_numpy(largest(x.detach().numpy(), count))
-    index = torch.topk(x.abs(), min(count, x.numel()), sorted=False).indices
-    return index.sort().values.int()
+        return torch.from_numpy(selection.largest(x.detach().numpy(), count))
+    rows = x.reshape(-1, x.shape[-1])
+    index = torch.topk(rows.abs(), min(count, rows.shape[1]), sorted=False).indices
+    first = torch.arange(rows.shape[0], device=x.device)[:, None] * rows.shape[1]
+    return (index + first).reshape(-1).sort().values.int()
+
+
+def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """error + grad, and `largest_index` of it; one pass on the CPU. Consumes `error`."""
+    if error.device.type != "cpu" or grad.dtype != torch.float32:
+        total = accumulate(error, grad)
+        return total, largest_index(total, count)
+    journal.record(lambda: error.sub_(grad))
+    return error, torch.from_numpy(selection.accumulate_largest(error.numpy(), grad.numpy(), count))
+
+
+def pack_index(index: Tensor, size: int) -> Tensor:
+    """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
+    if index.device.type == "cpu":
+        return torch.from_numpy(indices.pack(index.numpy(), size))
+    return _pack_index(index, size)
+
+
+def _pack_index(index: Tensor, size: int) -> Tensor:
+    """On any device, without waiting for it."""
+    low = indices.low_bytes(index.numel(), size)
+    if low == 4:
+        return to_bytes(index)
+    tail = to_bytes(index).reshape(-1, 4)[:, :low].reshape(-1)
+    count, length = index.numel(), -(-indices.bitmap_bits(index.numel(), size, low) // 8)
+    bits = torch.zeros(8 * length, dtype=torch.uint8, device=index.device)
+    bits[(index >> 8 * low).long() + torch.arange(count, device=index.device)] = 1
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=index.device)
+    bitmap = (bits.reshape(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return torch.cat([tail, bitmap])
+
+
+def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
+    """The inverse of `pack_index`."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(indices.unpack(packed.numpy(), count, size))
+    return _unpack_index(packed, count, size)
+
+
+def _unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
+    low = indices.low_bytes(count, size)
+    if low == 4:
+        return from_bytes(packed, "int32", (count,))
+    tail = packed[: low * count].reshape(count, low).int()
+    eight = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[low * count :, None] >> eight) & 1
+    number = torch.arange(count, dtype=torch.int32, device=packed.device)
+    seen = bits.reshape(-1).cumsum(0, dtype=torch.int32)
+    index = (torch.searchsorted(seen, number + 1, out_int32=True) - number) << 8 * low
+    for byte in range(low):
+        index |= tail[:, byte] << 8 * byte
+    return index
 
 
 def orthogonalize(p: Tensor) -> Tensor:
     """Orthonormal rows that span those of `p` (r, n), r <= n; see `accordion_hvd.ops.numpy`."""
-    q, r = torch.linalg.qr(p.t())
-    signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
-    return (q * signs).t()
+    q, r = torch.linalg.qr(p.mT)
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q.dtype)
+    return (q * signs[..., None, :]).mT
 
 
 def norm(x: Tensor) -> Tensor:
