@@ -28,12 +28,14 @@ class Communicator(abc.ABC):
     Attributes:
         xp: the operations of the framework whose tensors it carries.
         half_allreduce: whether the engine adds 16-bit floats well (NCCL does).
+        kept: memory that serves again at the next step, by name; None where nothing can be kept.
     """
 
     rank: int
     size: int
     xp: ModuleType
     half_allreduce: bool = False
+    kept: dict[str, Tensor] | None = None
 
     # ------------------------------------------------- the engine: return a handle without waiting
     @abc.abstractmethod
