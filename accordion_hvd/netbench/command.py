@@ -51,7 +51,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for one in (runs, benches):
         one.add_argument("--hosts", type=int, default=4)
         one.add_argument("--per-host", type=int, default=1, help="processes on each host")
-    runs.add_argument("--backend", choices=BACKENDS, default="gloo")
+    runs.add_argument(
+        "--backend", choices=BACKENDS, default="gloo",
+        help="Horovod's, or torch: no Horovod, but what torch.distributed wants to know",
+    )  # fmt: skip
     benches.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
     return parser.parse_args(arguments)
 

@@ -17,7 +17,7 @@ from typing import Any
 from accordion_hvd.netbench.network import SUBNET, Network
 
 BACKENDS = ("gloo", "mpi", "torch")
-GRACE = 10.0
+GRACE = 5.0
 """Seconds that other workers have to end by themselves once one has failed."""
 
 PORT = 29500

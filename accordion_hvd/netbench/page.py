@@ -48,8 +48,8 @@ make bench-network
 METHOD = f"""
 ## How it was measured
 
-- **Links.** Each host has a full-duplex link, limited both ways by a token bucket (`tc tbf`). There is
-  bandwidth here, but neither the latency of long lines (some 20 us instead) nor random losses.
+- **Links.** Each host has a full-duplex link, limited both ways by a token bucket (`tc tbf`). There
+  is bandwidth here, but neither the latency of long lines (some 20 us instead) nor random losses.
 - **A step** is forward, backward, exchange, and SGD with momentum 0.9; its time is that of the
   slowest rank, each with one thread. Ways take turns of some steps each; the tables have the
   median of the turns and their range. Ratios are formed within a repetition, then so is the median.
