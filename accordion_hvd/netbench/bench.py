@@ -30,7 +30,9 @@ BEFORE = 2
 SLOW = 1.0
 """Seconds; of steps that take longer only one goes before."""
 
+USUAL = {"rates": ["50mbit", "200mbit", "1gbit"], "repetitions": 3, "turn": 2.0}
 QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
+"""What is not said."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +41,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="vgg", help="vgg, resnet or transformer")
     parser.add_argument("--batch", type=int, default=16, help="examples of each rank in a step")
     parser.add_argument(
-        "--rates", nargs="+", default=["50mbit", "200mbit", "1gbit"], metavar="RATE"
+        "--rates", nargs="+", metavar="RATE", help="50mbit 200mbit 1gbit unless said"
     )
     parser.add_argument(
         "--ways", nargs="+", default=[], metavar="WAY",
         help="names or regular expressions; 'ours WORD' may have any compression",
     )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, default=3, help="turns of each way at each rate")
-    parser.add_argument("--turn", type=float, default=2.0, help="seconds that a turn is to take")
-    parser.add_argument("--quick", action="store_true", help="one rate, one short turn each")
+    parser.add_argument("--repetitions", type=int, help="turns of each way at each rate (3)")
+    parser.add_argument("--turn", type=float, help="seconds that a turn is to take (2)")
+    parser.add_argument("--quick", action="store_true", help="200mbit, one short turn each")
     parser.add_argument("--output", help="file for the results, by default in runs/netbench")
 
 
@@ -57,8 +59,9 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: an option is not what it must be; the sentence says which.
     """
-    if options.quick:
-        vars(options).update(QUICK)
+    for name, value in (QUICK if options.quick else USUAL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.model not in MODELS[options.framework]:
         allowed = ", ".join(MODELS[options.framework])
         raise ValueError(f"--model is {options.model!r}; {options.framework} has {allowed}.")
