@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -77,21 +78,15 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     """Measure, write the results as JSON, show them; returns 0."""
-    check(options)
     ways = contestants.choose(options.framework, options.ways)
     network = Network(options.hosts, tag, folder)
-    bandwidth = {}
-    for rate in options.rates:
-        network.limit(rate)
-        bandwidth[rate] = max(network.goodput(0.6) for _ in range(3))
-        say(f"{rate}: {bandwidth[rate] * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    bandwidth = {rate: goodput(network, rate) for rate in options.rates}
     network.limit("none")
     groups = start(options, network, folder, ways)
     try:
         for way in ways:
-            groups[way].resume()
-            groups[way].ask("warm", way, WARM_UP)
-            groups[way].pause()
+            with running(groups[way]):
+                groups[way].ask("warm", way, WARM_UP)
         turns = list(measure(options, network, groups))
         equal = {way: compare(groups[way], way) for way in ways}
     finally:
@@ -110,8 +105,24 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
     path = Path(options.output or name)
     results.write_json(path, found)
-    print(f"\n{tables.as_text(found)}\n\nresults: {path}", flush=True)
+    say(f"\n{tables.as_text(found)}\n\nresults: {path}")
     return 0
+
+
+def goodput(network: Network, rate: str) -> float:
+    """Bytes a second at a rate: the best of three, since other work can only lower it."""
+    network.limit(rate)
+    found = max(network.goodput(0.6) for _ in range(3))
+    say(f"{rate}: {found * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    return found
+
+
+@contextlib.contextmanager
+def running(group: Group) -> Iterator[None]:
+    """Let the group run for a while."""
+    group.resume()
+    yield
+    group.pause()
 
 
 def start(
@@ -154,16 +165,15 @@ def measure(
 
 def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:
     """Some steps of one way; lists are by rank or by host, and everything is per step."""
-    group.resume()
-    for _ in range(BEFORE):
-        once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
-        if once > SLOW:
-            break
-    count = min(MOST, max(LEAST, round(seconds / once)))
     readings: list[Reading] = []
-    answers = group.steps(way, count, lambda: readings.append(Reading(network)))
-    before, after = readings[0], Reading(network)
-    group.pause()
+    with running(group):
+        for _ in range(BEFORE):
+            once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
+            if once > SLOW:
+                break
+        count = min(MOST, max(LEAST, round(seconds / once)))
+        answers = group.steps(way, count, lambda: readings.append(Reading(network)))
+        before, after = readings[0], Reading(network)
     mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
     pairs = list(zip(before.bytes, after.bytes, strict=True))
     return {
@@ -185,10 +195,8 @@ class Reading:
 
 def compare(group: Group, way: str) -> bool:
     """Whether all ranks have the same weights."""
-    group.resume()
-    digests = group.ask("digest", way)
-    group.pause()
-    return len(set(digests)) == 1
+    with running(group):
+        return len(set(group.ask("digest", way))) == 1
 
 
 def busy_seconds() -> float:
