@@ -249,6 +249,10 @@ class Exchange:
             found |= dict(zip(unit.members, self.unpack(index), strict=True))
         return [found[member] for member in range(len(self.tensors))]
 
+    def release(self) -> None:
+        """Let go of the last step's means, which else stay in memory until the next ones come."""
+        self._means.clear()
+
     def shares(self, index: int) -> bool:
         """Whether the means of unit `index` share their memory."""
         unit = self.plan.units[index]
