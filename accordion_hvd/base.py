@@ -166,7 +166,7 @@ class Compressor(NotForStockHorovod):
         stacks: which small tensors may share one call of `exchange`, so that many cost little
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
-            "" (none). Such an `exchange` uses neither `info.name` nor `info.lr`.
+            "" (none). `info.name` is then that of the first, and `info.lr` not that of all.
     """
 
     target: ClassVar[str] = "gradient"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import Sparsifier
@@ -26,28 +27,33 @@ class RandomK(Sparsifier):
         ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
     """
 
+    stacks: ClassVar[str] = "alike"
+
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce of the chosen values."""
         xp = namespace(grad)
-        total = xp.accumulate(state["error"], xp.reshape(grad, (-1,)))
-        size = xp.shape(total)[0]
-        index = _choice(xp, size, self.kept(size), info, xp.device(grad))
+        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
+        total = xp.accumulate(state["error"], xp.reshape(grad, shape))
+        index = _choice(xp, shape, self.kept(shape[-1]), info, xp.device(grad))
+        total = xp.reshape(total, (-1,))
         values = xp.take(total, index)
         error = xp.clear(total, index)
-        values = yield Allreduce(values)
-        mean = xp.zeros((size,), "float32", xp.device(grad))
-        mean = xp.add_at(mean, index, values)
-        return xp.reshape(mean, xp.shape(grad)), {"error": error}
+        values = yield Allreduce(values, reuse=True)
+        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, values)
+        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
 
 
-def _choice(xp: ModuleType, size: int, count: int, info: Info, device: Any) -> Tensor:
-    """`count` distinct indices (int32) below `size`, one from each of `count` equal strata."""
+def _choice(xp: ModuleType, shape: tuple[int, ...], count: int, info: Info, device: Any) -> Tensor:
+    """`count` distinct indices (int32) in each row, one from each of `count` equal strata."""
+    size, rows = shape[-1], math.prod(shape[:-1])
     seed = random.key("randomk", info.name, info.step)
-    draws = random.uniform(xp, count + 1, seed, device)
+    draws = random.uniform(xp, rows * (count + 1), seed, device)
+    draws = xp.reshape(draws, (rows, count + 1))
     strata = xp.arange(count, device)
     first = strata * size // count
     width = (strata + 1) * size // count - first
-    within = xp.cast(draws[:count] * xp.cast(width, "float32"), "int64")
-    turn = xp.cast(draws[count] * float(size), "int64")
+    within = xp.cast(draws[:, :count] * xp.cast(width, "float32"), "int64")
+    turn = xp.cast(draws[:, count:] * float(size), "int64")
     index = (first + xp.minimum(within, width - 1) + turn) % size
-    return xp.cast(index, "int32")
+    row = xp.reshape(xp.arange(rows, device), (rows, 1))
+    return xp.cast(xp.reshape(index + row * size, (-1,)), "int32")
