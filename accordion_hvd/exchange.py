@@ -196,6 +196,7 @@ class Exchange:
             size=self.communicator.size,
             name=slot.bucket.name,
             lr=self._lr.get(slot.bucket.name, 0.0),
+            machines=self.communicator.machines,
         )
 
     def prepare(self, slot: Slot) -> None:
@@ -282,7 +283,8 @@ class Exchange:
         """Bytes and seconds of this rank since the beginning.
 
         steps: exchanges; dense: bytes of the gradients; dense_sent: what a ring allreduce of them
-        would send; payload, sent, received: see `traffic`; ratio: dense_sent / sent; seconds: in
+        would send; payload, sent, received: see `traffic`; between: `sent` without what is known
+        to have stayed within a machine (see `machines`); ratio: dense_sent / sent; seconds: in
         encoding (until the first request), waiting, and decoding (after it).
         """
         ranks = self.communicator.size
@@ -295,6 +297,7 @@ class Exchange:
             "payload": self.traffic.payload,
             "sent": sent,
             "received": self.traffic.received,
+            "between": sent - self.traffic.within,
             "ratio": dense_sent / sent if sent else math.nan,
             "seconds": dict(self.seconds),
         }

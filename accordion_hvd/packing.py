@@ -68,7 +68,10 @@ def _count(
 ) -> None:
     for i, request in enumerate(requests):
         ranks = communicator.ranks(request.group)
-        traffic.add(traffic_of(request, ranks, gathered[i] if gathered else None))
+        cost = traffic_of(request, ranks, gathered[i] if gathered else None)
+        if communicator.near(request.group):
+            cost.within = cost.sent
+        traffic.add(cost)
 
 
 def _reduce(

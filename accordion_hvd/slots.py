@@ -59,8 +59,10 @@ class Slot:
         residual = old.residual(old_state)
         if residual is None:
             residual = self.owed  # by a level that has not had its first step yet
+        else:
+            residual = old.whole(residual, self.spec, info)
         self.owed = None
-        if residual is not None and new.residual(state) is None:
+        if residual is not None and (new.residual(state) is None or new.by_machine):
             self.owed = residual
         elif residual is not None:
             state = new.with_residual(state, residual)

@@ -161,7 +161,7 @@ class Step:
         plan = xp.full((1,), float(self._plan), "float32", xp.device(bad))
         both = xp.concat([bad, plan])
         rides = any(_is_plain_mean(xp, request) for request in requests)
-        if not rides and any(isinstance(request, Allgather) for request in requests):
+        if not rides and any(_is_gather(request) for request in requests):
             return Allgather(both)
         return Allreduce(both)
 
@@ -210,6 +210,10 @@ class Step:
                 taken += asked
         self._launch(group, round_ + 1)
         self.seconds["decode"] += time.perf_counter() - began
+
+
+def _is_gather(request: Request) -> bool:
+    return isinstance(request, Allgather) and request.group is None and not request.uneven
 
 
 def _is_plain_mean(xp: ModuleType, request: Request) -> bool:

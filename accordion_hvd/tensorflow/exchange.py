@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.base import Compressor, Info, Tensor
+from accordion_hvd.base import Info, Tensor
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
@@ -65,7 +66,7 @@ class TensorFlowExchange(Exchange):
     def switching(self) -> bool:
         """Whether the Python side changes while training: levels, phases."""
         compressors = [level for slot in self.slots for level in slot.levels]
-        phases = any(type(c).variant is not Compressor.variant for c in compressors)
+        phases = any(compressor.phases for compressor in compressors)
         return phases or type(self.policy).due is not Policy.due
 
     # ---------------------------------------------------------------------------- between the steps
@@ -203,7 +204,7 @@ class TensorFlowExchange(Exchange):
         steps = self.steps
         traffic, dense = self._per_step
         done = steps - self._counted
-        moved = (traffic.payload * done, traffic.sent * done, traffic.received * done)
+        moved = [done * bytes_ for bytes_ in astuple(traffic)]
         self.traffic.add(Traffic(*moved))
         self.dense_bytes += dense * done
         self._counted = steps
