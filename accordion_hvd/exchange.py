@@ -274,9 +274,12 @@ class Exchange:
         """Let another level serve."""
         slot.switch(level, self.info(slot))
 
-    def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put a slot back as it was: `arrays` by the names of `Slot.tensors`."""
+    def load_slot(
+        self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray], made: Info | None = None
+    ) -> None:
+        """Put a slot back as it was: `arrays` by the names of `Slot.tensors`; see `Slot.made`."""
         slot.load(level, {k: self.xp.asarray(a, slot.spec.device) for k, a in arrays.items()})
+        slot.made = made
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Slot:
         owed: what a level without error feedback must add to the next gradient.
         seen: the policy's sum of gradients.
         unseen: that sum before the step under way, should it be taken back.
+        made: what was told when `state` was made; None if it was loaded without saying.
     """
 
     bucket: Bucket
@@ -34,6 +35,7 @@ class Slot:
     owed: Tensor | None = None
     seen: Tensor | None = None
     unseen: Tensor | None = None
+    made: Info | None = None
 
     @property
     def compressor(self) -> Compressor:
@@ -41,9 +43,28 @@ class Slot:
         return self.levels[self.level]
 
     def prepare(self, info: Info) -> None:
-        """Make the state, if there is none yet."""
+        """Make the state, if there is none yet or ranks have moved to other machines."""
+        asking = any(level.by_machine for level in self.levels)
+        if asking and self.made is not None and self.made.machines != info.machines:
+            self._move(self.made)
         if self.state is None:
             self.state = self.compressor.init(self.spec, info)
+        if self.made is None:
+            self.made = info
+
+    def _move(self, before: Info) -> None:
+        """Owe, of the whole tensor, what states that belong to parts of it have owed."""
+        self.owed = self._debt(self.compressor, self.state or {}, before)
+        self.state, self.parked, self.made = None, {}, None
+
+    def _debt(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
+        """All that is owed of the whole tensor: by the state, or to a level that cannot owe."""
+        residual = compressor.residual(state)
+        if residual is None:
+            return self.owed
+        xp, shape = self.spec.xp, self.spec.shape
+        residual = xp.reshape(compressor.whole(residual, self.spec, info), shape)
+        return residual if self.owed is None else residual + xp.reshape(self.owed, shape)
 
     def switch(self, level: int, info: Info) -> None:
         """Let another level serve: what the old one owes is handed over, the rest is parked."""
@@ -56,11 +77,7 @@ class Slot:
         new = self.compressor
         state = new.init(self.spec, info) | self.parked.pop(level, {})
         state = new.inherit(state, old, old_state)
-        residual = old.residual(old_state)
-        if residual is None:
-            residual = self.owed  # by a level that has not had its first step yet
-        else:
-            residual = old.whole(residual, self.spec, info)
+        residual = self._debt(old, old_state, info)
         self.owed = None
         if residual is not None and (new.residual(state) is None or new.by_machine):
             self.owed = residual
@@ -88,4 +105,4 @@ class Slot:
             elif what == "parked":
                 which, _, key = rest.partition("/")
                 self.parked.setdefault(int(which), {})[key] = tensor
-        self.state = state or None
+        self.state, self.made = state or None, None

@@ -41,7 +41,7 @@ class TwoLevel(Compressor):
 
     A slice of a matrix is a block of its rows (1-D tensors, and matrices with fewer than L rows,
     are cut as vectors); the last one is filled up with zeros. Where all ranks share a machine the
-    plain mean is left, where none do `compressor` itself.
+    plain mean is left; where none do, `compressor` itself.
 
     Sent, for B bytes of gradient: inside the machine 2 (L - 1) / L B a rank; between machines what
     `compressor` sends for a slice. 16-bit gradients are added, and handed to `compressor`, in fp32.
@@ -70,6 +70,8 @@ class TwoLevel(Compressor):
             ValueError: machines have different numbers of ranks.
         """
         here = _place(info)
+        if len(here.near) == 1:
+            return self.compressor.init(spec, info)
         if len(here.far) == 1:
             return {}
         return self.compressor.init(_slice(spec, here), _between(info, here))
@@ -77,11 +79,11 @@ class TwoLevel(Compressor):
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """An alltoall inside the machine, the inner rounds between machines, an allgather."""
         here = _place(info)
+        if len(here.near) == 1:
+            return (yield from self.compressor.exchange(grad, state, info))
         if len(here.far) == 1:
             mean = yield Allreduce(grad, reuse=True)
             return mean, state
-        if len(here.near) == 1:
-            return (yield from self.compressor.exchange(grad, state, info))
         xp, ranks = namespace(grad), len(here.near)
         shape = xp.shape(grad)
         cut = slice_shape(shape, ranks)
@@ -111,10 +113,9 @@ class TwoLevel(Compressor):
     def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """Zeros but for this rank's slice, which counts once a machine: so L times as much."""
         here = _place(info)
-        if len(here.far) == 1:
-            return residual
-        cut = _slice(spec, here)
-        residual = self.compressor.whole(residual, cut, _between(info, here))
+        if len(here.near) == 1:
+            return self.compressor.whole(residual, spec, info)
+        residual = self.compressor.whole(residual, _slice(spec, here), _between(info, here))
         return spread(residual, spec, len(here.near), here.local)
 
     def park(self, state: State) -> State:
@@ -154,8 +155,6 @@ def _between(info: Info, here: Place) -> Info:
 
 
 def _slice(spec: Spec, here: Place) -> Spec:
-    if len(here.near) == 1:
-        return spec
     dtype = "float64" if spec.dtype == "float64" else "float32"
     return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=dtype)
 

@@ -114,9 +114,11 @@ class TensorFlowExchange(Exchange):
         self.decide(lr)
         self.settle()
 
-    def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def load_slot(
+        self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray], made: Info | None = None
+    ) -> None:
         """Put a slot back as it was, in the variables that graphs know."""
-        super().load_slot(slot, level, arrays)
+        super().load_slot(slot, level, arrays, made)
         if self._clock is not None:
             self.settle()
 
