@@ -8,7 +8,7 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -182,6 +182,12 @@ class Compressor(NotForStockHorovod):
     stacks: ClassVar[str] = ""
     by_machine: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A compressor shows its first argument, and of the others those that were chosen."""
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = _short  # type: ignore[method-assign]
+
     def init(self, spec: Spec, info: Info) -> State:
         """The state before the first exchange of a tensor like `spec`; names every key."""
         return {}
@@ -228,3 +234,11 @@ class Compressor(NotForStockHorovod):
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what the level that served before has learned; by default nothing."""
         return state
+
+
+def _short(compressor: Any) -> str:
+    """As it is written, arguments at their defaults left out."""
+    found = fields(compressor) if is_dataclass(compressor) else ()
+    values = [(field, getattr(compressor, field.name)) for field in found]
+    shown = [f"{f.name}={x!r}" for i, (f, x) in enumerate(values) if i == 0 or x != f.default]
+    return f"{type(compressor).__name__}({', '.join(shown)})"

@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 MIN_ELEMENTS = 1024
 """Tensors with fewer elements travel dense: their bytes are not worth a compressor's work."""
 
-GROUP_BYTES = 8 << 20
-"""Dense bytes after which a group of buckets is closed, so that it can leave during backward."""
+FLAT_BYTES = 8 << 20
+"""Dense bytes after which a flat bucket is closed, so that it can leave during backward."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,11 @@ def make_buckets(
     chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
     rest = [i for i in range(len(tensors)) if i not in set(chosen)]
     if scope == "flat":
-        own = _packed(tensors, chosen, compress=True, limit=GROUP_BYTES)
+        own = _packed(tensors, chosen, compress=True, limit=FLAT_BYTES)
     else:
         own = [_bucket(tensors, [i], compress=True, packed=False) for i in chosen]
-    packed = _packed(tensors, rest, compress=False, limit=GROUP_BYTES)
+    packed = _packed(tensors, rest, compress=False, limit=FLAT_BYTES)
     return sorted(own + packed, key=lambda bucket: bucket.members[-1])
-
-
-def make_groups(buckets: Sequence[Bucket], limit: float = GROUP_BYTES) -> list[list[int]]:
-    """Positions of buckets whose requests leave together, in order, at most about `limit` bytes.
-
-    A pure function of the buckets, so that it is the same on all ranks: what happens to be ready
-    at a time is not.
-    """
-    groups: list[list[int]] = [[]]
-    filled = 0
-    for position, bucket in enumerate(buckets):
-        if groups[-1] and filled + 4 * bucket.size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(position)
-        filled += 4 * bucket.size
-    return [group for group in groups if group]
 
 
 def fingerprint(*parts: object) -> int:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from accordion_hvd.base import Broadcast, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets, make_groups
+from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.base import Policy
-from accordion_hvd.slots import Slot
+from accordion_hvd.slots import Memory, Slot
 from accordion_hvd.step import Step
-from accordion_hvd.traffic import ITEMSIZE, Traffic
+from accordion_hvd.traffic import Traffic
 
 
 class Exchange:
     """Averages gradients over the ranks, bucket by bucket, under a policy.
 
-    Use: `begin`, then `start` for each bucket in any order, then `finish`; `unpack(i)` then gives
-    each bucket's result. One clock: `steps` counts exchanges, skipped ones included.
+    Use: `begin`, then `start` for each unit of the plan in any order, then `finish`; `unpack(i)`
+    then gives each unit's results. One clock: `steps` counts exchanges, skipped ones included.
 
     Args:
         communicator: carries requests.
@@ -48,25 +49,30 @@ class Exchange:
         self.skip = tuple(skip)
         self.steps = 0
         self.observe_always = False  # for graphs, where a sum that stops means a new trace
+        self.keep_buffers = False  # if nobody looks at a step's means when the next one begins
         self.traffic = Traffic()
         self.dense_bytes = 0.0
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self.slots: list[Slot] = []
-        self.groups: list[list[int]] = []
         self.tensors: list[TensorInfo] = []
+        self._plan: Plan | None = None
+        self._memory: list[Memory] = []  # one for each unit of the plan
+        self._number = 0  # of the plan
+        self._payloads: dict[tuple[int, int], float] = {}  # bucket and level -> bytes
+        self._weighing = False  # this step tells how many bytes the first requests have
+        self._outdated = False  # the plan, from the next step on
         self._step: Step | None = None
         self._lr: dict[str, float] = {}
         self._means: dict[int, Tensor] = {}
-        self._bucket_of: dict[int, int] = {}
         self.extend(tensors)
 
     # --------------------------------------------------------------------------------- the layout
-    def extend(self, tensors: Sequence[TensorInfo]) -> list[int]:
-        """Exchange these tensors too, from now on; returns their buckets' positions.
+    def extend(self, tensors: Sequence[TensorInfo]) -> None:
+        """Exchange these tensors too, from now on.
 
         Every rank must do so before the same exchange. What is there stays as it is.
         """
-        offset, first = len(self.tensors), len(self.slots)
+        offset = len(self.tensors)
         self.tensors.extend(tensors)
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
@@ -74,16 +80,47 @@ class Exchange:
             levels = self.policy.levels(bucket.name) if bucket.compress else (Dense(),)
             level = self.policy.level(bucket.name) if bucket.compress else 0
             moved = tuple(offset + member for member in bucket.members)
-            self._bucket_of |= dict.fromkeys(moved, len(self.slots))
             device = tensors[bucket.members[0]].kind or None
             spec = Spec(bucket.shape, bucket.dtype, self.xp, device)
             self.slots.append(Slot(replace(bucket, members=moved), levels, spec, level))
-        self.groups += [[first + i for i in group] for group in make_groups(buckets)]
-        return list(range(first, len(self.slots)))
+        self._plan = None
 
-    def bucket_of(self, member: int) -> int:
-        """The bucket in which tensor number `member` travels."""
-        return self._bucket_of[member]
+    @property
+    def plan(self) -> Plan:
+        """Which buckets share a conversation and which leave together, at the present levels."""
+        if self._plan is None:
+            buckets = [slot.bucket for slot in self.slots]
+            kinds = [(s.compressor.stacks, self._common(s)) for s in self.slots]
+            self._plan = make_plan(buckets, kinds, self._sizes(), self._limit())
+            self._memory = [
+                Memory([self.slots[i] for i in unit.buckets], unit.stacked, self.xp)
+                for unit in self._plan.units
+            ]
+            levels = [(s.bucket.name, s.bucket.shape, s.level) for s in self.slots]
+            self._number = fingerprint(levels, self._plan.units, self._plan.groups)
+        return self._plan
+
+    def _common(self, slot: Slot) -> Hashable:
+        """What buckets must have in common to share a conversation."""
+        bucket = slot.bucket
+        return repr(slot.compressor), bucket.dtype, str(slot.spec.device), bucket.compress
+
+    def _sizes(self) -> list[float]:
+        """About how many bytes each bucket's first requests have."""
+        known, self._weighing = [], False
+        for i, slot in enumerate(self.slots):
+            self._weighing |= (i, slot.level) not in self._payloads
+            known.append(self._payloads.get((i, slot.level), dense_bytes(slot.bucket)))
+        return known
+
+    def forget_plan(self) -> None:
+        """Plan as at the beginning: other ranks may not know what this one has learned."""
+        self._plan = None
+        self._payloads.clear()
+
+    def _limit(self) -> float | None:
+        """Bytes after which a group is closed; None for the plan's own rule."""
+        return None
 
     def layout(self) -> str:
         """What ranks must agree on, in words: names, shapes, levels."""
@@ -93,9 +130,9 @@ class Exchange:
             rows.append(f"{bucket.name} {bucket.shape} {bucket.dtype} {slot.levels!r}")
         return "\n".join([f"{self.policy!r} skip={self.skip!r}", *rows])
 
-    def plan(self) -> int:
+    def number(self) -> int:
         """A number that is equal on ranks that are about to exchange the same things."""
-        return fingerprint([(s.bucket.name, s.bucket.shape, s.level) for s in self.slots])
+        return self._number if self.plan else 0
 
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
@@ -110,7 +147,10 @@ class Exchange:
         self._lr = self.rates(lr)
         self._tick()
         guarded = any(slot.levels != (Dense(),) for slot in self.slots)
-        self._step = Step(self.communicator, self.groups, self.name, self.plan(), guarded)
+        if self._outdated:
+            self._plan, self._outdated = None, False
+        groups = self.plan.groups
+        self._step = Step(self.communicator, groups, self.name, self.number(), guarded)
         return self._step
 
     @property
@@ -119,7 +159,7 @@ class Exchange:
         return self._step
 
     def start(self, index: int, grad: Tensor) -> None:
-        """Give bucket `index` its gradient (in the bucket's shape), whose memory may be used."""
+        """Give unit `index` its gradients (as `pack` returns them), whose memory may be used."""
         assert self._step is not None
         self._step.start(index, grad, lambda clean: self._open_talk(index, clean))
 
@@ -134,15 +174,27 @@ class Exchange:
         step = self._step
         assert step is not None
         self._means = {}
-        for index, slot in enumerate(self.slots):
+        for index, memory in enumerate(self._memory):
             if step.bad is not True:
-                self._means[index] = self._keep(slot, *step.result(index), step.bad)
-            elif slot.unseen is not None:
-                slot.seen = slot.unseen
-            slot.unseen = None
+                self._means[index] = self._keep(memory, *step.result(index), step.bad)
+            elif memory.unseen is not None:
+                memory.seen = memory.unseen
+            memory.unseen = None
+        if self._weighing:
+            self._weigh(step)
         self._count(step)
         self._step = None
         return step.bad is not True
+
+    def _weigh(self, step: Step) -> None:
+        """Plan anew, now that it is known how many bytes the first requests have."""
+        for index, unit in enumerate(self.plan.units):
+            size = sum(self.slots[i].bucket.size for i in unit.buckets)
+            for i in unit.buckets:
+                slot = self.slots[i]
+                share = step.payload(index) * slot.bucket.size / max(size, 1)
+                self._payloads[i, slot.level] = share
+        self._weighing, self._outdated = False, True
 
     def advance(self) -> bool:
         """Move on without waiting; True when the step is done and `close` may be called."""
@@ -150,18 +202,46 @@ class Exchange:
         return self._step.advance()
 
     def pack(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        """Bucket `index`'s tensors as its conversation sees them."""
-        if not self.slots[index].bucket.packed:
-            return parts[0]
-        return self.xp.concat([self.xp.reshape(part, (-1,)) for part in parts])
+        """Unit `index`'s tensors (in the order of its `members`) as its conversation sees them."""
+        unit = self.plan.units[index]
+        if unit.stacked == "alike":
+            memory = self._memory[index]
+            stacked = self.xp.stack(parts, memory.buffer if self.keep_buffers else None)
+            memory.buffer = stacked if self.keep_buffers else None
+            return stacked
+        if unit.stacked or self.slots[unit.buckets[0]].bucket.packed:
+            return self.xp.concat([self.xp.reshape(part, (-1,)) for part in parts])
+        return parts[0]
 
     def unpack(self, index: int) -> list[Tensor]:
-        """The means of bucket `index`'s tensors, in their shapes and dtype."""
-        bucket = self.slots[index].bucket
+        """The means of unit `index`'s tensors (its `members`), in their shapes and dtype."""
+        unit = self.plan.units[index]
+        bucket = self.slots[unit.buckets[0]].bucket
         mean = self.xp.cast(self._means[index], bucket.dtype)
-        shapes = [self.tensors[member].shape for member in bucket.members]
-        pieces = self.xp.split(mean, bucket.sizes) if bucket.packed else [mean]
+        if unit.stacked == "alike":
+            return self.xp.unstack(mean)
+        shapes = [self.tensors[member].shape for member in unit.members]
+        pieces = [mean]
+        if unit.stacked or bucket.packed:
+            pieces = self.xp.split(mean, [self.tensors[member].size for member in unit.members])
         return [self.xp.reshape(p, shape) for p, shape in zip(pieces, shapes, strict=True)]
+
+    def give(self, grads: Sequence[Tensor]) -> None:
+        """Start every unit with its part of `grads` (in the order of `tensors`)."""
+        for index, unit in enumerate(self.plan.units):
+            self.start(index, self.pack(index, [grads[m] for m in unit.members]))
+
+    def means(self) -> list[Tensor]:
+        """What the step that was closed has brought, tensor by tensor."""
+        found: dict[int, Tensor] = {}
+        for index, unit in enumerate(self.plan.units):
+            found |= dict(zip(unit.members, self.unpack(index), strict=True))
+        return [found[member] for member in range(len(self.tensors))]
+
+    def shares(self, index: int) -> bool:
+        """Whether the means of unit `index` share their memory."""
+        unit = self.plan.units[index]
+        return bool(unit.stacked) or self.slots[unit.buckets[0]].bucket.packed
 
     def abort(self) -> None:
         """Forget a step that was begun and cannot be finished (an error on the way).
@@ -172,21 +252,22 @@ class Exchange:
             return
         self._step.take_back()
         self._step = None
-        for slot in self.slots:
-            if slot.unseen is not None:
-                slot.seen, slot.unseen = slot.unseen, None
+        for memory in self._memory:
+            if memory.unseen is not None:
+                memory.seen, memory.unseen = memory.unseen, None
 
     # ------------------------------------------------------------------------------------- within
     def _open_talk(self, index: int, grad: Tensor) -> Conversation:
-        slot = self.slots[index]
-        self.prepare(slot)
-        assert slot.state is not None
-        if self._observes(slot, "local"):
-            slot.unseen, slot.seen = slot.seen, self.xp.accumulate(slot.seen, grad)
-        if slot.owed is not None:
-            owed = self.xp.reshape(slot.owed, slot.bucket.shape)
-            grad = grad + self.xp.cast(owed, slot.bucket.dtype)
-        return slot.compressor.exchange(grad, slot.state, self.info(slot))
+        memory = self._memory[index]
+        first = memory.slots[0]
+        info, observe = self.info(first), self._observes(first, self.policy.signal)
+        memory.open(info, observe)
+        if observe and self.policy.signal == "local":
+            memory.unseen, memory.seen = memory.seen, self.xp.accumulate(memory.seen, grad)
+        owed = memory.owed()
+        if owed is not None:
+            grad = grad + self.xp.cast(owed, first.bucket.dtype)
+        return first.compressor.exchange(grad, memory.state, info)
 
     def info(self, slot: Slot, step: Any = None) -> Info:
         """What slot's algorithm is told."""
@@ -200,7 +281,7 @@ class Exchange:
         )
 
     def prepare(self, slot: Slot) -> None:
-        """Make the state that a slot lacks."""
+        """Make the memory that a slot lacks."""
         slot.prepare(self.info(slot))
         if slot.seen is None and self._observes(slot, self.policy.signal):
             slot.seen = slot.spec.zeros(slot.bucket.shape)
@@ -211,17 +292,16 @@ class Exchange:
             return False
         return slot.bucket.compress and (self.observe_always or self.policy.observing())
 
-    def _keep(self, slot: Slot, mean: Tensor, state: State, bad: Any) -> Tensor:
+    def _keep(self, memory: Memory, mean: Tensor, state: State, bad: Any) -> Tensor:
         """What follows when a step is done; `bad` may be symbolic. Returns the mean."""
         if bad is not False:
-            xp, old = self.xp, slot.state
-            assert old is not None
+            xp, old = self.xp, memory.state
             mean = xp.either(bad, xp.nans_like(mean), mean)
             state = {key: xp.either(bad, old[key], value) for key, value in state.items()}
-        if self._observes(slot, "reduced"):
-            seen = self.xp.accumulate(slot.seen, mean)
-            slot.seen = seen if bad is False else self.xp.either(bad, slot.seen, seen)
-        slot.state, slot.owed = state, None
+        if self._observes(memory.slots[0], "reduced"):
+            seen = self.xp.accumulate(memory.seen, mean)
+            memory.seen = seen if bad is False else self.xp.either(bad, memory.seen, seen)
+        memory.keep(state)
         return mean
 
     def rates(self, lr: float | Mapping[str, float]) -> dict[str, float]:
@@ -241,7 +321,7 @@ class Exchange:
         self.steps += 1
 
     def _dense(self) -> float:
-        return sum(s.bucket.size * ITEMSIZE[s.bucket.dtype] for s in self.slots)
+        return sum(dense_bytes(slot.bucket) for slot in self.slots)
 
     # ---------------------------------------------------------------------------------- decisions
     def decision(self, lr: Mapping[str, float]) -> Conversation:
@@ -272,7 +352,9 @@ class Exchange:
 
     def switch(self, slot: Slot, level: int) -> None:
         """Let another level serve."""
-        slot.switch(level, self.info(slot))
+        if level != slot.level:
+            slot.switch(level, self.info(slot))
+            self._plan = None
 
     def load_slot(
         self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray], made: Info | None = None
@@ -280,6 +362,7 @@ class Exchange:
         """Put a slot back as it was: `arrays` by the names of `Slot.tensors`; see `Slot.made`."""
         slot.load(level, {k: self.xp.asarray(a, slot.spec.device) for k, a in arrays.items()})
         slot.made = made
+        self._plan = None
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:

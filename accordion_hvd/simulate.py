@@ -172,9 +172,7 @@ class World:
         self._decide(lr)
         for exchange, mine in zip(self.exchanges, gradients, strict=True):
             exchange.open(lr)
-            for index, slot in enumerate(exchange.slots):
-                parts = [mine[exchange.tensors[m].name] for m in slot.bucket.members]
-                exchange.start(index, exchange.pack(index, parts))
+            exchange.give([mine[tensor.name] for tensor in exchange.tensors])
         self._hub.turn([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
@@ -200,12 +198,8 @@ class World:
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
         if not exchange.close():
             return None
-        means: dict[str, Tensor] = {}
-        for index, slot in enumerate(exchange.slots):
-            parts = exchange.unpack(index)
-            for member, part in zip(slot.bucket.members, parts, strict=True):
-                means[exchange.tensors[member].name] = part
-        return means
+        names = [tensor.name for tensor in exchange.tensors]
+        return dict(zip(names, exchange.means(), strict=True))
 
 
 def simulate(

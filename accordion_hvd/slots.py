@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
 
 from accordion_hvd.base import Compressor, Info, Spec, State, Tensor
 from accordion_hvd.buckets import Bucket
 
 
 @dataclass
+class Stack:
+    """The memory of several slots: along a new first dimension, or flat, one after the other."""
+
+    state: State
+    seen: Tensor | None
+    flat: bool
+
+
 class Slot:
     """One bucket's levels and memory.
 
@@ -18,37 +27,77 @@ class Slot:
         levels: the compressors that may serve it.
         spec: what its conversations are told of its gradients.
         level: which of the levels serves now.
-        state: that one's state; None before the first exchange.
         parked: other levels' states, by level.
         owed: what a level without error feedback must add to the next gradient.
-        seen: the policy's sum of gradients.
-        unseen: that sum before the step under way, should it be taken back.
         made: what was told when `state` was made; None if it was loaded without saying.
     """
 
-    bucket: Bucket
-    levels: tuple[Compressor, ...]
-    spec: Spec
-    level: int = 0
-    state: State | None = None
-    parked: dict[int, State] = field(default_factory=dict)
-    owed: Tensor | None = None
-    seen: Tensor | None = None
-    unseen: Tensor | None = None
-    made: Info | None = None
+    def __init__(
+        self, bucket: Bucket, levels: tuple[Compressor, ...], spec: Spec, level: int = 0
+    ) -> None:
+        self.bucket, self.levels, self.spec, self.level = bucket, levels, spec, level
+        self.parked: dict[int, State] = {}
+        self.owed: Tensor | None = None
+        self._state: State | None = None
+        self._seen: Tensor | None = None
+        self._stack: Stack | None = None  # where state and sum are, if not here
+        self._place = 0
+        self.made: Info | None = None
 
     @property
     def compressor(self) -> Compressor:
         """The one that serves now."""
         return self.levels[self.level]
 
+    @property
+    def state(self) -> State | None:
+        """That of the level that serves now; None before the first exchange."""
+        self._leave()
+        return self._state
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self._leave()
+        self._state = state
+
+    @property
+    def seen(self) -> Tensor | None:
+        """The policy's sum of gradients."""
+        self._leave()
+        return self._seen
+
+    @seen.setter
+    def seen(self, seen: Tensor | None) -> None:
+        self._leave()
+        self._seen = seen
+
+    def within(self, stack: Stack) -> bool:
+        """Whether the slot's memory is part of `stack`."""
+        return self._stack is stack
+
+    def join(self, stack: Stack, place: int) -> None:
+        """From now on the slot's memory is at `place` of `stack`: its number, or its offset."""
+        self._stack, self._place = stack, place
+        self._state = self._seen = None
+
+    def _leave(self) -> None:
+        """Whoever asks for a slot's memory gets it as the slot's own (a view where possible)."""
+        if self._stack is not None:
+            stack, place, self._stack = self._stack, self._place, None
+            self._state = {key: value[place] for key, value in stack.state.items()}
+            if stack.seen is not None and stack.flat:
+                part = stack.seen[place : place + self.bucket.size]
+                self._seen = self.spec.xp.reshape(part, self.bucket.shape)
+            elif stack.seen is not None:
+                self._seen = stack.seen[place]
+
     def prepare(self, info: Info) -> None:
         """Make the state, if there is none yet or ranks have moved to other machines."""
         asking = any(level.by_machine for level in self.levels)
         if asking and self.made is not None and self.made.machines != info.machines:
             self._move(self.made)
-        if self.state is None:
-            self.state = self.compressor.init(self.spec, info)
+        if self._stack is None and self._state is None:
+            self._state = self.compressor.init(self.spec, info)
         if self.made is None:
             self.made = info
 
@@ -106,3 +155,87 @@ class Slot:
                 which, _, key = rest.partition("/")
                 self.parked.setdefault(int(which), {})[key] = tensor
         self.state, self.made = state or None, None
+
+
+class Memory:
+    """The memory of slots that share a conversation, as that conversation sees it.
+
+    Attributes:
+        unseen: the policy's sum before the step under way, should it be taken back.
+        buffer: what the gradients of the last step were brought together in.
+    """
+
+    def __init__(self, slots: Sequence[Slot], stacked: str, xp: ModuleType) -> None:
+        self.slots, self.stacked, self._xp = slots, stacked, xp
+        self._stack: Stack | None = None
+        self.unseen: Tensor | None = None
+        self.buffer: Tensor | None = None
+
+    def open(self, info: Info, observe: bool) -> None:
+        """Make what is missing; bring together what is not."""
+        for slot in self.slots:
+            slot.prepare(replace(info, name=slot.bucket.name) if self.stacked else info)
+        if self.stacked:
+            self._gather(observe)
+        elif observe and self.slots[0].seen is None:
+            self.slots[0].seen = self.slots[0].spec.zeros(self.slots[0].bucket.shape)
+
+    def _gather(self, observe: bool) -> None:
+        stack = self._stack
+        together = stack is not None and all(slot.within(stack) for slot in self.slots)
+        if together and (stack.seen is not None or not observe):  # type: ignore[union-attr]
+            return
+        states = [slot.state or {} for slot in self.slots]
+        state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
+        sums = [slot.seen for slot in self.slots]
+        seen = None
+        if observe or any(x is not None for x in sums):
+            seen = self.combine(sums)
+        self._stack = Stack(state, seen, self.stacked == "any")
+
+    def combine(self, parts: Sequence[Tensor | None]) -> Tensor:
+        """One tensor for each slot, zeros for None, as the conversation sees them."""
+        slots = zip(parts, self.slots, strict=True)
+        full = [s.spec.zeros(s.bucket.shape) if x is None else x for x, s in slots]
+        if self.stacked == "any":
+            return self._xp.concat([self._xp.reshape(x, (-1,)) for x in full])
+        return self._xp.stack(full) if self.stacked else full[0]
+
+    @property
+    def state(self) -> State:
+        """What the conversation is given."""
+        return self._stack.state if self._stack is not None else self.slots[0].state or {}
+
+    @property
+    def seen(self) -> Tensor | None:
+        """The policy's sum."""
+        return self._stack.seen if self._stack is not None else self.slots[0].seen
+
+    @seen.setter
+    def seen(self, seen: Tensor | None) -> None:
+        if self._stack is not None:
+            self._stack.seen = seen
+        else:
+            self.slots[0].seen = seen
+
+    def owed(self) -> Tensor | None:
+        """What earlier levels left to add to this gradient."""
+        if all(slot.owed is None for slot in self.slots):
+            return None
+        shaped = [
+            None if s.owed is None else self._xp.reshape(s.owed, s.bucket.shape) for s in self.slots
+        ]
+        return self.combine(shaped)
+
+    def keep(self, state: State) -> None:
+        """A step is done: this is what the conversation returned; nothing is owed beside it."""
+        for slot in self.slots:
+            slot.owed = None
+        if self._stack is None:
+            self.slots[0].state = state
+            return
+        self._stack.state = state
+        place = 0
+        for slot in self.slots:
+            slot.join(self._stack, place)
+            place += slot.bucket.size if self._stack.flat else 1

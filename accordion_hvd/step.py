@@ -1,7 +1,7 @@
 """One step's conversations, from the first gradient that is ready to the last mean.
 
-Buckets are started as their gradients appear. A group's first requests leave, fused, when its last
-bucket has started; the first requests of all groups carry flags, and only when every group's have
+Units are started as their gradients appear. A group's first requests leave, fused, when its last
+unit has started; the first requests of all groups carry flags, and only when every group's have
 come back (that is, after backward) do the conversations go on. So every rank knows, before
 anything that cannot be undone, whether some rank's gradient was not finite.
 """
@@ -16,17 +16,18 @@ from typing import Any
 from accordion_hvd.base import Allgather, Allreduce, Conversation, Request, State, Tensor
 from accordion_hvd.communicator import Communicator, Pending
 from accordion_hvd.ops import journal
-from accordion_hvd.traffic import Traffic
+from accordion_hvd.traffic import Traffic, size_of
 
 
 class Talk:
-    """One bucket's conversation: what it asked for, and what it ended with."""
+    """One unit's conversation: what it asked for, and what it ended with."""
 
     def __init__(self) -> None:
         self.conversation: Conversation | None = None
         self.asked: tuple[Request, ...] = ()
         self.several = False
         self.undo: list[journal.Undo] = []
+        self.payload = 0  # bytes of its first requests
         self.result: tuple[Tensor, State] | None = None
 
     def send(self, answers: Sequence[Any] | None) -> None:
@@ -47,7 +48,7 @@ class Step:
 
     Args:
         communicator: carries the requests.
-        groups: positions of buckets whose requests leave together; every rank's are the same.
+        groups: positions of units whose requests leave together; every rank's are the same.
         name: of this step's collectives; the same in each step, so that engines can cache.
         plan: a number that must be equal on all ranks (`buckets.fingerprint`), else `advance`
             raises on every rank.
@@ -77,7 +78,7 @@ class Step:
         self._judged = False
 
     def started(self, index: int) -> bool:
-        """Whether bucket `index` has given its gradient."""
+        """Whether unit `index` has given its gradients."""
         return self._talks[index].conversation is not None
 
     @property
@@ -86,7 +87,7 @@ class Step:
         return len(self._groups) - sum(1 for missing in self._missing if missing)
 
     def start(self, index: int, grad: Tensor, opening: Callable[[Tensor], Conversation]) -> None:
-        """Give bucket `index` its gradient and run `opening` of it to its first request."""
+        """Give unit `index` its gradients and run `opening` of them to the first request."""
         began = time.perf_counter()
         talk, group = self._talks[index], self._group_of[index]
         if self._guarded:
@@ -96,10 +97,13 @@ class Step:
         with journal.recording(talk.undo):
             talk.conversation = opening(grad)
             talk.send(None)
+        talk.payload = sum(_payload(request) for request in talk.asked)
         self._missing[group] -= 1
         if not self._missing[group]:
             self._launch(group, 0)
         self.seconds["encode"] += time.perf_counter() - began
+        for _, pending in self._pending.values():
+            pending.ready()  # what has arrived goes on while backward runs
 
     def advance(self) -> bool:
         """Move on with whatever has arrived, without waiting; True when all is done.
@@ -129,8 +133,12 @@ class Step:
         waited = time.perf_counter() - began - (self.seconds["decode"] - decoding)
         self.seconds["wait"] += waited
 
+    def payload(self, index: int) -> int:
+        """Bytes of unit `index`'s first requests, on this rank."""
+        return self._talks[index].payload
+
     def result(self, index: int) -> tuple[Tensor, State]:
-        """Bucket `index`'s mean and new state; not there if `bad` is True."""
+        """Unit `index`'s mean and new state; not there if `bad` is True."""
         result = self._talks[index].result
         assert result is not None
         return result
@@ -224,3 +232,10 @@ def _is_plain_mean(xp: ModuleType, request: Request) -> bool:
         and request.wire is None
         and xp.dtype(request.tensor) == "float32"
     )
+
+
+def _payload(request: Request) -> int:
+    """Bytes, equal on all ranks; what may differ between them counts as nothing."""
+    if isinstance(request, Allgather) and request.uneven:
+        return 0
+    return size_of(request.tensor, request.wire if isinstance(request, Allreduce) else None)

@@ -719,8 +719,7 @@ def test_the_papers_network_sends_the_papers_floats(classes: int, rank: int, flo
     hub, policy = Hub(1), Fixed(PowerSGD(rank))
     exchange = Exchange(SimulatedCommunicator(hub, 0, NUMPY.xp), policy, tensors)
     exchange.begin(0.1)
-    for index, slot in enumerate(exchange.slots):
-        exchange.start(index, np.ones(slot.bucket.shape, np.float32))
+    exchange.give([np.ones(tensor.shape, np.float32) for tensor in tensors])
+    flags = 2 * len(exchange.plan.groups)
     exchange.finish()
-    flags = 2 * len(exchange.groups)
     assert exchange.stats()["payload"] == 4 * (floats + flags)

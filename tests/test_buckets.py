@@ -11,9 +11,9 @@ from accordion_hvd.buckets import (
     TensorInfo,
     fingerprint,
     make_buckets,
-    make_groups,
     matches,
 )
+from accordion_hvd.plan import SMALL, make_groups, make_plan
 
 shapes = st.lists(st.integers(1, 60), min_size=0, max_size=4).map(tuple)
 dtypes = st.sampled_from(["float32", "float16", "bfloat16", "float64", "int32"])
@@ -48,10 +48,37 @@ def test_a_bijection(tensors: list[TensorInfo], scope: str, skip: tuple[str, ...
                 assert bucket.compress == (large and real and not matches(tensor.name, skip))
         if scope == "tensor":
             assert bucket.compress != bucket.packed
-    groups = make_groups(buckets, limit=10_000)
+    payloads = [4 * bucket.size for bucket in buckets]
+    groups = make_groups(payloads, limit=10_000)
     assert [i for group in groups for i in group] == list(range(len(buckets)))
     for group in groups:
-        assert len(group) == 1 or sum(4 * buckets[i].size for i in group) <= 10_000
+        assert len(group) == 1 or sum(payloads[i] for i in group) <= 10_000
+
+
+KINDS = st.sampled_from(["", "alike", "any"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(tensors=models, data=st.data(), limit=st.sampled_from([None, 100.0, 1e9]))
+def test_a_plan_has_everything_once(
+    tensors: list[TensorInfo], data: st.DataObject, limit: float | None
+) -> None:
+    buckets = make_buckets(tensors)
+    kinds = [(data.draw(KINDS), bucket.dtype) for bucket in buckets]
+    plan = make_plan(buckets, kinds, [4.0 * bucket.size for bucket in buckets], limit)
+    assert sorted(i for unit in plan.units for i in unit.buckets) == list(range(len(buckets)))
+    assert [i for group in plan.groups for i in group] == list(range(len(plan.units)))
+    assert sorted(plan.unit_of) == list(range(len(tensors)))
+    for number, unit in enumerate(plan.units):
+        mine = [buckets[i] for i in unit.buckets]
+        assert unit.members == tuple(m for bucket in mine for m in bucket.members)
+        assert all(plan.unit_of[member] == number for member in unit.members)
+        assert bool(unit.stacked) == (len(mine) > 1)
+        if unit.stacked:
+            assert all(kinds[i] == (unit.stacked, mine[0].dtype) for i in unit.buckets)
+            assert all(bucket.size <= SMALL for bucket in mine)
+        if unit.stacked == "alike":
+            assert len({bucket.shape for bucket in mine}) == 1
 
 
 def test_rule_by_example() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import CASES, Case
 from frameworks import NUMPY, Framework, parameters, same_bits
 from laws import several, step
 
-from accordion_hvd import Accordion, Allreduce, Compressor, Dense, Fixed, Info, PowerSGD, TopK
+from accordion_hvd import Accordion, Allreduce, Compressor, Dense, Fixed, Info, PowerSGD, TopK, plan
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.policy import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, lockstep, simulate
 
 
 def exchanges(
@@ -33,9 +35,7 @@ def one_step(world: list[Exchange]) -> None:
     """Every rank's own values of every tensor, averaged."""
     for rank, exchange in enumerate(world):
         exchange.begin(0.1)
-        for index, slot in enumerate(exchange.slots):
-            parts = [values(rank, exchange.tensors[m]) for m in slot.bucket.members]
-            exchange.start(index, exchange.pack(index, parts))
+        exchange.give([values(rank, tensor) for tensor in exchange.tensors])
     while not all([exchange.advance() for exchange in world]):
         pass
     assert all([exchange.close() for exchange in world])
@@ -85,15 +85,15 @@ def test_ranks_may_start_in_any_order(framework: Framework) -> None:
             with framework.running():
                 for exchange, mine in zip(world.exchanges, now, strict=True):
                     exchange.open(0.1)
-                    for index in rng.permutation(len(exchange.slots)):
-                        slot = exchange.slots[index]
-                        names = [exchange.tensors[m].name for m in slot.bucket.members]
+                    units = exchange.plan.units
+                    for index in rng.permutation(len(units)):
+                        names = [exchange.tensors[m].name for m in units[index].members]
                         parts = [framework.tensor(mine[name]) for name in names]
                         exchange.start(int(index), exchange.pack(int(index), parts))
                 while not all([exchange.advance() for exchange in world.exchanges]):
                     pass
                 assert all([exchange.close() for exchange in world.exchanges])
-                means = [framework.array(e.unpack(e.bucket_of(0))[0]) for e in world.exchanges]
+                means = [framework.array(e.means()[0]) for e in world.exchanges]
         assert all(same_bits(mean, means[0]) for mean in means)
         wanted = means[0] if wanted is None else wanted
         assert same_bits(means[0], wanted)
@@ -106,15 +106,15 @@ def test_extension() -> None:
     more = [TensorInfo("late", (50, 50), "float32"), TensorInfo("late.bias", (3,), "float32")]
     for number in range(4):
         if number == 2:
-            assert [exchange.extend(more) for exchange in grown] == [[2, 3]] * ranks
+            for exchange in grown:
+                exchange.extend(more)
         for world in (grown, plain):
             one_step(world)
         for one, other in zip(grown, plain, strict=True):
-            assert same_bits(one.unpack(0)[0], other.unpack(0)[0])
+            assert same_bits(one.means()[0], other.means()[0])
     assert len(grown[0].slots) == 4
     late = np.mean([values(rank, more[1]) for rank in range(ranks)], 0)
-    np.testing.assert_allclose(grown[0].unpack(3)[0], late, atol=1e-6)
-    assert [grown[0].bucket_of(member) for member in range(4)] == [0, 1, 2, 3]
+    np.testing.assert_allclose(grown[0].means()[3], late, atol=1e-6)
 
 
 def test_skip_and_overrides_are_by_name() -> None:
@@ -271,3 +271,61 @@ def test_a_step_that_is_given_up_leaves_no_trace(framework: Framework) -> None:
         assert exchange.running is None
         np.testing.assert_allclose(framework.array(slot.state["error"]), error, atol=1e-6)
         np.testing.assert_allclose(framework.array(slot.seen), seen, atol=1e-6)
+
+
+TWINS = [("a", (24, 50)), ("b", (40, 30)), ("c", (24, 50)), ("d", (24, 50)), ("e", (40, 30))]
+
+
+def apart_and_together(
+    monkeypatch: pytest.MonkeyPatch, framework: Framework, compression: Any, steps: int
+) -> tuple[World, World, list[tuple[Any, Any]]]:
+    """The same steps, each tensor in a conversation of its own and small ones sharing one."""
+    worlds, results = [], []
+    for small in (0, plan.SMALL):
+        monkeypatch.setattr(plan, "SMALL", small)
+        world, rng, means = simulate(copy.deepcopy(compression), 2), np.random.default_rng(3), []
+        for _ in range(steps):
+            mine = [
+                {k: framework.tensor(rng.standard_normal(s).astype(np.float32)) for k, s in TWINS}
+                for _ in range(2)
+            ]
+            with framework.running():
+                (first, second) = world.step(mine, 0.1)
+            assert first is not None and second is not None
+            means += (mine := [framework.array(first[name]) for name, _ in TWINS])
+            others = [framework.array(second[name]) for name, _ in TWINS]
+            assert all(map(same_bits, mine, others))
+        worlds.append(world)
+        results.append(means)
+    assert len(worlds[0].exchanges[0].plan.units) == len(TWINS)
+    return worlds[0], worlds[1], list(zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sharing_a_conversation_changes_nothing(
+    case: Case, framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, shared, pairs = apart_and_together(monkeypatch, framework, case.compressor, 4)
+    for alone, together in pairs:
+        np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
+    stacks = type(case.compressor).stacks
+    units = {"alike": 2, "any": 1, "": len(TWINS)}[stacks]
+    assert len(shared.exchanges[0].plan.units) == units
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("signal", ["local", "reduced"])
+@pytest.mark.parametrize("low", [Dense(), TopK(0.3)], ids=repr)
+def test_sharing_a_conversation_changes_no_decision(
+    low: Compressor, signal: str, framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Accordion(low=low, high=TopK(0.1), window=2, interval=1, signal=signal, threshold=0.03)
+    apart, shared, pairs = apart_and_together(monkeypatch, framework, policy, 9)
+    for alone, together in pairs:
+        np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
+    ours, theirs = (world.exchanges[0].policy.history for world in (apart, shared))
+    assert len({row["level"] for row in ours}) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(one[key] == other[key] for key in ("name", "level", "reason"))
+        np.testing.assert_allclose(one["norm"], other["norm"], rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -168,7 +169,7 @@ class TensorFlowExchange(Exchange):
             self._now = None
             self.abort()
             for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
-                slot.state, slot.seen, slot.owed, slot.unseen = state, seen, owed, None
+                slot.state, slot.seen, slot.owed = state, seen, owed
 
     def _trace_step(self, grads: Sequence[Tensor], lr: Any) -> Any:
         step = self.open(self.rates(lr))
@@ -178,17 +179,9 @@ class TensorFlowExchange(Exchange):
         self.close()
         return step.bad
 
-    def give(self, grads: Sequence[Tensor]) -> None:
-        """Start every bucket with its part of `grads` (in the order of `tensors`)."""
-        for index, slot in enumerate(self.slots):
-            self.start(index, self.pack(index, [grads[m] for m in slot.bucket.members]))
-
-    def means(self) -> list[Tensor]:
-        """What the step that was closed has brought, tensor by tensor."""
-        found: dict[int, Tensor] = {}
-        for index, slot in enumerate(self.slots):
-            found |= dict(zip(slot.bucket.members, self.unpack(index), strict=True))
-        return [found[member] for member in range(len(self.tensors))]
+    def _limit(self) -> float:
+        """All leaves together: gradients are there at once, and a graph finds its own order."""
+        return math.inf
 
     def _tick(self) -> None:
         if self._now is None:

@@ -316,7 +316,7 @@ class _Distributed:
             return
         names, parameters = zip(*self._names, strict=True)
         sums = [xp.checksum(parameter) for parameter in parameters]
-        levels = torch.tensor(self._reducer.exchange.plan(), device=sums[0].device)
+        levels = torch.tensor(self._reducer.exchange.number(), device=sums[0].device)
         table = torch.stack([*sums, levels])
         self._guard.compare(self._reducer.communicator, step, [*names, "compression level"], table)
 

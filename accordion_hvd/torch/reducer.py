@@ -69,7 +69,7 @@ class Reducer:
         self._dense: list[torch.Tensor] = []  # by number of the exchange's tensor
         self._sparse: list[torch.Tensor] = []
         self._number: dict[torch.Tensor, int] = {}
-        self._ready: dict[int, int] = {}  # bucket -> members that are ready
+        self._ready: dict[int, int] = {}  # unit -> members that are ready
         self.watch(named)
         checkpoint.register(self)
 
@@ -103,6 +103,7 @@ class Reducer:
                 skip=self.skip,
                 name=self.name,
             )
+            self._exchange.keep_buffers = True
             self._place(tensors)
         return self._exchange
 
@@ -182,30 +183,31 @@ class Reducer:
         return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
 
     def _count(self, parameter: torch.Tensor) -> None:
-        """One more member of its bucket is ready; start the bucket with its last."""
+        """One more member of its unit is ready; start the unit with its last."""
         number = self._number.get(parameter)
         if number is None:
             return
         self._begin()
-        bucket = self.exchange.bucket_of(number)
-        self._ready[bucket] = self._ready.get(bucket, 0) + 1
-        if self._ready[bucket] == len(self.exchange.slots[bucket].bucket.members):
-            self._start(bucket)
+        plan = self.exchange.plan
+        unit = plan.unit_of[number]
+        ready = self._ready[unit] = self._ready.get(unit, 0) + 1
+        if ready == len(plan.units[unit].members):
+            self._start(unit)
 
     def _start_missing(self) -> None:
         running = self.exchange.running
         assert running is not None
-        for bucket in range(len(self.exchange.slots)):
-            if not running.started(bucket):
-                self._start(bucket)
+        for unit in range(len(self.exchange.plan.units)):
+            if not running.started(unit):
+                self._start(unit)
 
-    def _start(self, bucket: int) -> None:
-        members = [self._dense[m] for m in self.exchange.slots[bucket].bucket.members]
-        grad = self.exchange.pack(bucket, [self._gradient(p) for p in members])
+    def _start(self, unit: int) -> None:
+        members = self.exchange.plan.units[unit].members
+        grad = self.exchange.pack(unit, [self._gradient(self._dense[m]) for m in members])
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
-            self.exchange.start(bucket, grad)
+            self.exchange.start(unit, grad)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         grad = parameter.grad
@@ -224,15 +226,19 @@ class Reducer:
         factor: Any = self.communicator.size if self.total else 1
         if self.scaler is not None:
             factor = factor * self._scale()
-        for bucket, slot in enumerate(self.exchange.slots):
-            members = [self._dense[m] for m in slot.bucket.members]
-            means = self.exchange.unpack(bucket) if finite else [None] * len(members)
-            for parameter, mean in zip(members, means, strict=True):
-                if mean is None:
-                    mean = torch.full_like(parameter, float("nan"))
-                elif self.total or self.scaler is not None:
-                    mean = mean * factor if slot.bucket.packed else mean.mul_(factor)
-                _put(parameter, mean, own=not slot.bucket.packed)
+        for index, unit in enumerate(self.exchange.plan.units):
+            parameters = [self._dense[m] for m in unit.members]
+            if not finite:
+                for parameter in parameters:
+                    _put(parameter, torch.full_like(parameter, float("nan")), own=True)
+                continue
+            means = self.exchange.unpack(index)
+            if self.total or self.scaler is not None:
+                means = [mean.mul_(factor) for mean in means]
+            own = not self.exchange.shares(index)
+            if own or not _put_together(parameters, means):
+                for parameter, mean in zip(parameters, means, strict=True):
+                    _put(parameter, mean, own)
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:
@@ -340,6 +346,18 @@ def _put(parameter: torch.Tensor, mean: torch.Tensor, own: bool) -> None:
             grad.set_(mean)
         else:
             grad.copy_(mean)
+
+
+def _put_together(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> bool:
+    """Copy all `means` into gradients in one call; False where that cannot be."""
+    grads = [parameter.grad for parameter in parameters]
+    for parameter, grad, mean in zip(parameters, grads, means, strict=True):
+        if grad is None or grad.is_sparse or grad.dtype != mean.dtype:
+            return False
+        if not parameter.requires_grad:
+            return False
+    torch._foreach_copy_(grads, means)
+    return True
 
 
 def _gather_sparse(grads: list[torch.Tensor]) -> Conversation:

@@ -1,0 +1,220 @@
+"""The benchmark: contestants take turns on the same links, at each rate, several times over."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from accordion_hvd.experiment import results
+from accordion_hvd.netbench import contestants, tables
+from accordion_hvd.netbench.group import Group
+from accordion_hvd.netbench.network import Network, parse_rate
+
+FORMAT = 1
+MODELS = {"torch": ("vgg", "resnet", "transformer"), "keras": ("vgg",)}
+WARM_UP = 12
+"""Steps of each way before anything is measured, on unlimited links: Accordion checks again after
+10 windows, and windows end with each of these steps."""
+
+LEAST, MOST = 2, 20
+"""Steps in a turn: as many as fit into `--turn` seconds, within these bounds."""
+
+BEFORE = 2
+"""Steps before a turn that do not count, so that links and caches are as this way leaves them."""
+
+SLOW = 1.0
+"""Seconds; of steps that take longer only one goes before."""
+
+QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `netbench.py bench`."""
+    parser.add_argument("--framework", choices=tuple(contestants.WAYS), default="torch")
+    parser.add_argument("--model", default="vgg", help="vgg, resnet or transformer")
+    parser.add_argument("--batch", type=int, default=16, help="examples of each rank in a step")
+    parser.add_argument(
+        "--rates", nargs="+", default=["50mbit", "200mbit", "1gbit"], metavar="RATE"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", default=[], metavar="WAY",
+        help="names or regular expressions; 'ours WORD' may have any compression",
+    )  # fmt: skip
+    parser.add_argument("--repetitions", type=int, default=3, help="turns of each way at each rate")
+    parser.add_argument("--turn", type=float, default=2.0, help="seconds that a turn is to take")
+    parser.add_argument("--quick", action="store_true", help="one rate, one short turn each")
+    parser.add_argument("--output", default="runs/netbench", help="folder for the results")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        ValueError: an option is not what it must be; the sentence says which.
+    """
+    if options.quick:
+        vars(options).update(QUICK)
+    if options.model not in MODELS[options.framework]:
+        allowed = ", ".join(MODELS[options.framework])
+        raise ValueError(f"--model is {options.model!r}; {options.framework} has {allowed}.")
+    for name in ("batch", "repetitions", "turn"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name} is {getattr(options, name)}, but must be positive.")
+    if options.hosts < 2:
+        raise ValueError(f"--hosts is {options.hosts}, but must be at least 2: one has no link.")
+    for rate in options.rates:
+        parse_rate(rate)
+    contestants.choose(options.framework, options.ways)
+
+
+def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
+    """Measure, write the results as JSON, show them; returns 0."""
+    check(options)
+    ways = contestants.choose(options.framework, options.ways)
+    network = Network(options.hosts, tag, folder)
+    bandwidth = {}
+    for rate in options.rates:
+        network.limit(rate)
+        bandwidth[rate] = network.goodput(1.5)
+        say(f"{rate}: {bandwidth[rate] * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    network.limit("none")
+    groups = start(options, network, folder, ways)
+    try:
+        for way in ways:
+            groups[way].resume()
+            groups[way].ask("warm", way, WARM_UP)
+            groups[way].pause()
+        turns = list(measure(options, network, groups))
+        equal = {way: compare(groups[way], way) for way in ways}
+    finally:
+        for group in set(groups.values()):
+            group.close()
+    found = {
+        "format": FORMAT,
+        "settings": {key: value for key, value in vars(options).items() if key != "action"},
+        "machine": machine(),
+        "model": groups[ways[0]].facts,
+        "bandwidth": bandwidth,
+        "equal": equal,
+        "turns": turns,
+    }
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = Path(options.output) / f"{options.framework}-{options.model}-{stamp}.json"
+    results.write_json(path, found)
+    print(f"\n{tables.as_text(found)}\n\nresults: {path}", flush=True)
+    return 0
+
+
+def start(
+    options: argparse.Namespace, network: Network, folder: Path, ways: Sequence[str]
+) -> dict[str, Group]:
+    """The launch that holds each way, all stopped."""
+    groups: dict[str, Group] = {}
+    for name in (contestants.PLAIN, contestants.HOROVOD):
+        mine = [way for way in ways if contestants.group(way) == name]
+        if mine:
+            say(f"starting {len(mine)} way(s) in the launch {name!r}")
+            settings = {"framework": options.framework, "ways": mine}
+            settings |= {"model": options.model, "batch": options.batch}
+            backend = options.backend if name == contestants.HOROVOD else "torch"
+            group = Group(name, network, folder, settings, backend, options.per_host)
+            group.pause()
+            groups |= dict.fromkeys(mine, group)
+    return {way: groups[way] for way in ways}
+
+
+def measure(
+    options: argparse.Namespace, network: Network, groups: Mapping[str, Group]
+) -> Iterator[results.Row]:
+    """All turns; in each repetition and at each rate another way begins."""
+    ways = list(groups)
+    for repetition in range(options.repetitions):
+        for place, rate in enumerate(options.rates):
+            network.limit(rate)
+            first = (repetition * len(options.rates) + place) * 5 % len(ways)
+            for way in ways[first:] + ways[:first]:
+                row = {"way": way, "rate": rate, "repetition": repetition}
+                row |= turn(network, groups[way], way, options.turn)
+                say(
+                    f"{repetition + 1}/{options.repetitions} {rate:>8} {way:<32} "
+                    f"{max(row['ms']):8.1f} ms  {max(row['sent']) / 1e6:8.3f} MB sent  "
+                    f"{max(row['cpu_ms']):7.1f} ms CPU  {row['foreign']:5.2f} cores elsewhere"
+                )
+                yield row
+
+
+def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:
+    """Some steps of one way; lists are by rank or by host, and everything is per step."""
+    group.resume()
+    for _ in range(BEFORE):
+        once = max(answer["ms"] for answer in group.ask("steps", way, 1)) / 1000
+        if once > SLOW:
+            break
+    count = min(MOST, max(LEAST, round(seconds / once)))
+    hosts = range(len(network.names))
+    before, busy, began = (
+        [network.counters(host) for host in hosts],
+        busy_seconds(),
+        time.monotonic(),
+    )
+    answers = group.ask("steps", way, count)
+    spent, busy = time.monotonic() - began, busy_seconds() - busy
+    after = [network.counters(host) for host in hosts]
+    group.pause()
+    mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
+    return {
+        "steps": count,
+        "ms": [answer["ms"] for answer in answers],
+        "cpu_ms": [answer["cpu_ms"] for answer in answers],
+        "loss": [answer["loss"] for answer in answers],
+        "received": [(after[host][0] - before[host][0]) / count for host in hosts],
+        "sent": [(after[host][1] - before[host][1]) / count for host in hosts],
+        "foreign": (busy - mine) / spent,
+    }
+
+
+def compare(group: Group, way: str) -> bool:
+    """Whether all ranks have the same weights."""
+    group.resume()
+    digests = group.ask("digest", way)
+    group.pause()
+    return len(set(digests)) == 1
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all processes of this machine have used, the kernel's own work included."""
+    numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = numbers[3] + numbers[4]
+    return (sum(numbers) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> results.Row:
+    """What was measured on."""
+    import importlib.metadata
+
+    names = ("torch", "tensorflow-cpu", "tensorflow", "keras", "horovod", "numpy")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cpu = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cores": os.cpu_count(),
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def say(text: str) -> None:
+    """A line about what happens, at once."""
+    print(text, flush=True)

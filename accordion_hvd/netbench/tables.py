@@ -1,0 +1,86 @@
+"""What the benchmark found, in numbers: medians, limits and ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from accordion_hvd.experiment import report
+from accordion_hvd.experiment.results import Row
+from accordion_hvd.netbench.contestants import COMPUTE
+
+HEAD = [
+    "way", "weights equal", "ms/step", "(range)", "CPU ms", "MB sent", "MB received",
+    "limit ms", "one after the other", "x limit",
+]  # fmt: skip
+
+
+def summary(found: Row, rate: str) -> dict[str, Row]:
+    """Way -> medians at a rate.
+
+    Each has `ms` (of the slowest rank), `least` and `most` (over the turns), `cpu_ms` (mean of the
+    ranks), `sent` and `received` (bytes a step of the host with most), `wire` (ms that the larger
+    of these takes at the measured goodput), `limit` (if computation and links were busy at the same
+    time throughout), `one_by_one` (if they never were), and `times` (`ms` over `limit`).
+    """
+    alone = statistics.median(slowest(turn) for turn in turns(found, COMPUTE))
+    rows = {}
+    for way in found["equal"]:
+        mine = [turn for turn in turns(found, way) if turn["rate"] == rate]
+        ms = [slowest(turn) for turn in mine]
+        sent = _median(mine, lambda turn: max(turn["sent"]))
+        received = _median(mine, lambda turn: max(turn["received"]))
+        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if way != COMPUTE else 0.0
+        row = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "sent": sent,
+               "received": received, "wire": wire, "limit": max(alone, wire),
+               "one_by_one": alone + wire}  # fmt: skip
+        row["cpu_ms"] = _median(mine, lambda turn: statistics.mean(turn["cpu_ms"]))
+        row["times"] = row["ms"] / row["limit"]
+        rows[way] = row
+    return rows
+
+
+def turns(found: Row, way: str) -> list[Row]:
+    """All turns of a way."""
+    return [turn for turn in found["turns"] if turn["way"] == way]
+
+
+def slowest(turn: Row) -> float:
+    """Milliseconds of a step: all wait for the slowest."""
+    return max(turn["ms"])
+
+
+def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return statistics.median(value(turn) for turn in found)
+
+
+def table(found: Row, rate: str) -> list[list[str]]:
+    """Head and rows."""
+    rows = [HEAD]
+    for way, row in summary(found, rate).items():
+        rows.append(
+            [
+                way,
+                "yes" if found["equal"][way] else "no",
+                f"{row['ms']:.0f}",
+                f"{row['least']:.0f}-{row['most']:.0f}",
+                f"{row['cpu_ms']:.0f}",
+                f"{row['sent'] / 1e6:.3f}",
+                f"{row['received'] / 1e6:.3f}",
+                f"{row['limit']:.0f}",
+                f"{row['one_by_one']:.0f}",
+                f"{row['times']:.2f}",
+            ]
+        )
+    return rows
+
+
+def as_text(found: Row) -> str:
+    """The tables of all rates."""
+    parts = []
+    for rate in found["settings"]["rates"]:
+        goodput = found["bandwidth"][rate] * 8 / 1e6
+        parts.append(
+            f"{rate} ({goodput:.0f} Mbit/s of goodput)\n{report.as_text(table(found, rate))}"
+        )
+    return "\n\n".join(parts)

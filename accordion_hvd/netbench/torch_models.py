@@ -1,0 +1,84 @@
+"""Networks that are trained on the rig, in PyTorch: small, so that links are the bottleneck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def vgg() -> nn.Module:
+    """Four convolutions and three large linear layers: 6.5 M parameters in 14 tensors."""
+    layers: list[nn.Module] = []
+    for before, after, pool in ((3, 32, True), (32, 64, True), (64, 128, False), (128, 128, True)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if pool else []
+    layers += [nn.Flatten(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+class _Residual(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after),
+        )  # fmt: skip
+        same = before == after and stride == 1
+        self.skip: nn.Module = (
+            nn.Identity() if same else nn.Conv2d(before, after, 1, stride, bias=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet() -> nn.Module:
+    """Nine residual blocks in three stages: 1.1 M parameters in many small tensors."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    width = 32
+    for stage in (32, 64, 128):
+        for block in range(3):
+            layers.append(_Residual(width, stage, 2 if block == 0 and stage > 32 else 1))
+            width = stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+class _Transformer(nn.Module):
+    def __init__(self, words: int = 1000, width: int = 192, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.layers(self.embedding(x), mask=mask)).transpose(1, 2)
+
+
+def _images(size: int) -> Callable[[int], Batch]:
+    return lambda count: (torch.randn(count, 3, size, size), torch.randint(0, 10, (count,)))
+
+
+def _texts(count: int) -> Batch:
+    words = torch.randint(0, 1000, (count, 17))
+    return words[:, :-1], words[:, 1:]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "vgg": (vgg, _images(32)),
+    "resnet": (resnet, _images(16)),
+    "transformer": (_Transformer, _texts),
+}
+"""Name -> (network, batch of a size)."""
+
+
+def describe(model: Any) -> dict[str, int]:
+    """Parameters and tensors."""
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return {"parameters": sum(sizes), "tensors": len(sizes)}

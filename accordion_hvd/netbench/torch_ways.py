@@ -1,0 +1,120 @@
+"""The contestants in PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from accordion_hvd.netbench import contestants
+from accordion_hvd.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OURS
+from accordion_hvd.netbench.torch_models import MODELS, describe
+
+BATCHES = 32
+ONE_BUCKET_MB = 1000
+"""With several buckets the PowerSGD hook aborts over Gloo: ranks start collectives in any order."""
+
+FIRST_COMPRESSED = 2
+"""The step from which the hook compresses; 2 is the least with a warm start."""
+
+
+class Torch:
+    """Ways of one launch, each with a network and an optimizer of its own.
+
+    Args:
+        ways: their names.
+        model: a key of `MODELS`.
+        batch: examples of each rank in a step.
+    """
+
+    def __init__(self, ways: Sequence[str], model: str, batch: int) -> None:
+        torch.set_num_threads(1)
+        if contestants.group(ways[0]) == HOROVOD:
+            import horovod.torch as hvd
+
+            hvd.init()
+            self.rank = hvd.rank()
+        else:
+            torch.distributed.init_process_group("gloo")
+            self.rank = torch.distributed.get_rank()
+        make, batches = MODELS[model]
+        self._nets, self._optimizers = {}, {}
+        for way in ways:
+            torch.manual_seed(1)
+            self._nets[way], self._optimizers[way] = _contestant(way, make())
+        torch.manual_seed(100 + self.rank)
+        self._batches = [batches(batch) for _ in range(BATCHES)]
+        self._next = 0
+        self.facts = describe(self._nets[ways[0]])
+
+    def steps(self, way: str, count: int, after_step: Callable[[], None] | None = None) -> float:
+        """Take optimizer steps; returns the last loss."""
+        net, optimizer, loss = self._nets[way], self._optimizers[way], None
+        for _ in range(count):
+            inputs, labels = self._batches[self._next % BATCHES]
+            self._next += 1
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            if after_step is not None:
+                after_step()
+        return float("nan") if loss is None else loss.item()
+
+    def warm(self, way: str, count: int) -> None:
+        """Steps after each of which a window ends, so that Accordion leaves its critical start."""
+        optimizer = self._optimizers[way]
+        self.steps(way, count, optimizer.end_window if way.startswith(OURS) else None)
+        if "accordion" in way.lower():
+            levels = optimizer.exchange.policy.current
+            if not levels or not all(levels.values()):
+                raise RuntimeError(f"{way!r} is not at its high level after {count} windows.")
+
+    def digest(self, way: str) -> str:
+        """The same on two ranks if their weights are, bit by bit."""
+        found = hashlib.sha256()
+        for parameter in self._nets[way].parameters():
+            found.update(parameter.detach().numpy().tobytes())
+        return found.hexdigest()
+
+
+def _contestant(way: str, net: Any) -> tuple[Any, Any]:
+    """(network, optimizer) that exchange gradients in this way."""
+    if way.startswith(DDP):
+        net = _ddp(way.removeprefix(DDP).strip(), net)
+    plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    if way == COMPUTE or way.startswith(DDP):
+        return net, plain
+    named = [(f"{way}.{name}", parameter) for name, parameter in net.named_parameters()]
+    if way.startswith(OURS):
+        import accordion_hvd.torch as ours
+
+        word = contestants.compression(way)
+        return net, ours.DistributedOptimizer(plain, named, compression=word, guard="off")
+    import horovod.torch as hvd
+
+    wire = hvd.Compression.fp16 if way.endswith(FP16) else hvd.Compression.none
+    return net, hvd.DistributedOptimizer(plain, named, compression=wire)
+
+
+def _ddp(hook: str, net: Any) -> Any:
+    """DistributedDataParallel with one of its communication hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    wrap = torch.nn.parallel.DistributedDataParallel
+    if not hook:
+        return wrap(net)
+    if hook == FP16.strip():
+        wrapped = wrap(net)
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return wrapped
+    wrapped = wrap(net, bucket_cap_mb=ONE_BUCKET_MB)
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=int(hook.removeprefix("powersgd:")),
+        start_powerSGD_iter=FIRST_COMPRESSED,
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped

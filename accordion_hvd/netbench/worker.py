@@ -1,0 +1,55 @@
+"""One process of a launch of the benchmark: holds contestants and does as the rig tells it.
+
+Requests come through a Unix socket, which no network namespace hides and no link slows down.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Client
+from typing import Any
+
+SOCKET = "NETBENCH_SOCKET"
+"""The environment variable with the path of the rig's socket."""
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Serve requests `(method, way, steps)` until the rig hangs up.
+
+    Args:
+        settings: framework, ways, model and batch.
+    """
+    ways = importlib.import_module(f"accordion_hvd.netbench.{settings['framework']}_ways")
+    kind = getattr(ways, settings["framework"].capitalize())
+    with Client(os.environ[SOCKET], "AF_UNIX") as rig:
+        held = kind(settings["ways"], settings["model"], settings["batch"])
+        rig.send({"rank": held.rank, "pid": os.getpid(), **held.facts})
+        while True:
+            try:
+                method, way, count = rig.recv()
+            except EOFError:
+                return
+            try:
+                rig.send({"value": _answer(held, method, way, count)})
+            except Exception:
+                rig.send({"error": traceback.format_exc()})
+
+
+def _answer(held: Any, method: str, way: str, count: int) -> Any:
+    if method == "warm":
+        return held.warm(way, count)
+    if method == "digest":
+        return held.digest(way)
+    began, busy = time.perf_counter(), time.process_time()
+    loss = held.steps(way, count)
+    spent, busy = time.perf_counter() - began, time.process_time() - busy
+    return {"ms": 1000 * spent / count, "cpu_ms": 1000 * busy / count, "loss": loss}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

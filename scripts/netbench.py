@@ -1,0 +1,18 @@
+"""Training on limited links, within this machine: `run` a command, `bench` ways, `report` them.
+
+`python scripts/netbench.py run --hosts 4 --rate 200mbit -- python train.py` runs any Horovod
+command on four hosts whose links carry 200 Mbit/s; `python scripts/netbench.py bench` measures
+plain Horovod, DDP and this package side by side. Needs Linux, root, and the commands ip and tc.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from accordion_hvd.netbench.command import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()
