@@ -64,7 +64,7 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
 
 
 @contextmanager
-def machines_of(ranks: int) -> Iterator[None]:
+def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
     """Within it, `ranks` consecutive ranks pass for a machine; process sets added are removed."""
     from horovod.common.process_sets import remove_process_set
 
@@ -79,6 +79,7 @@ def machines_of(ranks: int) -> Iterator[None]:
         for process_set in registered():
             if process_set.process_set_id not in known:
                 remove_process_set(process_set)
+        barrier()  # nobody may leave while others still remove
 
 
 def main(names: dict[str, Any]) -> None:

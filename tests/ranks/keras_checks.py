@@ -66,6 +66,10 @@ def everywhere(values: Any) -> np.ndarray:
     return hvd.allgather(np.asarray(values)[None]).numpy()
 
 
+def barrier() -> None:
+    everywhere(0.0)
+
+
 def assert_equal_ranks(model: Any, what: object = "") -> None:
     rows = everywhere(weights(model))
     assert np.isfinite(rows).all(), what
@@ -273,7 +277,7 @@ def check_two_levels_equal_simulation() -> None:
     level = TwoLevel(PowerSGD(2))
     world = simulate(level, hvd.size(), local_size=local_size)
     truth = [world.step([{"w": s[t].copy()} for s in streams])[0]["w"] for t in range(steps)]
-    with harness.machines_of(local_size):
+    with harness.machines_of(local_size, barrier):
         for graph in (False, True):
             variable = keras.Variable(np.zeros(shape, "f"), name="w")
             opt = hvd.DistributedOptimizer(SGD(1.0), compression=level, guard="off")

@@ -146,7 +146,7 @@ def check_weights_are_equal_with_two_levels() -> None:
     """Levels of both kinds, changing; state saved and restored on the way."""
     pair = {"low": TwoLevel(PowerSGD(4)), "high": TwoLevel(PowerSGD(1))}
     mixed = {"low": Dense(), "high": TwoLevel(TopK(0.05))}
-    with harness.machines_of(max(1, hvd.size() // 2)):
+    with harness.machines_of(max(1, hvd.size() // 2), hvd.barrier):
         for levels in (pair, mixed):
             policy = Accordion(**levels, window=2, interval=1, threshold=0.9)
             model = network(hvd.rank())
@@ -183,11 +183,11 @@ def check_compressed_equals_simulation() -> None:
 def check_two_levels_equal_simulation() -> None:
     """Two machines by name, so that what is between them is simulated with two as well."""
     local_size = hvd.size() // 2
-    with harness.machines_of(local_size):
+    with harness.machines_of(local_size, hvd.barrier):
         for level in (TopK(0.05), PowerSGD(2), BF16()):
             stats = compare_with_simulation(TwoLevel(level), local_size)
             assert 0 < stats["between"] < stats["sent"] or local_size == 1
-    with harness.machines_of(hvd.size()):
+    with harness.machines_of(hvd.size(), hvd.barrier):
         stats = compare_with_simulation(TwoLevel(TopK(0.05)), hvd.size())
         assert stats["between"] == 0 < stats["sent"]
 
@@ -196,7 +196,7 @@ def check_machines_of_different_size_are_refused() -> None:
     if hvd.size() == 4:
         model = network()
         optimizer = wrapped(model, compression=TwoLevel(TopK(0.05)))
-        with harness.machines_of(3), refused(ValueError, "machines have 3, 1 ranks"):
+        with harness.machines_of(3, hvd.barrier), refused(ValueError, "machines have 3, 1 ranks"):
             train(model, optimizer, 1)
 
 
