@@ -19,13 +19,14 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export OMPI_MCA_rmaps_base_oversubscribe = 1
 # horovodrun and mpirun find each other, and their Python, on PATH.
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+NETBENCH = runs/netbench
 
-.PHONY: help setup demo test check bench doctor clean
+.PHONY: help setup demo test check bench bench-network doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
-		do printf '  make %-8s %s\n' "$$t" "$$d"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
+		do printf '  make %-13s %s\n' "$$t" "$$d"; done
 
 setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
@@ -45,6 +46,11 @@ check: setup ## ruff and mypy
 
 bench: setup ## measure against plain Horovod
 	@$(IN_VENV) $(RUN) scripts/bench.py
+
+bench-network: setup ## measure on limited links, for docs/performance.md (root; half an hour)
+	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework torch --output $(NETBENCH)/torch.json
+	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
+	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/torch.json $(NETBENCH)/keras.json
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

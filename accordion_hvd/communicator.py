@@ -30,6 +30,7 @@ class Communicator(abc.ABC):
         half_allreduce: whether the engine adds 16-bit floats well (NCCL does).
         machines: who shares a machine; () as long as nobody has asked (`machines.meet`).
         extensible: whether `register` can add groups that the engine does not know.
+        kept: memory that serves again at the next step, by name; None where nothing can be kept.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Communicator(abc.ABC):
     half_allreduce: bool = False
     machines: Machines = ()
     extensible: bool = True
+    kept: dict[str, Tensor] | None = None
 
     # ------------------------------------------------- the engine: return a handle without waiting
     @abc.abstractmethod

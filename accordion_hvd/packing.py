@@ -112,24 +112,18 @@ def _reduce_half(
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
-    wire = requests[0].wire or xp.dtype(requests[0].tensor)
-    sizes = [_elements(xp, request.tensor) for request in requests]
-    whole = [xp.wire_bytes(xp.reshape(request.tensor, (-1,)), wire) for request in requests]
-    part = -(-sum(sizes) // ranks)
-    padding = xp.zeros((2 * (part * ranks - sum(sizes)),), "uint8", xp.device(whole[0]))
-    flat = xp.concat([*whole, padding])
-    flat = yield communicator.alltoall(f"{name}.parts", flat, group)
-    theirs = xp.from_wire(flat, wire, (ranks, part))
-    mean = theirs[0]
-    for peer in range(1, ranks):
-        mean = mean + theirs[peer]
-    mean = xp.wire_bytes(mean / ranks, wire)
+    tensors = [request.tensor for request in requests]
+    wire = requests[0].wire or xp.dtype(tensors[0])
+    part = -(-sum(_elements(xp, tensor) for tensor in tensors) // ranks)
+    kept = communicator.kept
+    flat = xp.to_wire(tensors, wire, part * ranks, kept.get(name) if kept else None)
+    if kept is not None:
+        kept[name] = flat
+    theirs = yield communicator.alltoall(f"{name}.parts", flat, group)
+    mean = xp.mean_of_wire(theirs, wire, ranks)
     flat = yield communicator.allgather(f"{name}.means", mean, group)
-    means = xp.split(xp.from_wire(flat, wire, (-1,))[: sum(sizes)], sizes)
-    return [
-        xp.cast(xp.reshape(x, xp.shape(request.tensor)), xp.dtype(request.tensor))
-        for x, request in zip(means, requests, strict=True)
-    ]
+    likes = [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]
+    return xp.from_wire(flat, wire, likes)
 
 
 def _gather(
@@ -141,7 +135,8 @@ def _gather(
     ranks = communicator.ranks(group)
     parts = [xp.to_bytes(request.tensor) for request in requests]
     sizes = [_elements(xp, part) for part in parts]
-    flat = yield communicator.allgather(name, xp.concat(parts), group)
+    sent = parts[0] if len(parts) == 1 else xp.concat(parts)
+    flat = yield communicator.allgather(name, sent, group)
     pieces = xp.split(flat, sizes * ranks)
     return _by_request(xp, pieces, requests)
 
@@ -199,6 +194,10 @@ def _alltoall(
     """Row by row, the bytes of all requests side by side."""
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
+    if len(requests) == 1:  # large ones are alone: no copies
+        tensor = requests[0].tensor
+        flat = yield communicator.alltoall(name, xp.to_bytes(tensor), group)
+        return [xp.from_bytes(flat, xp.dtype(tensor), xp.shape(tensor))]
     ranks = communicator.ranks(group)
     rows = [xp.reshape(xp.to_bytes(request.tensor), (ranks, -1)) for request in requests]
     widths = [xp.shape(row)[1] for row in rows]

@@ -62,6 +62,8 @@ TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 1024)).astype(np.f
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
+WIRES = ("float16", "bfloat16")
+
 RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, tolerance (0: bits)
     ("zeros", ((2, 3), "float32"), 0),
     ("full", ((2, 3), 1.5, "float32"), 0),
@@ -121,8 +123,9 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("without_bad", (X, GOOD), 0),
     ("without_bad", (X, BAD), 0),
     ("nans_like", (X,), 0),
-    ("wire_bytes", (X, "float16"), 0),
-    ("wire_bytes", (X, "bfloat16"), 0),
+    *[("to_wire", ([X, V], wire, count), 0) for wire in WIRES for count in (75, 80)],
+    *[("mean_of_wire", (NUMPY.xp.to_wire([X, V], w, 76), w, 4), 0) for w in WIRES],
+    ("from_wire", (NUMPY.xp.to_wire([X, V], "float16", 80), "float16", [X + 1, V + 1]), 0),
     ("checksum", (X,), 0),
     ("checksum", (V.astype(np.float16),), 0),
     ("checksum", (V.astype(np.float64),), 0),
@@ -134,7 +137,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("either", (False, X, Y), 0),
 ]
 COVERED = {"spec", "shape", "dtype", "device", "asarray", "to_numpy", "symbolic"}
-COVERED |= {"from_bytes", "from_wire"}
+COVERED |= {"from_bytes"}
 RESULTS = [row for row in RESULTS if hasattr(NUMPY.xp, row[0])]
 
 
@@ -206,9 +209,8 @@ def test_wires_round_trip(framework: Framework, wire: str) -> None:
     """Rounded to nearest, ties to even; special values survive; rounding twice changes nothing."""
     special = np.float32([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, 1e-3])
     values = np.concatenate([X.reshape(-1), special])
-    xp, shape = framework.xp, values.shape
-    once = xp.from_wire(xp.wire_bytes(framework.tensor(values), wire), wire, shape)
-    twice = xp.from_wire(xp.wire_bytes(once, wire), wire, shape)
+    once = through_wire(framework, framework.tensor(values), wire)
+    twice = through_wire(framework, framework.xp.copy(once), wire)
     np.testing.assert_array_equal(framework.array(twice), framework.array(once))
     finite = np.isfinite(values)
     step = 2.0**-11 if wire == "float16" else 2.0**-8
@@ -216,8 +218,16 @@ def test_wires_round_trip(framework: Framework, wire: str) -> None:
     rounding = np.abs(found[finite] - values[finite])
     assert (rounding <= step * np.abs(values[finite])).all()
     np.testing.assert_array_equal(found[~finite], values[~finite])
-    wanted = NUMPY.xp.from_wire(NUMPY.xp.wire_bytes(values, wire), wire, shape)
+    wanted = through_wire(NUMPY, values, wire)
     np.testing.assert_array_equal(found, wanted)
+
+
+def through_wire(framework: Framework, x: Any, wire: str) -> Any:
+    xp = framework.xp
+    sent = xp.to_wire([x], wire, x.shape[0] + 1)
+    again = xp.to_wire([x], wire, x.shape[0] + 1, into=xp.copy(sent))  # memory that served before
+    assert same_bits(framework.array(sent), framework.array(again))
+    return xp.from_wire(sent, wire, [xp.copy(x)])[0]
 
 
 @pytest.mark.parametrize("framework", ALL)

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="turns of each way at each rate")
     parser.add_argument("--turn", type=float, default=2.0, help="seconds that a turn is to take")
     parser.add_argument("--quick", action="store_true", help="one rate, one short turn each")
-    parser.add_argument("--output", default="runs/netbench", help="folder for the results")
+    parser.add_argument("--output", help="file for the results, by default in runs/netbench")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     bandwidth = {}
     for rate in options.rates:
         network.limit(rate)
-        bandwidth[rate] = network.goodput(1.5)
+        bandwidth[rate] = max(network.goodput(0.6) for _ in range(3))
         say(f"{rate}: {bandwidth[rate] * 8 / 1e6:.0f} Mbit/s of TCP goodput")
     network.limit("none")
     groups = start(options, network, folder, ways)
@@ -104,7 +104,8 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
         "turns": turns,
     }
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = Path(options.output) / f"{options.framework}-{options.model}-{stamp}.json"
+    name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
+    path = Path(options.output or name)
     results.write_json(path, found)
     print(f"\n{tables.as_text(found)}\n\nresults: {path}", flush=True)
     return 0
@@ -152,30 +153,31 @@ def turn(network: Network, group: Group, way: str, seconds: float) -> results.Ro
     """Some steps of one way; lists are by rank or by host, and everything is per step."""
     group.resume()
     for _ in range(BEFORE):
-        once = max(answer["ms"] for answer in group.ask("steps", way, 1)) / 1000
+        once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
         if once > SLOW:
             break
     count = min(MOST, max(LEAST, round(seconds / once)))
-    hosts = range(len(network.names))
-    before, busy, began = (
-        [network.counters(host) for host in hosts],
-        busy_seconds(),
-        time.monotonic(),
-    )
-    answers = group.ask("steps", way, count)
-    spent, busy = time.monotonic() - began, busy_seconds() - busy
-    after = [network.counters(host) for host in hosts]
+    readings: list[Reading] = []
+    answers = group.steps(way, count, lambda: readings.append(Reading(network)))
+    before, after = readings[0], Reading(network)
     group.pause()
     mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
+    pairs = list(zip(before.bytes, after.bytes, strict=True))
     return {
         "steps": count,
-        "ms": [answer["ms"] for answer in answers],
-        "cpu_ms": [answer["cpu_ms"] for answer in answers],
-        "loss": [answer["loss"] for answer in answers],
-        "received": [(after[host][0] - before[host][0]) / count for host in hosts],
-        "sent": [(after[host][1] - before[host][1]) / count for host in hosts],
-        "foreign": (busy - mine) / spent,
+        **{key: [answer[key] for answer in answers] for key in ("ms", "cpu_ms", "loss")},
+        "received": [(now[0] - then[0]) / count for then, now in pairs],
+        "sent": [(now[1] - then[1]) / count for then, now in pairs],
+        "foreign": (after.busy - before.busy - mine) / (after.clock - before.clock),
     }
+
+
+class Reading:
+    """The counters at one moment: bytes of each host, CPU seconds of the machine, the clock."""
+
+    def __init__(self, network: Network) -> None:
+        self.bytes = [network.counters(host) for host in range(len(network.names))]
+        self.busy, self.clock = busy_seconds(), time.monotonic()
 
 
 def compare(group: Group, way: str) -> bool:

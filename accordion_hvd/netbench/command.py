@@ -2,6 +2,7 @@
 
 netbench.py run [options] -- COMMAND   any Horovod command on limited links
 netbench.py bench [options]            ways to exchange gradients, side by side
+netbench.py report FILES [options]     a page and a picture of what `bench` has written
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accordion_hvd.netbench import bench, sandbox
+from accordion_hvd.experiment import results
+from accordion_hvd.netbench import bench, page, picture, sandbox
 from accordion_hvd.netbench.launch import BACKENDS, Job
 from accordion_hvd.netbench.network import MOST_HOSTS, Network, parse_rate
 
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
     try:
+        if options.action == "report":
+            raise SystemExit(report(options))
         check(options)
         if not sandbox.inside():
             raise SystemExit(sandbox.enter(arguments))
@@ -41,10 +45,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     runs.add_argument("command", nargs="+", help="after --: the program and its arguments")
     benches = actions.add_parser("bench", help="ways to exchange gradients, side by side")
     bench.add_options(benches)
+    reports = actions.add_parser("report", help="a page and a picture of what bench has written")
+    reports.add_argument("files", nargs="+", help="results of bench, one a framework")
+    reports.add_argument("--output", default="docs", help="folder for performance.md and .png")
     for one in (runs, benches):
         one.add_argument("--hosts", type=int, default=4)
         one.add_argument("--per-host", type=int, default=1, help="processes on each host")
-    runs.add_argument("--backend", choices=BACKENDS, default="gloo")
+    runs.add_argument(
+        "--backend", choices=BACKENDS, default="gloo",
+        help="Horovod's, or torch: no Horovod, but what torch.distributed wants to know",
+    )  # fmt: skip
     benches.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
     return parser.parse_args(arguments)
 
@@ -62,6 +72,20 @@ def check(options: argparse.Namespace) -> None:
             parse_rate(options.rate)
     except ValueError as error:
         raise sandbox.Refusal(str(error)) from None
+
+
+def report(options: argparse.Namespace) -> int:
+    """`netbench.py report`."""
+    try:
+        found = [results.read_json(Path(name)) for name in options.files]
+    except (OSError, ValueError) as error:
+        raise sandbox.Refusal(f"results cannot be read: {error}") from None
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.draw(found, folder / "performance.png")
+    (folder / "performance.md").write_text(page.write(found, "performance.png"))
+    print(f"page: {folder / 'performance.md'}   picture: {folder / 'performance.png'}")
+    return 0
 
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:

@@ -8,9 +8,10 @@ Horovod's threads, which talk even when there is nothing to do, take nothing fro
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accordion_hvd.policy import Accordion
 from accordion_hvd.words import parse
 
 COMPUTE = "compute only"
@@ -52,6 +53,21 @@ def compression(way: str) -> Any:
     """
     word = way.removeprefix(OURS)
     return parse(STEADY if word == ACCORDION else word)
+
+
+def adapts(way: str) -> bool:
+    """Whether its levels depend on the gradients."""
+    return way.startswith(OURS) and isinstance(compression(way), Accordion)
+
+
+def check_level(way: str, levels: Mapping[str, int]) -> None:
+    """Make sure that Accordion is where it is to be measured.
+
+    Raises:
+        RuntimeError: a layer is not at the high level.
+    """
+    if not levels or not all(levels.values()):
+        raise RuntimeError(f"{way!r} has not reached its high level: {dict(levels)}.")
 
 
 def choose(framework: str, wanted: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Group:
             self.job = Job(
                 [sys.executable, "-m", "accordion_hvd.netbench.worker", json.dumps(settings)],
                 network, folder / name, backend, per_host, {**ENVIRONMENT, SOCKET: path},
+                show=False,
             )  # fmt: skip
             ranks = len(network.names) * per_host
             self._connections: list[Connection] = self._accept(listener, ranks)
@@ -77,12 +78,32 @@ class Group:
         Raises:
             Refusal: a worker failed, ended, or took too long.
         """
+        self._send((method, way, count))
+        return self._answers(way, "value")
+
+    def steps(
+        self, way: str, count: int, begin: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float]]:
+        """Take some steps; `begin` is called when all workers stand at the first.
+
+        Raises:
+            Refusal: see `ask`.
+        """
+        self._send(("steps", way, count))
+        self._answers(way, "ready")
+        begin()
+        self._send("go")
+        return self._answers(way, "value")
+
+    def _send(self, message: Any) -> None:
         for connection in self._connections:
-            connection.send((method, way, count))
+            connection.send(message)
+
+    def _answers(self, way: str, key: str) -> list[Any]:
         answers = self._receive(ANSWER_LIMIT)
         if errors := [answer["error"] for answer in answers if "error" in answer]:
             raise Refusal(f"{way!r} failed:\n{errors[0]}")
-        return [answer["value"] for answer in answers]
+        return [answer[key] for answer in answers]
 
     def pause(self) -> None:
         """Stop all workers, with the threads that Horovod keeps talking."""

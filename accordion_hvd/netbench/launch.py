@@ -17,14 +17,16 @@ from typing import Any
 from accordion_hvd.netbench.network import SUBNET, Network
 
 BACKENDS = ("gloo", "mpi", "torch")
-GRACE = 10.0
+GRACE = 5.0
 """Seconds that other workers have to end by themselves once one has failed."""
 
 PORT = 29500
 TAIL = 3000
-QUIET = 'rank=${RANK:-$OMPI_COMM_WORLD_RANK}; [ "$rank" = 0 ] || exec >"$0/$rank" 2>&1; exec "$@"'
-WRAPPER = ["sh", "-c", QUIET]
-"""Shows the output of rank 0, and writes that of others to files in a folder: its first argument."""
+WRAPPER = """folder=$1 shown=$2; shift 2
+rank=${RANK:-$OMPI_COMM_WORLD_RANK}
+[ "$rank" = "$shown" ] || exec >"$folder/$rank" 2>&1
+exec "$@" """
+"""Shell code that shows the output of one rank; that of others goes to files."""
 
 
 class Job:
@@ -33,10 +35,11 @@ class Job:
     Args:
         command: program and arguments.
         network: the hosts.
-        folder: for the output of ranks other than 0; must be new.
+        folder: for the output that is not shown; must be new.
         backend: one of `BACKENDS`.
         per_host: processes on each host.
         environment: added to this process' own.
+        show: whether to show the output of rank 0.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class Job:
         backend: str = "gloo",
         per_host: int = 1,
         environment: Mapping[str, str] | None = None,
+        show: bool = True,
     ) -> None:
         self.network, self.folder, self.per_host = network, folder, per_host
         self.environment = {**os.environ, **(environment or {})}
-        self.command = [*WRAPPER, str(folder), *command]
+        shown = "0" if show else "none"
+        self.command = ["sh", "-c", WRAPPER, "sh", str(folder), shown, *command]
         self._rendezvous: Any = None
         folder.mkdir()
         start = {"gloo": self._gloo, "mpi": self._mpi, "torch": self._torch}[backend]
@@ -99,7 +104,7 @@ class Job:
             self._rendezvous = None
 
     def told(self) -> str:
-        """The last words of ranks other than 0."""
+        """The last words of ranks that are not shown."""
         parts = []
         for path in sorted(self.folder.iterdir()):
             if text := path.read_text(errors="replace").strip():

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
+TRIAL = "ip link add br0 type bridge && tc qdisc add dev br0 root tbf rate 1mbit burst 9kb lat 1ms"
 NAMESPACES = ("unshare", "--net", "--pid", "--mount", "--uts", "--fork", "--kill-child")
 LIFELINE, FOLDER, TAG = "NETBENCH_LIFELINE", "NETBENCH_FOLDER", "NETBENCH_TAG"
 PREFIX = "netbench-"
@@ -49,7 +50,7 @@ def obstacle() -> str | None:
     if missing:
         return f"{' and '.join(missing)} not found; Debian has them in iproute2 and util-linux."
     tried = subprocess.run(
-        [*NAMESPACES, "--mount-proc", "sh", "-c", "ip link add br0 type bridge"],
+        [*NAMESPACES, "--mount-proc", "sh", "-c", TRIAL],
         capture_output=True, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if tried.returncode:
@@ -138,7 +139,7 @@ def remove_leftovers() -> None:
     """Remove folders of rigs that were killed; of all they had, only these outlive them."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         owner = re.fullmatch(rf"{PREFIX}(\d+)-\w+", path.name)
-        if owner and path.owner() == "root" and not Path("/proc", owner[1]).exists():
+        if owner and path.stat().st_uid == 0 and not Path("/proc", owner[1]).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

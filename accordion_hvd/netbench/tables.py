@@ -54,6 +54,53 @@ def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
     return statistics.median(value(turn) for turn in found)
 
 
+def ratios(found: Row, way: str, other: str, rate: str) -> list[float] | None:
+    """How many times as fast as another way it is: one ratio for each repetition, None if unknown.
+
+    Both took their turns within minutes then, so that what else the machine did hit them alike.
+    """
+    ms: dict[str, dict[int, float]] = {}
+    for name in (way, other):
+        mine = [turn for turn in turns(found, name) if turn["rate"] == rate]
+        ms[name] = {turn["repetition"]: slowest(turn) for turn in mine}
+    return [
+        ms[other][number] / ms[way][number] for number in ms[way] if number in ms[other]
+    ] or None
+
+
+def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """Head and rows: for each (way, other), how many times as fast it is at each rate."""
+    rates = found["settings"]["rates"]
+    rows = [["way", "against", *rates]]
+    for way, other in pairs:
+        if way in found["equal"] and other in found["equal"]:
+            cells = [_spread(ratios(found, way, other, rate)) for rate in rates]
+            rows.append([way, other, *cells])
+    return rows
+
+
+def limits(found: Row) -> list[list[str]]:
+    """Head and rows: how many times the limit each way takes at each rate."""
+    rates = found["settings"]["rates"]
+    all_rates = {rate: summary(found, rate) for rate in rates}
+    rows = [["way", "MB sent", *rates]]
+    for way in found["equal"]:
+        cells = [f"{all_rates[rate][way]['times']:.2f}" for rate in rates]
+        rows.append([way, f"{all_rates[rates[0]][way]['sent'] / 1e6:.3f}", *cells])
+    return rows
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    if values is None:
+        return "-"
+    return f"{_digits(statistics.median(values))} ({_digits(min(values))}-{_digits(max(values))})"
+
+
+def _digits(value: float) -> str:
+    """Two or three of them."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
 def table(found: Row, rate: str) -> list[list[str]]:
     """Head and rows."""
     rows = [HEAD]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,9 +50,19 @@ class Torch:
         self._next = 0
         self.facts = describe(self._nets[ways[0]])
 
-    def steps(self, way: str, count: int, after_step: Callable[[], None] | None = None) -> float:
-        """Take optimizer steps; returns the last loss."""
-        net, optimizer, loss = self._nets[way], self._optimizers[way], None
+    def steps(
+        self, way: str, count: int, together: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Train for some steps; milliseconds and CPU milliseconds a step, and the last loss.
+
+        Args:
+            way: its name.
+            count: steps.
+            together: called before the first.
+        """
+        net, optimizer = self._nets[way], self._optimizers[way]
+        together()
+        began, busy = time.perf_counter(), time.process_time()
         for _ in range(count):
             inputs, labels = self._batches[self._next % BATCHES]
             self._next += 1
@@ -59,18 +70,18 @@ class Torch:
             loss = torch.nn.functional.cross_entropy(net(inputs), labels)
             loss.backward()
             optimizer.step()
-            if after_step is not None:
-                after_step()
-        return float("nan") if loss is None else loss.item()
+        spent, busy = time.perf_counter() - began, time.process_time() - busy
+        return {"ms": 1000 * spent / count, "cpu_ms": 1000 * busy / count, "loss": loss.item()}
 
     def warm(self, way: str, count: int) -> None:
         """Steps after each of which a window ends, so that Accordion leaves its critical start."""
         optimizer = self._optimizers[way]
-        self.steps(way, count, optimizer.end_window if way.startswith(OURS) else None)
-        if "accordion" in way.lower():
-            levels = optimizer.exchange.policy.current
-            if not levels or not all(levels.values()):
-                raise RuntimeError(f"{way!r} is not at its high level after {count} windows.")
+        for _ in range(count):
+            self.steps(way, 1)
+            if way.startswith(OURS):
+                optimizer.end_window()
+        if contestants.adapts(way):
+            contestants.check_level(way, optimizer.exchange.policy.current)
 
     def digest(self, way: str) -> str:
         """The same on two ranks if their weights are, bit by bit."""

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sys
-import time
 import traceback
 from multiprocessing.connection import Client
 from typing import Any
@@ -19,7 +18,10 @@ SOCKET = "NETBENCH_SOCKET"
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Serve requests `(method, way, steps)` until the rig hangs up.
+    """Serve requests `(method, way, steps)` until the rig hangs up: warm, steps or digest.
+
+    Before the first of some steps all workers wait for each other, so that none is measured while
+    others still prepare.
 
     Args:
         settings: framework, ways, model and batch.
@@ -35,20 +37,19 @@ def main(settings: dict[str, Any]) -> None:
             except EOFError:
                 return
             try:
-                rig.send({"value": _answer(held, method, way, count)})
+                rig.send({"value": _answer(held, method, way, count, rig)})
             except Exception:
                 rig.send({"error": traceback.format_exc()})
 
 
-def _answer(held: Any, method: str, way: str, count: int) -> Any:
-    if method == "warm":
-        return held.warm(way, count)
-    if method == "digest":
-        return held.digest(way)
-    began, busy = time.perf_counter(), time.process_time()
-    loss = held.steps(way, count)
-    spent, busy = time.perf_counter() - began, time.process_time() - busy
-    return {"ms": 1000 * spent / count, "cpu_ms": 1000 * busy / count, "loss": loss}
+def _answer(held: Any, method: str, way: str, count: int, rig: Any) -> Any:
+    def together() -> None:
+        rig.send({"ready": True})
+        rig.recv()
+
+    if method == "steps":
+        return held.steps(way, count, together)
+    return held.warm(way, count) if method == "warm" else held.digest(way)
 
 
 if __name__ == "__main__":

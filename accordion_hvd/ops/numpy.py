@@ -285,21 +285,42 @@ def nans_like(x: Array) -> Array:
     return np.full_like(x, np.nan)
 
 
-def wire_bytes(x: Array, wire: str) -> Array:
-    """Floating-point `x`, rounded to dtype `wire`, as a vector of bytes."""
+def to_wire(parts: Sequence[Array], wire: str, count: int, into: Array | None = None) -> Array:
+    """Floating-point tensors one after the other, rounded to dtype `wire`, as bytes.
+
+    Zeros complete them to `count` elements. `into` may be what an earlier call returned: its
+    memory may be used.
+    """
+    flat = np.zeros(count, np.float32)
+    np.concatenate([part.reshape(-1) for part in parts], out=flat[: sum(p.size for p in parts)])
     if wire != "bfloat16":
-        return to_bytes(x.astype(wire))
-    bits = np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint32)
+        return to_bytes(flat.astype(wire))
+    bits = flat.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest even
-    quiet = np.where(np.isnan(x.reshape(-1)), np.uint32(0x7FC0), rounded)
-    return to_bytes(quiet.astype(np.uint16))
+    return to_bytes(np.where(np.isnan(flat), np.uint32(0x7FC0), rounded).astype(np.uint16))
 
 
-def from_wire(x: Array, wire: str, shape: Sequence[int]) -> Array:
-    """The inverse of `wire_bytes`, as fp32."""
+def mean_of_wire(x: Array, wire: str, ranks: int) -> Array:
+    """The mean of `ranks` equal parts of bytes from `to_wire`, as such bytes; added in fp32."""
+    parts = _of_wire(x, wire).reshape(ranks, -1)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return to_wire([total / ranks], wire, total.size)
+
+
+def from_wire(x: Array, wire: str, likes: Sequence[Array]) -> list[Array]:
+    """The inverse of `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
+    pieces = split(_of_wire(x, wire), [*(like.size for like in likes), 0])
+    return [
+        p.reshape(like.shape).astype(like.dtype) for p, like in zip(pieces, likes, strict=False)
+    ]
+
+
+def _of_wire(x: Array, wire: str) -> Array:
     if wire != "bfloat16":
-        return from_bytes(x, wire, shape).astype(np.float32)
-    return (from_bytes(x, "uint16", shape).astype(np.uint32) << 16).view(np.float32)
+        return from_bytes(x, wire, (-1,)).astype(np.float32)
+    return (from_bytes(x, "uint16", (-1,)).astype(np.uint32) << 16).view(np.float32)
 
 
 def checksum(x: Array) -> Array:

@@ -278,14 +278,28 @@ def nans_like(x: Tensor) -> Tensor:
     return tf.fill(tf.shape(x), tf.constant(float("nan"), x.dtype))
 
 
-def wire_bytes(x: Tensor, wire: str) -> Tensor:
-    """Floating-point `x`, rounded to dtype `wire`, as a vector of bytes."""
-    return to_bytes(tf.cast(x, wire))
+def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None = None) -> Tensor:
+    """Floating-point tensors one after the other, rounded to dtype `wire`, as bytes."""
+    flat = [tf.cast(tf.reshape(part, (-1,)), wire) for part in parts]
+    missing = count - sum(math.prod(shape(part)) for part in parts)
+    return to_bytes(tf.concat([*flat, tf.zeros((missing,), wire)], 0))
 
 
-def from_wire(x: Tensor, wire: str, shape: Sequence[int]) -> Tensor:
-    """The inverse of `wire_bytes`, as fp32."""
-    return tf.cast(from_bytes(x, wire, shape), tf.float32)
+def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
+    """The mean of `ranks` equal parts of bytes from `to_wire`, as such bytes; added in fp32."""
+    parts = tf.unstack(from_bytes(x, wire, (ranks, -1)), ranks)
+    total = tf.cast(parts[0], tf.float32)
+    for part in parts[1:]:
+        total += tf.cast(part, tf.float32)
+    return to_bytes(tf.cast(total / ranks, wire))
+
+
+def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `to_wire`, in the shapes and dtypes of `likes`."""
+    sizes = [math.prod(shape(like)) for like in likes]
+    flat = from_bytes(x, wire, (-1,))[: sum(sizes)]
+    pieces = zip(tf.split(flat, sizes), likes, strict=True)
+    return [tf.cast(tf.reshape(piece, shape(like)), like.dtype) for piece, like in pieces]
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -328,14 +328,36 @@ def nans_like(x: Tensor) -> Tensor:
     return torch.full_like(x, float("nan"))
 
 
-def wire_bytes(x: Tensor, wire: str) -> Tensor:
-    """Floating-point `x`, rounded to dtype `wire`, as a vector of bytes."""
-    return to_bytes(x.to(getattr(torch, wire)))
+def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None = None) -> Tensor:
+    """Floating-point tensors one after the other, rounded to dtype `wire`, as bytes."""
+    kind = getattr(torch, wire)
+    if into is None or into.numel() != count * kind.itemsize or into.device != parts[0].device:
+        into = torch.empty(count * kind.itemsize, dtype=torch.uint8, device=parts[0].device)
+    flat, start = into.view(kind), 0
+    for part in parts:
+        flat[start : start + part.numel()].view(part.shape).copy_(part)
+        start += part.numel()
+    flat[start:].zero_()
+    return into
 
 
-def from_wire(x: Tensor, wire: str, shape: Sequence[int]) -> Tensor:
-    """The inverse of `wire_bytes`, as fp32."""
-    return from_bytes(x, wire, shape).float()
+def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
+    """The mean of `ranks` equal parts of bytes from `to_wire`, as such bytes; added in fp32."""
+    kind = getattr(torch, wire)
+    parts = x.view(kind).view(ranks, -1)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total.add_(part)
+    return total.div_(ranks).to(kind).view(torch.uint8)
+
+
+def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
+    flat, start, results = x.view(getattr(torch, wire)), 0, []
+    for like in likes:
+        results.append(like.copy_(flat[start : start + like.numel()].view(like.shape)))
+        start += like.numel()
+    return results
 
 
 def checksum(x: Tensor) -> Tensor:

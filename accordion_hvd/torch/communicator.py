@@ -28,6 +28,7 @@ class HorovodCommunicator(Communicator):
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self.extensible = addable()
         self.half_allreduce = hvd.nccl_built() and torch.cuda.is_available()
+        self.kept = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """One grouped, in-place allreduce."""
