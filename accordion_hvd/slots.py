@@ -92,10 +92,11 @@ class Slot:
                 self._seen = stack.seen[place]
 
     def prepare(self, info: Info) -> None:
-        """Make the state, if there is none yet or ranks have moved to other machines."""
-        asking = any(level.by_machine for level in self.levels)
-        if asking and self.made is not None and self.made.machines != info.machines:
-            self._move(self.made)
+        """Make the state, if there is none yet or the rank has moved to another machine."""
+        before = self.made
+        if before is not None and any(level.by_machine for level in self.levels):
+            if (before.machines, before.rank) != (info.machines, info.rank):
+                self._move(before)
         if self._stack is None and self._state is None:
             self._state = self.compressor.init(self.spec, info)
         if self.made is None:
