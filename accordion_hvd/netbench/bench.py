@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -30,7 +31,9 @@ BEFORE = 2
 SLOW = 1.0
 """Seconds; of steps that take longer only one goes before."""
 
+USUAL = {"rates": ["50mbit", "200mbit", "1gbit"], "repetitions": 3, "turn": 2.0}
 QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
+"""What is not said."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +42,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="vgg", help="vgg, resnet or transformer")
     parser.add_argument("--batch", type=int, default=16, help="examples of each rank in a step")
     parser.add_argument(
-        "--rates", nargs="+", default=["50mbit", "200mbit", "1gbit"], metavar="RATE"
+        "--rates", nargs="+", metavar="RATE", help="50mbit 200mbit 1gbit unless said"
     )
     parser.add_argument(
         "--ways", nargs="+", default=[], metavar="WAY",
         help="names or regular expressions; 'ours WORD' may have any compression",
     )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, default=3, help="turns of each way at each rate")
-    parser.add_argument("--turn", type=float, default=2.0, help="seconds that a turn is to take")
-    parser.add_argument("--quick", action="store_true", help="one rate, one short turn each")
+    parser.add_argument("--repetitions", type=int, help="turns of each way at each rate (3)")
+    parser.add_argument("--turn", type=float, help="seconds that a turn is to take (2)")
+    parser.add_argument("--quick", action="store_true", help="200mbit, one short turn each")
     parser.add_argument("--output", help="file for the results, by default in runs/netbench")
 
 
@@ -57,8 +60,9 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: an option is not what it must be; the sentence says which.
     """
-    if options.quick:
-        vars(options).update(QUICK)
+    for name, value in (QUICK if options.quick else USUAL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.model not in MODELS[options.framework]:
         allowed = ", ".join(MODELS[options.framework])
         raise ValueError(f"--model is {options.model!r}; {options.framework} has {allowed}.")
@@ -74,21 +78,15 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     """Measure, write the results as JSON, show them; returns 0."""
-    check(options)
     ways = contestants.choose(options.framework, options.ways)
     network = Network(options.hosts, tag, folder)
-    bandwidth = {}
-    for rate in options.rates:
-        network.limit(rate)
-        bandwidth[rate] = max(network.goodput(0.6) for _ in range(3))
-        say(f"{rate}: {bandwidth[rate] * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    bandwidth = {rate: goodput(network, rate) for rate in options.rates}
     network.limit("none")
     groups = start(options, network, folder, ways)
     try:
         for way in ways:
-            groups[way].resume()
-            groups[way].ask("warm", way, WARM_UP)
-            groups[way].pause()
+            with running(groups[way]):
+                groups[way].ask("warm", way, WARM_UP)
         turns = list(measure(options, network, groups))
         equal = {way: compare(groups[way], way) for way in ways}
     finally:
@@ -107,8 +105,24 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
     path = Path(options.output or name)
     results.write_json(path, found)
-    print(f"\n{tables.as_text(found)}\n\nresults: {path}", flush=True)
+    say(f"\n{tables.as_text(found)}\n\nresults: {path}")
     return 0
+
+
+def goodput(network: Network, rate: str) -> float:
+    """Bytes a second at a rate: the best of three, since other work can only lower it."""
+    network.limit(rate)
+    found = max(network.goodput(0.6) for _ in range(3))
+    say(f"{rate}: {found * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    return found
+
+
+@contextlib.contextmanager
+def running(group: Group) -> Iterator[None]:
+    """Let the group run for a while."""
+    group.resume()
+    yield
+    group.pause()
 
 
 def start(
@@ -151,16 +165,15 @@ def measure(
 
 def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:
     """Some steps of one way; lists are by rank or by host, and everything is per step."""
-    group.resume()
-    for _ in range(BEFORE):
-        once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
-        if once > SLOW:
-            break
-    count = min(MOST, max(LEAST, round(seconds / once)))
     readings: list[Reading] = []
-    answers = group.steps(way, count, lambda: readings.append(Reading(network)))
-    before, after = readings[0], Reading(network)
-    group.pause()
+    with running(group):
+        for _ in range(BEFORE):
+            once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
+            if once > SLOW:
+                break
+        count = min(MOST, max(LEAST, round(seconds / once)))
+        answers = group.steps(way, count, lambda: readings.append(Reading(network)))
+        before, after = readings[0], Reading(network)
     mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
     pairs = list(zip(before.bytes, after.bytes, strict=True))
     return {
@@ -182,10 +195,8 @@ class Reading:
 
 def compare(group: Group, way: str) -> bool:
     """Whether all ranks have the same weights."""
-    group.resume()
-    digests = group.ask("digest", way)
-    group.pause()
-    return len(set(digests)) == 1
+    with running(group):
+        return len(set(group.ask("digest", way))) == 1
 
 
 def busy_seconds() -> float:

@@ -39,7 +39,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("netbench.py", description=__doc__, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True)
-    runs = actions.add_parser("run", help="any Horovod command on limited links")
+    runs = actions.add_parser(
+        "run", help="any Horovod command on limited links",
+        description="Run a Horovod command on hosts that reach each other and nothing else.",
+    )  # fmt: skip
     runs.add_argument("--rate", default="none", help="of each link, such as 200mbit")
     runs.add_argument("--timeout", type=float, help="seconds, then it is ended with status 124")
     runs.add_argument("command", nargs="+", help="after --: the program and its arguments")

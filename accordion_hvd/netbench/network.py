@@ -3,7 +3,7 @@
 Each host is a network and UTS namespace (an address and a hostname of its own) that a sleeping
 process keeps. Both ends of its link are limited, which makes it a full-duplex network card: the
 host's end limits what it sends, the bridge's end what it receives. There is no delay: this shows
-bandwidth, not the latency of long lines.
+bandwidth, not the latency of long lines. Hosts reach each other and nothing else.
 """
 
 from __future__ import annotations
