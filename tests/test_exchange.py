@@ -309,7 +309,7 @@ def test_sharing_a_conversation_changes_nothing(
     _, shared, pairs = apart_and_together(monkeypatch, framework, case.compressor, 4)
     for alone, together in pairs:
         np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
-    stacks = type(case.compressor).stacks
+    stacks = case.compressor.stacks
     units = {"alike": 2, "any": 1, "": len(TWINS)}[stacks]
     assert len(shared.exchanges[0].plan.units) == units
 
