@@ -115,8 +115,11 @@ class TwoLevel(Compressor):
         here = _place(info)
         if len(here.near) == 1:
             return self.compressor.whole(residual, spec, info)
-        residual = self.compressor.whole(residual, _slice(spec, here), _between(info, here))
-        return spread(residual, spec, len(here.near), here.local)
+        part, ranks = _slice(spec, here), len(here.near)
+        residual = self.compressor.whole(residual, part, _between(info, here))
+        slices = [spec.zeros(part.shape)] * ranks
+        slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
+        return _joined(slices, spec.shape)
 
     def park(self, state: State) -> State:
         """What `compressor` keeps."""
@@ -135,14 +138,6 @@ def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     if len(shape) > 1 and rows >= ranks:
         return -(-rows // ranks), width
     return (-(-math.prod(shape) // ranks),)
-
-
-def spread(residual: Tensor, spec: Spec, ranks: int, local: int) -> Tensor:
-    """What rank `local` of a machine's `ranks` owes of its slice, as a gradient like `spec`."""
-    cut = slice_shape(spec.shape, ranks)
-    slices = [spec.zeros(cut)] * ranks
-    slices[local] = namespace(residual).reshape(residual, cut) * float(ranks)
-    return _joined(slices, spec.shape)
 
 
 def _place(info: Info) -> Place:
