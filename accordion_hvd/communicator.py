@@ -18,8 +18,8 @@ from accordion_hvd.packing import Program
 from accordion_hvd.traffic import Traffic
 
 Group = tuple[int, ...] | None
-_PATIENCE = 0.03  # of the time waited so far
-_SHORTEST, _LONGEST = 5e-5, 1e-3  # seconds
+_PATIENCE = 0.1  # of the time waited so far
+_SHORTEST, _LONGEST = 1e-4, 1e-3  # seconds
 
 
 class Communicator(abc.ABC):
@@ -84,7 +84,7 @@ class Communicator(abc.ABC):
         """Called between two looks at what is under way, after `waited` seconds of looking.
 
         Sleeps, since engines' own waits spin and take cores from ranks that still compute; longer
-        after long waits, so that looking costs next to nothing and delays by a few per cent.
+        after long waits, so that looking costs next to nothing and delays by a twentieth.
         """
         time.sleep(min(max(waited * _PATIENCE, _SHORTEST), _LONGEST))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.base import Broadcast, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
 from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.decisions import Decisions, level_of, levels_of
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
+from accordion_hvd.policy.advice import Advice
 from accordion_hvd.policy.base import Policy
 from accordion_hvd.slots import Memory, Slot
 from accordion_hvd.step import Step
@@ -62,6 +63,7 @@ class Exchange:
         self._weighing = False  # this step tells how many bytes the first requests have
         self._outdated = False  # the plan, from the next step on
         self._step: Step | None = None
+        self._decisions = Decisions(self)
         self._lr: dict[str, float] = {}
         self._means: dict[int, Tensor] = {}
         self.extend(tensors)
@@ -77,8 +79,8 @@ class Exchange:
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
         for bucket in buckets:
-            levels = self.policy.levels(bucket.name) if bucket.compress else (Dense(),)
-            level = self.policy.level(bucket.name) if bucket.compress else 0
+            levels = levels_of(self.policy, bucket.name) if bucket.compress else (Dense(),)
+            level = level_of(self.policy, bucket.name) if bucket.compress else 0
             moved = tuple(offset + member for member in bucket.members)
             device = tensors[bucket.members[0]].kind or None
             spec = Spec(bucket.shape, bucket.dtype, self.xp, device)
@@ -138,7 +140,7 @@ class Exchange:
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
         """A new exchange. Runs the policy's decision first, if one is due (then it waits)."""
         rates = self.rates(lr)
-        if self.policy.due(rates):
+        if self.due(rates):
             self.communicator.run(f"{self.name}.policy", self.decision(rates))
         self.open(rates)
 
@@ -146,12 +148,19 @@ class Exchange:
         """A new exchange, whose decisions have been taken."""
         self._lr = self.rates(lr)
         self._tick()
-        guarded = any(slot.levels != (Dense(),) for slot in self.slots)
+        guarded = self._guarded()
         if self._outdated:
             self._plan, self._outdated = None, False
         groups = self.plan.groups
         self._step = Step(self.communicator, groups, self.name, self.number(), guarded)
+        self._step.measuring = self.policy.gate is not None and self.policy.gate.measuring
         return self._step
+
+    def _guarded(self) -> bool:
+        """Whether something is kept that a non-finite gradient would spoil; equal on all ranks."""
+        if self.policy.signal is not None and (self.observe_always or self.policy.observing()):
+            return True
+        return any(s.compressor.stacks != "any" or s.owed is not None for s in self.slots)
 
     @property
     def running(self) -> Step | None:
@@ -182,6 +191,8 @@ class Exchange:
             memory.unseen = None
         if self._weighing:
             self._weigh(step)
+        if step.measuring:
+            self._decisions.measure(step)
         self._count(step)
         self._step = None
         return step.bad is not True
@@ -237,6 +248,10 @@ class Exchange:
         for index, unit in enumerate(self.plan.units):
             found |= dict(zip(unit.members, self.unpack(index), strict=True))
         return [found[member] for member in range(len(self.tensors))]
+
+    def release(self) -> None:
+        """Let go of the last step's means, which else stay in memory until the next ones come."""
+        self._means.clear()
 
     def shares(self, index: int) -> bool:
         """Whether the means of unit `index` share their memory."""
@@ -312,6 +327,8 @@ class Exchange:
 
     def _tick(self) -> None:
         self.policy.tick(self._lr)
+        if self.policy.gate is not None:
+            self.policy.gate.tick(self.steps)
 
     def _count(self, step: Step) -> None:
         self.traffic.add(step.traffic)
@@ -324,31 +341,22 @@ class Exchange:
         return sum(dense_bytes(slot.bucket) for slot in self.slots)
 
     # ---------------------------------------------------------------------------------- decisions
-    def decision(self, lr: Mapping[str, float]) -> Conversation:
-        """The conversation at the end of a window: rank 0 decides, all ranks follow."""
-        rows = self.policy.decide(self._norms(), lr) if self.communicator.rank == 0 else []
-        text = np.frombuffer(json.dumps(rows).encode(), np.uint8)
-        length = yield Broadcast(self._tensor(np.array([text.size], np.int64)))
-        if self.communicator.rank != 0:
-            text = np.zeros(int(self.xp.to_numpy(length)[0]), np.uint8)
-        text = yield Broadcast(self._tensor(text))
-        self.policy.apply(json.loads(self.xp.to_numpy(text).tobytes()))
-        for slot in self.slots:
-            if slot.bucket.compress:
-                self.switch(slot, self.policy.level(slot.bucket.name))
-                slot.seen = None
+    def due(self, rates: Mapping[str, float]) -> bool:
+        """Whether a `decision` must come before the next exchange; equal on all ranks."""
+        return self._decisions.due(rates)
+
+    def decision(self, rates: Mapping[str, float]) -> Conversation:
+        """The conversation in which rank 0 decides, by policy and gate, and all ranks follow."""
+        yield from self._decisions.conversation(rates)
         return None, {}
 
-    def _norms(self) -> dict[str, float]:
-        """Of the sums over the window; read from the device once, together."""
-        seen = [s for s in self.slots if s.seen is not None]
-        if not seen:
-            return {}
-        norms = self.xp.to_numpy(self.xp.stack([self.xp.norm(s.seen) for s in seen]))
-        return {s.bucket.name: float(n) for s, n in zip(seen, norms, strict=True)}
+    def advice(self) -> Advice:
+        """Where compression pays in this job, with the figures (on rank 0).
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return self.xp.asarray(values, self.slots[0].spec.device if self.slots else None)
+        Raises:
+            RuntimeError: the policy has no gate.
+        """
+        return self._decisions.advice()
 
     def switch(self, slot: Slot, level: int) -> None:
         """Let another level serve."""
@@ -363,6 +371,10 @@ class Exchange:
         slot.load(level, {k: self.xp.asarray(a, slot.spec.device) for k, a in arrays.items()})
         slot.made = made
         self._plan = None
+        if slot.bucket.compress:
+            self.switch(
+                slot, level_of(self.policy, slot.bucket.name)
+            )  # what a gate found holds no more
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class World:
         ]
 
     def _decide(self, lr: float) -> None:
-        if all([e.policy.due(e.rates(lr)) for e in self.exchanges]):
+        if all([e.due(e.rates(lr)) for e in self.exchanges]):
             lockstep(self._links, [e.decision(e.rates(lr)) for e in self.exchanges])
 
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:

@@ -16,7 +16,7 @@ from typing import Any
 from accordion_hvd.base import Allgather, Allreduce, Conversation, Request, State, Tensor
 from accordion_hvd.communicator import Communicator, Pending
 from accordion_hvd.ops import journal
-from accordion_hvd.traffic import Traffic, size_of
+from accordion_hvd.traffic import Traffic, size_of, traffic_of
 
 
 class Talk:
@@ -28,6 +28,8 @@ class Talk:
         self.several = False
         self.undo: list[journal.Undo] = []
         self.payload = 0  # bytes of its first requests
+        self.seconds = 0.0  # in it
+        self.sent = 0.0  # bytes
         self.result: tuple[Tensor, State] | None = None
 
     def send(self, answers: Sequence[Any] | None) -> None:
@@ -76,6 +78,7 @@ class Step:
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
         self._bad: list[Tensor] = []  # one flag for each group
         self._judged = False
+        self.measuring = False  # whether `spent` is wanted
 
     def started(self, index: int) -> bool:
         """Whether unit `index` has given its gradients."""
@@ -98,6 +101,7 @@ class Step:
             talk.conversation = opening(grad)
             talk.send(None)
         talk.payload = sum(_payload(request) for request in talk.asked)
+        talk.seconds = time.perf_counter() - began
         self._missing[group] -= 1
         if not self._missing[group]:
             self._launch(group, 0)
@@ -137,6 +141,10 @@ class Step:
         """Bytes of unit `index`'s first requests, on this rank."""
         return self._talks[index].payload
 
+    def spent(self, index: int) -> tuple[float, float]:
+        """Seconds in unit `index`'s conversation, and bytes that it sent; if `measuring`."""
+        return self._talks[index].seconds, self._talks[index].sent
+
     def result(self, index: int) -> tuple[Tensor, State]:
         """Unit `index`'s mean and new state; not there if `bad` is True."""
         result = self._talks[index].result
@@ -153,6 +161,8 @@ class Step:
     # ------------------------------------------------------------------------------------ within
     def _launch(self, group: int, round_: int) -> None:
         requests = [ask for i in self._groups[group] for ask in self._talks[i].asked]
+        if self.measuring:
+            self._account(group)
         if round_ == 0 and self._guarded:
             requests.append(self._flag_request(group, requests))
         if requests:
@@ -160,6 +170,13 @@ class Step:
             self._pending[group] = (round_, self._communicator.launch(name, requests))
         elif round_ == 0:
             self._first[group] = []
+
+    def _account(self, group: int) -> None:
+        """Note what each unit is about to send; an uneven gathering counts as an even one."""
+        for i in self._groups[group]:
+            for request in self._talks[i].asked:
+                ranks = self._communicator.ranks(request.group)
+                self._talks[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
         """Two numbers that ride in whatever leaves anyway."""
@@ -214,7 +231,9 @@ class Step:
             if talk.result is None:
                 asked = len(talk.asked)
                 talk.undo.clear()
+                start = time.perf_counter()
                 talk.send(answers[taken : taken + asked])
+                talk.seconds += time.perf_counter() - start
                 taken += asked
         self._launch(group, round_ + 1)
         self.seconds["decode"] += time.perf_counter() - began

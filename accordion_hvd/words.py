@@ -39,7 +39,8 @@ def known() -> dict[str, Any]:
     from accordion_hvd import compressors, policy
 
     names = {name.lower(): getattr(compressors, name) for name in compressors.__all__}
-    return names | {"accordion": policy.Accordion, "fixed": policy.Fixed}
+    own = {"accordion": policy.Accordion, "fixed": policy.Fixed, "gate": policy.Gate}
+    return names | own
 
 
 def _value(node: ast.expr, text: str) -> Any:
@@ -52,6 +53,8 @@ def _value(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Dict):
         keys = [_value(key, text) for key in node.keys if key is not None]
         return dict(zip(keys, [_value(value, text) for value in node.values], strict=True))
+    if isinstance(node, ast.List):
+        return [_value(item, text) for item in node.elts]
     try:
         return ast.literal_eval(node)
     except ValueError:

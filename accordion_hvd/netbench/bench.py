@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 import re
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -110,9 +111,9 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
 
 
 def goodput(network: Network, rate: str) -> float:
-    """Bytes a second at a rate: the best of three, since other work can only lower it."""
+    """Bytes a second at a rate."""
     network.limit(rate)
-    found = max(network.goodput(0.6) for _ in range(3))
+    found = statistics.median(network.goodput(0.6) for _ in range(3))
     say(f"{rate}: {found * 8 / 1e6:.0f} Mbit/s of TCP goodput")
     return found
 

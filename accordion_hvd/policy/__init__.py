@@ -3,6 +3,7 @@
 from accordion_hvd.policy.accordion import Accordion
 from accordion_hvd.policy.base import Policy, as_policy
 from accordion_hvd.policy.fixed import Fixed
+from accordion_hvd.policy.gate import Gate
 from accordion_hvd.policy.replay import Replay
 
-__all__ = ["Accordion", "Fixed", "Policy", "Replay", "as_policy"]
+__all__ = ["Accordion", "Fixed", "Gate", "Policy", "Replay", "as_policy"]

@@ -10,6 +10,7 @@ from accordion_hvd import check
 from accordion_hvd.base import Compressor
 from accordion_hvd.policy.base import Policy, Row, agree
 from accordion_hvd.policy.fixed import override
+from accordion_hvd.policy.gate import Gate, as_gate
 
 LOW, HIGH = 0, 1
 PATIENCE = 1000
@@ -45,6 +46,7 @@ class Accordion(Policy):
             would then be critical for ever).
         overrides: compressors for tensors whose names match a pattern (as of file names),
             whatever the regime.
+        gate: "auto": compress only where that saves time (see `Gate`).
 
     Attributes:
         history: one row a decision and layer, with all that led to it.
@@ -61,6 +63,7 @@ class Accordion(Policy):
         signal: str = "local",
         lr_drop: float | None = 0.5,
         overrides: Mapping[str, Compressor] | None = None,
+        gate: str | Gate | None = None,
     ) -> None:
         super().__init__()
         for name, level in (("low", low), ("high", high)):
@@ -72,6 +75,7 @@ class Accordion(Policy):
         self.low, self.high = _instance(low), _instance(high)
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
         agree(self, [self.low, self.high, *self.overrides.values()])
+        self.gate = as_gate(self, gate)
         check.at_least(self, "threshold", threshold, least=0)
         if window is not None:
             check.integer(self, "window", window, least=1)
@@ -158,6 +162,10 @@ class Accordion(Policy):
         self._epoch += 1
         self._steps, self._ended = 0, False
 
+    def disturbed(self, names: Sequence[str]) -> None:
+        """What serves has changed: averages of this window are no evidence (see `signal`)."""
+        self._changed = self._changed | set(names)
+
     def state_dict(self) -> dict[str, Any]:
         """Where it is in its windows, the norms it will compare with, and all decisions."""
         kept = {key: getattr(self, key) for key in _KEPT}
@@ -176,7 +184,8 @@ class Accordion(Policy):
         return (
             f"Accordion(low={self.low!r}, high={self.high!r}, threshold={self.threshold!r}, "
             f"window={self.window!r}, interval={self.interval!r}, signal={self.signal!r}, "
-            f"lr_drop={self.lr_drop!r}, overrides={self.overrides!r})"
+            f"lr_drop={self.lr_drop!r}, overrides={self.overrides!r}"
+            + (f", gate={self.gate!r})" if self.gate else ")")
         )
 
     _changed: set[str] = set()

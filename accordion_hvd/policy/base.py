@@ -5,9 +5,12 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.base import Compressor, NotForStockHorovod
+
+if TYPE_CHECKING:
+    from accordion_hvd.policy.gate import Gate
 
 Row = dict[str, Any]
 """One decision about one bucket: step, window, name, level, compressor, norm, previous, change,
@@ -27,6 +30,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         target, output, scope: what its levels declare (`Compressor`), all alike.
         by_machine: whether one of its levels asks who shares a machine.
         history: the rows of all decisions so far.
+        gate: lets it have its way only where that saves time; None: always.
     """
 
     signal: str | None = None
@@ -34,6 +38,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     output: str = "gradient"
     scope: str = "tensor"
     by_machine: bool = False
+    gate: Gate | None = None
 
     def __init__(self) -> None:
         self.history: list[Row] = []
@@ -94,6 +99,9 @@ class Policy(NotForStockHorovod, abc.ABC):
         for row in rows:
             self.current[row["name"]] = row["level"]
         self.history.extend(rows)
+
+    def disturbed(self, names: Sequence[str]) -> None:
+        """A gate has changed what serves these buckets."""
 
     def end_window(self) -> None:
         """The user says that a window (an epoch) ends here."""

@@ -68,7 +68,8 @@ class TensorFlowExchange(Exchange):
         """Whether the Python side changes while training: levels, phases."""
         compressors = [level for slot in self.slots for level in slot.levels]
         phases = any(compressor.phases for compressor in compressors)
-        return phases or type(self.policy).due is not Policy.due
+        decides = type(self.policy).due is not Policy.due or self.policy.gate is not None
+        return phases or decides
 
     # ---------------------------------------------------------------------------- between the steps
     def settle(self) -> None:
@@ -90,12 +91,13 @@ class TensorFlowExchange(Exchange):
     def decide(self, lr: float) -> None:
         """Take a decision if one is due; collective."""
         rates = self.rates(lr)
-        if self.policy.due(rates):
+        if self.due(rates):
             self.communicator.run(f"{self.name}.policy", self.decision(rates))
 
     def tick(self, lr: float) -> None:
         """Tell the policy that one step, which a graph will execute, is about to begin."""
-        self.policy.tick(self.rates(lr))
+        self._lr = self.rates(lr)
+        super()._tick()
         self._ticked += 1
 
     def catch_up(self, lr: float) -> None:
@@ -107,6 +109,8 @@ class TensorFlowExchange(Exchange):
             lr: the learning rate from now on.
         """
         self.account()
+        if self.policy.gate is not None:
+            self.policy.gate.tick(self.steps)
         for _ in range(self.steps - self._ticked):
             self.decide(lr)
             self.policy.tick(self._rates or self.rates(lr))

@@ -239,6 +239,7 @@ class Reducer:
             if own or not _put_together(parameters, means):
                 for parameter, mean in zip(parameters, means, strict=True):
                     _put(parameter, mean, own)
+        self.exchange.release()
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:

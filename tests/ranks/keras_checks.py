@@ -24,6 +24,8 @@ from accordion_hvd import (
     Allreduce,
     Compressor,
     Dense,
+    Fixed,
+    Gate,
     PowerSGD,
     RandomK,
     TopK,
@@ -203,6 +205,20 @@ def check_accordion_switches_in_fit() -> None:
         assert (made.count > 1) == (way == "graph"), (way, made.count)
     assert found["graph"][: len(found["python"])] == found["python"], found
     assert found["graph"] == found["eager"], found
+
+
+def check_a_gate_tries_and_chooses() -> None:
+    """Levels change between steps of fit; every rank ends with the same weights and verdict."""
+    for callback in (True, False):
+        model = make_model()
+        gate = Gate(steps=2, every=20)
+        opt = fit(model, Fixed(TopK(0.1), gate=gate), epochs=22, callback=callback)
+        assert_equal_ranks(model, callback)
+        assert opt.exchange.stats()["steps"] >= 40
+        assert " a step" in gate.verdict, gate.verdict
+        text = np.frombuffer(gate.verdict.encode().ljust(200)[:200], np.uint8)
+        verdicts = everywhere(text.astype(np.float64))
+        assert (verdicts == verdicts[0]).all(), gate.verdict
 
 
 class CountTrainFunctions(keras.callbacks.Callback):

@@ -26,6 +26,7 @@ from accordion_hvd import (
     Accordion,
     Dense,
     Fixed,
+    Gate,
     PowerSGD,
     RandomK,
     Replay,
@@ -320,6 +321,26 @@ def check_windows_by_hand_and_learning_rate() -> None:
     assert [("TopK(ratio=0.05)" in levels) for levels in seen] == [
         False, False, True, False, True, True,
     ], seen  # fmt: skip
+
+
+def check_a_gate_tries_and_chooses() -> None:
+    model = network()
+    gate = Gate(steps=2, every=20)
+    policy = Accordion(low=PowerSGD(2), high=TopK(0.1), window=30, interval=1, gate=gate)
+    optimizer = wrapped(model, sgd(model), compression=policy)
+    seen = set()
+    for step in range(70):
+        train(model, optimizer, 1, seed=step)
+        seen.add(tuple(sorted(set(optimizer.exchange.levels().values()))))
+    assert_same(model)
+    served = {compressor for combination in seen for compressor in combination}
+    assert {"PowerSGD(rank=2)", "FP16()"} <= served, seen
+    verdicts = hvd.allgather_object(gate.verdict)
+    assert all(text == verdicts[0] and " a step" in text for text in verdicts), verdicts
+    if hvd.rank() == 0:
+        advice = optimizer.exchange.advice()
+        assert any(way.turns for way in advice.ways), advice
+        assert all(row.dense > 0 for row in advice.tensors), advice
 
 
 def check_without_a_window_there_is_an_error() -> None:

@@ -1,0 +1,172 @@
+"""How ranks come to the same decisions: rank 0 takes them, all ranks put them into force.
+
+Between two exchanges, where policy or gate ask for it: the policy judges each bucket's window, the
+gate what pays on this job's link.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accordion_hvd.base import Broadcast, Compressor, Tensor
+from accordion_hvd.plan import dense_bytes
+from accordion_hvd.policy.advice import Advice
+from accordion_hvd.policy.base import Policy
+from accordion_hvd.policy.gate import Cost, Gate, probe
+from accordion_hvd.step import Step
+
+if TYPE_CHECKING:
+    from accordion_hvd.exchange import Exchange
+
+PROBE = 1 << 18
+"""Elements that a gate sends to measure a link."""
+
+
+def levels_of(policy: Policy, name: str) -> tuple[Compressor, ...]:
+    """What may serve a bucket: the policy's levels, and behind them what its gate may choose."""
+    return policy.levels(name) + (policy.gate.fallbacks if policy.gate is not None else ())
+
+
+def level_of(policy: Policy, name: str) -> int:
+    """Which of them serves it now."""
+    level = policy.level(name)
+    if policy.gate is None:
+        return level
+    return policy.gate.level(name, level, len(policy.levels(name)))
+
+
+class Decisions:
+    """Those of an exchange's policy and gate.
+
+    Args:
+        exchange: whose levels they change.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._spent: dict[str, tuple[float, float, int]] = {}  # bucket -> seconds, bytes, steps
+
+    def due(self, rates: Mapping[str, float]) -> bool:
+        """Whether policy or gate have something to decide now; equal on all ranks."""
+        return self._exchange.policy.due(rates) or self._gate_due()
+
+    def _gate_due(self) -> bool:
+        gate = self._exchange.policy.gate
+        return gate is not None and gate.due(self._exchange.steps, self._wanted())
+
+    def conversation(self, rates: Mapping[str, float]) -> Generator[Any, Any, None]:
+        """Decide, and follow."""
+        policy = self._exchange.policy
+        if policy.due(rates):
+            lead = self._exchange.communicator.rank == 0
+            rows = yield from self._shared(policy.decide(self._norms(), rates) if lead else None)
+            policy.apply(rows)
+            for slot in self._exchange.slots:
+                if slot.bucket.compress:
+                    slot.seen = None
+        if policy.gate is not None and self._gate_due():
+            yield from self._gate(policy.gate)
+        self._follow()
+
+    def _gate(self, gate: Gate) -> Generator[Any, Any, None]:
+        """The gate's part."""
+        exchange = self._exchange
+        wanted, link = self._wanted(), None
+        if gate.probes(wanted):
+            vector = exchange.xp.zeros((PROBE,), "float32", self._device())
+            link = yield from probe(vector, exchange.xp, exchange.communicator.size)
+        decision = None
+        if exchange.communicator.rank == 0:
+            decision = gate.decide(exchange.steps, wanted, self._names(), self._costs(), link)
+        decision = yield from self._shared(decision)
+        changes = gate.apply(decision, wanted)
+        if changes and decision["verdict"] and exchange.communicator.rank == 0:
+            print(decision["verdict"], file=sys.stderr, flush=True)
+        self._spent.clear()
+
+    def _shared(self, value: Any) -> Generator[Any, Any, Any]:
+        """Rank 0's `value` (of JSON's kinds) on every rank."""
+        xp = self._exchange.xp
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        length = yield Broadcast(self._tensor(np.array([text.size], np.int64)))
+        if self._exchange.communicator.rank != 0:
+            text = np.zeros(int(xp.to_numpy(length)[0]), np.uint8)
+        text = yield Broadcast(self._tensor(text))
+        return json.loads(xp.to_numpy(text).tobytes())
+
+    def _follow(self) -> None:
+        """Let those levels serve that policy and gate want."""
+        policy = self._exchange.policy
+        chosen = [slot for slot in self._exchange.slots if slot.bucket.compress]
+        switched = [s for s in chosen if s.level != level_of(policy, s.bucket.name)]
+        for slot in switched:
+            self._exchange.switch(slot, level_of(policy, slot.bucket.name))
+        if policy.gate is not None:
+            policy.disturbed([slot.bucket.name for slot in switched])
+
+    def _norms(self) -> dict[str, float]:
+        """Of the sums over the window; read from the device once, together."""
+        xp = self._exchange.xp
+        seen = [(s.bucket.name, s.seen) for s in self._exchange.slots]
+        norms = {name: xp.norm(total) for name, total in seen if total is not None}
+        if not norms:
+            return {}
+        values = xp.to_numpy(xp.stack(list(norms.values())))
+        return {name: float(value) for name, value in zip(norms, values, strict=True)}
+
+    # ------------------------------------------------------------------------------- for the gate
+    def measure(self, step: Step) -> None:
+        """Add up what a step's conversations took."""
+        slots = self._exchange.slots
+        for index, unit in enumerate(self._exchange.plan.units):
+            whole = max(sum(slots[i].bucket.size for i in unit.buckets), 1)
+            for bucket in (slots[i].bucket for i in unit.buckets):
+                seconds, sent, steps = self._spent.get(bucket.name, (0.0, 0.0, 0))
+                share = bucket.size / whole
+                seconds += share * step.spent(index)[0]
+                sent += share * step.spent(index)[1]
+                self._spent[bucket.name] = (seconds, sent, steps + 1)
+
+    def _costs(self) -> dict[str, Cost]:
+        """What conversations took in a step since the last decision, bucket by bucket."""
+        ranks = self._exchange.communicator.size
+        costs = {}
+        for slot in self._exchange.slots:
+            if slot.bucket.compress:
+                seconds, sent, steps = self._spent.get(slot.bucket.name, (0.0, 0.0, 1))
+                dense = 2 * (ranks - 1) / ranks * dense_bytes(slot.bucket)
+                costs[slot.bucket.name] = Cost(seconds / steps, sent / steps, dense)
+        return costs
+
+    def _wanted(self) -> dict[str, int]:
+        """Bucket -> the policy's level."""
+        slots = self._exchange.slots
+        names = (slot.bucket.name for slot in slots if slot.bucket.compress)
+        return {name: self._exchange.policy.level(name) for name in names}
+
+    def _names(self) -> dict[str, str]:
+        """Bucket -> the policy's compressor."""
+        policy = self._exchange.policy
+        return {k: repr(policy.levels(k)[level]) for k, level in self._wanted().items()}
+
+    def advice(self) -> Advice:
+        """What the gate knows."""
+        gate = self._exchange.policy.gate
+        if gate is None:
+            raise RuntimeError(
+                "exchange.advice() needs a gate: pass for example Fixed(PowerSGD(1), gate='auto')."
+            )
+        return gate.advice(self._names())
+
+    # ------------------------------------------------------------------------------------- tensors
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return self._exchange.xp.asarray(values, self._device())
+
+    def _device(self) -> Any:
+        slots = self._exchange.slots
+        return slots[0].spec.device if slots else None
