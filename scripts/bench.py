@@ -4,6 +4,9 @@
 that what else the machine does hits them alike; each is compared with plain Horovod within the same
 round. Ranks talk through this machine's memory, which is faster than any network: the slower the
 network, the more the last column counts and the less the time that compression takes.
+
+With `--tensors 10 100 1000` the same number of elements is cut into so many tensors, and the table
+says what each further tensor costs.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=768, help="units of each hidden layer")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps in a turn")
-    parser.add_argument("--output", default="runs/bench", help="folder for bench.json and table.md")
+    parser.add_argument("--output", default="runs/bench", help="folder for results and table")
+    parser.add_argument(
+        "--tensors", type=int, nargs="+", default=[], help="numbers of tensors of the same bytes"
+    )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -47,7 +53,37 @@ def model(width: int) -> Any:
     return nn.Sequential(*layers[:-1])
 
 
-def contestants(width: int) -> dict[str, tuple[Any, Any]]:
+def bag(width: int, count: int) -> Any:
+    """About as many parameters in `count` square matrices; backward costs next to nothing."""
+    import torch
+
+    class Fill(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, *matrices: Any) -> Any:
+            context.shapes = [matrix.shape for matrix in matrices]
+            return torch.zeros((), requires_grad=True)
+
+        @staticmethod
+        def backward(context: Any, grad: Any) -> Any:
+            return tuple(torch.full(shape, 0.5) for shape in context.shapes)
+
+    class Bag(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            side = max(int((2 * width * width / count) ** 0.5), 32)
+            matrices = [torch.nn.Parameter(torch.randn(side, side)) for _ in range(count)]
+            self.matrices = torch.nn.ParameterList(matrices)
+
+        def forward(self, _: Any) -> Any:
+            return Fill.apply(*self.matrices)
+
+    return Bag()
+
+
+ALONE = "no exchange"
+
+
+def contestants(width: int, count: int = 0) -> dict[str, tuple[Any, Any]]:
     """Way -> (network, distributed optimizer)."""
     import horovod.torch as horovod
     import torch
@@ -55,12 +91,14 @@ def contestants(width: int) -> dict[str, tuple[Any, Any]]:
     import accordion_hvd.torch as ours
 
     found = {}
-    for way in (*STOCK, *OURS):
+    for way in (*((ALONE,) if count else ()), *STOCK, *OURS):
         torch.manual_seed(1)
-        net = model(width)
+        net = bag(width, count) if count else model(width)
         plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        named = [(f"{way}.{name}", parameter) for name, parameter in net.named_parameters()]
-        if way in STOCK:
+        named = [(f"{way}.{count}.{name}", p) for name, p in net.named_parameters()]
+        if way == ALONE:
+            optimizer = plain
+        elif way in STOCK:
             wire = getattr(horovod.Compression, STOCK[way])
             optimizer = horovod.DistributedOptimizer(plain, named, compression=wire)
         else:
@@ -79,9 +117,43 @@ def turn(net: Any, optimizer: Any, steps: int) -> float:
     began = time.perf_counter()
     for _ in range(steps):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(inputs), labels).backward()
+        outputs = net(inputs)
+        loss = torch.nn.functional.cross_entropy(outputs, labels) if outputs.dim() else outputs
+        loss.backward()
         optimizer.step()
     return 1000 * (time.perf_counter() - began) / steps
+
+
+def by_tensors(options: argparse.Namespace) -> None:
+    """What each rank does with `--tensors`; rank 0 writes the results."""
+    import horovod.torch as horovod
+
+    rows: dict[str, dict[str, list[float]]] = {}
+    for count in options.tensors:
+        found = contestants(options.width, count)
+        for round_ in range(options.rounds + 1):
+            for way, (net, optimizer) in found.items():
+                spent = turn(net, optimizer, options.steps)
+                if round_:
+                    rows.setdefault(way, {}).setdefault(str(count), []).append(spent)
+    if horovod.rank() == 0:
+        head = {"ranks": horovod.size(), "parameters": 2 * options.width**2, **vars(options)}
+        results.write_json(Path(options.output) / "tensors.json", {"settings": head, "ways": rows})
+
+
+def table_by_tensors(found: results.Row) -> list[list[str]]:
+    """Head and rows: milliseconds, and microseconds that each further tensor costs."""
+    counts = found["settings"]["tensors"]
+    first, last = str(counts[0]), str(counts[-1])
+    rows = [["way", *(f"{count} tensors" for count in counts), "us a tensor", "over no exchange"]]
+    base = 0.0
+    for way, row in found["ways"].items():
+        medians = {count: statistics.median(times) for count, times in row.items()}
+        slope = 1000 * (medians[last] - medians[first]) / max(counts[-1] - counts[0], 1)
+        base = slope if way == ALONE else base
+        times = [f"{medians[str(count)]:.1f} ms" for count in counts]
+        rows.append([way, *times, f"{slope:.0f}", f"{slope - base:.0f}"])
+    return rows
 
 
 def work(options: argparse.Namespace) -> None:
@@ -91,6 +163,9 @@ def work(options: argparse.Namespace) -> None:
 
     horovod.init()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // horovod.local_size()))
+    if options.tensors:
+        by_tensors(options)
+        return
     found = contestants(options.width)
     times: dict[str, list[float]] = {way: [] for way in found}
     for round_ in range(options.rounds + 1):
@@ -162,12 +237,14 @@ def main() -> None:
         },
         check=True,
     )
-    found = results.read_json(Path(options.output) / "bench.json")
-    rows, settings = table(found), found["settings"]
-    (Path(options.output) / "table.md").write_text(report.as_markdown(rows) + "\n")
+    name, make = ("tensors", table_by_tensors) if options.tensors else ("bench", table)
+    written = Path(options.output) / f"{name}.json"
+    found = results.read_json(written)
+    rows, settings = make(found), found["settings"]
+    written.with_suffix(".md").write_text(report.as_markdown(rows) + "\n")
     print(f"{settings['ranks']} ranks on this machine, {settings['parameters']:,} parameters\n")
     print(report.as_text(rows))
-    print(f"\nresults: {Path(options.output) / 'bench.json'}")
+    print(f"\nresults: {written}")
 
 
 if __name__ == "__main__":
