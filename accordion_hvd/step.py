@@ -172,11 +172,15 @@ class Step:
             self._first[group] = []
 
     def _account(self, group: int) -> None:
-        """Note what each unit is about to send; an uneven gathering counts as an even one."""
+        """Note what each unit is about to send; an uneven gathering counts as an even one.
+
+        What stays within a machine takes none of the link's time.
+        """
         for i in self._groups[group]:
             for request in self._talks[i].asked:
                 ranks = self._communicator.ranks(request.group)
-                self._talks[i].sent += traffic_of(request, ranks).sent
+                if not self._communicator.near(request.group):
+                    self._talks[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
         """Two numbers that ride in whatever leaves anyway."""

@@ -111,7 +111,7 @@ def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
 
 
 def two_level(case: Case) -> Case:
-    same = {f.name: getattr(case, f.name) for f in fields(case)} | {"guarded": True}
+    same = {f.name: getattr(case, f.name) for f in fields(case)}
     same["full"] = case.full and TwoLevel(case.full)
     same["loss"] = case.loss and 2 * case.loss  # means of means
     return BetweenMachines(**same | {"compressor": TwoLevel(case.compressor)})
@@ -129,7 +129,7 @@ CASES = [
     randomk(0.01),
     powersgd(1),
     powersgd(4),
-    two_level(as_is(Dense(), loss=5e-7, itemsize=None, guarded=True)),
+    two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
     two_level(powersgd(1)),
 ]
