@@ -16,6 +16,8 @@ from accordion_hvd.ops import namespace
 
 Tensor = Any
 State = dict[str, Tensor]
+Machines = tuple[tuple[int, ...], ...]
+"""Ranks that share a machine, machine by machine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +88,8 @@ class Info:
         size: how many processes exchange.
         name: the bucket's name, equal on all ranks; the root of its random seeds.
         lr: the learning rate now.
+        machines: who shares a machine with whom; () means that nobody asked or nobody does. Only
+            told where a compressor is `by_machine`.
     """
 
     step: Any = 0
@@ -93,6 +97,7 @@ class Info:
     size: int = 1
     name: str = ""
     lr: Any = 0.0
+    machines: Machines = ()
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,15 @@ class Compressor(NotForStockHorovod):
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
             "" (none). `info.name` is then that of the first, and `info.lr` not that of all.
+        by_machine: whether it asks who shares a machine. Its state may then be that of a part of
+            the tensor, and what other levels owe reaches it with the next gradient.
     """
 
     target: ClassVar[str] = "gradient"
     output: ClassVar[str] = "gradient"
     scope: ClassVar[str] = "tensor"
     stacks: ClassVar[str] = ""
+    by_machine: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A compressor shows its first argument, and of the others those that were chosen."""
@@ -201,6 +209,11 @@ class Compressor(NotForStockHorovod):
         """A number that changes when the Python side of the algorithm does (phases, warm-ups)."""
         return 0
 
+    @property
+    def phases(self) -> bool:
+        """Whether `variant` ever changes."""
+        return type(self).variant is not Compressor.variant
+
     def residual(self, state: State) -> Tensor | None:
         """What this rank still owes, in units of the gradient; None without error feedback."""
         return state.get("error")
@@ -209,6 +222,10 @@ class Compressor(NotForStockHorovod):
         """The state that owes `residual` (any shape of the right size) instead of what it did."""
         error = state["error"]
         return {**state, "error": namespace(error).reshape(residual, tuple(error.shape))}
+
+    def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
+        """What `residual` means for a tensor like `spec`: a gradient that would owe as much."""
+        return residual
 
     def park(self, state: State) -> State:
         """What to keep while another level serves; the residual has been handed over."""

@@ -1,26 +1,30 @@
 """Saves and restores what optimizer checkpoints leave out: errors, levels, policy.
 
 One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
-the residuals over ranks is kept: each new rank gets an equal part of it.
+the residuals over ranks is kept: each new rank gets an equal part of it. Residuals of parts of
+tensors (`TwoLevel`) are then, or on other machines, owed as those of whole tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import accordion_hvd
-from accordion_hvd.base import Allreduce, Conversation
+from accordion_hvd.base import Allreduce, Conversation, Info, Spec
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
+from accordion_hvd.ops import namespace
 
 FORMAT = 1
+Loader = Callable[[int], dict[str, np.ndarray]]
 _live: list[weakref.ref[Any]] = []
 
 
@@ -85,6 +89,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "policy": exchange.policy.state_dict(),
         "compression": repr(exchange.policy),
         "steps": exchange.steps,
+        "machines": exchange.communicator.machines,
         "tensors": [tensor.name for tensor in exchange.tensors],
         "buckets": [
             {"name": s.bucket.name, "shape": list(s.bucket.shape), "level": s.level}
@@ -113,9 +118,11 @@ def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, 
     }
     exchange.policy.load_state_dict(_renamed(saved["policy"], names))
     exchange.steps = saved["steps"]
+    lead = exchange.communicator
+    made = _told(saved, lead.rank, lead.size)
     for i, slot in enumerate(exchange.slots):
         mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
-        exchange.load_slot(slot, saved["buckets"][i]["level"], mine)
+        exchange.load_slot(slot, saved["buckets"][i]["level"], mine, made)
 
 
 def same_name(one: str, other: str) -> bool:
@@ -171,15 +178,11 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
     missing = [r for r in range(ranks) if not _file(directory, r, ranks).exists()]
     if missing:
         raise FileNotFoundError(f"the files of ranks {missing} of {ranks} are missing")
-    lead = chosen[0].communicator
-    arrays = _arrays(directory, lead.rank, lead.size, ranks)
     for number, (owner, row) in enumerate(zip(chosen, saved, strict=True)):
         owner.expect(row["tensors"])
-        exchange = owner.exchange
-        _compare(exchange, row)
-        prefix = f"{number}/"
-        mine = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-        restore(exchange, mine, row)
+        _compare(owner.exchange, row)
+        load = functools.partial(_load, directory, ranks, f"{number}/")
+        restore(owner.exchange, _arrays(owner.exchange, row, load, ranks), row)
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
@@ -192,13 +195,22 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _arrays(directory: Path, rank: int, size: int, saved: int) -> dict[str, np.ndarray]:
-    """This rank's arrays; on another number of ranks, an equal part of what all owe together."""
-    if saved == size:
-        return _load(_file(directory, rank, saved))
-    arrays = _load(_file(directory, 0, saved))
-    for other in range(1, saved):
-        for key, value in _load(_file(directory, other, saved)).items():
+def _arrays(exchange: Exchange, row: Any, load: Loader, ranks: int) -> dict[str, np.ndarray]:
+    """This rank's arrays; on another number of ranks, an equal part of what all owe together.
+
+    Args:
+        exchange: whose they are.
+        row: what the manifest says of it.
+        load: gives what a rank has saved.
+        ranks: how many have.
+    """
+    rank, size = exchange.communicator.rank, exchange.communicator.size
+    if ranks == size:
+        return load(rank)
+    arrays = _of_wholes(exchange, load(0), row, _told(row, 0, ranks))
+    for other in range(1, ranks):
+        part = _of_wholes(exchange, load(other), row, _told(row, other, ranks))
+        for key, value in part.items():
             if _owes(key):
                 arrays[key] = arrays[key] + value
     arrays = {key: value / size if _owes(key) else value for key, value in arrays.items()}
@@ -209,9 +221,33 @@ def _owes(key: str) -> bool:
     return key.endswith(("/state/error", "/owed"))
 
 
-def _load(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return dict(file)
+def _of_wholes(
+    exchange: Exchange, arrays: dict[str, np.ndarray], row: dict[str, Any], made: Info
+) -> dict[str, np.ndarray]:
+    """What a rank has saved; of states of parts of tensors only what they owe of the whole."""
+    if not made.machines:
+        return arrays
+    kept = {k: v for k, v in arrays.items() if k.endswith(("/owed", "/seen"))}
+    for i, slot in enumerate(exchange.slots):
+        prefix = f"{i}/state/"
+        state = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+        level = slot.levels[row["buckets"][i]["level"]]
+        residual = level.residual(state)
+        if residual is not None:
+            spec = Spec(slot.bucket.shape, slot.bucket.dtype, namespace(residual))
+            kept[f"{i}/owed"] = level.whole(residual, spec, made) + kept.get(f"{i}/owed", 0.0)
+    return kept
+
+
+def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:
+    """What the algorithms of a rank were told when the states were made that it has saved."""
+    machines = tuple(tuple(members) for members in row.get("machines", ()))
+    return Info(rank=rank, size=ranks, machines=machines)
+
+
+def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.ndarray]:
+    with np.load(_file(directory, rank, ranks), allow_pickle=False) as file:
+        return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
 
 
 def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:

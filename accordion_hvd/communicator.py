@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd import packing
-from accordion_hvd.base import Request, Tensor
+from accordion_hvd.base import Machines, Request, Tensor
 from accordion_hvd.packing import Program
 from accordion_hvd.traffic import Traffic
 
@@ -28,6 +28,8 @@ class Communicator(abc.ABC):
     Attributes:
         xp: the operations of the framework whose tensors it carries.
         half_allreduce: whether the engine adds 16-bit floats well (NCCL does).
+        machines: who shares a machine; () as long as nobody has asked (`machines.meet`).
+        extensible: whether `register` can add groups that the engine does not know.
         kept: memory that serves again at the next step, by name; None where nothing can be kept.
     """
 
@@ -35,6 +37,8 @@ class Communicator(abc.ABC):
     size: int
     xp: ModuleType
     half_allreduce: bool = False
+    machines: Machines = ()
+    extensible: bool = True
     kept: dict[str, Tensor] | None = None
 
     # ------------------------------------------------- the engine: return a handle without waiting
@@ -66,6 +70,15 @@ class Communicator(abc.ABC):
     def ranks(self, group: Group) -> int:
         """How many take part in `group`."""
         return self.size if group is None else len(group)
+
+    def near(self, group: Group) -> bool:
+        """Whether all of `group` are known to share a machine."""
+        members = range(self.size) if group is None else group
+        return any(set(members) <= set(machine) for machine in self.machines)
+
+    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Tell the engine of groups that requests will name; all ranks do so together."""
+        return  # most engines take any group
 
     def pause(self, waited: float) -> None:
         """Called between two looks at what is under way, after `waited` seconds of looking.

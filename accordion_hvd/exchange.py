@@ -92,7 +92,7 @@ class Exchange:
         """Which buckets share a conversation and which leave together, at the present levels."""
         if self._plan is None:
             buckets = [slot.bucket for slot in self.slots]
-            kinds = [(type(s.compressor).stacks, self._common(s)) for s in self.slots]
+            kinds = [(s.compressor.stacks, self._common(s)) for s in self.slots]
             self._plan = make_plan(buckets, kinds, self._sizes(), self._limit())
             self._memory = [
                 Memory([self.slots[i] for i in unit.buckets], unit.stacked, self.xp)
@@ -292,6 +292,7 @@ class Exchange:
             size=self.communicator.size,
             name=slot.bucket.name,
             lr=self._lr.get(slot.bucket.name, 0.0),
+            machines=self.communicator.machines,
         )
 
     def prepare(self, slot: Slot) -> None:
@@ -363,9 +364,12 @@ class Exchange:
             slot.switch(level, self.info(slot))
             self._plan = None
 
-    def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put a slot back as it was: `arrays` by the names of `Slot.tensors`."""
+    def load_slot(
+        self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray], made: Info | None = None
+    ) -> None:
+        """Put a slot back as it was: `arrays` by the names of `Slot.tensors`; see `Slot.made`."""
         slot.load(level, {k: self.xp.asarray(a, slot.spec.device) for k, a in arrays.items()})
+        slot.made = made
         self._plan = None
         if slot.bucket.compress:
             self.switch(
@@ -377,7 +381,8 @@ class Exchange:
         """Bytes and seconds of this rank since the beginning.
 
         steps: exchanges; dense: bytes of the gradients; dense_sent: what a ring allreduce of them
-        would send; payload, sent, received: see `traffic`; ratio: dense_sent / sent; seconds: in
+        would send; payload, sent, received: see `traffic`; between: `sent` without what is known
+        to have stayed within a machine (see `machines`); ratio: dense_sent / sent; seconds: in
         encoding (until the first request), waiting, and decoding (after it).
         """
         ranks = self.communicator.size
@@ -390,6 +395,7 @@ class Exchange:
             "payload": self.traffic.payload,
             "sent": sent,
             "received": self.traffic.received,
+            "between": sent - self.traffic.within,
             "ratio": dense_sent / sent if sent else math.nan,
             "seconds": dict(self.seconds),
         }

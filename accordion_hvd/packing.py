@@ -68,7 +68,10 @@ def _count(
 ) -> None:
     for i, request in enumerate(requests):
         ranks = communicator.ranks(request.group)
-        traffic.add(traffic_of(request, ranks, gathered[i] if gathered else None))
+        cost = traffic_of(request, ranks, gathered[i] if gathered else None)
+        if communicator.near(request.group):
+            cost.within = cost.sent
+        traffic.add(cost)
 
 
 def _reduce(
@@ -132,7 +135,8 @@ def _gather(
     ranks = communicator.ranks(group)
     parts = [xp.to_bytes(request.tensor) for request in requests]
     sizes = [_elements(xp, part) for part in parts]
-    flat = yield communicator.allgather(name, xp.concat(parts), group)
+    sent = parts[0] if len(parts) == 1 else xp.concat(parts)
+    flat = yield communicator.allgather(name, sent, group)
     pieces = xp.split(flat, sizes * ranks)
     return _by_request(xp, pieces, requests)
 
@@ -190,6 +194,10 @@ def _alltoall(
     """Row by row, the bytes of all requests side by side."""
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
+    if len(requests) == 1:  # large ones are alone: no copies
+        tensor = requests[0].tensor
+        flat = yield communicator.alltoall(name, xp.to_bytes(tensor), group)
+        return [xp.from_bytes(flat, xp.dtype(tensor), xp.shape(tensor))]
     ranks = communicator.ranks(group)
     rows = [xp.reshape(xp.to_bytes(request.tensor), (ranks, -1)) for request in requests]
     widths = [xp.shape(row)[1] for row in rows]

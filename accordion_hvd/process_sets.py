@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from horovod.common import process_sets as _horovod
@@ -25,6 +27,12 @@ def of_ranks(ranks: list[int] | None) -> Any:
     return matching[0] if matching else _horovod.global_process_set
 
 
+def addable() -> bool:
+    """Whether process sets can be added now (as Horovod decides when it starts)."""
+    word = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
+    return word.isdecimal() and int(word) > 0
+
+
 class Members:
     """How a process set's own numbering of its members, from 0, relates to Horovod's.
 
@@ -38,6 +46,7 @@ class Members:
         self.process_set = process_set or _horovod.global_process_set
         self.size = self.process_set.size() or 1
         self.rank = self.process_set.rank() if self.process_set.included() else -1
+        self._subsets: dict[tuple[int, ...], Any] = {}  # Horovod's list of them is slow to read
 
     def globally(self, rank: int) -> int:
         """Horovod's number of member `rank`; it counts roots globally, within a set too."""
@@ -52,6 +61,38 @@ class Members:
         """
         if group is None:
             return self.process_set
+        if group not in self._subsets:
+            self._subsets[group] = self._registered(group)
+        return self._subsets[group]
+
+    def register(self, groups: Sequence[tuple[int, ...]], addable: bool) -> None:
+        """See that each group has a process set; collective.
+
+        Args:
+            groups: the same on all ranks.
+            addable: whether Horovod can add process sets on all of them.
+
+        Raises:
+            ValueError: on all ranks, one is missing and cannot be added.
+        """
+        known = [process_set.ranks for process_set in registered()]
+        wanted = [sorted(self.globally(rank) for rank in group) for group in groups]
+        missing = [ranks for ranks in wanted if ranks not in known]
+        if missing and self.process_set.process_set_id != 0:  # others do not get here
+            raise ValueError(
+                f"the process set of ranks {self.process_set.ranks} needs process sets of its "
+                f"parts {missing}: pass them to hvd.init(process_sets=...) as well."
+            )
+        if missing and not addable:
+            raise ValueError(
+                f"process sets of ranks {missing} are needed: call "
+                'hvd.init(process_sets="dynamic") or start all ranks with '
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1, so that they can be added."
+            )
+        for ranks in missing:
+            _horovod.add_process_set(ranks)
+
+    def _registered(self, group: tuple[int, ...]) -> Any:
         ranks = sorted(self.globally(rank) for rank in group)
         for known in registered():
             if known.ranks == ranks:

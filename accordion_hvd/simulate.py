@@ -16,10 +16,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd.base import Tensor
+from accordion_hvd.base import Machines, Tensor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator, Group, Pending
 from accordion_hvd.exchange import Exchange
+from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import namespace
 from accordion_hvd.policy.base import as_policy
 
@@ -29,8 +30,8 @@ Key = tuple[str, Group]
 class Hub:
     """Where what ranks have sent lies until everybody concerned has sent."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, machines: Machines = ()) -> None:
+        self.ranks, self.machines = ranks, machines
         self.sent: dict[Key, dict[int, Any]] = {}
         self.fetched: dict[Key, int] = {}
         self.events = 0  # things sent and fetched so far
@@ -68,6 +69,7 @@ class SimulatedCommunicator(Communicator):
 
     def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
         self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
+        self.machines = hub.machines
         self._events = -1
 
     def _put(self, name: str, group: Group, value: Any, combine: Any) -> Any:
@@ -144,9 +146,11 @@ class World:
         exchanges: each rank's `Exchange`.
     """
 
-    def __init__(self, compression: Any, ranks: int, skip: Sequence[str] = ()) -> None:
+    def __init__(
+        self, compression: Any, ranks: int, skip: Sequence[str] = (), local_size: int = 1
+    ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
-        self._hub, self._skip = Hub(ranks), skip
+        self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []
 
@@ -198,9 +202,18 @@ class World:
         return dict(zip(names, exchange.means(), strict=True))
 
 
-def simulate(compression: Any, ranks: int, *, skip: Sequence[str] = ()) -> World:
-    """`ranks` ranks under one compression (what `DistributedOptimizer(compression=)` takes)."""
-    return World(compression, ranks, skip)
+def simulate(
+    compression: Any, ranks: int, *, skip: Sequence[str] = (), local_size: int = 1
+) -> World:
+    """`ranks` ranks under one compression (what `DistributedOptimizer(compression=)` takes).
+
+    Args:
+        compression: the same for all.
+        ranks: how many.
+        skip: patterns of names that travel dense.
+        local_size: how many ranks share a machine (`TwoLevel` minds).
+    """
+    return World(compression, ranks, skip, local_size)
 
 
 def lockstep(

@@ -29,6 +29,7 @@ class Slot:
         level: which of the levels serves now.
         parked: other levels' states, by level.
         owed: what a level without error feedback must add to the next gradient.
+        made: what was told when `state` was made; None if it was loaded without saying.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Slot:
         self._seen: Tensor | None = None
         self._stack: Stack | None = None  # where state and sum are, if not here
         self._place = 0
+        self.made: Info | None = None
 
     @property
     def compressor(self) -> Compressor:
@@ -90,9 +92,29 @@ class Slot:
                 self._seen = stack.seen[place]
 
     def prepare(self, info: Info) -> None:
-        """Make the state, if there is none yet."""
+        """Make the state, if there is none yet or the rank has moved to another machine."""
+        before = self.made
+        if before is not None and any(level.by_machine for level in self.levels):
+            if (before.machines, before.rank) != (info.machines, info.rank):
+                self._move(before)
         if self._stack is None and self._state is None:
             self._state = self.compressor.init(self.spec, info)
+        if self.made is None:
+            self.made = info
+
+    def _move(self, before: Info) -> None:
+        """Owe, of the whole tensor, what states that belong to parts of it have owed."""
+        self.owed = self._debt(self.compressor, self.state or {}, before)
+        self.state, self.parked, self.made = None, {}, None
+
+    def _debt(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
+        """All that is owed of the whole tensor: by the state, or to a level that cannot owe."""
+        residual = compressor.residual(state)
+        if residual is None:
+            return self.owed
+        xp, shape = self.spec.xp, self.spec.shape
+        residual = xp.reshape(compressor.whole(residual, self.spec, info), shape)
+        return residual if self.owed is None else residual + xp.reshape(self.owed, shape)
 
     def switch(self, level: int, info: Info) -> None:
         """Let another level serve: what the old one owes is handed over, the rest is parked."""
@@ -105,11 +127,9 @@ class Slot:
         new = self.compressor
         state = new.init(self.spec, info) | self.parked.pop(level, {})
         state = new.inherit(state, old, old_state)
-        residual = old.residual(old_state)
-        if residual is None:
-            residual = self.owed  # by a level that has not had its first step yet
+        residual = self._debt(old, old_state, info)
         self.owed = None
-        if residual is not None and new.residual(state) is None:
+        if residual is not None and (new.residual(state) is None or new.by_machine):
             self.owed = residual
         elif residual is not None:
             state = new.with_residual(state, residual)
@@ -135,7 +155,7 @@ class Slot:
             elif what == "parked":
                 which, _, key = rest.partition("/")
                 self.parked.setdefault(int(which), {})[key] = tensor
-        self.state = state or None
+        self.state, self.made = state or None, None
 
 
 class Memory:

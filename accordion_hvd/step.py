@@ -172,11 +172,15 @@ class Step:
             self._first[group] = []
 
     def _account(self, group: int) -> None:
-        """Note what each unit is about to send; an uneven gathering counts as an even one."""
+        """Note what each unit is about to send; an uneven gathering counts as an even one.
+
+        What stays within a machine takes none of the link's time.
+        """
         for i in self._groups[group]:
             for request in self._talks[i].asked:
                 ranks = self._communicator.ranks(request.group)
-                self._talks[i].sent += traffic_of(request, ranks).sent
+                if not self._communicator.near(request.group):
+                    self._talks[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
         """Two numbers that ride in whatever leaves anyway."""
@@ -186,7 +190,7 @@ class Step:
         plan = xp.full((1,), float(self._plan), "float32", xp.device(bad))
         both = xp.concat([bad, plan])
         rides = any(_is_plain_mean(xp, request) for request in requests)
-        if not rides and any(isinstance(request, Allgather) for request in requests):
+        if not rides and any(_is_gather(request) for request in requests):
             return Allgather(both)
         return Allreduce(both)
 
@@ -237,6 +241,10 @@ class Step:
                 taken += asked
         self._launch(group, round_ + 1)
         self.seconds["decode"] += time.perf_counter() - began
+
+
+def _is_gather(request: Request) -> bool:
+    return isinstance(request, Allgather) and request.group is None and not request.uneven
 
 
 def _is_plain_mean(xp: ModuleType, request: Request) -> bool:

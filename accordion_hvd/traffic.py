@@ -25,17 +25,20 @@ class Traffic:
         payload: what the algorithm handed over.
         sent: what a rank sends for it.
         received: what a rank receives for it.
+        within: what of `sent` goes to ranks of the same machine.
     """
 
     payload: float = 0.0
     sent: float = 0.0
     received: float = 0.0
+    within: float = 0.0
 
     def add(self, other: Traffic) -> None:
         """Count `other` too."""
         self.payload += other.payload
         self.sent += other.sent
         self.received += other.received
+        self.within += other.within
 
 
 def size_of(tensor: Any, dtype: str | None = None) -> int:

@@ -10,16 +10,13 @@ def parse(text: str) -> Any:
     """The compressor or policy that `text` names.
 
     Either `name`, `name:argument,key=value,...`, or a call as in Python, whose arguments may be
-    literals, dicts and further calls of known names. Names are those importable from
-    `accordion_hvd`, in any case. Nothing else is evaluated.
+    literals, dicts and further calls of known names. `name:name:...` is a call within a call.
+    Names are those importable from `accordion_hvd`, in any case. Nothing else is evaluated.
 
     Raises:
         ValueError: an unknown name, arguments that it does not take, or no such form.
     """
-    word = text.strip()
-    head, colon, rest = word.partition(":")
-    if head.isidentifier() and (colon or "(" not in word):
-        word = f"{head}({rest})"
+    word = _as_call(text.strip())
     try:
         tree = ast.parse(word, mode="eval").body
     except SyntaxError:
@@ -28,6 +25,13 @@ def parse(text: str) -> Any:
             "such as 'Accordion(low=PowerSGD(4), high=PowerSGD(1))'."
         ) from None
     return _value(tree, text)
+
+
+def _as_call(word: str) -> str:
+    head, colon, rest = word.partition(":")
+    if not head.isidentifier():
+        return word
+    return f"{head}({_as_call(rest) if ':' in rest else rest})" if colon else f"{head}()"
 
 
 def known() -> dict[str, Any]:

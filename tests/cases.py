@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK
+from frameworks import local_size
+
+from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK, TwoLevel
 from accordion_hvd.ops import indices
 
 Shape = tuple[int, ...]
@@ -45,6 +47,26 @@ class Case:
     @property
     def name(self) -> str:
         return repr(self.compressor)
+
+    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+        """The rounds, and how many ranks take part in each."""
+        return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
+
+
+@dataclass(frozen=True)
+class BetweenMachines(Case):
+    """`TwoLevel` around another case's compressor."""
+
+    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+        local = local_size(ranks)
+        if local == 1:
+            return super().moves(shape, itemsize, ranks)
+        rows, width = matrix(shape)
+        part = (-(-rows // local), width)
+        inner = self.rounds(part, 4)
+        size = math.prod(part)
+        near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
+        return [near[0], *[(kind, sent, ranks // local) for kind, sent in inner], near[1]]
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
@@ -88,6 +110,13 @@ def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     return Case(compressor, rounds, loss=loss, guarded=False)
 
 
+def two_level(case: Case) -> Case:
+    same = {f.name: getattr(case, f.name) for f in fields(case)}
+    same["full"] = case.full and TwoLevel(case.full)
+    same["loss"] = case.loss and 2 * case.loss  # means of means
+    return BetweenMachines(**same | {"compressor": TwoLevel(case.compressor)})
+
+
 # A 16-bit journey rounds twice: what leaves, and the mean.
 CASES = [
     as_is(Dense(), loss=5e-7, itemsize=None),
@@ -100,6 +129,9 @@ CASES = [
     randomk(0.01),
     powersgd(1),
     powersgd(4),
+    two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
+    two_level(topk(0.1)),
+    two_level(powersgd(1)),
 ]
 """Every law of `laws.py` is checked for every row."""
 
@@ -110,6 +142,7 @@ REFUSED = [
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
+    *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd.base import Compressor, Info
+from accordion_hvd.machines import consecutive
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
 
 
@@ -76,6 +77,11 @@ def parameters(frameworks: Sequence[Framework] = FRAMEWORKS) -> list[Any]:
     ]
 
 
+def local_size(ranks: int) -> int:
+    """How many ranks share a machine in tests: there are two machines, if there are two ranks."""
+    return max(1, ranks // 2)
+
+
 class Ranks:
     """Ranks that run one compressor on one tensor: no policy, no buckets, no flags."""
 
@@ -83,6 +89,8 @@ class Ranks:
         self, compressor: Compressor, ranks: int, framework: Framework = NUMPY, name: str = "w"
     ) -> None:
         self.compressor, self.ranks, self.framework, self.name = compressor, ranks, framework, name
+        self.machines = consecutive(ranks, local_size(ranks))
+        self.spec: Any = None
         self.steps = 0
         self.states: list[dict[str, Any]] = []
         hub = Hub(ranks)
@@ -90,11 +98,11 @@ class Ranks:
 
     def info(self, rank: int, step: Any = None) -> Info:
         step = self.steps if step is None else step
-        return Info(step=step, rank=rank, size=self.ranks, name=self.name, lr=0.1)
+        return Info(step, rank, self.ranks, self.name, 0.1, self.machines)
 
     def init(self, like: Any) -> list[dict[str, Any]]:
-        spec = self.framework.xp.spec(like)
-        return [self.compressor.init(spec, self.info(rank)) for rank in range(self.ranks)]
+        self.spec = self.framework.xp.spec(like)
+        return [self.compressor.init(self.spec, self.info(rank)) for rank in range(self.ranks)]
 
     def exchange(self, tensors: Sequence[Any], states: Any, step: Any = None) -> list[Any]:
         """One step; for each rank (mean, new state)."""
@@ -115,9 +123,14 @@ class Ranks:
             return [self.framework.array(mean) for mean, _ in results]
 
     def residuals(self) -> list[np.ndarray | None]:
-        """What each rank owes, as a vector."""
-        owed = [self.compressor.residual(state) for state in self.states]
-        return [None if x is None else self.framework.array(x).reshape(-1) for x in owed]
+        """What each rank owes of the whole tensor, as a vector."""
+        owed: list[np.ndarray | None] = []
+        for rank, state in enumerate(self.states):
+            x = self.compressor.residual(state)
+            if x is not None:
+                x = self.framework.array(self.compressor.whole(x, self.spec, self.info(rank)))
+            owed.append(None if x is None else x.reshape(-1))
+        return owed
 
     def mean_residual(self, size: int) -> np.ndarray:
         """The ranks' mean of what they owe; zeros without error feedback."""

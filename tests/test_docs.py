@@ -79,10 +79,11 @@ def found(module: str) -> types.ModuleType:
 def test_words_for_compressions(page: str) -> None:
     """Every `word:number` and every call of a known compressor in code quotes is understood."""
     text = (ROOT / page).read_text()
-    names = "topk|randomk|powersgd|fp16|bf16|dense"
+    names = "topk|randomk|powersgd|fp16|bf16|dense|twolevel"
     words = re.findall(rf"`((?:{names})(?::[^`]*)?)`", text)
     words += re.findall(
-        r"`((?:TopK|RandomK|PowerSGD|FP16|BF16|Dense|Accordion)\([^`.]*(?:\.\d[^`]*)?\))`", text
+        r"`((?:TopK|RandomK|PowerSGD|FP16|BF16|Dense|TwoLevel|Accordion)\([^`.]*(?:\.\d[^`]*)?\))`",
+        text,
     )
     for word in words:
         if word.count("(") == word.count(")"):

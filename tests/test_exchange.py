@@ -323,7 +323,7 @@ def test_sharing_a_conversation_changes_nothing(
             assert np.count_nonzero(alone) == np.count_nonzero(together)  # another choice
         else:
             np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
-    stacks = type(case.compressor).stacks
+    stacks = case.compressor.stacks
     units = {"alike": 2, "any": 1, "": len(TWINS)}[stacks]
     assert len(shared.exchanges[0].plan.units) == units
 

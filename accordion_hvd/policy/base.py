@@ -28,6 +28,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         signal: whose gradients are summed over a window: "local" (rank 0's own), "reduced" (the
             average) or None (nobody's).
         target, output, scope: what its levels declare (`Compressor`), all alike.
+        by_machine: whether one of its levels asks who shares a machine.
         history: the rows of all decisions so far.
         gate: lets it have its way only where that saves time; None: always.
     """
@@ -36,6 +37,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     target: str = "gradient"
     output: str = "gradient"
     scope: str = "tensor"
+    by_machine: bool = False
     gate: Gate | None = None
 
     def __init__(self) -> None:
@@ -160,3 +162,4 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
             described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
             raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
         setattr(owner, aspect, getattr(levels[0], aspect))
+    owner.by_machine = any(level.by_machine for level in levels)

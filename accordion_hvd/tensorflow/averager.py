@@ -16,6 +16,7 @@ from accordion_hvd import guard as guards
 from accordion_hvd.base import Tensor
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
+from accordion_hvd.machines import meet
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator
@@ -306,6 +307,7 @@ class Averager:
         mine = np.array([key in present for key in self._member], np.uint8)
         with tf.init_scope():
             guards.require_agreement(self.communicator, "\n".join(lines))
+            meet(self.communicator, self.policy)
             if mine.size:
                 gathered = guards.gather(self.communicator, xp.asarray(mine))
                 table = self.communicator.run("accordion.present", gathered)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from accordion_hvd.base import Tensor
 from accordion_hvd.communicator import Communicator, Group
 from accordion_hvd.ops import tensorflow as xp
-from accordion_hvd.process_sets import Members
+from accordion_hvd.process_sets import Members, addable
 
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 _functions: dict[Hashable, Any] = {}
@@ -35,6 +35,7 @@ class HorovodCommunicator(Communicator):
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
+        self.extensible = addable()
         self.half_allreduce = hvd.nccl_built() and bool(tf.config.list_physical_devices("GPU"))
         self.directly = False
 
@@ -67,6 +68,10 @@ class HorovodCommunicator(Communicator):
         return self._call(
             ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
         )
+
+    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """As Horovod's process sets."""
+        self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
         """Always: see the class."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.base import Compressor, Info, Tensor
+from accordion_hvd.base import Info, Tensor
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
@@ -66,7 +67,7 @@ class TensorFlowExchange(Exchange):
     def switching(self) -> bool:
         """Whether the Python side changes while training: levels, phases."""
         compressors = [level for slot in self.slots for level in slot.levels]
-        phases = any(type(c).variant is not Compressor.variant for c in compressors)
+        phases = any(compressor.phases for compressor in compressors)
         decides = type(self.policy).due is not Policy.due or self.policy.gate is not None
         return phases or decides
 
@@ -118,9 +119,11 @@ class TensorFlowExchange(Exchange):
         self.decide(lr)
         self.settle()
 
-    def load_slot(self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def load_slot(
+        self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray], made: Info | None = None
+    ) -> None:
         """Put a slot back as it was, in the variables that graphs know."""
-        super().load_slot(slot, level, arrays)
+        super().load_slot(slot, level, arrays, made)
         if self._clock is not None:
             self.settle()
 
@@ -200,7 +203,7 @@ class TensorFlowExchange(Exchange):
         steps = self.steps
         traffic, dense = self._per_step
         done = steps - self._counted
-        moved = (traffic.payload * done, traffic.sent * done, traffic.received * done)
+        moved = [done * bytes_ for bytes_ in astuple(traffic)]
         self.traffic.add(Traffic(*moved))
         self.dense_bytes += dense * done
         self._counted = steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import horovod.torch as hvd
@@ -9,7 +10,7 @@ import torch
 
 from accordion_hvd.communicator import Communicator, Group
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.process_sets import Members
+from accordion_hvd.process_sets import Members, addable
 
 Tensor: TypeAlias = torch.Tensor
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
@@ -25,6 +26,7 @@ class HorovodCommunicator(Communicator):
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
+        self.extensible = addable()
         self.half_allreduce = hvd.nccl_built() and torch.cuda.is_available()
         self.kept = {}
 
@@ -50,6 +52,10 @@ class HorovodCommunicator(Communicator):
         return hvd.alltoall_async(
             tensor, name=name, process_set=self.members.subset(group)
         ), "first"
+
+    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """As Horovod's process sets."""
+        self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
         """Ask Horovod."""

@@ -17,6 +17,7 @@ from accordion_hvd import guard as guards
 from accordion_hvd.base import Allgather, Allreduce, Conversation
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.exchange import Exchange
+from accordion_hvd.machines import meet
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.torch.communicator import HorovodCommunicator
@@ -273,6 +274,7 @@ class Reducer:
         text = "\n".join([*described, settings, *known])
         device = order[0].device if order else None
         guards.require_agreement(self.communicator, text, device)
+        meet(self.communicator, self.policy, device)
         if not self.sparse_as_dense and order:
             flags = [p.grad is not None and p.grad.is_sparse for p in order]
             mine = torch.tensor(flags, dtype=torch.int32, device=device)

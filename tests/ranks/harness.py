@@ -25,7 +25,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 RANK = int(
@@ -60,6 +61,25 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
         _record.write(json.dumps(row) + "\n")
     if status != "begin":
         os.write(1, f"[{RANK}] {status:4} {check} {seconds:.2f} s {text}".rstrip().encode() + b"\n")
+
+
+@contextmanager
+def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
+    """Within it, `ranks` consecutive ranks pass for a machine; process sets added are removed."""
+    from horovod.common.process_sets import remove_process_set
+
+    from accordion_hvd.process_sets import registered
+
+    known = [process_set.process_set_id for process_set in registered()]
+    os.environ["ACCORDION_HVD_LOCAL_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        del os.environ["ACCORDION_HVD_LOCAL_SIZE"]
+        for process_set in registered():
+            if process_set.process_set_id not in known:
+                remove_process_set(process_set)
+        barrier()  # nobody may leave while others still remove
 
 
 def main(names: dict[str, Any]) -> None:

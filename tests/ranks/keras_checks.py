@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import harness
 import horovod.tensorflow.keras as stock
 import keras
 import numpy as np
@@ -28,6 +29,7 @@ from accordion_hvd import (
     PowerSGD,
     RandomK,
     TopK,
+    TwoLevel,
 )
 from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
 from accordion_hvd.simulate import simulate
@@ -38,6 +40,7 @@ SGD = keras.optimizers.SGD
 
 
 def INIT() -> None:  # noqa: D103, N802
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     hvd.init(process_sets=[SOLO])
 
 
@@ -63,6 +66,10 @@ def weights(model: Any) -> np.ndarray:
 def everywhere(values: Any) -> np.ndarray:
     """Row r is rank r's."""
     return hvd.allgather(np.asarray(values)[None]).numpy()
+
+
+def barrier() -> None:
+    everywhere(0.0)
 
 
 def assert_equal_ranks(model: Any, what: object = "") -> None:
@@ -274,6 +281,35 @@ def check_decisions_equal_simulation() -> None:
             assert mine[:4] == theirs[:4], (graph, got, want)
             np.testing.assert_allclose(mine[4], theirs[4], rtol=1e-5)
         np.testing.assert_allclose(means[-1], truth[-1], rtol=1e-2, atol=1e-2)
+
+
+def check_two_levels_equal_simulation() -> None:
+    """Two machines by name; eager, in a graph, within fit."""
+    shape, steps, local_size = (32, 40), 4, max(1, hvd.size() // 2)
+    streams = [
+        [np.random.default_rng((r, t)).standard_normal(shape).astype("f") for t in range(steps)]
+        for r in range(hvd.size())
+    ]
+    level = TwoLevel(PowerSGD(2))
+    world = simulate(level, hvd.size(), local_size=local_size)
+    truth = [world.step([{"w": s[t].copy()} for s in streams])[0]["w"] for t in range(steps)]
+    with harness.machines_of(local_size, barrier):
+        for graph in (False, True):
+            variable = keras.Variable(np.zeros(shape, "f"), name="w")
+            opt = hvd.DistributedOptimizer(SGD(1.0), compression=level, guard="off")
+            run = stepper(graph, opt, variable)
+            for t in range(steps):
+                before = variable.numpy()
+                run(tf.constant(streams[hvd.rank()][t]))
+                np.testing.assert_allclose(before - variable.numpy(), truth[t], atol=1e-3)
+            ours, theirs = opt.exchange.stats(), world.exchanges[0].stats()
+            for key in ("payload", "sent", "between"):
+                assert np.isclose(ours[key], theirs[key]), (key, ours, theirs)
+        model = make_model(hvd.rank())
+        pair = {"low": TwoLevel(PowerSGD(4)), "high": TwoLevel(TopK(0.1))}
+        opt = fit(model, Accordion(**pair, interval=1, threshold=0.9), epochs=4)
+        assert_equal_ranks(model)
+        assert {row["level"] for row in opt.exchange.policy.history} == {0, 1}
 
 
 def decision(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -31,8 +31,10 @@ from accordion_hvd import (
     RandomK,
     Replay,
     TopK,
+    TwoLevel,
 )
 from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
+from accordion_hvd.simulate import simulate
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 torch.set_num_threads(1)
@@ -141,6 +143,27 @@ def check_weights_are_equal_after_training() -> None:
         assert not torch.equal(before, weights(model)), "nothing was learned"
 
 
+def check_weights_are_equal_with_two_levels() -> None:
+    """Levels of both kinds, changing; state saved and restored on the way."""
+    pair = {"low": TwoLevel(PowerSGD(4)), "high": TwoLevel(PowerSGD(1))}
+    mixed = {"low": Dense(), "high": TwoLevel(TopK(0.05))}
+    with harness.machines_of(max(1, hvd.size() // 2), hvd.barrier):
+        for levels in (pair, mixed):
+            policy = Accordion(**levels, window=2, interval=1, threshold=0.9)
+            model = network(hvd.rank())
+            optimizer = wrapped(model, compression=policy)
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            train(model, optimizer, 8)
+            assert_same(model)
+            assert {row["level"] for row in policy.history} == {0, 1}, policy.history
+            folder = shared_folder()
+            hvd.save_state(folder, only=[optimizer])
+            hvd.load_state(folder, only=[optimizer])
+            remove(folder)
+            train(model, optimizer, 2)
+            assert_same(model)
+
+
 def check_dense_equals_stock_horovod() -> None:
     for op in (hvd.Average, hvd.Sum):
         theirs, ours = network(), network()
@@ -154,31 +177,56 @@ def check_dense_equals_stock_horovod() -> None:
 
 def check_compressed_equals_simulation() -> None:
     """The wires change nothing: the same gradients through `simulate` give the same means."""
-    from accordion_hvd.simulate import simulate
-
-    ranks = range(hvd.size())
     for level in (TopK(0.05), RandomK(0.05), PowerSGD(2), FP16(), BF16()):
+        compare_with_simulation(level)
+
+
+def check_two_levels_equal_simulation() -> None:
+    """Two machines by name, so that what is between them is simulated with two as well."""
+    local_size = hvd.size() // 2
+    with harness.machines_of(local_size, hvd.barrier):
+        for level in (TopK(0.05), PowerSGD(2), BF16()):
+            stats = compare_with_simulation(TwoLevel(level), local_size)
+            assert 0 < stats["between"] < stats["sent"] or local_size == 1
+    with harness.machines_of(hvd.size(), hvd.barrier):
+        stats = compare_with_simulation(TwoLevel(TopK(0.05)), hvd.size())
+        assert stats["between"] == 0 < stats["sent"]
+
+
+def check_machines_of_different_size_are_refused() -> None:
+    if hvd.size() == 4:
         model = network()
-        optimizer = wrapped(model, sgd(model, lr=0.0, momentum=0.0), compression=level)
-        world = simulate(level, hvd.size())
-        streams = [batches(4, rank=rank) for rank in ranks]
-        for batch in batches(4):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            given = []
-            for stream in streams:
-                copied = copy.deepcopy(model)
-                copied.zero_grad()
-                loss_of(copied, next(stream)).backward()
-                named = list(copied.named_parameters())
-                given.append({n: p.grad for n, p in reversed(named)})
-            means = world.step(given)[hvd.rank()]
-            assert means is not None
-            for name, parameter in model.named_parameters():
-                assert parameter.grad is not None
-                gap = (parameter.grad - means[name]).abs().max()
-                assert gap < 1e-6, (level, name, gap)
+        optimizer = wrapped(model, compression=TwoLevel(TopK(0.05)))
+        with harness.machines_of(3, hvd.barrier), refused(ValueError, "machines have 3, 1 ranks"):
+            train(model, optimizer, 1)
+
+
+def compare_with_simulation(level: Any, local_size: int = 1) -> dict[str, Any]:
+    """Gradients after a few steps; returns what `stats` says of them."""
+    model = network()
+    optimizer = wrapped(model, sgd(model, lr=0.0, momentum=0.0), compression=level)
+    world = simulate(level, hvd.size(), local_size=local_size)
+    streams = [batches(4, rank=rank) for rank in range(hvd.size())]
+    for batch in batches(4):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        given = []
+        for stream in streams:
+            copied = copy.deepcopy(model)
+            copied.zero_grad()
+            loss_of(copied, next(stream)).backward()
+            named = list(copied.named_parameters())
+            given.append({n: p.grad for n, p in reversed(named)})
+        means = world.step(given)[hvd.rank()]
+        assert means is not None
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            gap = (parameter.grad - means[name]).abs().max()
+            assert gap < 1e-6, (level, name, gap)
+    ours, theirs = optimizer.exchange.stats(), world.exchanges[hvd.rank()].stats()
+    assert all(np.isclose(ours[key], theirs[key]) for key in ("payload", "sent", "between"))
+    return ours
 
 
 def check_one_rank_equals_plain_training() -> None:

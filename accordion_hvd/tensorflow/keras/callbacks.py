@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from accordion_hvd.machines import meet
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.functions import broadcast_variables
 from accordion_hvd.tensorflow.keras.optimizer import is_distributed
@@ -65,6 +66,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if averager is None or averager.alone or averager._exchange is None:
             return
         averager.check()
+        meet(averager.communicator, averager.policy)
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
         if averager.managed and self._traced not in (None, exchange.version):

@@ -1,0 +1,201 @@
+"""Dense inside a machine, compressed between machines: a method around another one.
+
+Reducing and scattering inside, exchanging slices outside and gathering inside is the hierarchical
+allreduce of Jia et al. ("Highly Scalable Deep Learning Training System with Mixed-Precision:
+Training ImageNet in Four Minutes", 2018). Another method for the slices, with its error, is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Compressor,
+    Conversation,
+    Info,
+    Request,
+    Spec,
+    State,
+    Tensor,
+)
+from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
+from accordion_hvd.machines import Place, place
+from accordion_hvd.ops import namespace
+
+
+@dataclass(frozen=True)
+class TwoLevel(Compressor):
+    """Average densely inside each machine, and by another compressor between the machines.
+
+    With L ranks a machine, each rank gets its L-th of the machine's mean (a slice), exchanges it
+    by `compressor` with the ranks that have its place on the other machines, and gets all slices
+    of the result from its neighbours. So each rank encodes, and keeps the error of, one slice.
+
+    A slice of a matrix is a block of its rows (1-D tensors, and matrices with fewer than L rows,
+    are cut as vectors); the last one is filled up with zeros. Where all ranks share a machine the
+    plain mean is left; where none do, `compressor` itself.
+
+    Sent, for B bytes of gradient: inside the machine 2 (L - 1) / L B a rank; between machines what
+    `compressor` sends for a slice. 16-bit gradients are added, and handed to `compressor`, in fp32.
+
+    Args:
+        compressor: what serves between machines.
+    """
+
+    compressor: Compressor = PowerSGD()
+    by_machine: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when `compressor` is none."""
+        if not isinstance(self.compressor, Compressor):
+            allowed = "a Compressor such as PowerSGD(1)"
+            check.refuse(self, "compressor", self.compressor, allowed)
+        for aspect in ("target", "output", "scope"):
+            object.__setattr__(self, aspect, getattr(self.compressor, aspect))
+        stacks = "any" if self.compressor.stacks == "any" else ""
+        object.__setattr__(self, "stacks", stacks)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """The state of `compressor` for this rank's slice; nothing where all share a machine.
+
+        Raises:
+            ValueError: machines have different numbers of ranks.
+        """
+        here = _place(info)
+        if len(here.near) == 1:
+            return self.compressor.init(spec, info)
+        if len(here.far) == 1:
+            return {}
+        return self.compressor.init(_slice(spec, here), _between(info, here))
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """An alltoall inside the machine, the inner rounds between machines, an allgather."""
+        here = _place(info)
+        if len(here.near) == 1:
+            return (yield from self.compressor.exchange(grad, state, info))
+        if len(here.far) == 1:
+            mean = yield Allreduce(grad, reuse=True)
+            return mean, state
+        xp, ranks = namespace(grad), len(here.near)
+        shape = xp.shape(grad)
+        cut = slice_shape(shape, ranks)
+        parts = yield Alltoall(_cut(grad, (ranks, *cut)), group=here.near)
+        talk = self.compressor.exchange(_mean(parts, ranks), state, _between(info, here))
+        mean, state = yield from _among(here.far, talk)
+        means = yield Allgather(mean, group=here.near)
+        return _joined(means, shape), state
+
+    def variant(self, step: int) -> int:
+        """That of `compressor`."""
+        return self.compressor.variant(step)
+
+    @property
+    def phases(self) -> bool:
+        """Those of `compressor`."""
+        return self.compressor.phases
+
+    def residual(self, state: State) -> Tensor | None:
+        """What this rank owes of its slice of the machine's mean; `whole` says what that means."""
+        return self.compressor.residual(state) if state else None
+
+    def with_residual(self, state: State, residual: Tensor) -> State:
+        """The state that owes `residual`, of the slice."""
+        return self.compressor.with_residual(state, residual)
+
+    def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
+        """Zeros but for this rank's slice, which counts once a machine: so L times as much."""
+        here = _place(info)
+        if len(here.near) == 1:
+            return self.compressor.whole(residual, spec, info)
+        part, ranks = _slice(spec, here), len(here.near)
+        residual = self.compressor.whole(residual, part, _between(info, here))
+        slices = [spec.zeros(part.shape)] * ranks
+        slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
+        return _joined(slices, spec.shape)
+
+    def park(self, state: State) -> State:
+        """What `compressor` keeps."""
+        return self.compressor.park(state)
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """What `compressor` takes over, from slices only."""
+        if not state or not isinstance(other, TwoLevel):
+            return state
+        return self.compressor.inherit(state, other.compressor, other_state)
+
+
+def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape of each of `ranks` slices of a tensor."""
+    rows, width = matrix_shape(shape)
+    if len(shape) > 1 and rows >= ranks:
+        return -(-rows // ranks), width
+    return (-(-math.prod(shape) // ranks),)
+
+
+def _place(info: Info) -> Place:
+    return place(info.machines, info.rank, info.size)
+
+
+def _between(info: Info, here: Place) -> Info:
+    """What the inner compressor is told: machines are its ranks."""
+    return replace(info, rank=here.machine, size=len(here.far), machines=())
+
+
+def _slice(spec: Spec, here: Place) -> Spec:
+    dtype = "float64" if spec.dtype == "float64" else "float32"
+    return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=dtype)
+
+
+def _cut(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Slices along a new first dimension; those at the end are filled up with zeros."""
+    xp = namespace(grad)
+    missing = math.prod(shape) - math.prod(xp.shape(grad))
+    if missing:
+        padding = xp.zeros((missing,), xp.dtype(grad), xp.device(grad))
+        grad = xp.concat([xp.reshape(grad, (-1,)), padding])
+    return xp.reshape(grad, shape)
+
+
+def _mean(parts: Tensor, ranks: int) -> Tensor:
+    """Over the first dimension, added in rank order, in fp32 or better."""
+    xp = namespace(parts)
+    total = xp.cast(parts[0], "float64" if xp.dtype(parts) == "float64" else "float32")
+    for rank in range(1, ranks):
+        total = xp.accumulate(total, parts[rank])
+    return total / ranks
+
+
+def _joined(slices: Any, shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `_cut`."""
+    xp = namespace(slices[0])
+    flat = xp.concat([xp.reshape(part, (-1,)) for part in slices])
+    return xp.reshape(flat[: math.prod(shape)], shape)
+
+
+def _among(group: tuple[int, ...], talk: Conversation) -> Generator[Any, Any, tuple[Tensor, State]]:
+    """Run a conversation of ranks 0, 1, ... among the ranks of `group`."""
+    answers = None
+    while True:
+        try:
+            asked = talk.send(answers)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(asked, tuple):
+            answers = yield tuple(_addressed(request, group) for request in asked)
+        else:
+            answers = yield _addressed(asked, group)
+
+
+def _addressed(request: Request, group: tuple[int, ...]) -> Request:
+    members = group if request.group is None else tuple(group[rank] for rank in request.group)
+    if isinstance(request, Broadcast):
+        return replace(request, group=members, root=group[request.root])
+    return replace(request, group=members)

@@ -1,0 +1,305 @@
+"""TwoLevel: what it makes of the compressor inside it, and what becomes of errors of slices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, Framework, Ranks, normals, parameters, same_bits
+from laws import SHAPE, several, step
+from test_accordion import Alternating
+
+from accordion_hvd import (
+    FP16,
+    Accordion,
+    Allgather,
+    Allreduce,
+    Broadcast,
+    Compressor,
+    Dense,
+    Info,
+    PowerSGD,
+    RandomK,
+    TopK,
+    TwoLevel,
+    checkpoint,
+    parse,
+)
+from accordion_hvd.compressors.two_level import slice_shape
+from accordion_hvd.machines import VARIABLE, consecutive, groups, meet, place
+from accordion_hvd.policy import as_policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
+
+INNER = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(2)]
+
+
+# ------------------------------------------------------------------------------------ the layouts
+@pytest.mark.parametrize("inner", INNER, ids=repr)
+def test_one_rank_a_machine_is_the_compressor_itself(inner: Compressor) -> None:
+    ours, plain = simulate(TwoLevel(inner), 3), simulate(inner, 3)
+    for gradients in several(3, 3):
+        pairs = zip(step(ours, NUMPY, gradients), step(plain, NUMPY, gradients), strict=True)
+        for mine, wanted in pairs:
+            assert mine is not None and wanted is not None
+            assert all(same_bits(mine[name], wanted[name]) for name in wanted)
+    traffic = [(e.stats()["sent"], e.stats()["between"]) for e in ours.exchanges]
+    assert all(sent == between > 0 for sent, between in traffic)
+
+
+@pytest.mark.parametrize("inner", INNER, ids=repr)
+def test_one_machine_is_the_plain_mean(inner: Compressor) -> None:
+    ours, plain = simulate(TwoLevel(inner), 4, local_size=4), simulate(Dense(), 4)
+    for gradients in several(4, 2):
+        pairs = zip(step(ours, NUMPY, gradients), step(plain, NUMPY, gradients), strict=True)
+        for mine, wanted in pairs:
+            assert mine is not None and wanted is not None
+            assert all(same_bits(mine[name], wanted[name]) for name in wanted)
+    assert all(e.stats()["between"] == 0 < e.stats()["sent"] for e in ours.exchanges)
+    assert not any(slot.state for e in ours.exchanges for slot in e.slots)
+
+
+def test_machines_of_different_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"TwoLevel: the machines have 3, 3, 1 ranks, but must"):
+        step(simulate(TwoLevel(TopK(0.1)), 7, local_size=3), NUMPY, several(7, 1)[0])
+    step(simulate(TopK(0.1), 7, local_size=3), NUMPY, several(7, 1)[0])  # nobody minds
+
+
+def test_places_and_groups() -> None:
+    machines = consecutive(6, 3)
+    assert machines == ((0, 1, 2), (3, 4, 5))
+    here = place(machines, 4, 6)
+    assert (here.near, here.far, here.local, here.machine) == ((3, 4, 5), (1, 4), 1, 1)
+    assert groups(machines) == [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5)]
+    assert groups(consecutive(4, 1)) == groups(consecutive(4, 4)) == []
+    scattered = place(((0, 2), (1, 3)), 3, 4)
+    assert (scattered.near, scattered.far) == ((1, 3), (2, 3))
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "two"])
+def test_the_variable_is_checked(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, word)
+    communicator = SimulatedCommunicator(Hub(2), 0, NUMPY.xp)
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}', but must be an integer"):
+        meet(communicator, as_policy(TwoLevel()))
+    meet(communicator, as_policy(TopK()))  # does not ask, so nobody is asked
+
+
+# ------------------------------------------------------------------------------------- the slices
+@pytest.mark.parametrize(
+    ("shape", "ranks", "wanted"),
+    [
+        ((24, 50), 2, (12, 50)),
+        ((25, 50), 4, (7, 50)),
+        ((16, 3, 3, 3), 2, (8, 27)),
+        ((3, 3, 3, 16), 3, (9, 16)),
+        ((13,), 4, (4,)),
+        ((1, 7), 2, (4,)),
+        ((), 2, (1,)),
+    ],
+)
+def test_slices(shape: tuple[int, ...], ranks: int, wanted: tuple[int, ...]) -> None:
+    assert slice_shape(shape, ranks) == wanted
+
+
+@pytest.mark.parametrize("inner", [PowerSGD(2), TopK(0.1), RandomK(0.2)], ids=repr)
+@pytest.mark.parametrize("shape", [(24, 50), (25, 50), (1, 1201)])
+def test_each_slice_is_exchanged_by_the_compressor(
+    inner: Compressor, shape: tuple[int, ...]
+) -> None:
+    """Two machines of three ranks: three exchanges between two, of a third of the tensor each."""
+    size, cut = int(np.prod(shape)), slice_shape(shape, 3)
+    ours, between = Ranks(TwoLevel(inner), 6), [Ranks(inner, 2) for _ in range(3)]
+    for gradients in normals(shape, 6, steps=4):
+        machines = [sum(gradients[i : i + 3][1:], gradients[i]) / np.float32(3) for i in (0, 3)]
+        filled = [np.resize(np.append(m, np.zeros(9999, "f")), (3, *cut)) for m in machines]
+        means = [peers.step([m[j] for m in filled])[0] for j, peers in enumerate(between)]
+        wanted = np.concatenate(means).reshape(-1)[:size].reshape(shape)
+        for mean in ours.step(gradients):
+            assert same_bits(mean, wanted)
+    for rank, state in enumerate(ours.states):
+        theirs = between[rank % 3].states[rank // 3]
+        assert state.keys() == theirs.keys()
+        assert all(same_bits(state[key], theirs[key]) for key in state)
+
+
+@dataclass(frozen=True)
+class Spy(Compressor):
+    """Asks for every kind of request, of all its ranks and of some."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        assert (info.size, info.machines) == (2, ())
+        mine = np.full(1, 10.0 + info.rank, "f")
+        assert float((yield Broadcast(mine, root=1))[0]) == 11
+        both, alone = yield Allgather(mine), Allreduce(mine, group=(info.rank,))
+        assert [float(x[0]) for x in both] == [10, 11]
+        assert float(alone[0]) == 10 + info.rank
+        return (yield Allreduce(grad)), state
+
+
+def test_requests_reach_the_ranks_of_the_same_place() -> None:
+    world = simulate(TwoLevel(Spy()), 6, local_size=3)
+    for gradients in several(6, 2):
+        means = step(world, NUMPY, gradients)
+        wanted = np.mean([mine["w"] for mine in gradients], 0)
+        assert means[0] is not None
+        np.testing.assert_allclose(means[0]["w"], wanted, atol=1e-6)
+
+
+def test_a_rank_holds_its_part_of_the_error() -> None:
+    world = simulate(TwoLevel(TopK(0.1)), 8, local_size=4)
+    step(world, NUMPY, several(8, 1)[0])
+    for exchange in world.exchanges:
+        sizes = [slot.state["error"].size for slot in exchange.slots if slot.bucket.compress]
+        assert sizes == [24 * 50 // 4, 40 * 30 // 4]
+
+
+def test_it_declares_what_the_compressor_declares() -> None:
+    @dataclass(frozen=True)
+    class Phased(Dense):
+        scope = "flat"
+        output = "update"
+
+        def variant(self, step: int) -> int:
+            return step // 10
+
+    ours = TwoLevel(Phased())
+    assert (ours.target, ours.output, ours.scope) == ("gradient", "update", "flat")
+    assert ours.variant(25) == 2 and ours.phases
+    assert not TwoLevel(TopK()).phases
+    assert as_policy(ours).by_machine and as_policy(ours).scope == "flat"
+    assert Accordion(low=Dense(), high=TwoLevel(PowerSGD(1))).by_machine
+    assert not Accordion(low=Dense(), high=PowerSGD(1)).by_machine
+
+
+def test_words() -> None:
+    assert parse("twolevel:powersgd:1") == TwoLevel(PowerSGD(1))
+    assert parse("twolevel:topk:ratio=0.1") == TwoLevel(TopK(0.1))
+    assert parse("twolevel:dense") == TwoLevel(Dense())
+    assert parse("TwoLevel(PowerSGD(1))") == TwoLevel(PowerSGD(1))
+
+
+# ------------------------------------------------------------------------------- errors of slices
+def debts(world: World, name: str) -> np.ndarray:
+    """The ranks' mean of all that bucket `name` still owes of its whole tensor."""
+    found = []
+    for exchange in world.exchanges:
+        (slot,) = [slot for slot in exchange.slots if slot.bucket.name == name]
+        residual, owed = slot.compressor.residual(slot.state), np.zeros(slot.bucket.shape)
+        if residual is not None:
+            whole = slot.compressor.whole(residual, slot.spec, exchange.info(slot))
+            owed += NUMPY.array(slot.spec.xp.reshape(whole, slot.bucket.shape))
+        if slot.owed is not None:
+            owed += NUMPY.array(slot.spec.xp.reshape(slot.owed, slot.bucket.shape))
+        found.append(owed)
+    return np.mean(found, 0)
+
+
+SWITCHES = [
+    (TwoLevel(PowerSGD(4)), TwoLevel(PowerSGD(1))),
+    (TwoLevel(Dense()), TwoLevel(TopK(0.1))),
+    (Dense(), TwoLevel(TopK(0.1))),
+    (TwoLevel(TopK(0.1)), PowerSGD(1)),
+    (TopK(0.1), TwoLevel(PowerSGD(1))),
+]
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize(("low", "high"), SWITCHES, ids=repr)
+def test_nothing_is_lost_at_a_switch(
+    low: Compressor, high: Compressor, framework: Framework
+) -> None:
+    world = simulate(Alternating(low, high, [2, 4, 5, 6]), 6, local_size=3)
+    total = {"w": np.zeros((24, 50)), "v": np.zeros((40, 30))}
+    for number, gradients in enumerate(several(6, 9)):
+        if number == 4:  # right after a switch
+            gradients[1]["v"][3, 3] = np.nan
+        means = step(world, framework, gradients)
+        for name in total:
+            if means[0] is not None:
+                total[name] += np.mean([g[name] for g in gradients], 0) - means[0][name]
+            difference = np.abs(total[name] - debts(world, name)).max()
+            assert difference <= 6e-5, f"{name} at step {number}"
+
+
+def test_powersgd_hands_over_its_factor() -> None:
+    world = simulate(
+        Alternating(TwoLevel(PowerSGD(4)), TwoLevel(PowerSGD(1)), [3]), 4, local_size=2
+    )
+    *before, last = several(4, 4)
+    for gradients in before:
+        step(world, NUMPY, gradients)
+    (exchange, *_) = world.exchanges
+    slot = exchange.slots[0]
+    kept = slot.state["q"].copy()
+    exchange.switch(slot, 1)
+    assert same_bits(slot.state["q"], kept[:1])
+
+
+@pytest.mark.parametrize("local_size", [1, 3, 6])
+def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
+    """An elastic job may find its ranks on other machines."""
+    world, total = simulate(TwoLevel(PowerSGD(1)), 6, local_size=2), np.zeros(SHAPE)
+    for number, gradients in enumerate(several(6, 6)):
+        if number == 3:
+            for exchange in world.exchanges:
+                exchange.communicator.machines = consecutive(6, local_size)
+        means = step(world, NUMPY, gradients)
+        assert means[0] is not None
+        total += np.mean([g["w"] for g in gradients], 0) - means[0]["w"]
+        np.testing.assert_allclose(total, debts(world, "w"), atol=2e-5)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+def save(folder: Path, world: World) -> None:
+    """What `save_state` writes, without the collectives around it."""
+    described = [checkpoint.describe(world.exchanges[0])]
+    manifest = {"format": checkpoint.FORMAT, "ranks": len(world.exchanges), "exchanges": described}
+    for exchange in world.exchanges:
+        checkpoint._write(folder, [exchange])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def load(folder: Path, compression: Any, ranks: int, local_size: int) -> World:
+    world = simulate(compression, ranks, local_size=local_size)
+    world._build(several(ranks, 1)[0][0])
+    for exchange in world.exchanges:
+        owner = SimpleNamespace(exchange=exchange, expect=lambda names: None)
+        checkpoint._read(folder, [owner])
+    return world
+
+
+@pytest.mark.parametrize("inner", [PowerSGD(1), TopK(0.1)], ids=repr)
+def test_resuming_on_the_same_machines_is_exact(inner: Compressor, tmp_path: Path) -> None:
+    world, steps = simulate(TwoLevel(inner), 4, local_size=2), several(4, 6)
+    for gradients in steps[:3]:
+        step(world, NUMPY, gradients)
+    save(tmp_path, world)
+    resumed = load(tmp_path, TwoLevel(inner), 4, 2)
+    for gradients in steps[3:]:
+        copied = [{k: g.copy() for k, g in mine.items()} for mine in gradients]
+        ours, wanted = step(resumed, NUMPY, copied)[0], step(world, NUMPY, gradients)[0]
+        assert ours is not None and wanted is not None
+        assert all(same_bits(ours[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("ranks", "local_size"), [(4, 1), (4, 4), (2, 1), (6, 3), (1, 1)])
+def test_resuming_on_others_keeps_what_is_owed(ranks: int, local_size: int, tmp_path: Path) -> None:
+    """The sum over ranks is kept, as for whole tensors, and paid with the next gradients."""
+    world = simulate(TwoLevel(PowerSGD(1)), 4, local_size=2)
+    for gradients in several(4, 3):
+        step(world, NUMPY, gradients)
+    total = 4 * debts(world, "w")
+    save(tmp_path, world)
+    resumed = load(tmp_path, TwoLevel(PowerSGD(1)), ranks, local_size)
+    gradients = several(ranks, 1, seed=5)[0]
+    given = np.mean([mine["w"] for mine in gradients], 0)
+    means = step(resumed, NUMPY, gradients)
+    assert means[0] is not None and np.abs(total).max() > 1
+    np.testing.assert_allclose(
+        means[0]["w"] + debts(resumed, "w"), given + total / ranks, atol=2e-5
+    )
