@@ -21,12 +21,12 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
 
-.PHONY: help setup demo test check bench bench-network doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
-		do printf '  make %-13s %s\n' "$$t" "$$d"; done
+		do printf '  make %-14s %s\n' "$$t" "$$d"; done
 
 setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
@@ -51,6 +51,10 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework torch --output $(NETBENCH)/torch.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/torch.json $(NETBENCH)/keras.json
+
+bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; 45 minutes)
+	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
+	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

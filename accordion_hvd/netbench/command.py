@@ -2,7 +2,8 @@
 
 netbench.py run [options] -- COMMAND   any Horovod command on limited links
 netbench.py bench [options]            ways to exchange gradients, side by side
-netbench.py report FILES [options]     a page and a picture of what `bench` has written
+netbench.py accuracy [options]         seconds to a test accuracy, side by side
+netbench.py report FILES [options]     a page and a picture of what these two have written
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accordion_hvd.experiment import results
-from accordion_hvd.netbench import bench, page, picture, sandbox
+from accordion_hvd.netbench import accuracy, accuracy_page, bench, page, picture, sandbox
 from accordion_hvd.netbench.launch import BACKENDS, Job
 from accordion_hvd.netbench.network import MOST_HOSTS, Network, parse_rate
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(options)
         if not sandbox.inside():
             raise SystemExit(sandbox.enter(arguments))
-        work = {"run": run, "bench": bench.run}[options.action]
+        work = {"run": run, "bench": bench.run, "accuracy": accuracy.run}[options.action]
         raise SystemExit(sandbox.run(lambda folder, tag: work(options, folder, tag)))
     except sandbox.Refusal as refusal:
         sandbox.stop(str(refusal))
@@ -48,17 +49,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     runs.add_argument("command", nargs="+", help="after --: the program and its arguments")
     benches = actions.add_parser("bench", help="ways to exchange gradients, side by side")
     bench.add_options(benches)
-    reports = actions.add_parser("report", help="a page and a picture of what bench has written")
-    reports.add_argument("files", nargs="+", help="results of bench, one a framework")
-    reports.add_argument("--output", default="docs", help="folder for performance.md and .png")
-    for one in (runs, benches):
+    trainings = actions.add_parser("accuracy", help="seconds to a test accuracy, side by side")
+    accuracy.add_options(trainings)
+    reports = actions.add_parser("report", help="a page and a picture of what was measured")
+    reports.add_argument("files", nargs="+", help="results of bench, one a framework, or accuracy")
+    reports.add_argument("--output", default="docs", help="folder for pages and pictures")
+    for one in (runs, benches, trainings):
         one.add_argument("--hosts", type=int, default=4)
         one.add_argument("--per-host", type=int, default=1, help="processes on each host")
     runs.add_argument(
         "--backend", choices=BACKENDS, default="gloo",
         help="Horovod's, or torch: no Horovod, but what torch.distributed wants to know",
     )  # fmt: skip
-    benches.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
+    for one in (benches, trainings):
+        one.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
     return parser.parse_args(arguments)
 
 
@@ -71,6 +75,8 @@ def check(options: argparse.Namespace) -> None:
     try:
         if options.action == "bench":
             bench.check(options)
+        elif options.action == "accuracy":
+            accuracy.check(options)
         else:
             parse_rate(options.rate)
     except ValueError as error:
@@ -84,6 +90,12 @@ def report(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise sandbox.Refusal(f"results cannot be read: {error}") from None
     folder = Path(options.output)
+    trained = [one for one in found if one.get("benchmark") == "accuracy"]
+    if trained and len(found) > 1:
+        raise sandbox.Refusal("results of accuracy make a page of their own; name one file.")
+    if trained:
+        print("page: {}   picture: {}".format(*accuracy_page.write(trained[0], folder)))
+        return 0
     folder.mkdir(parents=True, exist_ok=True)
     picture.draw(found, folder / "performance.png")
     (folder / "performance.md").write_text(page.write(found, "performance.png"))
