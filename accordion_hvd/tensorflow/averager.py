@@ -83,6 +83,7 @@ class Averager:
         self._traceable = True
         self._guarded = 0  # the step that the guard has looked at
         self._enlisted = False
+        self.kept: Any = None  # a callback's, from one fit to the next
 
     # -------------------------------------------------------------------------------- what it knows
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import tempfile
 import warnings
@@ -205,6 +206,30 @@ def check_accordion_switches_in_fit() -> None:
         assert (made.count > 1) == (way == "graph"), (way, made.count)
     assert found["graph"][: len(found["python"])] == found["python"], found
     assert found["graph"] == found["eager"], found
+
+
+def check_fitting_again_traces_nothing_anew() -> None:
+    """Each call of fit goes on with the train function of the last, unless something changed."""
+    model = make_model()
+    policy = Accordion(low=PowerSGD(4), high=TopK(0.02), window=6, interval=1, threshold=0.0)
+    opt = hvd.DistributedOptimizer(SGD(0.01), compression=policy)
+    model.compile(opt, loss="mse", jit_compile=False)
+    made, broadcast = CountTrainFunctions(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+
+    def train(times: int) -> None:
+        for _ in range(times):
+            model.fit(*data(), batch_size=16, verbose=0, callbacks=[broadcast, made])
+
+    train(5)  # two batches each; at threshold 0 all layers stay critical
+    assert made.count == 1, made.count
+    model.compile(opt, loss="mae", jit_compile=False)
+    train(2)
+    assert made.count == 2, made.count
+    policy.threshold = math.inf  # nothing is critical: other levels from the next window on
+    train(6)
+    assert made.count == 3, made.count
+    assert {r["compressor"] for r in policy.history[-2:]} == {"TopK(ratio=0.02)"}
+    assert_equal_ranks(model)
 
 
 def check_a_gate_tries_and_chooses() -> None:

@@ -55,6 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 refusals.turn_xla_off(self.model)
                 self.model.make_train_function()
             averager.managed = not self.model.run_eagerly and not averager.alone
+            self._take_up(averager)
             if self._ends_windows():
                 averager.policy.end_window()
         if self.model.built and self.model.optimizer.built:
@@ -93,7 +94,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         averager.check()
         averager.managed = False
         if averager.exchange.switching:
+            averager.kept = (*self._stamp(self._traced), self.model.train_function)
             self.model.train_function, self._traced = None, None
+
+    def _take_up(self, averager: Any) -> None:
+        """Train on with the function of the last `fit`, if nothing has changed since."""
+        *stamp, function = averager.kept or (None,)
+        averager.kept = None
+        if function is None or not averager.managed:
+            return
+        now = self._stamp(averager.exchange.version)
+        if all(old is new or old == new for old, new in zip(stamp, now, strict=True)):
+            self.model.train_function, self._traced = function, averager.exchange.version
+
+    def _stamp(self, version: int | None) -> tuple[Any, ...]:
+        """What a train function was made from: the exchange's levels, what `compile` was told."""
+        told = ("_compile_loss", "_compile_metrics")
+        return version, *(getattr(self.model, name, None) for name in told)
 
     def _catch_up(self, averager: Any) -> None:
         if averager._exchange is not None and averager._agreed:
