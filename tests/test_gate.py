@@ -236,3 +236,26 @@ def test_nothing_to_gate(compressor: Any) -> None:
         np.testing.assert_array_equal(means[0]["w"], x)  # type: ignore[index]
     served = world.exchanges[0].levels()["w"]
     assert served in (repr(compressor), "Dense()")
+
+
+def test_a_mixture_is_not_lossier_either(clocked: Callable[..., World]) -> None:
+    """What the policy wants dense stays dense while other tensors are told apart."""
+    world = clocked([1e-5, 1e-4, 1e-4, 5e-2, 5e-2, 5e-2], 0.02, 125e6)
+    world.names[NAMES[0]] = "Dense()"
+    costs = world.costs() | {NAMES[0]: Cost(1e-5, 1e6, 1e6)}
+    world.costs = lambda: costs  # type: ignore[method-assign]
+    seen = set()
+    for _ in range(90):
+        world.run(1)
+        seen.add(world.gate.assignment.get(NAMES[0], 0))
+    assert seen == {0}
+    assert world.served()[1:] == ["wanted"] * 2 + ["FP16()"] * 3
+
+
+def test_without_anything_to_compress_nothing_is_asked() -> None:
+    """A probe at each step would be worse than no gate."""
+    world = simulate(Fixed(TopK(0.1), gate="auto"), 2)
+    for _ in range(8):
+        world.step([{"b": np.ones(9, np.float32)} for _ in range(2)])
+        (exchange, _) = world.exchanges
+        assert not exchange.due(exchange.rates(0.0))

@@ -44,7 +44,7 @@ class Torch:
         self._nets, self._optimizers = {}, {}
         for way in ways:
             torch.manual_seed(1)
-            self._nets[way], self._optimizers[way] = _contestant(way, make())
+            self._nets[way], self._optimizers[way] = contestant(way, make())
         torch.manual_seed(100 + self.rank)
         self._batches = [batches(batch) for _ in range(BATCHES)]
         self._next = 0
@@ -91,7 +91,7 @@ class Torch:
         return found.hexdigest()
 
 
-def _contestant(way: str, net: Any) -> tuple[Any, Any]:
+def contestant(way: str, net: Any) -> tuple[Any, Any]:
     """(network, optimizer) that exchange gradients in this way."""
     if way.startswith(DDP):
         net = _ddp(way.removeprefix(DDP).strip(), net)

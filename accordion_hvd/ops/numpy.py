@@ -186,11 +186,13 @@ def expand(p: Array, q: Array, error: Array, like: Array) -> tuple[Array, Array]
     In one pass, the mean in the memory of `like`, where the framework allows it.
     """
     mean = transpose(p) @ q
+    _consume(like)
     return mean, subtract(error, mean)
 
 
 def emptied(x: Array) -> Array:
-    """Zeros, fp32, in the shape of `x`. Consumes `x`."""
+    """Zeros, fp32, in the shape of `x`. Consumes `x`, for good: after the first `yield` only."""
+    _consume(x)
     return np.zeros(x.shape, np.float32)
 
 

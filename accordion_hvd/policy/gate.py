@@ -86,7 +86,7 @@ class Gate:
         self.assignment: dict[str, int] = {}  # bucket -> 1 + number of the fallback that serves it
         self._way = ""  # under trial
         self._until = 0  # the step of the next decision
-        self._pattern: tuple[tuple[str, int], ...] = ()
+        self._pattern: tuple[tuple[str, int], ...] | None = None  # None: nothing decided yet
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
         self._times: list[float] = []
         self._last: tuple[int, float] | None = None
@@ -107,13 +107,13 @@ class Gate:
 
     def due(self, step: int, wanted: Mapping[str, int]) -> bool:
         """Whether to decide before exchange number `step`; equal on all ranks."""
-        if not self._pattern:
-            return step >= WARM
+        if self._pattern is None:
+            return bool(wanted) and step >= WARM
         return step >= self._until or tuple(wanted.items()) != self._pattern
 
     def probes(self, wanted: Mapping[str, int]) -> bool:
         """Whether a decision begins with a look at the link; equal on all ranks."""
-        return not self._pattern or (not self._way and tuple(wanted.items()) == self._pattern)
+        return self._pattern is None or (not self._way and tuple(wanted.items()) == self._pattern)
 
     @property
     def measuring(self) -> bool:
@@ -225,8 +225,8 @@ class Gate:
             if len(near) > 1 and len(trials.seconds[way]) < 2 and way != MIX:
                 return way
         if MIX not in trials.seconds:
-            trials.mix = self._mixture(trials)
-            if 0 < len(trials.mix) < len(trials.costs):
+            trials.mix = self._mixture(trials, names)
+            if trials.mix and trials.mix not in [self._assign(w, trials, names) for w in ways]:
                 return MIX
         return None
 
@@ -234,10 +234,10 @@ class Gate:
         """Seconds that a fallback's bytes take at least."""
         if way == WANTED or self.link is None:
             return 0.0
-        share = 0.5 if way == repr(FP16()) else 1.0
-        return share * sum(cost.dense for cost in trials.costs.values()) / self.link.bandwidth
+        dense = sum(cost.dense for cost in trials.costs.values())
+        return _share(way) * dense / self.link.bandwidth
 
-    def _mixture(self, trials: _Trials) -> dict[str, int]:
+    def _mixture(self, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
         """Buckets for which bytes cost less than what it takes to spare them -> their fallback."""
         fallback = min(
             (way for way in map(repr, self.fallbacks) if way in trials.seconds),
@@ -246,20 +246,18 @@ class Gate:
         )
         if fallback is None:
             return {}
-        price = self._price(fallback, trials)
-        number = 1 + [repr(c) for c in self.fallbacks].index(fallback)
-        share = 0.5 if fallback == repr(FP16()) else 1.0
+        price, costs = self._price(fallback, trials), trials.costs
         return {
             name: number
-            for name, cost in trials.costs.items()
-            if price * (share * cost.dense - cost.sent) < cost.seconds
+            for name, number in self._assign(fallback, trials, names).items()
+            if price * (_share(fallback) * costs[name].dense - costs[name].sent)
+            < costs[name].seconds
         }
 
     def _price(self, fallback: str, trials: _Trials) -> float:
         """Seconds that a byte costs in this job, overlap and all: from two ways' times."""
-        share = 0.5 if fallback == repr(FP16()) else 1.0
         costs = trials.costs.values()
-        spared = sum(share * cost.dense - cost.sent for cost in costs)
+        spared = sum(_share(fallback) * cost.dense - cost.sent for cost in costs)
         worked = sum(cost.seconds for cost in costs)
         saved = min(trials.seconds[fallback]) - min(trials.seconds[WANTED])
         return max(0.0, saved + worked) / spared if spared > 0 else 0.0
@@ -349,6 +347,11 @@ class Gate:
 def _loss(compressor: str) -> int:
     """How lossy a way is: a gate never makes it lossier than the policy wants."""
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, 2)
+
+
+def _share(way: str) -> float:
+    """The part of the dense bytes that a fallback sends."""
+    return 0.5 if _loss(way) else 1.0
 
 
 def as_gate(owner: Any, gate: Any) -> Gate | None:

@@ -8,6 +8,7 @@ import horovod.torch.elastic as _horovod
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
+from accordion_hvd import checkpoint
 from accordion_hvd.torch.functions import broadcast_optimizer_state
 
 
@@ -15,7 +16,10 @@ class TorchState(_horovod.TorchState):
     """Horovod's, except that synchronising an optimizer leaves the weights alone."""
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has."""
+        """Give every rank what rank 0 has; ranks that have just come know of no plan."""
+        for owner in checkpoint.owners():
+            if getattr(owner, "_exchange", None) is not None:
+                owner._exchange.forget_plan()
         plain = _state.broadcast_optimizer_state
         _state.broadcast_optimizer_state = broadcast_optimizer_state
         try:
