@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -170,7 +171,8 @@ class Exchange:
     def start(self, index: int, grad: Tensor) -> None:
         """Give unit `index` its gradients (as `pack` returns them), whose memory may be used."""
         assert self._step is not None
-        self._step.start(index, grad, lambda clean: self._open_talk(index, clean))
+        opening = functools.partial(self._open_talk, index)
+        self._step.start(index, grad, opening, self._checks(index))
 
     def finish(self) -> bool:
         """Wait for the end; False if a rank's gradient was not finite: all means are NaN then."""
@@ -272,6 +274,12 @@ class Exchange:
                 memory.seen, memory.unseen = memory.unseen, None
 
     # ------------------------------------------------------------------------------------- within
+    def _checks(self, index: int) -> bool:
+        """Whether the conversation finds non-finite gradients, and nothing is done before it."""
+        memory = self._memory[index]
+        first = memory.slots[0]
+        return first.compressor.checks and not memory.owes and not self._observes(first, "local")
+
     def _open_talk(self, index: int, grad: Tensor) -> Conversation:
         memory = self._memory[index]
         first = memory.slots[0]

@@ -138,11 +138,17 @@ class Slot:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that must be saved: "state/key", "parked/level/key", "owed" and "seen"."""
-        found = {f"state/{key}": value for key, value in (self.state or {}).items()}
+        found = {f"state/{key}": value for key, value in self._settled().items()}
         for level, state in self.parked.items():
             found |= {f"parked/{level}/{key}": value for key, value in state.items()}
         kept = {"owed": self.owed, "seen": self.seen}
         return found | {key: value for key, value in kept.items() if value is not None}
+
+    def _settled(self) -> State:
+        """The state, with what it owes in one tensor, as ranks' debts are added up."""
+        state = self.state or {}
+        residual = self.compressor.residual(state) if state else None
+        return state if residual is None else self.compressor.with_residual(state, residual)
 
     def load(self, level: int, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`."""
@@ -219,9 +225,14 @@ class Memory:
         else:
             self.slots[0].seen = seen
 
+    @property
+    def owes(self) -> bool:
+        """Whether earlier levels left something to add to this gradient."""
+        return any(slot.owed is not None for slot in self.slots)
+
     def owed(self) -> Tensor | None:
         """What earlier levels left to add to this gradient."""
-        if all(slot.owed is None for slot in self.slots):
+        if not self.owes:
             return None
         shaped = [
             None if s.owed is None else self._xp.reshape(s.owed, s.bucket.shape) for s in self.slots
