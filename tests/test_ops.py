@@ -57,8 +57,8 @@ INF = np.array([np.inf, -np.inf], np.float32)
 CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
 CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
-WIDE = RNG.standard_normal((300, 1024)).astype(np.float32)
-TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 1024)).astype(np.float32)
+WIDE = RNG.standard_normal((300, 2048)).astype(np.float32)
+TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.float32)
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -161,7 +162,7 @@ def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, 
     found = torch.empty_like(p)
     for rows in _blocks(error):
         fresh = grad[rows]
-        if not bool(torch.isfinite(fresh.sum())):
+        if not math.isfinite(fresh.sum().item()):
             _unproject(error[: rows.start], grad, p, q)
             return error, found.fill_(float("nan"))
         total = _minus(error[rows], p[:, rows], q).add_(fresh)
@@ -207,7 +208,7 @@ def _minus(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return error
 
 
-_BLOCK = 1 << 18  # elements that stay in a core's cache together with what is done to them
+_BLOCK = 1 << 19  # elements that stay in a core's cache together with what is done to them
 
 
 def _by_blocks(x: Tensor) -> bool:
@@ -335,7 +336,10 @@ def norm(x: Tensor) -> Tensor:
 
 def badness(x: Tensor) -> Tensor:
     """A vector with one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
-    return (~torch.isfinite(x.sum(dtype=torch.float32))).float().reshape(1)
+    total = x.sum(dtype=torch.float32)
+    if x.device.type == "cpu":  # a tenth of the time that small tensors' operations take
+        return torch.tensor([0.0 if math.isfinite(total.item()) else 1.0])
+    return (~torch.isfinite(total)).float().reshape(1)
 
 
 def without_bad(x: Tensor, bad: Tensor) -> Tensor:
