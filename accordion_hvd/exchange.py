@@ -54,6 +54,7 @@ class Exchange:
         self.keep_buffers = False  # if nobody looks at a step's means when the next one begins
         self.traffic = Traffic()
         self.dense_bytes = 0.0
+        self._each_step = 0.0  # bytes of all tensors
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self.slots: list[Slot] = []
         self.tensors: list[TensorInfo] = []
@@ -86,6 +87,7 @@ class Exchange:
             device = tensors[bucket.members[0]].kind or None
             spec = Spec(bucket.shape, bucket.dtype, self.xp, device)
             self.slots.append(Slot(replace(bucket, members=moved), levels, spec, level))
+        self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
 
     @property
@@ -340,13 +342,10 @@ class Exchange:
 
     def _count(self, step: Step) -> None:
         self.traffic.add(step.traffic)
-        self.dense_bytes += self._dense()
+        self.dense_bytes += self._each_step
         for key, value in step.seconds.items():
             self.seconds[key] += value
         self.steps += 1
-
-    def _dense(self) -> float:
-        return sum(dense_bytes(slot.bucket) for slot in self.slots)
 
     # ---------------------------------------------------------------------------------- decisions
     def due(self, rates: Mapping[str, float]) -> bool:

@@ -180,6 +180,9 @@ class Memory:
 
     def open(self, info: Info, observe: bool) -> None:
         """Make what is missing; bring together what is not."""
+        if self._together() and not any(level.by_machine for level in self.slots[0].levels):
+            if self.seen is not None or not observe:
+                return
         for slot in self.slots:
             slot.prepare(replace(info, name=slot.bucket.name) if self.stacked else info)
         if self.stacked:
@@ -187,10 +190,12 @@ class Memory:
         elif observe and self.slots[0].seen is None:
             self.slots[0].seen = self.slots[0].spec.zeros(self.slots[0].bucket.shape)
 
-    def _gather(self, observe: bool) -> None:
+    def _together(self) -> bool:
         stack = self._stack
-        together = stack is not None and all(slot.within(stack) for slot in self.slots)
-        if together and (stack.seen is not None or not observe):  # type: ignore[union-attr]
+        return stack is not None and all(slot.within(stack) for slot in self.slots)
+
+    def _gather(self, observe: bool) -> None:
+        if self._together() and (self.seen is not None or not observe):
             return
         states = [slot.state or {} for slot in self.slots]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
@@ -247,6 +252,8 @@ class Memory:
             self.slots[0].state = state
             return
         self._stack.state = state
+        if self._together():
+            return
         place = 0
         for slot in self.slots:
             slot.join(self._stack, place)
