@@ -105,6 +105,20 @@ def test_only_some_tensors(clocked: Callable[..., World]) -> None:
     assert world.seconds(world.served()) < min(map(world.seconds, PURE))
 
 
+def test_a_restart_judges_anew(clocked: Callable[..., World]) -> None:
+    world = clocked([1e-3] * 6, 0.02, 1e11)
+    assert not world.gate.settled
+    world.run(90)
+    assert world.gate.settled and world.served() == ["Dense()"] * 6
+    world.bandwidth = 1e6
+    world.gate.restart()
+    assert not world.gate.settled
+    world.run(9)
+    assert not world.gate.settled  # trials are under way
+    world.run(60)
+    assert world.gate.settled and world.served() == ["wanted"] * 6
+
+
 def test_a_fast_link_gets_dense(clocked: Callable[..., World]) -> None:
     world = clocked([1e-3] * 6, 0.02, 1e11, noise=0.02)
     world.run(90)

@@ -18,6 +18,7 @@ from accordion_hvd.netbench.picture import words
 STYLES = {
     STOCK: ("#000000", "-"),
     f"{STOCK} fp16": ("#7f7f7f", "-"),
+    DDP: ("#000000", "--"),
     f"{DDP} powersgd:4": ("#E69F00", "-"),
     f"{DDP} powersgd:1": ("#E69F00", "--"),
     f"{OURS}fp16": ("#56B4E9", "-"),
@@ -83,8 +84,8 @@ def _percent(value: float) -> str:
 
 
 HEAD = [
-    "way", "reached", "s to target", "times Horovod", f"times {HOOK}", "steps to target",
-    "ms/step", "MB sent", "accuracy at the end (%)",
+    "way", "reached", "s to target", "times Horovod", f"times {DDP}", f"times {HOOK}",
+    "steps to target", "ms/step", "MB sent", "accuracy at the end (%)",
 ]  # fmt: skip
 
 
@@ -108,6 +109,7 @@ def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
                 f"{len(there)} of {len(mine)}",
                 spread([seconds for seconds, _ in there]) if usual else never,
                 spread(ratios(found, place, way, STOCK)),
+                spread(ratios(found, place, way, DDP)),
                 spread(ratios(found, place, way, HOOK)),
                 spread([steps for _, steps in there], lambda steps: f"{steps:.0f}"),
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
@@ -195,7 +197,8 @@ def write(found: Row, folder: Path) -> list[Path]:
     parts = [
         INTRODUCTION, page.machine(found), noise(found),
         f"Medians over {seeds} seed(s), with the range in brackets. *times Horovod*: how many "
-        f"times as fast as `{STOCK}` the way is at the target, within a seed; likewise `{HOOK}`.",
+        f"times as fast as `{STOCK}` the way is at the target, within a seed; likewise `{DDP}` and "
+        f"`{HOOK}`.",
         "![test accuracy over training seconds](accuracy.png)",
         *(section(found, place) for place in places(found)),
         METHOD,
@@ -229,8 +232,8 @@ METHOD = f"""
 - **MB sent** are counted at the interface of the busiest host, until the end.
 - **Turns.** All ways train with the first seed, then all with the second, and so on, each time
   beginning with another one.
-- `{STOCK}` is Horovod's own optimizer; `{DDP}` is PyTorch's DistributedDataParallel over Gloo with
-  its PowerSGD hook, in one bucket and compressing from step 2; `ours` is this package.
+- `{STOCK}` is Horovod's own optimizer; `{DDP}` is PyTorch's DistributedDataParallel over Gloo,
+  with its PowerSGD hook in one bucket and compressing from step 2; `ours` is this package.
 - `{ADAPTIVE}` is Accordion between PowerSGD(4) and PowerSGD(1), its default threshold, and checks
   every {INTERVAL} windows, which are shorter than epochs since trainings are short.
   `{GATED}` is the same with `gate="auto"`.

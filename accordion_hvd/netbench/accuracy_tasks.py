@@ -16,7 +16,7 @@ INTERVAL = 2
 """Windows between Accordion's checks."""
 
 WAYS = (
-    STOCK, STOCK + FP16, f"{DDP} powersgd:4", f"{DDP} powersgd:1",
+    STOCK, STOCK + FP16, DDP, f"{DDP} powersgd:4", f"{DDP} powersgd:1",
     OURS + "fp16", OURS + "powersgd:4", OURS + "topk:0.01", ADAPTIVE, GATED,
 )  # fmt: skip
 HOOK = f"{DDP} powersgd:4"

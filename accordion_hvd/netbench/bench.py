@@ -23,6 +23,9 @@ WARM_UP = 12
 """Steps of each way before anything is measured, on unlimited links: Accordion checks again after
 10 windows, and windows end with each of these steps."""
 
+VERDICT = 200
+"""Steps after which a gate must have judged a link."""
+
 LEAST, MOST = 2, 20
 """Steps in a turn: as many as fit into `--turn` seconds, within these bounds."""
 
@@ -155,6 +158,8 @@ def measure(
             first = (repetition * len(options.rates) + place) * 5 % len(ways)
             for way in ways[first:] + ways[:first]:
                 row = {"way": way, "rate": rate, "repetition": repetition}
+                if contestants.gated(way):
+                    row["verdict"] = settle(groups[way], way)
                 row |= turn(network, groups[way], way, options.turn)
                 say(
                     f"{repetition + 1}/{options.repetitions} {rate:>8} {way:<32} "
@@ -162,6 +167,14 @@ def measure(
                     f"{max(row['cpu_ms']):7.1f} ms CPU  {row['foreign']:5.2f} cores elsewhere"
                 )
                 yield row
+
+
+def settle(group: Group, way: str) -> str:
+    """Let a gate judge the link anew, as it would have in a job that began on it."""
+    with running(group):
+        verdict = group.ask("settle", way, VERDICT)[0]
+    say(verdict)
+    return verdict
 
 
 def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:

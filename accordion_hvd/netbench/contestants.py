@@ -22,13 +22,17 @@ STEADY = "Accordion(low=PowerSGD(4), high=PowerSGD(1), threshold=1e9)"
 """What `ours accordion` means. Its threshold is never reached, so that it stays at the high level
 once it has left its critical start."""
 
+GATED = "gate"
+CAUTIOUS = "Fixed(PowerSGD(1), gate='auto')"
+"""What `ours gate` means."""
+
 GROUPED, SILENT = "grouped allreduce in the graph", "Horovod (averages nothing)"
 _OURS = ("dense", "fp16", "powersgd:1", "powersgd:2", "powersgd:4", "topk:0.01", "topk:0.001")
 WAYS = {
     "torch": (
         COMPUTE, STOCK, STOCK + FP16, DDP, DDP + FP16,
         *(f"{DDP} powersgd:{rank}" for rank in (1, 2, 4)),
-        *(OURS + word for word in (*_OURS, ACCORDION)),
+        *(OURS + word for word in (*_OURS, ACCORDION, GATED)),
     ),
     "keras": (
         COMPUTE, SILENT, GROUPED,
@@ -52,7 +56,12 @@ def compression(way: str) -> Any:
         ValueError: its word is not understood.
     """
     word = way.removeprefix(OURS)
-    return parse(STEADY if word == ACCORDION else word)
+    return parse({ACCORDION: STEADY, GATED: CAUTIOUS}.get(word, word))
+
+
+def gated(way: str) -> bool:
+    """Whether a gate decides what it exchanges."""
+    return way.startswith(OURS) and getattr(compression(way), "gate", None) is not None
 
 
 def adapts(way: str) -> bool:

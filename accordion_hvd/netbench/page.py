@@ -10,8 +10,10 @@ from accordion_hvd.experiment.results import Row
 from accordion_hvd.netbench import tables
 from accordion_hvd.netbench.contestants import (
     ACCORDION,
+    CAUTIOUS,
     COMPUTE,
     DDP,
+    GATED,
     GROUPED,
     OURS,
     SILENT,
@@ -68,6 +70,8 @@ METHOD = f"""
 - `{OURS}{ACCORDION}` is `{STEADY}`
   outside critical regimes, where every layer is at its high level: to be compared with
   `{OURS}powersgd:1`.
+- `{OURS}{GATED}` is `{CAUTIOUS}`. Before each of its turns the gate
+  judges the link anew; what it says is under the table, and the trials are not part of the times.
 - Speed says nothing about accuracy: what a compression does to that is another question.
 """
 
@@ -114,7 +118,15 @@ def section(found: Row) -> str:
         goodput = found["bandwidth"][rate] * 8 / 1e6
         parts.append(f"### {words(rate)}\n\nTCP goodput {goodput:.0f} Mbit/s.")
         parts.append(as_markdown(tables.table(found, rate)))
+        parts += verdicts(found, rate)
     return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+def verdicts(found: Row, rate: str) -> list[str]:
+    """What gates said of a rate, each line once."""
+    turns = [turn for turn in found["turns"] if turn["rate"] == rate]
+    said = dict.fromkeys(turn["verdict"] for turn in turns if "verdict" in turn)
+    return ["\n".join(f"- {line}" for line in said)] if said else []
 
 
 def pairs(framework: str, ways: Sequence[str]) -> list[tuple[str, str]]:
@@ -128,6 +140,7 @@ def pairs(framework: str, ways: Sequence[str]) -> list[tuple[str, str]]:
         f"{OURS}{word}": [f"{DDP} {word}"] for word in ("powersgd:1", "powersgd:2", "powersgd:4")
     }
     peers[OURS + ACCORDION] = [f"{OURS}powersgd:1", f"{DDP} powersgd:1"]
+    peers[OURS + GATED] = [f"{OURS}{word}" for word in ("dense", "fp16", "powersgd:1")]
     return found + [(way, peer) for way in ours for peer in peers.get(way, [])]
 
 

@@ -83,6 +83,24 @@ class Torch:
         if contestants.adapts(way):
             contestants.check_level(way, optimizer.exchange.policy.current)
 
+    def settle(self, way: str, count: int) -> str:
+        """Let the way's gate judge the link as it is now; its verdict.
+
+        Args:
+            way: its name.
+            count: steps after which it must have done so.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        gate = self._optimizers[way].exchange.policy.gate
+        gate.restart()
+        for _ in range(count):
+            self.steps(way, 1)
+            if gate.settled:
+                return gate.verdict
+        raise RuntimeError(f"the gate of {way!r} has given no verdict after {count} steps.")
+
     def digest(self, way: str) -> str:
         """The same on two ranks if their weights are, bit by bit."""
         found = hashlib.sha256()

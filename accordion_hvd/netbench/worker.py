@@ -18,7 +18,7 @@ SOCKET = "NETBENCH_SOCKET"
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Serve requests `(method, way, steps)` until the rig hangs up: warm, steps or digest.
+    """Serve requests `(method, way, steps)` until the rig hangs up: warm, settle, steps or digest.
 
     Before the first of some steps all workers wait for each other, so that none is measured while
     others still prepare.
@@ -49,7 +49,9 @@ def _answer(held: Any, method: str, way: str, count: int, rig: Any) -> Any:
 
     if method == "steps":
         return held.steps(way, count, together)
-    return held.warm(way, count) if method == "warm" else held.digest(way)
+    if method == "digest":
+        return held.digest(way)
+    return getattr(held, method)(way, count)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,16 @@ class Gate:
         return self._pattern is None or (not self._way and tuple(wanted.items()) == self._pattern)
 
     @property
+    def settled(self) -> bool:
+        """Whether a verdict was given and nothing is under trial; equal on all ranks."""
+        return self._pattern is not None and not self._way
+
+    def restart(self) -> None:
+        """Try everything anew from the next step on; to be called on all ranks together."""
+        self._known.clear()
+        self._pattern, self._way, self.link = None, "", None
+
+    @property
     def measuring(self) -> bool:
         """Whether the present step's costs are wanted."""
         return self._way == WANTED
