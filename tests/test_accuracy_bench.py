@@ -69,15 +69,16 @@ def test_ratios_are_formed_within_a_seed_that_reached_it() -> None:
 
 def test_table() -> None:
     head, plain, hook, slow = accuracy_page.table(made(), PLACE)
-    assert head[3:5] == ["times Horovod", f"times {HOOK}"]
-    assert plain[:5] == [
+    assert head[3:6] == ["times Horovod", "times DDP", f"times {HOOK}"]
+    assert plain[:6] == [
         "Horovod",
         "2 of 2",
         "360 (240-480)",
         "1.00 (1.00-1.00)",
+        "-",
         "0.50 (0.50-0.50)",
     ]
-    assert hook[5:] == ["30 (30-30)", "6000 (4000-8000)", "30.0 (30.0-30.0)", "98.0 (98.0-98.0)"]
+    assert hook[6:] == ["30 (30-30)", "6000 (4000-8000)", "30.0 (30.0-30.0)", "98.0 (98.0-98.0)"]
     assert slow[1:4] == ["1 of 2", "not in 30 steps, best 98.0%", "4.00"]
 
 

@@ -113,7 +113,7 @@ def test_a_restart_judges_anew(clocked: Callable[..., World]) -> None:
     world.bandwidth = 1e6
     world.gate.restart()
     assert not world.gate.settled
-    world.run(9)
+    world.run(3)
     assert not world.gate.settled  # trials are under way
     world.run(60)
     assert world.gate.settled and world.served() == ["wanted"] * 6
