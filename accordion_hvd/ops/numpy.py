@@ -332,7 +332,7 @@ def checksum(x: Array) -> Array:
 
 
 def pack_bits(codes: Array, bits: int) -> Array:
-    """Codes (uint8, below 2^bits, 1 to 8 bits) as few bytes; see `accordion_hvd.ops.quantization`."""
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
     return quantization.pack(codes.reshape(-1), bits)
 
 

@@ -7,13 +7,16 @@ Nothing here waits for a GPU. The results are those of the CPU, but for the orde
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from accordion_hvd.ops import quantization, random
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
+Table: TypeAlias = Callable[[], np.ndarray]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -115,7 +118,7 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
     bits = unpack(packed, 1, x.numel()).view(x.shape).bool()
     means = []
     for chosen in (~bits, bits):
-        total = torch.where(chosen, x, torch.zeros((), device=x.device)).sum(-2, dtype=torch.float64)
+        total = x.masked_fill(~chosen, 0).sum(-2, dtype=torch.float64)
         means.append(total / chosen.sum(-2).clamp_min(1))
     return torch.stack(means, -2).float()
 
@@ -156,7 +159,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % width)).view(-1, width)
 
 
-def _noise(source: object, x: Tensor, seed: int) -> Tensor:
+def _noise(source: Table, x: Tensor, seed: int) -> Tensor:
     """Each element's number from a table."""
     from accordion_hvd.ops import torch as xp
 
@@ -167,6 +170,8 @@ def _noise(source: object, x: Tensor, seed: int) -> Tensor:
 
 
 @functools.cache
-def _table(source: object, device: torch.device) -> Tensor:
-    values = source()  # type: ignore[operator]
-    return torch.from_numpy(values if values.dtype.kind == "f" else values.astype("int64")).to(device)
+def _table(source: Table, device: torch.device) -> Tensor:
+    values = source()
+    if values.dtype == np.uint32:
+        values = values.astype(np.int64)
+    return torch.from_numpy(values).to(device)

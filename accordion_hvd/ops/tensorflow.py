@@ -309,7 +309,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, below 2^bits, 1 to 8 bits) as few bytes; see `accordion_hvd.ops.quantization`."""
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
     size = quantization.packed_length(_size(codes), bits)
     return _on_host(lambda x: quantization.pack(x, bits), [_flat(codes)], tf.uint8, (size,))
 

@@ -368,7 +368,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, below 2^bits, 1 to 8 bits) as few bytes; see `accordion_hvd.ops.quantization`."""
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
     if codes.device.type == "cpu":
         return torch.from_numpy(quantization.pack(codes.reshape(-1).numpy(), bits))
     return anywhere.pack(codes.reshape(-1), bits)
