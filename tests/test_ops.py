@@ -132,6 +132,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("sum_columns", ([BITS[:11]], [CUBE[:, :2].copy()], CUBE), 0),
     ("subtract_columns", (CUBE, BITS[:11], CUBE[:, :2].copy()), 0),
     ("blend", (X, Y, 0.9), 1e-6),
+    ("clip", (X, np.float32([0.7])), 0),
     ("orthogonalize", (CUBE,), 1e-5),
     ("orthogonalize", (X,), 1e-5),
     ("orthogonalize", (X[:1],), 1e-5),

@@ -50,8 +50,14 @@ class TernGrad(Compressor):
         """The scaler; slices of codes to those who add them; the sums to all."""
         xp, ranks = namespace(grad), info.size
         size = math.prod(xp.shape(grad))
-        values = self._clipped(xp.cast(xp.reshape(grad, (-1,)), "float32"))
-        scale = yield Allreduce(xp.bucket_norms(values, size, "max"), op="max")
+        values = xp.cast(xp.reshape(grad, (-1,)), "float32")
+        largest = xp.bucket_norms(values, size, "max")
+        if self.clip is not None:
+            limit = xp.bucket_norms(values, size, "l2") * (self.clip / math.sqrt(size))
+            largest = xp.minimum(largest, limit)
+        scale = yield Allreduce(largest, op="max")
+        if self.clip is not None:
+            values = xp.clip(values, limit)
         seed = random.key("terngrad", info.name, info.step, info.rank)
         codes = xp.quantize(values, scale, size, 2, seed)  # 0, 1, 2: four a byte
         part = -(-size // (8 * ranks)) * 8  # elements of a slice
@@ -60,15 +66,6 @@ class TernGrad(Compressor):
         theirs = yield Alltoall(xp.reshape(padded, (ranks, part // 4)))
         sums = yield Allgather(_packed_sum(theirs, part))
         return _mean(sums, part, scale, grad), state
-
-    def _clipped(self, x: Tensor) -> Tensor:
-        """The vector `x` within `clip` times its root mean square."""
-        if self.clip is None:
-            return x
-        xp = namespace(x)
-        size = xp.shape(x)[0]
-        limit = xp.bucket_norms(x, size, "l2") * (self.clip / math.sqrt(size))
-        return xp.maximum(xp.minimum(x, limit), -limit)
 
 
 def _bits(ranks: int) -> int:

@@ -380,7 +380,7 @@ def subtract_quantized(
     total: Array, packed: Array, steps: Array, bucket: int, bits: int, middle: float
 ) -> Array:
     """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
-    out = _consume(total)
+    out = np.ascontiguousarray(_consume(total))
     quantization.subtract_quantized(out.reshape(-1), packed, steps, bucket, bits, middle)
     return out
 
@@ -425,7 +425,7 @@ def sum_columns(parts: Sequence[Array], means: Sequence[Array], like: Array) -> 
 
 def subtract_columns(total: Array, packed: Array, means: Array) -> Array:
     """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
-    out = _consume(total)
+    out = np.ascontiguousarray(_consume(total))
     quantization.subtract_columns(out, packed, means)
     return out
 
@@ -436,6 +436,12 @@ def blend(a: Array, b: Array, decay: float) -> Array:
         journal.record(lambda: np.divide(np.subtract(a, b, out=a), a.dtype.type(decay), out=a))
     out = _consume(a)
     return np.add(np.multiply(out, a.dtype.type(decay), out=out), b, out=out)
+
+
+def clip(x: Array, limit: Array) -> Array:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    out = _consume(x)
+    return np.clip(out, -limit, limit, out=out)
 
 
 def _flat(x: Array) -> Array:

@@ -196,11 +196,12 @@ def subtract_quantized(
     total: np.ndarray, packed: np.ndarray, steps: np.ndarray, bucket: int, bits: int, middle: float
 ) -> None:
     """Subtract what `packed` (from `quantize`) stands for, in place."""
-    for start, block in _blocks(total):
-        values = _scratch.values[: block.size]
-        _values_of(packed, bits, middle, start, values, total.size)
-        np.multiply(values, _spread(steps, bucket, start, block.size), out=values)
-        np.subtract(block, values, out=block)
+    with np.errstate(all="ignore"):
+        for start, block in _blocks(total):
+            values = _scratch.values[: block.size]
+            _values_of(packed, bits, middle, start, values, total.size)
+            np.multiply(values, _spread(steps, bucket, start, block.size), out=values)
+            np.subtract(block, values, out=block)
 
 
 def _values_of(
@@ -308,7 +309,7 @@ def pack_signs(x: np.ndarray, turn: int | None) -> np.ndarray:
 def _bounds(turn: int) -> np.ndarray:
     """What is compared with: of alternating sign, so that zeros are."""
     signs = (-1.0, 1.0) if turn == 0 else (1.0, -1.0)
-    return np.tile(np.float32(signs) * np.float32(SMALLEST), BLOCK // 2)
+    return np.tile(np.array(signs, np.float32) * np.float32(SMALLEST), BLOCK // 2)
 
 
 # ---------------------------------------------------------------------------------- powers of two

@@ -436,6 +436,11 @@ def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
     return a * tf.constant(decay, a.dtype) + tf.cast(b, a.dtype)
 
 
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element)."""
+    return tf.maximum(tf.minimum(x, limit), -limit)
+
+
 def _on_host(
     function: Callable[..., np.ndarray],
     given: Sequence[Tensor],

@@ -418,6 +418,7 @@ def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
     """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
+    total = total.contiguous()
     if total.device.type == "cpu":
         given = packed.numpy(), steps.numpy()
         quantization.subtract_quantized(total.view(-1).numpy(), *given, bucket, bits, middle)
@@ -470,6 +471,7 @@ def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
     """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
+    total = total.contiguous()
     if total.device.type == "cpu":
         quantization.subtract_columns(total.numpy(), packed.numpy(), means.numpy())
     else:
@@ -481,6 +483,11 @@ def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
     """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
     journal.record(lambda: a.sub_(b).div_(decay))
     return a.mul_(decay).add_(b)
+
+
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    return x.detach().clamp_(-limit, limit)
 
 
 def _flat(x: Tensor) -> Tensor:
