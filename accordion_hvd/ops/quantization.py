@@ -62,7 +62,7 @@ def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def _pack_block(codes: np.ndarray, bits: int, packed: np.ndarray, start: int, count: int) -> None:
-    """Pack the codes at `start` of `count` to their place; may write into `codes`."""
+    """Pack the codes at `start` of `count` to their place."""
     offset, rest = 0, bits
     for width in sections(bits):
         rest -= width
