@@ -17,10 +17,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def integer(owner: Any, name: str, value: Any, *, least: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`."""
-    if not is_integer(value) or value < least:
-        refuse(owner, name, value, f"an integer of at least {least}")
+def integer(owner: Any, name: str, value: Any, *, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least` (and at most `most`)."""
+    if not is_integer(value) or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        refuse(owner, name, value, f"an integer {allowed}")
 
 
 def ratio(owner: Any, name: str, value: Any) -> None:

@@ -6,16 +6,35 @@ A new algorithm is one row here; `laws.py` and `test_compressors.py` do the rest
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from frameworks import local_size
+import numpy as np
+from frameworks import exact_mean, local_size
 
-from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK, TwoLevel
+from accordion_hvd import (
+    BF16,
+    FP16,
+    QSGD,
+    Compressor,
+    Dense,
+    EFSignSGD,
+    Int8,
+    Natural,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    TernGrad,
+    TopK,
+    TwoLevel,
+)
 from accordion_hvd.ops import indices
 
 Shape = tuple[int, ...]
 Rounds = list[tuple[str, int]]
+Gradients = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,9 @@ class Case:
         bitwise: all frameworks give the same bits (else: the same to `close`).
         close: relative to the largest magnitude, how near frameworks are to NumPy.
         guarded: whether a flag for non-finite gradients travels along.
+        unbiased: the mean over many steps of one gradient is exact, up to the sampling error.
+        discrete: an ulp may change which element is chosen, or which way it is rounded.
+        wanted: what the result is near, given the ranks' gradients and the step; their mean.
     """
 
     compressor: Compressor
@@ -43,6 +65,9 @@ class Case:
     bitwise: bool = True
     close: float = 0.0
     guarded: bool = True
+    unbiased: bool = False
+    discrete: bool = False
+    wanted: Callable[[Gradients, int], np.ndarray] = lambda gradients, step: exact_mean(gradients)
 
     @property
     def name(self) -> str:
@@ -51,6 +76,16 @@ class Case:
     def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
         """The rounds, and how many ranks take part in each."""
         return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
+
+
+@dataclass(frozen=True)
+class Sliced(Case):
+    """One whose bytes depend on the number of ranks, each of which serves a slice."""
+
+    slices: Callable[[Shape, int], Rounds] = field(kw_only=True)
+
+    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+        return [(kind, size, ranks) for kind, size in self.slices(shape, ranks)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +128,7 @@ def topk(ratio: float, wire: str = "float32") -> Case:
         value = {"float32": 4, "float16": 2}[wire]
         return [("allgather", value * kept + indices.packed_length(kept, math.prod(shape)))]
 
-    return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0))
+    return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0), discrete=True)
 
 
 def randomk(ratio: float) -> Case:
@@ -101,6 +136,59 @@ def randomk(ratio: float) -> Case:
         return [("allreduce", 4 * max(1, int(ratio * math.prod(shape))))]
 
     return Case(RandomK(ratio), rounds, feedback=True, full=RandomK(1.0))
+
+
+def coded(shape: Shape, bits: int) -> int:
+    """Bytes of packed codes: sections of 8, 4, 2 and 1 bits."""
+    return sum(-(-math.prod(shape) * width // 8) for width in (8, 4, 2, 1) if bits & width)
+
+
+def gathered(compressor: Compressor, size: Callable[[Shape], int], **claims: Any) -> Case:
+    return Case(compressor, lambda shape, itemsize: [("allgather", size(shape))], **claims)
+
+
+def qsgd(bits: int, bucket: int = 512, norm: str = "max") -> Case:
+    def size(shape: Shape) -> int:
+        return coded(shape, bits) + 4 * -(-math.prod(shape) // bucket)
+
+    levels = 2 ** (bits - 1) - 1 or 0.5
+    loss = (bucket**0.5 if norm == "l2" else 1) / levels
+    method = QSGD(bits, bucket, norm)
+    return gathered(method, size, loss=1.001 * loss, unbiased=True, guarded=False)
+
+
+def terngrad(clip: float | None) -> Case:
+    def slices(shape: Shape, ranks: int) -> Rounds:
+        part = 8 * -(-math.prod(shape) // (8 * ranks))
+        sums = coded((part,), (2 * ranks).bit_length())
+        return [("allreduce", 4), ("alltoall", ranks * part // 4), ("allgather", sums)]
+
+    claims = {"loss": 1.001, "unbiased": clip is None}
+    return Sliced(TernGrad(clip), lambda *_: [], slices=slices, **claims)
+
+
+def majority_of(gradients: Gradients, step: int) -> np.ndarray:
+    """The sign that most have; zeros and ties: every other position, the others the next step."""
+    place = np.arange(gradients[0].size).reshape(gradients[0].shape)
+    zero = np.where((place + step) % 2 == 0, 1, -1)
+    votes = sum(np.where(g > 0, 1, np.where(g < 0, -1, zero)) for g in gradients)
+    return np.where(votes == 0, zero, np.sign(votes)).astype(np.float64)
+
+
+def signsgd() -> Case:
+    def slices(shape: Shape, ranks: int) -> Rounds:
+        width = -(-coded(shape, 1) // ranks)
+        return [("alltoall", ranks * width), ("allgather", width)]
+
+    return Sliced(SignSGD(), lambda *_: [], slices=slices, wanted=majority_of, discrete=True)
+
+
+def onebit_size(shape: Shape) -> int:
+    return coded(shape, 1) + 8 * matrix(shape)[1]
+
+
+def int8_size(shape: Shape) -> int:
+    return coded(shape, 8) + 4 * -(-math.prod(shape) // 256)
 
 
 def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
@@ -129,9 +217,22 @@ CASES = [
     randomk(0.01),
     powersgd(1),
     powersgd(4),
+    qsgd(4),
+    qsgd(8, bucket=100),
+    qsgd(3, bucket=7),
+    qsgd(1),
+    qsgd(4, bucket=64, norm="l2"),
+    terngrad(2.5),
+    terngrad(None),
+    gathered(Natural(), lambda s: coded(s, 9), loss=1.0, unbiased=True, guarded=False),
+    gathered(Int8(), int8_size, feedback=True, discrete=True),
+    signsgd(),
+    gathered(EFSignSGD(), lambda s: coded(s, 1) + 4, feedback=True, discrete=True),
+    gathered(OneBit(), onebit_size, feedback=True, discrete=True),
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
     two_level(powersgd(1)),
+    two_level(gathered(Int8(), int8_size, feedback=True, discrete=True)),
 ]
 """Every law of `laws.py` is checked for every row."""
 
@@ -143,6 +244,12 @@ REFUSED = [
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
+    *[(QSGD, "bits", bad) for bad in (0, 9, -1, 2.5, math.nan, "a", True, None)],
+    *[(QSGD, "bucket", bad) for bad in (0, -512, 1.5, math.inf, "a", True, None)],
+    *[(QSGD, "norm", bad) for bad in ("l1", 2, None)],
+    *[(TernGrad, "clip", bad) for bad in (0, -2.5, math.nan, math.inf, "a", True)],
+    *[(Int8, "block", bad) for bad in (0, -1, 2.5, math.nan, "a", True, None)],
+    *[(SignSGD, "momentum", bad) for bad in (1, 1.5, -0.1, math.nan, "a", True, None)],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

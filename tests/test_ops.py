@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accordion_hvd.ops import indices, journal, namespace, random
+from accordion_hvd.ops import quantization as q
 from accordion_hvd.ops.selection import largest
 
 ONLY = {"poisoning"}  # of NumPy, for tests
@@ -59,6 +60,9 @@ CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
 WIDE = RNG.standard_normal((300, 2048)).astype(np.float32)
 TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.float32)
+CODES = RNG.integers(0, 256, LONG.size).astype(np.uint8)
+BITS = q.pack_signs(LONG, None)
+STEPS = q.bucket_norms(LONG, 7, "max") / np.float32(3)
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -113,6 +117,25 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("deflate", (X, X[:2, :5], X[:2]), 1e-5),
     ("deflate", (CUBE_OF_7, CUBE[:, :1], CUBE[:, :1]), 1e-5),
     *[("deflate", (LARGE, TALL[:r], WIDE[:r]), 1e-3) for r in (1, 8)],
+    *[("pack_bits", (CODES & 2**bits - 1, bits), 0) for bits in range(1, 9)],
+    *[("unpack_bits", (q.pack(CODES & 2**b - 1, b), b, CODES.size), 0) for b in range(1, 9)],
+    *[("bucket_norms", (x, 16, kind), 0) for x in (X, LONG) for kind in ("max", "l1", "l2")],
+    *[("bucket_norms", (x, 10**6, "max"), 0) for x in (V, V.astype(np.float16), NAN, INF)],
+    *[("quantize", (LONG, STEPS, 7, bits, 5), 0) for bits in (3, 4, 8)],
+    ("quantize", (X, np.ones(1, np.float32), 35, 8), 0),
+    ("quantize", (X.astype(np.float16), np.ones(1, np.float32), 35, 8), 0),
+    ("sum_quantized", ([CODES, CODES[::-1].copy()], [STEPS, STEPS * 3], 7, 8, 127, LONG), 0),
+    ("sum_quantized", ([BITS], [STEPS[:1]], 70_000, 1, 0.5, WIDE[:70, :1000].copy()), 0),
+    ("subtract_quantized", (LONG, BITS, STEPS, 7, 1, 0.5), 0),
+    *[("pack_signs", (x, *turn), 0) for x in (X, LONG * (LONG > 0)) for turn in ((), (0,), (1,))],
+    *[("pack_powers", (x, 5), 0) for x in (X, LONG, NAN, INF, V.astype(np.float16))],
+    ("sum_powers", ([q.pack_powers(LONG, 5), q.pack_powers(LONG, 6)], 0.5, LONG), 0),
+    *[("column_means", (x, q.pack_signs(x.reshape(-1), None)), 0) for x in (X, CUBE, WIDE)],
+    ("sum_columns", ([BITS[:5], BITS[5:10]], [X[:2], X[2:4]], X), 0),
+    ("sum_columns", ([BITS[:11]], [CUBE[:, :2].copy()], CUBE), 0),
+    ("subtract_columns", (CUBE, BITS[:11], CUBE[:, :2].copy()), 0),
+    ("blend", (X, Y, 0.9), 1e-6),
+    ("clip", (X, np.float32([0.7])), 0),
     ("orthogonalize", (CUBE,), 1e-5),
     ("orthogonalize", (X,), 1e-5),
     ("orthogonalize", (X[:1],), 1e-5),

@@ -2,9 +2,16 @@
 
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.half import BF16, FP16
+from accordion_hvd.compressors.int8 import Int8
+from accordion_hvd.compressors.natural import Natural
+from accordion_hvd.compressors.onebit import OneBit
 from accordion_hvd.compressors.powersgd import PowerSGD
+from accordion_hvd.compressors.qsgd import QSGD
 from accordion_hvd.compressors.randomk import RandomK
+from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
+from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
-__all__ = ["BF16", "FP16", "Dense", "PowerSGD", "RandomK", "TopK", "TwoLevel"]
+__all__ = ["BF16", "FP16", "Dense", "EFSignSGD", "Int8", "Natural", "OneBit", "PowerSGD"]
+__all__ += ["QSGD", "RandomK", "SignSGD", "TernGrad", "TopK", "TwoLevel"]

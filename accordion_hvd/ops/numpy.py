@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal
+from accordion_hvd.ops import indices, journal, quantization
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -334,3 +334,129 @@ def checksum(x: Array) -> Array:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
     return np.asarray(np.sum(bits, dtype=np.int64))
+
+
+def pack_bits(codes: Array, bits: int) -> Array:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    return quantization.pack(codes.reshape(-1), bits)
+
+
+def unpack_bits(packed: Array, bits: int, count: int) -> Array:
+    """The inverse of `pack_bits`."""
+    return quantization.unpack(packed, bits, count)
+
+
+def bucket_norms(x: Array, bucket: int, kind: str) -> Array:
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    return quantization.bucket_norms(_flat(x), bucket, kind)
+
+
+def quantize(x: Array, steps: Array, bucket: int, bits: int, seed: Any = None) -> Array:
+    """x / step, rounded to integers that have `bits` bits, as `pack_bits` packs them.
+
+    Args:
+        x: any shape; magnitudes are at most `quantization.middle(bits)` steps.
+        steps: fp32, one for each `bucket` elements.
+        bucket: elements that have a step in common.
+        bits: of a code, 1 to 8.
+        seed: from `random.key`, rounds stochastically; None rounds to nearest.
+    """
+    return quantization.quantize(_flat(x), steps, bucket, bits, seed)
+
+
+def sum_quantized(
+    parts: Sequence[Array],
+    steps: Sequence[Array],
+    bucket: int,
+    bits: int,
+    middle: float,
+    like: Array,
+) -> Array:
+    """The sum of (code - middle) * step over `parts` from `quantize`, added in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = _room(like)
+    quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
+    return out
+
+
+def subtract_quantized(
+    total: Array, packed: Array, steps: Array, bucket: int, bits: int, middle: float
+) -> Array:
+    """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
+    out = np.ascontiguousarray(_consume(total))
+    quantization.subtract_quantized(out.reshape(-1), packed, steps, bucket, bits, middle)
+    return out
+
+
+def pack_signs(x: Array, turn: Any = None) -> Array:
+    """A bit for each element: whether it is at least 0 (code 1 of one bit).
+
+    With a `turn` (a step), every other zero counts as negative, the others at the next turn.
+    """
+    return quantization.pack_signs(_flat(x), turn)
+
+
+def pack_powers(x: Array, seed: Any) -> Array:
+    """Elements rounded stochastically to powers of two: signs (a bit each), exponents (a byte)."""
+    return quantization.pack_powers(_flat(x), seed)
+
+
+def sum_powers(parts: Sequence[Array], weight: float, like: Array) -> Array:
+    """`weight` times the sum over `parts` from `pack_powers`, in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = _room(like)
+    quantization.sum_powers(out.reshape(-1), parts, weight)
+    return out
+
+
+def column_means(x: Array, packed: Array) -> Array:
+    """Means of a column's elements whose bit (`pack_signs`) is 0, and is 1: (2, m) for (n, m)."""
+    return quantization.column_means(x, packed)
+
+
+def sum_columns(parts: Sequence[Array], means: Sequence[Array], like: Array) -> Array:
+    """The sum of bits (`parts`) with `column_means` for them, in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = _room(like)
+    quantization.sum_columns(out, parts, means)
+    return out
+
+
+def subtract_columns(total: Array, packed: Array, means: Array) -> Array:
+    """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
+    out = np.ascontiguousarray(_consume(total))
+    quantization.subtract_columns(out, packed, means)
+    return out
+
+
+def blend(a: Array, b: Array, decay: float) -> Array:
+    """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
+    if not _poison:
+        journal.record(lambda: np.divide(np.subtract(a, b, out=a), a.dtype.type(decay), out=a))
+    out = _consume(a)
+    return np.add(np.multiply(out, a.dtype.type(decay), out=out), b, out=out)
+
+
+def clip(x: Array, limit: Array) -> Array:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    out = _consume(x)
+    return np.clip(out, -limit, limit, out=out)
+
+
+def _flat(x: Array) -> Array:
+    """A vector of fp32, without a copy where possible."""
+    return np.ascontiguousarray(x, np.float32).reshape(-1)
+
+
+def _room(like: Array) -> Array:
+    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
+    out = _consume(like)
+    if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
+        return out
+    return np.empty(like.shape, np.float32)

@@ -7,14 +7,14 @@ and nothing needs to be undone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.base import Spec, Tensor
-from accordion_hvd.ops import indices
+from accordion_hvd.ops import indices, quantization
 from accordion_hvd.ops.selection import largest
 
 
@@ -309,3 +309,155 @@ def checksum(x: Tensor) -> Tensor:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = tf.bitcast(x, f"int{8 * x.dtype.size}")
     return tf.reduce_sum(tf.cast(bits, tf.int64))
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    size = quantization.packed_length(_size(codes), bits)
+    return _on_host(lambda x: quantization.pack(x, bits), [_flat(codes)], tf.uint8, (size,))
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    return _on_host(lambda x: quantization.unpack(x, bits, count), [packed], tf.uint8, (count,))
+
+
+def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    number = -(-_size(x) // bucket)
+    norms = lambda given: quantization.bucket_norms(given, bucket, kind)  # noqa: E731
+    return _on_host(norms, [_flat(x, tf.float32)], tf.float32, (number,))
+
+
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
+    """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
+
+    def run(x: np.ndarray, steps: np.ndarray, *seed: np.ndarray) -> np.ndarray:
+        return quantization.quantize(x, steps, bucket, bits, int(seed[0]) if seed else None)
+
+    given = [_flat(x, tf.float32), steps]
+    if seed is not None:
+        given.append(tf.cast(seed, tf.int64))
+    return _on_host(run, given, tf.uint8, (quantization.packed_length(_size(x), bits),))
+
+
+def sum_quantized(
+    parts: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    bucket: int,
+    bits: int,
+    middle: float,
+    like: Tensor,
+) -> Tensor:
+    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
+    number, form = len(parts), shape(like)
+
+    def run(*given: np.ndarray) -> np.ndarray:
+        out = np.empty(form, np.float32)
+        parts, steps = given[:number], given[number:]
+        quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
+        return out
+
+    return _on_host(run, [*parts, *steps], tf.float32, form)
+
+
+def subtract_quantized(
+    total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
+) -> Tensor:
+    """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
+
+    def run(total: np.ndarray, packed: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        rest = total.copy()
+        quantization.subtract_quantized(rest.reshape(-1), packed, steps, bucket, bits, middle)
+        return rest
+
+    return _on_host(run, [total, packed, steps], tf.float32, shape(total))
+
+
+def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
+    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+
+    def run(x: np.ndarray, *turn: np.ndarray) -> np.ndarray:
+        return quantization.pack_signs(x, int(turn[0]) if turn else None)
+
+    given = [_flat(x, tf.float32)]
+    if turn is not None:
+        given.append(tf.cast(turn, tf.int64))
+    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8),))
+
+
+def pack_powers(x: Tensor, seed: Any) -> Tensor:
+    """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
+    run = lambda x, seed: quantization.pack_powers(x, int(seed))  # noqa: E731
+    given = [_flat(x, tf.float32), tf.cast(seed, tf.int64)]
+    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8) + _size(x),))
+
+
+def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
+    """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
+    form = shape(like)
+
+    def run(*parts: np.ndarray) -> np.ndarray:
+        out = np.empty(form, np.float32)
+        quantization.sum_powers(out.reshape(-1), parts, weight)
+        return out
+
+    return _on_host(run, list(parts), tf.float32, form)
+
+
+def column_means(x: Tensor, packed: Tensor) -> Tensor:
+    """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
+    *front, _, m = shape(x)
+    return _on_host(quantization.column_means, [x, packed], tf.float32, (*front, 2, m))
+
+
+def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
+    number, form = len(parts), shape(like)
+
+    def run(*given: np.ndarray) -> np.ndarray:
+        out = np.empty(form, np.float32)
+        quantization.sum_columns(out, given[:number], given[number:])
+        return out
+
+    return _on_host(run, [*parts, *means], tf.float32, form)
+
+
+def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
+    """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
+
+    def run(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
+        rest = total.copy()
+        quantization.subtract_columns(rest, packed, means)
+        return rest
+
+    return _on_host(run, [total, packed, means], tf.float32, shape(total))
+
+
+def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
+    """decay * a + b in a's dtype, 0 < decay."""
+    return a * tf.constant(decay, a.dtype) + tf.cast(b, a.dtype)
+
+
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element)."""
+    return tf.maximum(tf.minimum(x, limit), -limit)
+
+
+def _on_host(
+    function: Callable[..., np.ndarray],
+    given: Sequence[Tensor],
+    dtype: tf.DType,
+    shape: Sequence[int],
+) -> Tensor:
+    """NumPy's result of `function` on the values of `given`, in a graph too."""
+    return tf.ensure_shape(tf.numpy_function(function, list(given), dtype), tuple(shape))
+
+
+def _flat(x: Tensor, dtype: tf.DType | None = None) -> Tensor:
+    flat = tf.reshape(x, (-1,))
+    return tf.cast(flat, dtype) if dtype else flat
+
+
+def _size(x: Tensor) -> int:
+    return math.prod(shape(x))

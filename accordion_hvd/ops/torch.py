@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal, selection
+from accordion_hvd.ops import indices, journal, quantization, selection
+from accordion_hvd.ops import quantization_torch as anywhere
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -400,3 +401,142 @@ def checksum(x: Tensor) -> Tensor:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = x.detach().contiguous().view(getattr(torch, f"int{8 * x.element_size()}"))
     return bits.sum(dtype=torch.int64)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    if codes.device.type == "cpu":
+        return torch.from_numpy(quantization.pack(codes.reshape(-1).numpy(), bits))
+    return anywhere.pack(codes.reshape(-1), bits)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(quantization.unpack(packed.numpy(), bits, count))
+    return anywhere.unpack(packed, bits, count)
+
+
+def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.bucket_norms(_flat(x).numpy(), bucket, kind))
+    return anywhere.bucket_norms(_flat(x), bucket, kind)
+
+
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
+    """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        packed = quantization.quantize(_flat(x).numpy(), steps.numpy(), bucket, bits, seed)
+        return torch.from_numpy(packed)
+    return anywhere.quantize(_flat(x), steps, bucket, bits, seed)
+
+
+def sum_quantized(
+    parts: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    bucket: int,
+    bits: int,
+    middle: float,
+    like: Tensor,
+) -> Tensor:
+    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
+    out = _room(like)
+    if out.device.type == "cpu":
+        flat = out.view(-1).numpy()
+        quantization.sum_quantized(flat, _arrays(parts), _arrays(steps), bucket, bits, middle)
+    else:
+        anywhere.sum_quantized(out.view(-1), parts, steps, bucket, bits, middle)
+    return out
+
+
+def subtract_quantized(
+    total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
+) -> Tensor:
+    """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
+    total = total.contiguous()
+    if total.device.type == "cpu":
+        given = packed.numpy(), steps.numpy()
+        quantization.subtract_quantized(total.view(-1).numpy(), *given, bucket, bits, middle)
+    else:
+        anywhere.subtract_quantized(total.view(-1), packed, steps, bucket, bits, middle)
+    return total
+
+
+def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
+    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.pack_signs(_flat(x).numpy(), turn))
+    return anywhere.pack_signs(_flat(x), turn)
+
+
+def pack_powers(x: Tensor, seed: Any) -> Tensor:
+    """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.pack_powers(_flat(x).numpy(), seed))
+    return anywhere.pack_powers(_flat(x), seed)
+
+
+def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
+    """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
+    out = _room(like)
+    if out.device.type == "cpu":
+        quantization.sum_powers(out.view(-1).numpy(), _arrays(parts), weight)
+    else:
+        anywhere.sum_powers(out.view(-1), parts, weight)
+    return out
+
+
+def column_means(x: Tensor, packed: Tensor) -> Tensor:
+    """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        means = quantization.column_means(x.detach().contiguous().numpy(), packed.numpy())
+        return torch.from_numpy(means)
+    return anywhere.column_means(x, packed)
+
+
+def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
+    out = _room(like)
+    if out.device.type == "cpu":
+        quantization.sum_columns(out.numpy(), _arrays(parts), _arrays(means))
+    else:
+        anywhere.sum_columns(out, parts, means)
+    return out
+
+
+def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
+    """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
+    total = total.contiguous()
+    if total.device.type == "cpu":
+        quantization.subtract_columns(total.numpy(), packed.numpy(), means.numpy())
+    else:
+        anywhere.subtract_columns(total, packed, means)
+    return total
+
+
+def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
+    """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
+    journal.record(lambda: a.sub_(b).div_(decay))
+    return a.mul_(decay).add_(b)
+
+
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    return x.detach().clamp_(-limit, limit)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A vector of fp32, without a copy where possible."""
+    return x.detach().float().contiguous().view(-1)
+
+
+def _arrays(parts: Sequence[Tensor]) -> list[np.ndarray]:
+    return [part.numpy() for part in parts]
+
+
+def _room(like: Tensor) -> Tensor:
+    """fp32 in the shape of `like`, in its memory where possible."""
+    if like.dtype == torch.float32 and like.is_contiguous():
+        return like.detach()
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
