@@ -1,10 +1,26 @@
 """The shelf: one file per method. A new compressor is one file and one line here."""
 
+from accordion_hvd.compressors.adacomp import AdaComp
 from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.half import BF16, FP16
 from accordion_hvd.compressors.powersgd import PowerSGD
 from accordion_hvd.compressors.randomk import RandomK
+from accordion_hvd.compressors.scalecom import ScaleCom
+from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
-__all__ = ["BF16", "FP16", "Dense", "PowerSGD", "RandomK", "TopK", "TwoLevel"]
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "AdaComp",
+    "Dense",
+    "PowerSGD",
+    "RandomK",
+    "ScaleCom",
+    "Threshold",
+    "TopK",
+    "TwoLevel",
+]

@@ -139,14 +139,19 @@ class _Distributed:
 
     def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        if not process_set.included() or (process_set.size() == 1 and not elastic):
+        # Alone, too, updates are made by the compression.
+        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or self._updates
+        if not process_set.included() or (process_set.size() == 1 and not needed):
             return Idle(self._names, self._options["policy"])
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
         chosen = {key: self._options[key] for key in wanted}
         policy = self._options["policy"]
         mine: Any = weakref.ref(self)
         return Reducer(self._names, policy, process_set, lambda: mine().param_groups, **chosen)
+
+    @property
+    def _updates(self: Any) -> bool:
+        return self._options["policy"].output == "update"
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property
