@@ -132,8 +132,10 @@ def test_a_graph_refuses_too(method: Compressor) -> None:
     from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 
     def spoil(xp: Any, payload: Any) -> Any:
-        return -xp.cast(payload, xp.dtype(payload)) if xp.dtype(payload) == "int32" else none(
-            xp, payload
+        return (
+            -xp.cast(payload, xp.dtype(payload))
+            if xp.dtype(payload) == "int32"
+            else none(xp, payload)
         )
 
     policy = as_policy(Spoiled(method, spoil, rank=0))

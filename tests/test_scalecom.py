@@ -30,9 +30,7 @@ def paper(
     mask[chosen] = True
     sent = [np.where(mask, x, 0) for x in p]
     beta = scalecom.beta
-    new = [
-        (1 - beta) * m + beta * (x - c) for m, x, c in zip(residues, p, sent, strict=True)
-    ]
+    new = [(1 - beta) * m + beta * (x - c) for m, x, c in zip(residues, p, sent, strict=True)]
     return np.mean(sent, 0), mask, new
 
 
