@@ -110,7 +110,12 @@ class Pending:
 
     def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
         self.traffic = Traffic()
-        self._communicator, self._requests = communicator, requests
+        self._communicator = communicator
+        self._readers = [  # without the requests' tensors, which may go
+            (i, request.decode, _senders(request, communicator), isinstance(request, Allgather))
+            for i, request in enumerate(requests)
+            if request.decode is not None
+        ]
         self._results: list[Any] = [None] * len(requests)
         self._running: list[tuple[list[int], Program, Any]] = []
         for number, members in enumerate(packing.together(communicator, requests)):
@@ -141,16 +146,14 @@ class Pending:
 
     def _decoded(self) -> list[Any]:
         """The results as requests' `decode` reads them, once nothing in them is in doubt."""
-        xp, senders, doubts, results = self._communicator.xp, [], [], list(self._results)
-        for i, request in enumerate(self._requests):
-            if request.decode is None:
-                continue
-            several = isinstance(request, Allgather)
+        xp, results = self._communicator.xp, list(self._results)
+        senders: list[int] = []
+        doubts: list[Tensor] = []
+        for i, decode, ranks, several in self._readers:
             read = []
-            ranks = _senders(request, self._communicator)
             for rank, part in zip(ranks, results[i] if several else [results[i]], strict=True):
                 try:
-                    thing, doubt = request.decode(part)
+                    thing, doubt = decode(part)
                 except ValueError as error:
                     check.refuse_payload([rank], str(error))
                 read.append(thing)

@@ -30,15 +30,19 @@ def pack(index: np.ndarray, negative: np.ndarray, shape: Sequence[int], width: i
         return np.zeros(0, np.uint8)
     kind, bits = _entry(width)
     size, per_row = shape[-1], -(-shape[-1] // width)
-    row, column = np.divmod(index, size)
-    place, position = np.divmod(column, width)
+    row = index // size
+    column = index - row * size
+    place = column // width
+    entries = (column - place * width).astype(kind)
     place += row * per_row
-    found = np.bincount(place, minlength=math.prod(shape[:-1]) * per_row)
-    empty = found == 0
-    entries = (position | (negative.astype(np.int64) << bits)).astype(kind)
-    entries[np.cumsum(found)[~empty] - 1] |= kind(1 << (bits + 1))
-    packed = np.full(index.size + np.count_nonzero(empty), np.iinfo(kind).max, kind)
-    packed[np.arange(index.size) + np.cumsum(empty)[place]] = entries
+    entries |= negative.astype(kind) << kind(bits)
+    last = np.append(place[1:] != place[:-1], True)
+    entries |= last.astype(kind) << kind(bits + 1)
+    empty = np.ones(math.prod(shape[:-1]) * per_row, bool)
+    empty[place] = False
+    skipped = np.cumsum(empty, dtype=np.int32)
+    packed = np.full(index.size + int(skipped[-1]), np.iinfo(kind).max, kind)
+    packed[np.arange(index.size, dtype=np.int32) + skipped[place]] = entries
     return packed.view(np.uint8)
 
 
@@ -54,19 +58,20 @@ def unpack(packed: np.ndarray, shape: Sequence[int], width: int) -> tuple[np.nda
     if packed.size % kind(0).itemsize:
         raise ValueError(f"{packed.size} bytes are no whole number of entries")
     entries = np.frombuffer(packed.tobytes(), kind)
-    last = (entries >> (bits + 1)).astype(np.int64)
-    if entries.size and (last.sum() != bins or not last[-1]):
-        raise ValueError(f"there are {last.sum()} bins instead of {bins}")
-    place = np.cumsum(last) - last
+    last = entries >> kind(bits + 1)
+    place = np.cumsum(last, dtype=np.int32)
+    if entries.size and (place[-1] != bins or not last[-1]):
+        raise ValueError(f"there are {place[-1]} bins instead of {bins}")
+    place -= last
     filled = entries != np.iinfo(kind).max
     entries, place = entries[filled], place[filled]
-    row, place = np.divmod(place, per_row)
-    position = (entries & ((1 << bits) - 1)).astype(np.int64)
-    column = place * width + position
+    position = (entries & kind((1 << bits) - 1)).astype(np.int32)
+    row = place // per_row
+    column = (place - row * per_row) * width + position
     if (position >= width).any() or (column >= size).any():
         raise ValueError("there are positions outside of their bins")
-    signs = 1 - 2 * ((entries >> bits) & 1).astype(np.float32)
-    return (row * size + column).astype(np.int32), signs
+    signs = 1 - 2 * ((entries >> kind(bits)) & kind(1)).astype(np.float32)
+    return row * size + column, signs
 
 
 def _entry(width: int) -> tuple[type[np.unsignedinteger], int]:

@@ -139,8 +139,8 @@ class _Distributed:
 
     def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
-        # Alone, too, updates are made by the compression.
-        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or self._updates
+        updates = self._options["policy"].output == "update"  # which it makes alone, too
+        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or updates
         if not process_set.included() or (process_set.size() == 1 and not needed):
             return Idle(self._names, self._options["policy"])
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
@@ -148,10 +148,6 @@ class _Distributed:
         policy = self._options["policy"]
         mine: Any = weakref.ref(self)
         return Reducer(self._names, policy, process_set, lambda: mine().param_groups, **chosen)
-
-    @property
-    def _updates(self: Any) -> bool:
-        return self._options["policy"].output == "update"
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property
