@@ -7,7 +7,7 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -22,10 +22,20 @@ Machines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One collective that a conversation asks for. `group`: ranks taking part, None for all."""
+    """One collective that a conversation asks for.
+
+    Attributes:
+        group: ranks taking part, None for all.
+        decode: makes of a tensor that came (of each rank's, for an `Allgather`) what the
+            conversation is sent instead. It returns that, and a vector that holds something else
+            than 0 if the tensor cannot be right; where values are at hand it may also raise
+            ValueError. Then `PayloadError` names the sender, before any conversation goes on
+            from its first request: what all have done to their states is taken back.
+    """
 
     tensor: Tensor
     group: tuple[int, ...] | None = field(default=None, kw_only=True)
+    decode: Callable[[Tensor], tuple[Any, Tensor]] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +100,7 @@ class Info:
         lr: the learning rate now.
         machines: who shares a machine with whom; () means that nobody asked or nobody does. Only
             told where a compressor is `by_machine`.
+        phase: what `Compressor.variant` says of this step; an integer in graphs too.
     """
 
     step: Any = 0
@@ -98,6 +109,7 @@ class Info:
     name: str = ""
     lr: Any = 0.0
     machines: Machines = ()
+    phase: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,15 @@ class Compressor(NotForStockHorovod):
     def phases(self) -> bool:
         """Whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
+
+    def dense(self) -> Compressor:
+        """What serves the tensors of a model that are too small to be compressed, or exempt.
+
+        A method that returns updates says how these get theirs.
+        """
+        from accordion_hvd.compressors.dense import Dense
+
+        return Dense()
 
     def residual(self, state: State) -> Tensor | None:
         """What this rank still owes, in units of the gradient; None without error feedback."""

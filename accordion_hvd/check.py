@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
+
+
+class PayloadError(RuntimeError):
+    """What a rank has sent does not decode."""
+
+    __init__ = Exception.__init__  # else AutoGraph raises another class in its place
 
 
 def is_integer(value: Any) -> bool:
@@ -46,3 +53,9 @@ def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
     """Raise ValueError: what `name` of `owner` is and what it may be."""
     kind = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{kind}: {name} is {value!r}, but must be {allowed}.")
+
+
+def refuse_payload(senders: Sequence[int], why: str = "positions out of range") -> None:
+    """Raise PayloadError: who has sent what cannot be right."""
+    who = ", ".join(str(rank) for rank in sorted(set(senders)))
+    raise PayloadError(f"what rank {who} has sent does not decode: {why}.")

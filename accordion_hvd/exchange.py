@@ -13,7 +13,6 @@ import numpy as np
 from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
 from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
-from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.decisions import Decisions, level_of, levels_of
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.advice import Advice
@@ -80,8 +79,9 @@ class Exchange:
         self.tensors.extend(tensors)
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
+        dense = self.policy.dense()
         for bucket in buckets:
-            levels = levels_of(self.policy, bucket.name) if bucket.compress else (Dense(),)
+            levels = levels_of(self.policy, bucket.name) if bucket.compress else (dense,)
             level = level_of(self.policy, bucket.name) if bucket.compress else 0
             moved = tuple(offset + member for member in bucket.members)
             device = tensors[bucket.members[0]].kind or None
@@ -303,6 +303,7 @@ class Exchange:
             name=slot.bucket.name,
             lr=self._lr.get(slot.bucket.name, 0.0),
             machines=self.communicator.machines,
+            phase=slot.compressor.variant(self.steps) if slot.compressor.phases else 0,
         )
 
     def prepare(self, slot: Slot) -> None:

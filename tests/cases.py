@@ -15,8 +15,10 @@ from frameworks import exact_mean, local_size
 
 from accordion_hvd import (
     BF16,
+    DGC,
     FP16,
     QSGD,
+    AdaComp,
     Compressor,
     Dense,
     EFSignSGD,
@@ -25,8 +27,10 @@ from accordion_hvd import (
     OneBit,
     PowerSGD,
     RandomK,
+    ScaleCom,
     SignSGD,
     TernGrad,
+    Threshold,
     TopK,
     TwoLevel,
 )
@@ -55,10 +59,12 @@ class Case:
         unbiased: the mean over many steps of one gradient is exact, up to the sampling error.
         discrete: an ulp may change which element is chosen, or which way it is rounded.
         wanted: what the result is near, given the ranks' gradients and the step; their mean.
+        uneven: how much is sent depends on values; `rounds` is None, and no graph can be traced.
+        momentum: what comes back is an update with momentum, so that gradients' sums say nothing.
     """
 
     compressor: Compressor
-    rounds: Callable[[Shape, int], Rounds]
+    rounds: Callable[[Shape, int], Rounds] | None
     feedback: bool = False
     loss: float = 0.0
     full: Compressor | None = None
@@ -68,6 +74,8 @@ class Case:
     unbiased: bool = False
     discrete: bool = False
     wanted: Callable[[Gradients, int], np.ndarray] = lambda gradients, step: exact_mean(gradients)
+    uneven: bool = False
+    momentum: bool = False
 
     @property
     def name(self) -> str:
@@ -75,6 +83,7 @@ class Case:
 
     def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
         """The rounds, and how many ranks take part in each."""
+        assert self.rounds is not None
         return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
 
 
@@ -98,6 +107,7 @@ class BetweenMachines(Case):
             return super().moves(shape, itemsize, ranks)
         rows, width = matrix(shape)
         part = (-(-rows // local), width)
+        assert self.rounds is not None
         inner = self.rounds(part, 4)
         size = math.prod(part)
         near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
@@ -129,6 +139,43 @@ def topk(ratio: float, wire: str = "float32") -> Case:
         return [("allgather", value * kept + indices.packed_length(kept, math.prod(shape)))]
 
     return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0), discrete=True)
+
+
+def threshold(value: float) -> Case:
+    full = Threshold(0.0)
+    return Case(Threshold(value), None, feedback=True, full=full, discrete=True, uneven=True)
+
+
+def adacomp(bin: int) -> Case:
+    return Case(AdaComp(bin), None, feedback=True, discrete=True, uneven=True)
+
+
+def scalecom(compressor: ScaleCom) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        size = math.prod(shape)
+        kept = -(-size // round(1 / compressor.ratio))
+        if compressor.selection == "exact":
+            kept = max(1, int(compressor.ratio * size))
+        return [("broadcast", indices.packed_length(kept, size)), ("allreduce", 4 * kept)]
+
+    full = ScaleCom(1.0, compressor.beta, compressor.selection)
+    return Case(compressor, rounds, feedback=True, full=full, discrete=True)
+
+
+def dgc(compressor: DGC) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        if compressor.ratio == 1:
+            return [("allreduce", 4 * math.prod(shape))]
+        sparse = topk(compressor.ratio).rounds
+        assert sparse is not None
+        return sparse(shape, itemsize)
+
+    momentum = compressor.momentum > 0
+    close = {"bitwise": False, "close": 1e-6} if compressor.clip else {}
+    full = None if momentum or compressor.clip else DGC(1.0, 0.0)
+    return Case(
+        compressor, rounds, feedback=True, full=full, discrete=True, momentum=momentum, **close
+    )
 
 
 def randomk(ratio: float) -> Case:
@@ -233,13 +280,28 @@ CASES = [
     two_level(topk(0.1)),
     two_level(powersgd(1)),
     two_level(gathered(Int8(), int8_size, feedback=True, discrete=True)),
+    threshold(1.0),
+    threshold(100.0),
+    adacomp(50),
+    adacomp(7),
+    adacomp(500),
+    scalecom(ScaleCom(0.1)),
+    scalecom(ScaleCom(0.03, beta=0.1)),
+    scalecom(ScaleCom(0.1, beta=0.3, selection="exact")),
+    two_level(scalecom(ScaleCom(0.1, beta=0.3))),
+    two_level(threshold(1.0)),
+    dgc(DGC(0.1)),
+    dgc(DGC(0.1, momentum=0.0)),
+    dgc(DGC(0.1, momentum=0.5, clip=100.0)),
+    dgc(DGC(1.0)),
+    two_level(dgc(DGC(0.1))),
 ]
 """Every law of `laws.py` is checked for every row."""
 
 REFUSED = [
     *[
         (kind, "ratio", bad)
-        for kind in (TopK, RandomK)
+        for kind in (TopK, RandomK, ScaleCom, DGC)
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
@@ -250,6 +312,13 @@ REFUSED = [
     *[(TernGrad, "clip", bad) for bad in (0, -2.5, math.nan, math.inf, "a", True)],
     *[(Int8, "block", bad) for bad in (0, -1, 2.5, math.nan, "a", True, None)],
     *[(SignSGD, "momentum", bad) for bad in (1, 1.5, -0.1, math.nan, "a", True, None)],
+    *[(Threshold, "value", bad) for bad in (-1, math.nan, math.inf, "a", True, None)],
+    *[(AdaComp, "bin", bad) for bad in (0, -1, 16384, 1.5, math.nan, "a", True, None)],
+    *[(ScaleCom, "beta", bad) for bad in (0, -1, 1.1, math.nan, "a", True, None)],
+    *[(ScaleCom, "selection", bad) for bad in ("chunks", 1, None)],
+    *[(DGC, "momentum", bad) for bad in (1, -0.1, math.nan, "a", True, None)],
+    *[(DGC, "warmup", bad) for bad in (-1, 1.5, math.nan, "a", True, None)],
+    *[(DGC, "clip", bad) for bad in (0, -1, math.nan, math.inf, "a", True)],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -51,6 +51,8 @@ def test_traced(case: Case) -> None:
     """Inside tf.function, the step a tensor: what eager TensorFlow and NumPy give."""
     import tensorflow as tf
 
+    if case.uneven:
+        return
     ranks, traces = 4 if case.compressor.by_machine else 2, []
     ours, oracle = Ranks(case.compressor, ranks, TENSORFLOW), Ranks(case.compressor, ranks, NUMPY)
 
@@ -71,6 +73,35 @@ def test_traced(case: Case) -> None:
         for key, x in wanted.items():
             if key == "error":
                 laws.check_same(case, new[key].numpy(), x)
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@pytest.mark.parametrize("case", [c for c in CASES if c.uneven], ids=lambda case: case.name)
+def test_called_from_a_graph(case: Case) -> None:
+    """What cannot be traced says so, and gives within a py_function what NumPy does."""
+    import tensorflow as tf
+
+    from accordion_hvd.ops.tensorflow import UntraceableError
+
+    ours, oracle = Ranks(case.compressor, 2, TENSORFLOW), Ranks(case.compressor, 2, NUMPY)
+    state = ours.init(tf.zeros(laws.SHAPE))
+
+    @tf.function(autograph=False)
+    def traced(tensors: Any, states: Any) -> Any:
+        return ours.exchange(tensors, states)
+
+    @tf.function(autograph=False)
+    def called(tensors: Any) -> Any:
+        return tf.py_function(eagerly, tensors, tf.float32)
+
+    def eagerly(*tensors: Any) -> Any:
+        return ours.step([x.numpy() for x in tensors])[0]
+
+    for gradients in normals(laws.SHAPE, 2, steps=4):
+        tensors = [tf.constant(g) for g in gradients]
+        with pytest.raises(UntraceableError):
+            traced(tensors, state)
+        laws.check_same(case, called(tensors).numpy(), oracle.step(gradients)[0])
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), REFUSED)

@@ -14,9 +14,10 @@ from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accordion_hvd.ops import indices, journal, namespace, random
+from accordion_hvd.check import PayloadError
+from accordion_hvd.ops import bins, indices, journal, namespace, random
 from accordion_hvd.ops import quantization as q
-from accordion_hvd.ops.selection import largest
+from accordion_hvd.ops.selection import accumulate_outgrown, largest, largest_of_bins
 
 ONLY = {"poisoning"}  # of NumPy, for tests
 
@@ -91,6 +92,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("accumulate", (X, Y), 0),
     ("accumulate", (X, Y.astype(np.float16)), 0),
     ("subtract", (X, Y), 0),
+    ("accumulate_scaled", (X, 0.9, Y), 0),
+    ("accumulate_scaled", (X, 0.5, Y.astype(np.float16)), 0),
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
     ("take", (V, INDEX), 0),
@@ -103,6 +106,28 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("accumulate_largest", (LONG, LONG[::-1].copy(), 700), 0),
     ("accumulate_largest", (X, Y, 2), 0),
     ("accumulate_largest", (X, Y.astype(np.float16), 2), 0),
+    *[("accumulate_reaching", (V, V[::-1].copy(), limit), 0) for limit in (0.0, 1.0, 99.0)],
+    ("accumulate_reaching", (X, Y.astype(np.float16), 1.0), 0),
+    ("accumulate_reaching", (np.zeros(3, np.float32), np.zeros(3, np.float32), 0.0), 0),
+    *[("accumulate_outgrown", (V, V[::-1].copy(), width), 0) for width in (1, 7, 40, 50)],
+    ("accumulate_outgrown", (X, Y.astype(np.float16), 3), 0),
+    ("accumulate_outgrown", (LONG, LONG[::-1].copy(), 500), 0),
+    ("accumulate_outgrown", (np.zeros((2, 5), np.float32), np.zeros((2, 5), np.float32), 2), 0),
+    *[("largest_of_bins", (V, width), 0) for width in (1, 7, 40, 50)],
+    ("largest_of_bins", (X, 3), 0),
+    ("largest_of_bins", (np.zeros((2, 5), np.float32), 2), 0),
+    *[("pack_bins", (INDEX, V[:4], (2, 20), width), 0) for width in (7, 63, 64)],
+    ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
+    *[("unpack_bins", (bins.pack(INDEX, V[:4] < 0, (40,), w), (40,), w), 0) for w in (7, 64)],
+    ("unpack_bins", (np.zeros(0, np.uint8), (40,), 7), 0),
+    *[("misplaced", (INDEX, size), 0) for size in (40, 39)],
+    ("misplaced", (INDEX[::-1].copy(), 40), 0),
+    ("misplaced", (np.int32([-1, 3]), 40), 0),
+    ("misplaced", (np.int32([3, 3]), 40), 0),
+    ("misplaced", (INDEX[:0], 40), 0),
+    ("pack_index", (INDEX[:0], 40), 0),
+    ("unpack_index", (np.zeros(0, np.uint8), 0, 40), 0),
+    ("insist", ([X, [V]], np.zeros(3, np.float32), [0, 1, 2]), 0),
     ("emptied", (X,), 0),
     ("emptied", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
@@ -296,8 +321,11 @@ def test_undo(framework: Framework) -> None:
             y = xp.clear(y, framework.tensor(INDEX))
             y = xp.add_at(y, framework.tensor(INDEX), framework.tensor(V[:4]))
             y = xp.subtract(y, framework.tensor(V * 2))
+            y = xp.accumulate_scaled(y, 0.9, framework.tensor(V))
+            y, _ = xp.accumulate_reaching(y, framework.tensor(V), 0.5)
+            y, _, _ = xp.accumulate_outgrown(y, framework.tensor(V), 7)
         xp.accumulate(framework.tensor(V), framework.tensor(V))  # outside: not recorded
-        assert len(entries) in (0, 4)
+        assert len(entries) in (0, 7)
         journal.rewind(entries)
         assert not entries
         if framework.exact_undo:
@@ -390,3 +418,50 @@ def test_positions_survive_packing(size: int, data: st.DataObject) -> None:
     packed = indices.pack(index, size)
     assert packed.size == indices.packed_length(index.size, size) <= 4 * index.size
     np.testing.assert_array_equal(indices.unpack(packed, index.size, size), index)
+
+
+def test_bins_are_looked_at_alike_on_gpus() -> None:
+    """What PyTorch does on a GPU, done on the CPU, is what NumPy does."""
+    torch = pytest.importorskip("torch")
+    from accordion_hvd.ops import torch as xp
+
+    for x, y in ((V, V[::-1].copy()), (X, Y), (WIDE, WIDE[::-1].copy()), (X * 0, Y * 0)):
+        for width in (1, 3, 7, 50, 2000):
+            wanted = NUMPY.xp.accumulate_outgrown(x.copy(), y, width)
+            found = xp._accumulate_outgrown(torch.tensor(x), torch.tensor(y), width)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert same_bits(ours.numpy(), theirs)
+            index = xp._largest_of_bins(torch.tensor(x), width).numpy()
+            assert same_bits(index, NUMPY.xp.largest_of_bins(x, width))
+    for wrong in (INDEX, INDEX[::-1].copy(), INDEX - 4, INDEX[:0]):
+        for size in (39, 40):
+            doubt = xp._misplaced(torch.tensor(wrong), size).numpy()
+            assert same_bits(doubt, NUMPY.xp.misplaced(wrong, size))
+    packed = torch.tensor(indices.pack(INDEX, 1000))
+    packed[len(INDEX) :] = 0  # no position's high part is told
+    assert xp._misplaced(xp._unpack_index(packed, len(INDEX), 1000), 1000)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_doubts_name_their_senders(framework: Framework) -> None:
+    doubts = framework.tensor(np.float32([0, 1, 0, 2, 1]))
+    with pytest.raises(PayloadError, match="what rank 3, 7 has sent does not decode: positions"):
+        framework.xp.insist([], doubts, [0, 7, 1, 3, 7])
+
+
+@pytest.mark.parametrize("size", [1, 63, 1000, 300_007])
+def test_bins_in_blocks(size: int) -> None:
+    """Long vectors are gone through block by block; the result is that of a plain loop."""
+    rng = np.random.default_rng(size)
+    error, grad = rng.standard_normal((2, size)).astype(np.float32)
+    for width in (1, 50, 777, 16383):
+        total = error.copy()
+        index, scale = accumulate_outgrown(total, grad, width)
+        edges = np.arange(0, size, width)
+        most = np.maximum.reduceat(np.abs(error + grad), edges)
+        limits = np.repeat(most, np.diff([*edges, size]))
+        wanted = np.flatnonzero((np.abs(total + grad) >= limits) & (total != 0))
+        np.testing.assert_array_equal(index, wanted)
+        np.testing.assert_allclose(scale, [most.mean(dtype=np.float64)], rtol=1e-6)
+        best = [edge + np.abs(total[edge : edge + width]).argmax() for edge in edges]
+        np.testing.assert_array_equal(largest_of_bins(total, width), best)

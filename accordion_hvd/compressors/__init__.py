@@ -1,6 +1,8 @@
 """The shelf: one file per method. A new compressor is one file and one line here."""
 
+from accordion_hvd.compressors.adacomp import AdaComp
 from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.half import BF16, FP16
 from accordion_hvd.compressors.int8 import Int8
 from accordion_hvd.compressors.natural import Natural
@@ -8,10 +10,30 @@ from accordion_hvd.compressors.onebit import OneBit
 from accordion_hvd.compressors.powersgd import PowerSGD
 from accordion_hvd.compressors.qsgd import QSGD
 from accordion_hvd.compressors.randomk import RandomK
+from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
 from accordion_hvd.compressors.terngrad import TernGrad
+from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
-__all__ = ["BF16", "FP16", "Dense", "EFSignSGD", "Int8", "Natural", "OneBit", "PowerSGD"]
-__all__ += ["QSGD", "RandomK", "SignSGD", "TernGrad", "TopK", "TwoLevel"]
+__all__ = [
+    "BF16",
+    "DGC",
+    "FP16",
+    "QSGD",
+    "AdaComp",
+    "Dense",
+    "EFSignSGD",
+    "Int8",
+    "Natural",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "ScaleCom",
+    "SignSGD",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "TwoLevel",
+]

@@ -102,6 +102,10 @@ class TwoLevel(Compressor):
         """Those of `compressor`."""
         return self.compressor.phases
 
+    def dense(self) -> Compressor:
+        """That of `compressor`."""
+        return self.compressor.dense()
+
     def residual(self, state: State) -> Tensor | None:
         """What this rank owes of its slice of the machine's mean; `whole` says what that means."""
         return self.compressor.residual(state) if state else None

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd import check
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal, quantization
+from accordion_hvd.ops import bins, indices, journal, quantization, selection
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -162,6 +163,20 @@ def accumulate(a: Array, b: Array) -> Array:
     return np.add(out, b, out=out)
 
 
+def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
+    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+
+    def undo() -> None:
+        np.subtract(a, b, out=a)
+        np.divide(a, factor, out=a)
+
+    if not _poison:
+        journal.record(undo)
+    out = _consume(a)
+    np.multiply(out, factor, out=out)
+    return np.add(out, b, out=out)
+
+
 def subtract(a: Array, b: Array) -> Array:
     """a - b in a's dtype. Consumes `a`."""
     if not _poison:
@@ -239,6 +254,44 @@ def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Ar
     return total, largest(total, count)
 
 
+def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array, Array]:
+    """error + grad, and where its magnitude is at least `limit`: int32, ascending.
+
+    If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
+    which a GPU is waited for. Consumes `error`.
+    """
+    if not _poison:
+        journal.record(lambda: np.subtract(error, grad, out=error))
+    total = _consume(error)
+    return total, selection.accumulate_reaching(total, grad, limit)
+
+
+def accumulate_outgrown(error: Array, grad: Array, width: int) -> tuple[Array, Array, Array]:
+    """error + grad, AdaComp's choice of it (int32, ascending), and each row's scale (fp32).
+
+    See `accordion_hvd.ops.selection`. Not in a graph, as `accumulate_reaching`. Consumes `error`.
+    """
+    if not _poison:
+        journal.record(lambda: np.subtract(error, grad, out=error))
+    total = _consume(error)
+    return total, *selection.accumulate_outgrown(total, grad, width)
+
+
+def largest_of_bins(x: Array, width: int) -> Array:
+    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    return selection.largest_of_bins(x, width)
+
+
+def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
+    """Positions in bins, and signs, in a byte or two each; see `accordion_hvd.ops.bins`."""
+    return bins.pack(index, signs < 0, shape, width)
+
+
+def unpack_bins(packed: Array, shape: Sequence[int], width: int) -> tuple[Array, Array]:
+    """The inverse of `pack_bins`: positions (int32), and signs as fp32. Not in a graph."""
+    return bins.unpack(packed, shape, width)
+
+
 def pack_index(index: Array, size: int) -> Array:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
     return indices.pack(index, size)
@@ -247,6 +300,25 @@ def pack_index(index: Array, size: int) -> Array:
 def unpack_index(packed: Array, count: int, size: int) -> Array:
     """The inverse of `pack_index`."""
     return indices.unpack(packed, count, size)
+
+
+def misplaced(index: Array, size: int) -> Array:
+    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    inside = index.size == 0 or (index[0] >= 0 and index[-1] < size)
+    return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
+
+
+def insist(x: Any, doubts: Array, senders: Sequence[int]) -> Any:
+    """`x` (tensors in lists and tuples), if no element of the vector `doubts` differs from 0.
+
+    `senders` says for each element whose tensor it is about; in a graph, the refusal is part of it.
+
+    Raises:
+        PayloadError: one differs.
+    """
+    if np.any(doubts != 0):
+        check.refuse_payload([senders[int(i)] for i in np.flatnonzero(doubts)])
+    return x
 
 
 def orthogonalize(p: Array) -> Array:

@@ -6,6 +6,7 @@ and nothing needs to be undone.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.base import Spec, Tensor
-from accordion_hvd.ops import indices, quantization
+from accordion_hvd.ops import bins, indices, quantization, selection
+from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.selection import largest
 
 
@@ -152,6 +154,11 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return a + tf.cast(b, a.dtype)
 
 
+def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
+    """factor * a + b in a's dtype, for a factor that is not 0."""
+    return a * factor + tf.cast(b, a.dtype)
+
+
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b in a's dtype."""
     return a - tf.cast(b, a.dtype)
@@ -214,6 +221,39 @@ def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor,
     return total, largest_index(total, count)
 
 
+def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """error + grad, and where its magnitude is at least `limit`; not in a graph."""
+    total = np.array(to_numpy(error))
+    index = selection.accumulate_reaching(total, to_numpy(grad), limit)
+    return tf.convert_to_tensor(total), tf.convert_to_tensor(index)
+
+
+def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """error + grad, AdaComp's choice of it, and each row's scale; not in a graph."""
+    total = np.array(to_numpy(error))
+    index, scale = selection.accumulate_outgrown(total, to_numpy(grad), width)
+    return tuple(tf.convert_to_tensor(x) for x in (total, index, scale))
+
+
+def largest_of_bins(x: Tensor, width: int) -> Tensor:
+    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    size = shape(x)[-1]
+    count = math.prod(shape(x)) // size * -(-size // width)
+    choose = functools.partial(selection.largest_of_bins, width=width)
+    return tf.ensure_shape(tf.numpy_function(choose, [x], tf.int32), (count,))
+
+
+def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
+    """Positions in bins, and signs, in a byte or two each; not in a graph."""
+    return tf.convert_to_tensor(bins.pack(to_numpy(index), to_numpy(signs) < 0, shape, width))
+
+
+def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_bins`; not in a graph."""
+    index, signs = bins.unpack(to_numpy(packed), shape, width)
+    return tf.convert_to_tensor(index), tf.convert_to_tensor(signs)
+
+
 def pack_index(index: Tensor, size: int) -> Tensor:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
     count = shape(index)[0]
@@ -238,8 +278,28 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     bitmap = tf.cast(packed[low * count :], tf.int32)[:, None]
     bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(bitmap, tf.range(8)), 1)
     places = tf.cast(tf.where(tf.reshape(bits, (-1,)) > 0)[:, 0], tf.int32)
-    high = tf.ensure_shape(places, (count,)) - tf.range(count)
-    return tf.bitwise.left_shift(high, 8 * low) + tf.cast(tail, tf.int32)
+    right = tf.equal(tf.shape(places)[0], count)
+    places = tf.concat([places, tf.zeros((count,), tf.int32)], 0)[:count]
+    index = tf.bitwise.left_shift(places - tf.range(count), 8 * low) + tf.cast(tail, tf.int32)
+    return tf.where(right, index, -1)  # another number of them: `misplaced`
+
+
+def misplaced(index: Tensor, size: int) -> Tensor:
+    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    outside = tf.reduce_any(index[:1] < 0) | tf.reduce_any(index[-1:] >= size)
+    return tf.reshape(tf.cast(outside | tf.reduce_any(index[1:] <= index[:-1]), tf.float32), (1,))
+
+
+def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+    """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
+    if not symbolic(doubts):
+        return oracle.insist(x, doubts.numpy(), senders)
+    doubted = tf.not_equal(doubts, 0)
+    who = tf.boolean_mask(tf.constant(senders), doubted)
+    right = tf.logical_not(tf.reduce_any(doubted))
+    refusal = tf.debugging.Assert(right, ["what these ranks have sent does not decode:", who])
+    with tf.control_dependencies([refusal]):
+        return tf.nest.map_structure(tf.identity, x)
 
 
 def orthogonalize(p: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal, quantization, selection
+from accordion_hvd.ops import bins, indices, journal, quantization, selection
+from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
 
 Tensor: TypeAlias = torch.Tensor
@@ -147,6 +148,12 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return a.add_(b)
 
 
+def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
+    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+    journal.record(lambda: a.sub_(b).div_(factor))
+    return a.mul_(factor).add_(b)
+
+
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b in a's dtype. Consumes `a`."""
     journal.record(lambda: a.add_(b))
@@ -280,6 +287,73 @@ def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor,
     return error, torch.from_numpy(selection.accumulate_largest(error.numpy(), grad.numpy(), count))
 
 
+def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """error + grad, and where its magnitude is at least `limit`. Consumes `error`."""
+    if error.device.type != "cpu" or grad.dtype != torch.float32:
+        total = accumulate(error, grad)
+        flat = total.reshape(-1)
+        chosen = flat.abs() >= limit if limit > 0 else flat != 0
+        return total, chosen.nonzero()[:, 0].int()
+    journal.record(lambda: error.sub_(grad))
+    index = selection.accumulate_reaching(error.numpy(), grad.numpy(), limit)
+    return error, torch.from_numpy(index)
+
+
+def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """error + grad, AdaComp's choice of it, and each row's scale. Consumes `error`."""
+    if error.device.type != "cpu" or grad.dtype != torch.float32:
+        return _accumulate_outgrown(error, grad, width)
+    journal.record(lambda: error.sub_(grad))
+    index, scale = selection.accumulate_outgrown(error.numpy(), grad.numpy(), width)
+    return error, torch.from_numpy(index), torch.from_numpy(scale)
+
+
+def _accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """On any device."""
+    total = accumulate(error, grad)
+    rows = total.reshape(-1, total.shape[-1])
+    most = _in_bins(rows.abs(), width).amax(2)
+    limits = torch.where(most > 0, most, torch.inf)[:, :, None]
+    pushed = _in_bins((rows + grad.reshape(rows.shape)).abs(), width) >= limits
+    chosen = pushed.reshape(rows.shape[0], -1)[:, : rows.shape[1]] & (rows != 0)
+    scale = most.mean(1, dtype=torch.float64).float()
+    return total, chosen.reshape(-1).nonzero()[:, 0].int(), scale
+
+
+def _in_bins(rows: Tensor, width: int) -> Tensor:
+    """(rows, bins, width), filled up with zeros."""
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % width))
+    return padded.reshape(rows.shape[0], -1, width)
+
+
+def largest_of_bins(x: Tensor, width: int) -> Tensor:
+    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return torch.from_numpy(selection.largest_of_bins(x.detach().numpy(), width))
+    return _largest_of_bins(x, width)
+
+
+def _largest_of_bins(x: Tensor, width: int) -> Tensor:
+    """On any device, without waiting for it."""
+    rows = x.reshape(-1, x.shape[-1])
+    within = _in_bins(rows.abs(), width).argmax(2)
+    index = within + torch.arange(within.shape[1], device=x.device) * width
+    first = torch.arange(rows.shape[0], device=x.device)[:, None] * rows.shape[1]
+    return (index + first).reshape(-1).int()
+
+
+def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
+    """Positions in bins, and signs, in a byte or two each; on the host."""
+    negative = to_numpy(signs) < 0
+    return torch.from_numpy(bins.pack(to_numpy(index), negative, shape, width)).to(index.device)
+
+
+def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_bins`, on the host."""
+    index, signs = bins.unpack(to_numpy(packed), shape, width)
+    return torch.from_numpy(index).to(packed.device), torch.from_numpy(signs).to(packed.device)
+
+
 def pack_index(index: Tensor, size: int) -> Tensor:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
     if index.device.type == "cpu":
@@ -320,7 +394,25 @@ def _unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     index = (torch.searchsorted(seen, number + 1, out_int32=True) - number) << 8 * low
     for byte in range(low):
         index |= tail[:, byte] << 8 * byte
-    return index
+    return torch.where(seen[-1] == count, index, -1)  # another number of them: `misplaced`
+
+
+def misplaced(index: Tensor, size: int) -> Tensor:
+    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    if index.device.type == "cpu":
+        return torch.from_numpy(oracle.misplaced(index.numpy(), size))
+    return _misplaced(index, size)
+
+
+def _misplaced(index: Tensor, size: int) -> Tensor:
+    """On any device, without waiting for it."""
+    outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
+    return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
+
+
+def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+    """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
+    return oracle.insist(x, to_numpy(doubts), senders)
 
 
 def orthogonalize(p: Tensor) -> Tensor:

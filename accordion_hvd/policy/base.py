@@ -44,6 +44,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         self.history: list[Row] = []
         self.current: dict[str, int] = {}
         self._bound: Any = None
+        self._dense: Compressor | None = None
 
     # -------------------------------------------------------------------------- what a policy says
     @abc.abstractmethod
@@ -89,6 +90,10 @@ class Policy(NotForStockHorovod, abc.ABC):
         self._bound = weakref.ref(owner)
         for name in names:
             self.current.setdefault(name, self.start(name))
+
+    def dense(self) -> Compressor:
+        """What serves the tensors that it has no say in."""
+        return Compressor().dense() if self._dense is None else self._dense
 
     def level(self, name: str) -> int:
         """The level that serves bucket `name` now."""
@@ -149,7 +154,7 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
 
     Raises:
         TypeError: one is no compressor.
-        ValueError: they differ in target, output or scope.
+        ValueError: they differ in target, output or scope, or in what serves exempt tensors.
     """
     for level in levels:
         if not isinstance(level, Compressor):
@@ -158,8 +163,14 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
             )
     for aspect in ("target", "output", "scope"):
         values = {repr(level): getattr(level, aspect) for level in levels}
-        if len(set(values.values())) > 1:
-            described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
-            raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
+        _compare(owner, aspect, values)
         setattr(owner, aspect, getattr(levels[0], aspect))
+    _compare(owner, "what serves exempt tensors", {repr(x): x.dense() for x in levels})
+    owner._dense = levels[0].dense()
     owner.by_machine = any(level.by_machine for level in levels)
+
+
+def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:
+    if len(set(values.values())) > 1:
+        described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
+        raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")

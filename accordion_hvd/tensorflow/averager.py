@@ -117,8 +117,8 @@ class Averager:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to exchange with."""
-        return self.communicator.size == 1
+        """Whether there is nobody to exchange with, and nothing to be made of gradients alone."""
+        return self.communicator.size == 1 and self.policy.output != "update"
 
     def _watch(self, sparse: Sequence[int]) -> None:
         """Exchange the gradients of all variables but the local and the `sparse` ones."""

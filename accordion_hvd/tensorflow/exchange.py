@@ -163,9 +163,10 @@ class TensorFlowExchange(Exchange):
                 slot.seen = None if slot.seen is None else tf.identity(slot.seen)
                 slot.owed = None if slot.owed is None else tf.identity(slot.owed)
             bad = self._trace_step(grads, lr)
-            for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
-                _store(slot, state or {}, seen, owed, bad)
             means = self.means()
+            with tf.control_dependencies(means):  # what does not decode changes nothing
+                for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
+                    _store(slot, state or {}, seen, owed, bad)
             with tf.control_dependencies(means):  # before the step that follows
                 self._clock.assign(self._now + 1)
             return means
