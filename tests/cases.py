@@ -11,7 +11,17 @@ from dataclasses import dataclass, fields
 
 from frameworks import local_size
 
-from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK, TwoLevel
+from accordion_hvd import (
+    BF16,
+    FP16,
+    Compressor,
+    Dense,
+    PowerSGD,
+    RandomK,
+    SketchedSGD,
+    TopK,
+    TwoLevel,
+)
 from accordion_hvd.ops import indices
 
 Shape = tuple[int, ...]
@@ -103,6 +113,21 @@ def randomk(ratio: float) -> Case:
     return Case(RandomK(ratio), rounds, feedback=True, full=RandomK(1.0))
 
 
+def sketched(ratio: float, rows: int, columns: float) -> Case:
+    """Without momentum, whose laws are in `test_sketched_sgd.py`."""
+
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        size = math.prod(shape)
+        kept = max(1, int(ratio * size))
+        table, asked = rows * min(int(columns * kept), size), 4 * kept
+        if table + asked >= size:
+            return [("allreduce", 4 * size)]
+        return [("allreduce", 4 * table), ("allreduce", 4 * asked)]
+
+    compressor = SketchedSGD(ratio, rows, columns, momentum=0)
+    return Case(compressor, rounds, feedback=True, full=SketchedSGD(1.0, momentum=0))
+
+
 def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     def rounds(shape: Shape, own: int) -> Rounds:
         return [("allreduce", (itemsize or own) * math.prod(shape))]
@@ -127,6 +152,9 @@ CASES = [
     topk(0.1, "float16"),
     randomk(0.1),
     randomk(0.01),
+    sketched(0.01, rows=5, columns=10),
+    sketched(0.02, rows=3, columns=5),
+    sketched(0.1, rows=5, columns=10),  # not worth a sketch
     powersgd(1),
     powersgd(4),
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
@@ -138,11 +166,15 @@ CASES = [
 REFUSED = [
     *[
         (kind, "ratio", bad)
-        for kind in (TopK, RandomK)
+        for kind in (TopK, RandomK, SketchedSGD)
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
+    *[(SketchedSGD, "rows", bad) for bad in (0, 2, -1, 5.0, "a", True, None)],
+    *[(SketchedSGD, "columns", bad) for bad in (0, 0.5, math.nan, math.inf, "a", True, None)],
+    *[(SketchedSGD, "candidates", bad) for bad in (0, 1.5, "a", True, None)],
+    *[(SketchedSGD, "momentum", bad) for bad in (-0.1, 1, math.nan, "a", True, None)],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -14,7 +14,7 @@ from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accordion_hvd.ops import indices, journal, namespace, random
+from accordion_hvd.ops import count_sketch, indices, journal, namespace, random
 from accordion_hvd.ops.selection import largest
 
 ONLY = {"poisoning"}  # of NumPy, for tests
@@ -59,6 +59,8 @@ CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
 WIDE = RNG.standard_normal((300, 1024)).astype(np.float32)
 TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 1024)).astype(np.float32)
+CODES = count_sketch.hashes(NUMPY.xp, 70_000, 5, 9_000, random.key("sketch", 1))
+TABLE = count_sketch.insert(LONG, CODES, 9_000)
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -99,6 +101,11 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("accumulate_largest", (LONG, LONG[::-1].copy(), 700), 0),
     ("accumulate_largest", (X, Y, 2), 0),
     ("accumulate_largest", (X, Y.astype(np.float16), 2), 0),
+    ("sketch", (LONG, CODES, 9_000), 0),
+    ("sketch", (LONG.astype(np.float16), CODES, 9_000), 0),
+    ("unsketch", (TABLE, CODES, LONG.copy()), 0),
+    ("unsketch", (TABLE, CODES, LONG.astype(np.float16)), 0),
+    ("scale", (X.copy(), 0.9), 0),
     ("emptied", (X,), 0),
     ("emptied", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],

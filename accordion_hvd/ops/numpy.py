@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal
+from accordion_hvd.ops import count_sketch, indices, journal
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -196,6 +196,12 @@ def emptied(x: Array) -> Array:
     return np.zeros(x.shape, np.float32)
 
 
+def scale(x: Array, factor: float) -> Array:
+    """x * factor in x's dtype. Consumes `x`, for good: after the first `yield` only."""
+    out = _consume(x)
+    return np.multiply(out, factor, out=out)
+
+
 def clear(x: Array, index: Array) -> Array:
     """The vector `x` with zeros at `index`. Consumes `x`."""
     if not _poison:
@@ -242,6 +248,25 @@ def pack_index(index: Array, size: int) -> Array:
 def unpack_index(packed: Array, count: int, size: int) -> Array:
     """The inverse of `pack_index`."""
     return indices.unpack(packed, count, size)
+
+
+def sketch(x: Array, codes: Array, columns: int) -> Array:
+    """The count sketch (rows, columns) of the vector `x`, fp32, under the hashes `codes`.
+
+    See `accordion_hvd.ops.count_sketch`, whose `hashes` makes `codes` (rows, blocks).
+    """
+    return count_sketch.insert(x, codes, columns)
+
+
+def unsketch(table: Array, codes: Array, like: Array) -> Array:
+    """Estimates of the vector of which `table` is the sketch: medians over an odd number of rows.
+
+    fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
+    only.
+    """
+    _consume(like)
+    out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
+    return count_sketch.estimate(table, codes, out)
 
 
 def orthogonalize(p: Array) -> Array:

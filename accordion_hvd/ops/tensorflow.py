@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.base import Spec, Tensor
-from accordion_hvd.ops import indices
+from accordion_hvd.ops import count_sketch, indices
 from accordion_hvd.ops.selection import largest
 
 
@@ -177,6 +177,11 @@ def emptied(x: Tensor) -> Tensor:
     return tf.zeros(shape(x), tf.float32)
 
 
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor in x's dtype."""
+    return x * tf.cast(factor, x.dtype)
+
+
 def clear(x: Tensor, index: Tensor) -> Tensor:
     """The vector `x` with zeros at `index`."""
     values = tf.zeros(tf.shape(index), x.dtype)
@@ -237,6 +242,47 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     places = tf.cast(tf.where(tf.reshape(bits, (-1,)) > 0)[:, 0], tf.int32)
     high = tf.ensure_shape(places, (count,)) - tf.range(count)
     return tf.bitwise.left_shift(high, 8 * low) + tf.cast(tail, tf.int32)
+
+
+def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    x, rows = tf.cast(x, tf.float32), shape(codes)[0]
+    if "GPU" in x.device:
+        return _sketch(x, codes, columns)
+    table = tf.numpy_function(
+        lambda x, codes: count_sketch.insert(x, codes, columns), [x, codes], tf.float32
+    )
+    return tf.ensure_shape(table, (rows, columns))
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """On any device."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    rows = [count_sketch.moved(xp, x, row, columns) for row in tf.unstack(codes)]
+    return tf.stack([tf.reduce_sum(row, 0) for row in rows])
+
+
+def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
+    (size,) = shape(like)
+    if "GPU" in table.device:
+        return _unsketch(table, codes, size)
+    estimates = tf.numpy_function(
+        lambda table, codes: count_sketch.estimate(table, codes, np.empty(size, np.float32)),
+        [table, codes],
+        tf.float32,
+    )
+    return tf.ensure_shape(estimates, (size,))
+
+
+def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+    """On any device."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
+    seen = tf.stack([count_sketch.found(xp, row, codes, size) for row, codes in pairs])
+    return tf.sort(seen, 0)[shape(table)[0] // 2]
 
 
 def orthogonalize(p: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal, selection
+from accordion_hvd.ops import count_sketch, indices, journal, selection
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -209,6 +209,11 @@ def emptied(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
 
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor in x's dtype. Consumes `x`, for good: after the first `yield` only."""
+    return x.mul_(factor)
+
+
 def clear(x: Tensor, index: Tensor) -> Tensor:
     """The vector `x` with zeros at `index`. Consumes `x`."""
     taken = x[index]
@@ -287,6 +292,38 @@ def _unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     for byte in range(low):
         index |= tail[:, byte] << 8 * byte
     return index
+
+
+def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(count_sketch.insert(x.float().numpy(), codes.numpy(), columns))
+    return _sketch(x, codes, columns)
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """On any device, without waiting for it."""
+    import accordion_hvd.ops.torch as xp
+
+    return torch.stack([count_sketch.moved(xp, x.float(), row, columns).sum(0) for row in codes])
+
+
+def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
+    if table.device.type != "cpu":
+        return _unsketch(table, codes, like.numel())
+    plain = like.dtype == torch.float32 and like.is_contiguous()
+    out = like.detach() if plain else torch.empty(like.shape)
+    count_sketch.estimate(table.numpy(), codes.numpy(), out.numpy())
+    return out
+
+
+def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+    """On any device, without waiting for it."""
+    import accordion_hvd.ops.torch as xp
+
+    rows = [count_sketch.found(xp, *row, size) for row in zip(table, codes, strict=True)]
+    return torch.stack(rows).median(0).values
 
 
 def orthogonalize(p: Tensor) -> Tensor:
