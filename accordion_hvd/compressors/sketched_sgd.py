@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 from accordion_hvd import check
@@ -61,7 +60,7 @@ class SketchedSGD(Sparsifier):
             check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`: v, a vector with the gradient's elements; `momentum`: momentum u, likewise."""
+        """`error`: v, a vector with the gradient's elements; `momentum`: u, likewise."""
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros((spec.size,))} if self.momentum else {})
 
@@ -69,14 +68,15 @@ class SketchedSGD(Sparsifier):
         """Two rounds: the sketch, then the candidates' values; one, where nothing is sketched."""
         xp = namespace(grad)
         fresh = xp.reshape(grad, (-1,))
-        velocity = xp.accumulate(state["momentum"], fresh) if self.momentum else fresh
+        velocity = fresh
+        if self.momentum:
+            velocity = xp.accumulate_scaled(state["momentum"], self.momentum, fresh)
         total = xp.accumulate(state["error"], velocity)
         size = xp.shape(total)[0]
         columns = self.width(size)
         if not columns:
             mean = yield Allreduce(total)
-            new = self._state(xp, xp.emptied(total), velocity)
-            return xp.reshape(mean, xp.shape(grad)), new
+            return xp.reshape(mean, xp.shape(grad)), self._state(xp.emptied(total), velocity)
         count, seed = self.kept(size), random.key("sketch", info.name, info.step)
         codes = count_sketch.hashes(xp, size, self.rows, columns, seed, xp.device(grad))
         table = yield Allreduce(xp.sketch(total, codes, columns), reuse=True)
@@ -88,7 +88,7 @@ class SketchedSGD(Sparsifier):
         mean = xp.add_at(xp.emptied(estimates), index, xp.take(values, chosen))
         if self.momentum:
             velocity = xp.clear(velocity, index)
-        new = self._state(xp, xp.clear(total, index), velocity)
+        new = self._state(xp.clear(total, index), velocity)
         return xp.reshape(mean, xp.shape(grad)), new
 
     def width(self, size: int) -> int:
@@ -97,7 +97,5 @@ class SketchedSGD(Sparsifier):
         columns = min(int(self.columns * count), size)
         return columns if self.rows * columns + self.candidates * count < size else 0
 
-    def _state(self, xp: ModuleType, error: Tensor, velocity: Tensor) -> State:
-        if not self.momentum:
-            return {"error": error}
-        return {"error": error, "momentum": xp.scale(velocity, self.momentum)}
+    def _state(self, error: Tensor, velocity: Tensor) -> State:
+        return {"error": error} | ({"momentum": velocity} if self.momentum else {})

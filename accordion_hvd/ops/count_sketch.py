@@ -42,7 +42,7 @@ def hashes(
         device: where the result lives.
     """
     count = blocks(size, columns)
-    bits = random.bits(xp, rows * count, seed, device)
+    bits = random.words(xp, rows * count, seed, device)
     codes = bits // 2 % columns * 2 + bits % 2
     return xp.reshape(xp.cast(codes, "int32"), (rows, count))
 

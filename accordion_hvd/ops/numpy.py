@@ -162,6 +162,20 @@ def accumulate(a: Array, b: Array) -> Array:
     return np.add(out, b, out=out)
 
 
+def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
+    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+
+    def undo() -> None:
+        np.subtract(a, b, out=a)
+        np.divide(a, factor, out=a)
+
+    if not _poison:
+        journal.record(undo)
+    out = _consume(a)
+    np.multiply(out, factor, out=out)
+    return np.add(out, b, out=out)
+
+
 def subtract(a: Array, b: Array) -> Array:
     """a - b in a's dtype. Consumes `a`."""
     if not _poison:
@@ -194,12 +208,6 @@ def emptied(x: Array) -> Array:
     """Zeros, fp32, in the shape of `x`. Consumes `x`, for good: after the first `yield` only."""
     _consume(x)
     return np.zeros(x.shape, np.float32)
-
-
-def scale(x: Array, factor: float) -> Array:
-    """x * factor in x's dtype. Consumes `x`, for good: after the first `yield` only."""
-    out = _consume(x)
-    return np.multiply(out, factor, out=out)
 
 
 def clear(x: Array, index: Array) -> Array:

@@ -27,17 +27,17 @@ def key(*words: Any) -> Any:
     return mixed
 
 
-def bits(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
-    """`count` integers in [0, 2^32) as int64, a counter hashed with `seed` (from `key`).
+def uniform(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
+    """`count` fp32 values in [0, 1), a counter hashed with `seed` (from `key`).
 
     Integer arithmetic only, so every framework gives the same bits, in a graph too.
     """
+    return xp.cast(words(xp, count, seed, device) // 256, "float32") * (1.0 / (1 << 24))
+
+
+def words(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
+    """`count` integers (int64) of 32 random bits, a counter hashed with `seed` (from `key`)."""
     return _mix((xp.arange(count, device) * 0x9E3779B1 + seed) & _MASK)
-
-
-def uniform(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
-    """`count` fp32 values in [0, 1), of `bits`."""
-    return xp.cast(bits(xp, count, seed, device) // 256, "float32") * (1.0 / (1 << 24))
 
 
 def _mix(value: Any) -> Any:

@@ -152,6 +152,11 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return a + tf.cast(b, a.dtype)
 
 
+def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
+    """factor * a + b in a's dtype, for a factor that is not 0."""
+    return a * factor + tf.cast(b, a.dtype)
+
+
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b in a's dtype."""
     return a - tf.cast(b, a.dtype)
@@ -175,11 +180,6 @@ def expand(p: Tensor, q: Tensor, error: Tensor, like: Tensor) -> tuple[Tensor, T
 def emptied(x: Tensor) -> Tensor:
     """Zeros, fp32, in the shape of `x`."""
     return tf.zeros(shape(x), tf.float32)
-
-
-def scale(x: Tensor, factor: float) -> Tensor:
-    """x * factor in x's dtype."""
-    return x * tf.cast(factor, x.dtype)
 
 
 def clear(x: Tensor, index: Tensor) -> Tensor:

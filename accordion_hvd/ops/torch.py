@@ -145,6 +145,12 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return a.add_(b)
 
 
+def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
+    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+    journal.record(lambda: a.sub_(b).div_(factor))
+    return a.mul_(factor).add_(b)
+
+
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b in a's dtype. Consumes `a`."""
     journal.record(lambda: a.add_(b))
@@ -207,11 +213,6 @@ def emptied(x: Tensor) -> Tensor:
     if x.dtype == torch.float32 and x.is_contiguous():
         return x.zero_()
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-
-
-def scale(x: Tensor, factor: float) -> Tensor:
-    """x * factor in x's dtype. Consumes `x`, for good: after the first `yield` only."""
-    return x.mul_(factor)
 
 
 def clear(x: Tensor, index: Tensor) -> Tensor:
