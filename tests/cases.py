@@ -29,6 +29,7 @@ from accordion_hvd import (
     RandomK,
     ScaleCom,
     SignSGD,
+    SketchedSGD,
     TernGrad,
     Threshold,
     TopK,
@@ -238,6 +239,21 @@ def int8_size(shape: Shape) -> int:
     return coded(shape, 8) + 4 * -(-math.prod(shape) // 256)
 
 
+def sketched(ratio: float, rows: int, columns: float) -> Case:
+    """Without momentum, whose laws are in `test_sketched_sgd.py`."""
+
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        size = math.prod(shape)
+        kept = max(1, int(ratio * size))
+        table, asked = rows * min(int(columns * kept), size), 4 * kept
+        if table + asked >= size:
+            return [("allreduce", 4 * size)]
+        return [("allreduce", 4 * table), ("allreduce", 4 * asked)]
+
+    compressor = SketchedSGD(ratio, rows, columns, momentum=0)
+    return Case(compressor, rounds, feedback=True, full=SketchedSGD(1.0, momentum=0))
+
+
 def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     def rounds(shape: Shape, own: int) -> Rounds:
         return [("allreduce", (itemsize or own) * math.prod(shape))]
@@ -262,6 +278,9 @@ CASES = [
     topk(0.1, "float16"),
     randomk(0.1),
     randomk(0.01),
+    sketched(0.01, rows=5, columns=10),
+    sketched(0.02, rows=3, columns=5),
+    sketched(0.1, rows=5, columns=10),  # not worth a sketch
     powersgd(1),
     powersgd(4),
     qsgd(4),
@@ -301,7 +320,7 @@ CASES = [
 REFUSED = [
     *[
         (kind, "ratio", bad)
-        for kind in (TopK, RandomK, ScaleCom, DGC)
+        for kind in (TopK, RandomK, ScaleCom, DGC, SketchedSGD)
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
@@ -319,6 +338,10 @@ REFUSED = [
     *[(DGC, "momentum", bad) for bad in (1, -0.1, math.nan, "a", True, None)],
     *[(DGC, "warmup", bad) for bad in (-1, 1.5, math.nan, "a", True, None)],
     *[(DGC, "clip", bad) for bad in (0, -1, math.nan, math.inf, "a", True)],
+    *[(SketchedSGD, "rows", bad) for bad in (0, 2, -1, 5.0, "a", True, None)],
+    *[(SketchedSGD, "columns", bad) for bad in (0, 0.5, math.nan, math.inf, "a", True, None)],
+    *[(SketchedSGD, "candidates", bad) for bad in (0, 1.5, "a", True, None)],
+    *[(SketchedSGD, "momentum", bad) for bad in (-0.1, 1, math.nan, "a", True, None)],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -31,7 +31,8 @@ from accordion_hvd import (
 )
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.policy.accordion import CHANGED, HIGH, LOW, PATIENCE
+from accordion_hvd.policy.accordion import CHANGED, HIGH, LOW
+from accordion_hvd.policy.windows import PATIENCE
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
 MILD, STRONG = PowerSGD(4), PowerSGD(1)

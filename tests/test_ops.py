@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accordion_hvd.check import PayloadError
-from accordion_hvd.ops import bins, indices, journal, namespace, random
+from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, random
 from accordion_hvd.ops import quantization as q
 from accordion_hvd.ops.selection import accumulate_outgrown, largest, largest_of_bins
 
@@ -64,6 +64,8 @@ TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.f
 CODES = RNG.integers(0, 256, LONG.size).astype(np.uint8)
 BITS = q.pack_signs(LONG, None)
 STEPS = q.bucket_norms(LONG, 7, "max") / np.float32(3)
+HASHES = count_sketch.hashes(NUMPY.xp, 70_000, 5, 9_000, random.key("sketch", 1))
+TABLE = count_sketch.insert(LONG, HASHES, 9_000)
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -128,6 +130,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("pack_index", (INDEX[:0], 40), 0),
     ("unpack_index", (np.zeros(0, np.uint8), 0, 40), 0),
     ("insist", ([X, [V]], np.zeros(3, np.float32), [0, 1, 2]), 0),
+    ("sketch", (LONG, HASHES, 9_000), 0),
+    ("sketch", (LONG.astype(np.float16), HASHES, 9_000), 0),
+    ("unsketch", (TABLE, HASHES, LONG.copy()), 0),
+    ("unsketch", (TABLE, HASHES, LONG.astype(np.float16)), 0),
     ("emptied", (X,), 0),
     ("emptied", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],

@@ -12,26 +12,28 @@ from accordion_hvd.compressors.qsgd import QSGD
 from accordion_hvd.compressors.randomk import RandomK
 from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
+from accordion_hvd.compressors.sketched_sgd import SketchedSGD
 from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
 __all__ = [
+    "AdaComp",
     "BF16",
     "DGC",
-    "FP16",
-    "QSGD",
-    "AdaComp",
     "Dense",
     "EFSignSGD",
+    "FP16",
     "Int8",
     "Natural",
     "OneBit",
     "PowerSGD",
+    "QSGD",
     "RandomK",
     "ScaleCom",
     "SignSGD",
+    "SketchedSGD",
     "TernGrad",
     "Threshold",
     "TopK",

@@ -10,7 +10,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import bins, indices, journal, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -319,6 +319,23 @@ def insist(x: Any, doubts: Array, senders: Sequence[int]) -> Any:
     if np.any(doubts != 0):
         check.refuse_payload([senders[int(i)] for i in np.flatnonzero(doubts)])
     return x
+
+
+def sketch(x: Array, codes: Array, columns: int) -> Array:
+    """The count sketch (rows, columns) of the vector `x`, fp32, under the hashes `codes`.
+
+    See `accordion_hvd.ops.count_sketch`, whose `hashes` makes `codes` (rows, blocks).
+    return count_sketch.insert(x, codes, columns)
+
+
+def unsketch(table: Array, codes: Array, like: Array) -> Array:
+    """Estimates of the vector of which `table` is the sketch: medians over an odd number of rows.
+
+    fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
+    only.
+    _consume(like)
+    out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
+    return count_sketch.estimate(table, codes, out)
 
 
 def orthogonalize(p: Array) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.base import Spec, Tensor
-from accordion_hvd.ops import bins, indices, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, quantization, selection
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.selection import largest
 
@@ -300,6 +300,47 @@ def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
     refusal = tf.debugging.Assert(right, ["what these ranks have sent does not decode:", who])
     with tf.control_dependencies([refusal]):
         return tf.nest.map_structure(tf.identity, x)
+
+
+def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    x, rows = tf.cast(x, tf.float32), shape(codes)[0]
+    if "GPU" in x.device:
+        return _sketch(x, codes, columns)
+    table = tf.numpy_function(
+        lambda x, codes: count_sketch.insert(x, codes, columns), [x, codes], tf.float32
+    )
+    return tf.ensure_shape(table, (rows, columns))
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """On any device."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    rows = [count_sketch.moved(xp, x, row, columns) for row in tf.unstack(codes)]
+    return tf.stack([tf.reduce_sum(row, 0) for row in rows])
+
+
+def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
+    (size,) = shape(like)
+    if "GPU" in table.device:
+        return _unsketch(table, codes, size)
+    estimates = tf.numpy_function(
+        lambda table, codes: count_sketch.estimate(table, codes, np.empty(size, np.float32)),
+        [table, codes],
+        tf.float32,
+    )
+    return tf.ensure_shape(estimates, (size,))
+
+
+def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+    """On any device."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
+    seen = tf.stack([count_sketch.found(xp, row, codes, size) for row, codes in pairs])
+    return tf.sort(seen, 0)[shape(table)[0] // 2]
 
 
 def orthogonalize(p: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import bins, indices, journal, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
 
@@ -413,6 +413,38 @@ def _misplaced(index: Tensor, size: int) -> Tensor:
 def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
     """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
     return oracle.insist(x, to_numpy(doubts), senders)
+
+
+def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(count_sketch.insert(x.float().numpy(), codes.numpy(), columns))
+    return _sketch(x, codes, columns)
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """On any device, without waiting for it."""
+    import accordion_hvd.ops.torch as xp
+
+    return torch.stack([count_sketch.moved(xp, x.float(), row, columns).sum(0) for row in codes])
+
+
+def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
+    if table.device.type != "cpu":
+        return _unsketch(table, codes, like.numel())
+    plain = like.dtype == torch.float32 and like.is_contiguous()
+    out = like.detach() if plain else torch.empty(like.shape)
+    count_sketch.estimate(table.numpy(), codes.numpy(), out.numpy())
+    return out
+
+
+def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+    """On any device, without waiting for it."""
+    import accordion_hvd.ops.torch as xp
+
+    rows = [count_sketch.found(xp, *row, size) for row in zip(table, codes, strict=True)]
+    return torch.stack(rows).median(0).values
 
 
 def orthogonalize(p: Tensor) -> Tensor:
