@@ -325,6 +325,7 @@ def sketch(x: Array, codes: Array, columns: int) -> Array:
     """The count sketch (rows, columns) of the vector `x`, fp32, under the hashes `codes`.
 
     See `accordion_hvd.ops.count_sketch`, whose `hashes` makes `codes` (rows, blocks).
+    """
     return count_sketch.insert(x, codes, columns)
 
 
@@ -333,6 +334,7 @@ def unsketch(table: Array, codes: Array, like: Array) -> Array:
 
     fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
     only.
+    """
     _consume(like)
     out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
     return count_sketch.estimate(table, codes, out)
