@@ -89,10 +89,17 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "policy": exchange.policy.state_dict(),
         "compression": repr(exchange.policy),
         "steps": exchange.steps,
+        "skipped": exchange.skipped,
         "machines": exchange.communicator.machines,
         "tensors": [tensor.name for tensor in exchange.tensors],
         "buckets": [
-            {"name": s.bucket.name, "shape": list(s.bucket.shape), "level": s.level}
+            {
+                "name": s.bucket.name,
+                "shape": list(s.bucket.shape),
+                "level": s.level,
+                "served": exchange.counted - s.since,
+                "turns": [list(turn) for turn in s.turns.items()],
+            }
             for s in exchange.slots
         ],
     }
@@ -117,10 +124,12 @@ def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, 
         for row, slot in zip(saved["buckets"], exchange.slots, strict=True)
     }
     exchange.policy.load_state_dict(_renamed(saved["policy"], names))
-    exchange.steps = saved["steps"]
+    exchange.steps, exchange.skipped = saved["steps"], saved.get("skipped", 0)
     lead = exchange.communicator
     made = _told(saved, lead.rank, lead.size)
     for i, slot in enumerate(exchange.slots):
+        slot.since = exchange.counted - saved["buckets"][i].get("served", exchange.counted)
+        slot.turns = dict(saved["buckets"][i].get("turns", ()))
         mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
         exchange.load_slot(slot, saved["buckets"][i]["level"], mine, made)
 
