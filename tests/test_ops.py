@@ -110,6 +110,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     *[("expand", (P[:rank], Q[:rank], X.copy(), Y), 1e-5) for rank in (1, 2)],
     ("expand", (CUBE[:, :1], CUBE[:, :1], CUBE_OF_7, CUBE_OF_7), 1e-5),
     *[("expand", (TALL[:r], WIDE[:r], LARGE, LARGE + 1), 1e-3) for r in (1, 3, 8)],
+    ("argsort", (V,), 0),
+    ("argsort", (np.round(V),), 0),
+    *[("frames", (X, width, step), 0) for width, step in [(7, 1), (3, 2), (6, 1), (2, 3)]],
+    *[("overlap_add", (CUBE, step), 1e-6) for step in (1, 2, 3, 4, 7)],
     ("orthogonalize", (CUBE,), 1e-5),
     ("orthogonalize", (X,), 1e-5),
     ("orthogonalize", (X[:1],), 1e-5),
@@ -239,6 +243,19 @@ def test_orthogonal_rows(framework: Framework) -> None:
         q = framework.array(framework.xp.orthogonalize(framework.tensor(p)))
         np.testing.assert_allclose(q @ q.T, np.eye(len(p)), atol=1e-5)
         np.testing.assert_allclose(p @ q.T @ q, p, atol=1e-4 * max(np.abs(p).max(), 1e-30))
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(("width", "step"), [(1, 1), (3, 1), (3, 2), (6, 4), (12, 4)])
+def test_frames_and_their_adjoint(framework: Framework, width: int, step: int) -> None:
+    """Each frame is a piece of its row, and <frames(x), y> = <x, overlap_add(y)>."""
+    x = RNG.standard_normal((2, 4 * step + width)).astype(np.float32)
+    y = RNG.standard_normal((2, 5, width)).astype(np.float32)
+    frames = framework.array(framework.xp.frames(framework.tensor(x), width, step))
+    for i in range(5):
+        assert (frames[:, i] == x[:, i * step : i * step + width]).all()
+    back = framework.array(framework.xp.overlap_add(framework.tensor(y), step))
+    np.testing.assert_allclose((frames * y).sum(), (x * back).sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("framework", ALL)

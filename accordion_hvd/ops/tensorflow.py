@@ -239,6 +239,21 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     return tf.bitwise.left_shift(high, 8 * low) + tf.cast(tail, tf.int32)
 
 
+def argsort(x: Tensor) -> Tensor:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return tf.argsort(x, stable=True)
+
+
+def frames(x: Tensor, width: int, step: int) -> Tensor:
+    """Pieces of each row of `x`; see `accordion_hvd.ops.numpy`."""
+    return tf.signal.frame(x, width, step)
+
+
+def overlap_add(x: Tensor, step: int) -> Tensor:
+    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    return tf.signal.overlap_and_add(x, step)
+
+
 def orthogonalize(p: Tensor) -> Tensor:
     """Orthonormal rows that span those of `p` (r, n), r <= n; see `accordion_hvd.ops.numpy`."""
     q, r = tf.linalg.qr(transpose(p))
