@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from frameworks import local_size
 
-from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK, TwoLevel
+from accordion_hvd import BF16, FP16, LGC, Compressor, Dense, PowerSGD, RandomK, TopK, TwoLevel
 from accordion_hvd.ops import indices
 
 Shape = tuple[int, ...]
@@ -48,8 +48,10 @@ class Case:
     def name(self) -> str:
         return repr(self.compressor)
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
-        """The rounds, and how many ranks take part in each."""
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        """The rounds of a step, and how many ranks take part in each."""
         return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
 
 
@@ -57,16 +59,43 @@ class Case:
 class BetweenMachines(Case):
     """`TwoLevel` around another case's compressor."""
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
         local = local_size(ranks)
         if local == 1:
-            return super().moves(shape, itemsize, ranks)
+            return super().moves(shape, itemsize, ranks, step)
         rows, width = matrix(shape)
         part = (-(-rows // local), width)
         inner = self.rounds(part, 4)
         size = math.prod(part)
         near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
         return [near[0], *[(kind, sent, ranks // local) for kind, sent in inner], near[1]]
+
+
+@dataclass(frozen=True)
+class Learned(Case):
+    """`LGC`, whose rounds depend on its phase."""
+
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        lgc, size = self.compressor, math.prod(shape)
+        assert isinstance(lgc, LGC)
+        chosen, phase = lgc.kept(size), lgc.variant(step)
+        code = 16 * max(1, math.ceil((chosen - 31) / 16) + 1)
+        server = lgc.form == "server"
+        if phase == 0:
+            return [("allreduce", 4 * size, ranks)]
+        if phase < 3:
+            shipped = 4 * (172_996 + (ranks * 43_682 if server else 43_681))
+            rounds = [("allreduce", 4 * chosen + 4, ranks), ("allgather", 4 * chosen, ranks)]
+            return rounds + [("broadcast", shipped, ranks)] * (phase == 2)
+        if not server:
+            return [("allreduce", 4 * chosen + 4, ranks), ("allreduce", code, ranks)]
+        few = max(1, min(chosen, int(lgc.innovation * size)))
+        innovation = 4 * few + indices.packed_length(few, chosen)
+        return [("allreduce", 4 * chosen + 4 + code, ranks), ("allgather", innovation, ranks)]
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
@@ -110,6 +139,11 @@ def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     return Case(compressor, rounds, loss=loss, guarded=False)
 
 
+def lgc(form: str, dense: int, training: int) -> Case:
+    compressor = LGC(0.03, form, dense, training, innovation=0.003)
+    return Learned(compressor, lambda *_: [], feedback=True, bitwise=False, close=1e-3)
+
+
 def two_level(case: Case) -> Case:
     same = {f.name: getattr(case, f.name) for f in fields(case)}
     same["full"] = case.full and TwoLevel(case.full)
@@ -129,6 +163,8 @@ CASES = [
     randomk(0.01),
     powersgd(1),
     powersgd(4),
+    lgc("ring", dense=1, training=1),
+    lgc("server", dense=0, training=2),
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
     two_level(powersgd(1)),
@@ -143,6 +179,11 @@ REFUSED = [
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
+    *[(LGC, "ratio", bad) for bad in (0, 2, "a")],
+    *[(LGC, "form", bad) for bad in ("tree", None, 1)],
+    *[(LGC, "dense", bad) for bad in (-1, 1.5, True)],
+    *[(LGC, "training", bad) for bad in (0, 2.5, None)],
+    *[(LGC, name, bad) for name in ("innovation", "rate") for bad in (0, 2, math.nan, "a")],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""
