@@ -287,7 +287,7 @@ def test_with_nothing_to_learn_it_is_sparsification(
             said = np.stack([said.mean(0)] * 2)
         mean = np.zeros(300)
         mean[index] = said.mean(0)
-        errors[:, index] -= said
+        errors[:, index] = 0
         np.testing.assert_allclose(world.step(gradients)[0], mean, atol=1e-5)
 
 
@@ -383,7 +383,9 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
         given = np.concatenate([exact_mean([g[k] for g in gradients]).reshape(-1) for k in "wv"])
         found = np.concatenate([means[0][k].reshape(-1) for k in "wv"])
         left = exact_mean([e.slots[0].state["error"] for e in other.exchanges])
-        np.testing.assert_allclose(found + left, given + owed / 3, atol=1e-4)
+        unsent = found == 0
+        assert unsent.sum() == 2400 - 120 and not left[~unsent].any()
+        np.testing.assert_allclose(left[unsent], (given + owed / 3)[unsent], atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- in a graph

@@ -43,11 +43,11 @@ class LGC(Sparsifier):
       its values. Each rank has a decoder of its own, D_k(code, innovation of k); the mean is that
       of what they give. Another loss draws all ranks' codes together, so that the leader's serves.
 
-    Layers, phases, losses and the two forms are the paper's, as far as known. Ours: what decoding
-    loses stays in the error, so average + error = gradient (the paper feeds back what was not
-    chosen only); leaders in the "server" form's training, too; Adam and He's initial weights (plain
-    SGD at this rate leaves most of the error); division by the root mean square; and signals that
-    are completed to what the layers divide, by repeating the last value, instead of resized.
+    Layers, phases, losses and the two forms are the paper's, as far as known; as there, what was
+    not chosen stays in the error, and what decoding loses is lost (fed back, it made training
+    diverge). Ours: leaders in the "server" form's training, too; Adam and He's initial weights
+    (plain SGD leaves most of the error); division by the root mean square; and signals that are
+    completed to what the layers divide, by repeating the last value, instead of resized.
 
     Biases, norms and small tensors are averaged as they are. Exempt the first and the last layer,
     as the paper does, by `skip`. The autoencoder needs some thousand chosen values to be worth it.
@@ -127,8 +127,7 @@ class LGC(Sparsifier):
             state = self._trained(decoded, scale, state, info)
             if info.phase == SHIPPING:
                 state["weights"] = yield Broadcast(state["weights"])
-        mine = decoded[info.rank] if len(decoded) > 1 else decoded[0]
-        error = xp.add_at(total, index, -mine)
+        error = xp.clear(total, index)
         mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, _mean(decoded))
         return xp.reshape(mean, xp.shape(grad)), {**state, "error": error}
 
