@@ -63,7 +63,8 @@ class Exchange:
         self._payloads: dict[tuple[int, int], float] = {}  # bucket and level -> bytes
         self._weighing = False  # this step tells how many bytes the first requests have
         self._outdated = False  # the plan, from the next step on
-        self._phases: list[int] = []  # of all slots, when the plan was made
+        self._phases: list[int] = []  # when the plan was made, of those
+        self._phased: list[Slot] = []  # that have some
         self._step: Step | None = None
         self._decisions = Decisions(self)
         self._lr: dict[str, float] = {}
@@ -102,7 +103,8 @@ class Exchange:
                 Memory([self.slots[i] for i in unit.buckets], unit.stacked, self.xp)
                 for unit in self._plan.units
             ]
-            self._phases = [self.phase(slot) for slot in self.slots]
+            self._phased = [slot for slot in self.slots if slot.compressor.phases]
+            self._phases = [self.phase(slot) for slot in self._phased]
             levels = [(s.bucket.name, s.bucket.shape, s.level) for s in self.slots]
             self._number = fingerprint(levels, self._phases, self._plan.units, self._plan.groups)
         return self._plan
@@ -155,7 +157,7 @@ class Exchange:
         self._lr = self.rates(lr)
         self._tick()
         guarded = self._guarded()
-        if self._outdated or self._phases != [self.phase(slot) for slot in self.slots]:
+        if self._outdated or self._phases != [self.phase(slot) for slot in self._phased]:
             self._plan, self._outdated = None, False
         groups = self.plan.groups
         self._step = Step(self.communicator, groups, self.name, self.number(), guarded)
