@@ -178,6 +178,9 @@ class Compressor(NotForStockHorovod):
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
             "" (none). `info.name` is then that of the first, and `info.lr` not that of all.
+        checks: whether it finds non-finite gradients itself: the tensor of its first request is
+            not finite if the gradient is not, and what it did to the state can be undone. That
+            saves the pass over memory that else looks for them.
         by_machine: whether it asks who shares a machine. Its state may then be that of a part of
             the tensor, and what other levels owe reaches it with the next gradient.
     """
@@ -186,6 +189,7 @@ class Compressor(NotForStockHorovod):
     output: ClassVar[str] = "gradient"
     scope: ClassVar[str] = "tensor"
     stacks: ClassVar[str] = ""
+    checks: ClassVar[bool] = False
     by_machine: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

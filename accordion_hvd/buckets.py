@@ -7,6 +7,7 @@ exempt tensors) is packed into flat buckets and travels dense. No compressor kno
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Bucket:
     compress: bool
     packed: bool
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements."""
         return sum(self.sizes)

@@ -19,7 +19,7 @@ from accordion_hvd.traffic import Traffic
 
 Group = tuple[int, ...] | None
 _PATIENCE = 0.1  # of the time waited so far
-_SHORTEST, _LONGEST = 1e-4, 1e-3  # seconds
+_SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
 
 
 class Communicator(abc.ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ class Exchange:
         self.keep_buffers = False  # if nobody looks at a step's means when the next one begins
         self.traffic = Traffic()
         self.dense_bytes = 0.0
+        self._each_step = 0.0  # bytes of all tensors
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self.slots: list[Slot] = []
         self.tensors: list[TensorInfo] = []
@@ -90,6 +92,7 @@ class Exchange:
             slot = Slot(replace(bucket, members=moved), levels, spec, level)
             slot.since = self.counted
             self.slots.append(slot)
+        self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
 
     @property
@@ -178,7 +181,8 @@ class Exchange:
     def start(self, index: int, grad: Tensor) -> None:
         """Give unit `index` its gradients (as `pack` returns them), whose memory may be used."""
         assert self._step is not None
-        self._step.start(index, grad, lambda clean: self._open_talk(index, clean))
+        opening = functools.partial(self._open_talk, index)
+        self._step.start(index, grad, opening, self._checks(index))
 
     def finish(self) -> bool:
         """Wait for the end; False if a rank's gradient was not finite: all means are NaN then."""
@@ -282,6 +286,12 @@ class Exchange:
                 memory.seen, memory.unseen = memory.unseen, None
 
     # ------------------------------------------------------------------------------------- within
+    def _checks(self, index: int) -> bool:
+        """Whether the conversation finds non-finite gradients, and nothing is done before it."""
+        memory = self._memory[index]
+        first = memory.slots[0]
+        return first.compressor.checks and not memory.owes and not self._observes(first, "local")
+
     def _open_talk(self, index: int, grad: Tensor) -> Conversation:
         memory = self._memory[index]
         first = memory.slots[0]
@@ -354,13 +364,10 @@ class Exchange:
 
     def _count(self, step: Step) -> None:
         self.traffic.add(step.traffic)
-        self.dense_bytes += self._dense()
+        self.dense_bytes += self._each_step
         for key, value in step.seconds.items():
             self.seconds[key] += value
         self.steps += 1
-
-    def _dense(self) -> float:
-        return sum(dense_bytes(slot.bucket) for slot in self.slots)
 
     # ---------------------------------------------------------------------------------- decisions
     def due(self, rates: Mapping[str, float]) -> bool:

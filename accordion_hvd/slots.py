@@ -148,11 +148,17 @@ class Slot:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that must be saved: "state/key", "parked/level/key", "owed" and "seen"."""
-        found = {f"state/{key}": value for key, value in (self.state or {}).items()}
+        found = {f"state/{key}": value for key, value in self._settled().items()}
         for level, state in self.parked.items():
             found |= {f"parked/{level}/{key}": value for key, value in state.items()}
         kept = {"owed": self.owed, "seen": self.seen}
         return found | {key: value for key, value in kept.items() if value is not None}
+
+    def _settled(self) -> State:
+        """The state, with what it owes in one tensor, as ranks' debts are added up."""
+        state = self.state or {}
+        residual = self.compressor.residual(state) if state else None
+        return state if residual is None else self.compressor.with_residual(state, residual)
 
     def load(self, level: int, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `tensors`."""
@@ -184,6 +190,9 @@ class Memory:
 
     def open(self, info: Info, observe: bool) -> None:
         """Make what is missing; bring together what is not."""
+        if self._together() and not any(level.by_machine for level in self.slots[0].levels):
+            if self.seen is not None or not observe:
+                return
         for slot in self.slots:
             slot.prepare(replace(info, name=slot.bucket.name) if self.stacked else info)
         if self.stacked:
@@ -191,10 +200,12 @@ class Memory:
         elif observe and self.slots[0].seen is None:
             self.slots[0].seen = self.slots[0].spec.zeros(self.slots[0].bucket.shape)
 
-    def _gather(self, observe: bool) -> None:
+    def _together(self) -> bool:
         stack = self._stack
-        together = stack is not None and all(slot.within(stack) for slot in self.slots)
-        if together and (stack.seen is not None or not observe):  # type: ignore[union-attr]
+        return stack is not None and all(slot.within(stack) for slot in self.slots)
+
+    def _gather(self, observe: bool) -> None:
+        if self._together() and (self.seen is not None or not observe):
             return
         states = [slot.state or {} for slot in self.slots]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
@@ -229,9 +240,14 @@ class Memory:
         else:
             self.slots[0].seen = seen
 
+    @property
+    def owes(self) -> bool:
+        """Whether earlier levels left something to add to this gradient."""
+        return any(slot.owed is not None for slot in self.slots)
+
     def owed(self) -> Tensor | None:
         """What earlier levels left to add to this gradient."""
-        if all(slot.owed is None for slot in self.slots):
+        if not self.owes:
             return None
         shaped = [
             None if s.owed is None else self._xp.reshape(s.owed, s.bucket.shape) for s in self.slots
@@ -246,6 +262,8 @@ class Memory:
             self.slots[0].state = state
             return
         self._stack.state = state
+        if self._together():
+            return
         place = 0
         for slot in self.slots:
             slot.join(self._stack, place)

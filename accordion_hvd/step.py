@@ -89,17 +89,28 @@ class Step:
         """How many groups' first requests have left."""
         return len(self._groups) - sum(1 for missing in self._missing if missing)
 
-    def start(self, index: int, grad: Tensor, opening: Callable[[Tensor], Conversation]) -> None:
-        """Give unit `index` its gradients and run `opening` of them to the first request."""
+    def start(
+        self,
+        index: int,
+        grad: Tensor,
+        opening: Callable[[Tensor], Conversation],
+        checks: bool = False,
+    ) -> None:
+        """Give unit `index` its gradients and run `opening` of them to the first request.
+
+        With `checks`, that request's tensor tells whether they are finite (`Compressor.checks`).
+        """
         began = time.perf_counter()
         talk, group = self._talks[index], self._group_of[index]
-        if self._guarded:
+        if self._guarded and not checks:
             bad = self._xp.badness(grad)
             grad = self._xp.without_bad(grad, bad)
             self._flags[group].append(bad)
         with journal.recording(talk.undo):
             talk.conversation = opening(grad)
             talk.send(None)
+        if self._guarded and checks:
+            self._flags[group].append(self._xp.badness(talk.asked[0].tensor))
         talk.payload = sum(_payload(request) for request in talk.asked)
         talk.seconds = time.perf_counter() - began
         self._missing[group] -= 1

@@ -57,8 +57,8 @@ INF = np.array([np.inf, -np.inf], np.float32)
 CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
 CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
-WIDE = RNG.standard_normal((300, 1024)).astype(np.float32)
-TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 1024)).astype(np.float32)
+WIDE = RNG.standard_normal((300, 2048)).astype(np.float32)
+TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.float32)
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -103,13 +103,16 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("emptied", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
     *[("unpack_index", (indices.pack(INDEX, size), 4, size), 0) for size in (40, 70_000, 2**30)],
-    *[("project", (X, Y, X[:rank]), 1e-5) for rank in (1, 3)],
-    ("project", (CUBE, CUBE + 1, CUBE[:, :2]), 1e-5),
-    ("project", (WIDE, WIDE[::-1].copy(), WIDE[:2]), 1e-3),
-    ("project", (X, Y.astype(np.float16), X[:1]), 1e-5),
-    *[("expand", (P[:rank], Q[:rank], X.copy(), Y), 1e-5) for rank in (1, 2)],
-    ("expand", (CUBE[:, :1], CUBE[:, :1], CUBE_OF_7, CUBE_OF_7), 1e-5),
-    *[("expand", (TALL[:r], WIDE[:r], LARGE, LARGE + 1), 1e-3) for r in (1, 3, 8)],
+    *[("project", (X, Y, X.T[:rank, :5].copy(), X[:rank]), 1e-5) for rank in (1, 3)],
+    ("project", (X, Y.astype(np.float16), X[:1, :5], X[:1]), 1e-5),
+    ("project", (CUBE, CUBE + 1, CUBE[:, :2, :4], CUBE[:, :2]), 1e-5),
+    *[("project", (LARGE, LARGE[::-1].copy(), TALL[:r], WIDE[:r]), 1e-3) for r in (1, 3, 8)],
+    *[("expand", (P[:rank], Q[:rank], Y), 1e-5) for rank in (1, 2)],
+    ("expand", (CUBE[:, :1], CUBE[:, :1], CUBE_OF_7), 1e-5),
+    *[("expand", (TALL[:r], WIDE[:r], LARGE + 1), 1e-3) for r in (1, 3, 8)],
+    ("deflate", (X, X[:2, :5], X[:2]), 1e-5),
+    ("deflate", (CUBE_OF_7, CUBE[:, :1], CUBE[:, :1]), 1e-5),
+    *[("deflate", (LARGE, TALL[:r], WIDE[:r]), 1e-3) for r in (1, 8)],
     ("argsort", (V,), 0),
     ("argsort", (np.round(V),), 0),
     *[("frames", (X, width, step), 0) for width, step in [(7, 1), (3, 2), (6, 1), (2, 3)]],
@@ -171,6 +174,24 @@ def test_results(framework: Framework, name: str, arguments: Any, tolerance: flo
             np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
         else:
             np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("like", [X, LARGE, LARGE.astype(np.float16), CUBE_OF_7])
+@pytest.mark.parametrize("framework", ALL)
+def test_project_tells_bad_gradients_and_can_be_undone(
+    framework: Framework, like: np.ndarray, bad: float
+) -> None:
+    xp, grad, undo = framework.xp, like.copy(), []
+    grad.reshape(-1)[-3] = bad
+    shape = (*like.shape[:-2], 1)
+    p, q = (np.ones((*shape, extent), np.float32) for extent in like.shape[-2:])
+    error = framework.tensor(like.astype(np.float32))
+    with framework.running(), journal.recording(undo):
+        found = xp.project(error, *[framework.tensor(x) for x in (grad, p, q)])[1]
+    assert not np.isfinite(framework.array(found)).all()
+    journal.rewind(undo)
+    np.testing.assert_allclose(framework.array(error), like, atol=1e-6)
 
 
 @pytest.mark.parametrize("framework", ALL)

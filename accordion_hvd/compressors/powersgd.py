@@ -47,6 +47,7 @@ class PowerSGD(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    checks: ClassVar[bool] = True
 
     rank: int = 2
 
@@ -55,21 +56,40 @@ class PowerSGD(Compressor):
         check.integer(self, "rank", self.rank, least=1)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error` (n, m): what was not sent yet; `q` (rank, m): last step's right factor."""
+        """`error` (n, m), `p` (rank, n), `q` (rank, m): error - p^T q was not sent yet.
+
+        p and q are the last step's mean. To subtract it with the next gradient's addition, and
+        not at once, saves two passes over memory.
+        """
         n, m = matrix_shape(spec.shape)
-        q = spec.normal((min(self.rank, n, m), m), seed=info.name)
-        return {"error": spec.zeros((n, m)), "q": q}
+        rank = min(self.rank, n, m)
+        q = spec.normal((rank, m), seed=info.name)
+        return {"error": spec.zeros((n, m)), "p": spec.zeros((rank, n)), "q": q}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Two rounds: the average P, then the average Q."""
         xp = namespace(grad)
         matrix = xp.reshape(grad, xp.shape(state["error"]))
-        total, p = xp.project(state["error"], matrix, state["q"])  # (n, m), (rank, n)
+        total, p = xp.project(state["error"], matrix, state["p"], state["q"])  # (n, m), (rank, n)
         p = yield Allreduce(p, reuse=True)
         p = xp.orthogonalize(p)
         q = yield Allreduce(p @ total)  # (rank, m)
-        mean, error = xp.expand(p, q, total, matrix)
-        return xp.reshape(mean, xp.shape(grad)), {"error": error, "q": q}
+        mean = xp.expand(p, q, matrix)
+        return xp.reshape(mean, xp.shape(grad)), {"error": total, "p": p, "q": q}
+
+    def residual(self, state: State) -> Tensor:
+        """(n, m)."""
+        return namespace(state["error"]).deflate(state["error"], state["p"], state["q"])
+
+    def with_residual(self, state: State, residual: Tensor) -> State:
+        """All of it in `error`."""
+        xp, p = namespace(state["p"]), state["p"]
+        nothing = xp.zeros(xp.shape(p), "float32", xp.device(p))
+        return super().with_residual({**state, "p": nothing}, residual)
+
+    def park(self, state: State) -> State:
+        """`q`, to start from."""
+        return {"q": state["q"]}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over another PowerSGD's `q`: cut, or completed with rows of our own."""

@@ -170,24 +170,29 @@ def subtract(a: Array, b: Array) -> Array:
     return np.subtract(out, b, out=out)
 
 
-def project(error: Array, grad: Array, q: Array) -> tuple[Array, Array]:
-    """total = error + grad, (n, m), and q total^T, (r, n), for q (r, m). Consumes `error`.
+def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array]:
+    """total = error - p^T q + grad, (n, m), and q total^T, (r, n). Consumes `error`.
 
-    One pass over memory where the framework allows it. All may have a leading dimension: several
-    matrices of one shape.
+    For p (r, n), q (r, m); in one pass over memory where the framework allows it. If `grad` is
+    not finite, the second result is not either, and the first means nothing. All may have a
+    leading dimension: several matrices of one shape.
     """
-    total = accumulate(error, grad)
+    if badness(grad)[0]:
+        return error, np.full_like(p, np.nan)
+    total = accumulate(subtract(error, transpose(p) @ q), grad)
     return total, q @ transpose(total)
 
 
-def expand(p: Array, q: Array, error: Array, like: Array) -> tuple[Array, Array]:
-    """mean = p^T q, (n, m), and error - mean, for p (r, n), q (r, m). Consumes `error`, `like`.
-
-    In one pass, the mean in the memory of `like`, where the framework allows it.
-    """
+def expand(p: Array, q: Array, like: Array) -> Array:
+    """p^T q, (n, m), for p (r, n), q (r, m). Consumes `like`, whose memory it may be in."""
     mean = transpose(p) @ q
     _consume(like)
-    return mean, subtract(error, mean)
+    return mean
+
+
+def deflate(error: Array, p: Array, q: Array) -> Array:
+    """error - p^T q in memory of its own, with the bits that `project` adds its gradient to."""
+    return error - transpose(p) @ q
 
 
 def emptied(x: Array) -> Array:

@@ -157,19 +157,22 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
     return a - tf.cast(b, a.dtype)
 
 
-def project(error: Tensor, grad: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """total = error + grad, (n, m), and q total^T, (r, n); see `accordion_hvd.ops.numpy`."""
-    total = accumulate(error, grad)
+def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """total = error - p^T q + grad, and q total^T; see `accordion_hvd.ops.numpy`."""
+    total = accumulate(deflate(error, p, q), grad)
     return total, tf.matmul(q, total, transpose_b=True)
 
 
-def expand(p: Tensor, q: Tensor, error: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """mean = p^T q, (n, m), and error - mean; see `accordion_hvd.ops.numpy`."""
+def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
+    """p^T q, (n, m)."""
     if shape(p)[-2] == 1:
-        mean = transpose(p) * q  # no library's product is as fast with one inner term
-    else:
-        mean = tf.matmul(p, q, transpose_a=True)
-    return mean, subtract(error, mean)
+        return transpose(p) * q  # no library's product is as fast with one inner term
+    return tf.matmul(p, q, transpose_a=True)
+
+
+def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """error - p^T q."""
+    return error - expand(p, q, error)
 
 
 def emptied(x: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class TensorFlowExchange(Exchange):
         if self._now is None:
             super()._count(step)
         else:
-            self._per_step = (step.traffic, self._dense())
+            self._per_step = (step.traffic, self._each_step)
 
     # ---------------------------------------------------------------------------------- accounting
     def account(self) -> None:

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,23 @@ from accordion_hvd.torch.communicator import HorovodCommunicator
 
 _numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
 _listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
+
+
+@dataclass(slots=True)
+class Watched:
+    """A parameter whose gradient is exchanged.
+
+    Attributes:
+        parameter: itself.
+        name: unique, and equal on all ranks.
+        delay: backward passes to come before its gradient may leave.
+        number: of the exchange's tensor; None as long as that is open, or if it is sparse.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    delay: int
+    number: int | None = None
 
 
 class Reducer:
@@ -65,11 +83,10 @@ class Reducer:
         self._exchange: Exchange | None = None
         self._agreed = False
         self._names: dict[torch.Tensor, str] = {}
-        self._delay: dict[torch.Tensor, int] = {}
+        self._watched: dict[torch.Tensor, Watched] = {}  # those that need a gradient
         self._dense: list[torch.Tensor] = []  # by number of the exchange's tensor
         self._sparse: list[torch.Tensor] = []
-        self._number: dict[torch.Tensor, int] = {}
-        self._ready: dict[int, int] = {}  # unit -> members that are ready
+        self._ready: Counter[int] = Counter()  # by unit: members that are ready
         self.watch(named)
         checkpoint.register(self)
 
@@ -81,21 +98,22 @@ class Reducer:
 
     def _look_for_new(self) -> None:
         """Layers may be unfrozen at any time."""
-        fresh = [p for p in self._names if p.requires_grad and p not in self._delay]
-        mine = weakref.ref(self)
-        for parameter in fresh:
-            self._delay[parameter] = self.passes
-            _listen(parameter, mine)
+        known = self._watched
+        fresh = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
+        for parameter, name in reversed(fresh):
+            known[parameter] = Watched(parameter, name, self.passes)
+            _listen(parameter, weakref.ref(self))
         if self._exchange is not None and fresh:
-            self._exchange.extend([self._info(p) for p in reversed(fresh)])
-            self._place(list(reversed(fresh)))
+            parameters = [parameter for parameter, _ in reversed(fresh)]
+            self._exchange.extend([self._info(p) for p in parameters])
+            self._place(parameters)
 
     @property
     def exchange(self) -> Exchange:
         """What runs the conversations; made at the first use."""
         if self._exchange is None:
             sparse = set(self._sparse)
-            tensors = [p for p in self._backward_order() if p not in sparse]
+            tensors = [p for p in self._watched if p not in sparse]
             self._exchange = Exchange(
                 self.communicator,
                 self.policy,
@@ -111,14 +129,11 @@ class Reducer:
         """Before a restore: these tensors were exchanged densely, others were sparse."""
         known = set(names)
         if self._exchange is None:
-            self._sparse = [p for p in self._delay if self._names[p] not in known]
-
-    def _backward_order(self) -> list[torch.Tensor]:
-        return list(reversed(self._delay))
+            self._sparse = [w.parameter for w in self._watched.values() if w.name not in known]
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
-            self._number[parameter] = len(self._dense)
+            self._watched[parameter].number = len(self._dense)
             self._dense.append(parameter)
 
     def _info(self, parameter: torch.Tensor) -> TensorInfo:
@@ -128,16 +143,17 @@ class Reducer:
     # ---------------------------------------------------------------------------------- one step
     def arrived(self, parameter: torch.Tensor) -> None:
         """Autograd has added to `parameter.grad`."""
-        if self._delay[parameter] <= 0:
+        watched = self._watched[parameter]
+        if watched.delay <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to "
-                f"step() (parameter {self._names[parameter]!r}). Increase "
+                f"step() (parameter {watched.name!r}). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self.pending, self.finished = True, False
-        self._delay[parameter] -= 1
-        if self._delay[parameter] == 0 and self._agreed:
-            self._count(parameter)
+        watched.delay -= 1
+        if watched.delay == 0 and self._agreed:
+            self._count(watched)
 
     def finish(self) -> None:
         """Exchange what is not under way yet, wait for everything and write the means.
@@ -169,8 +185,8 @@ class Reducer:
             self._exchange.abort()
         self.pending = False
         self._ready.clear()
-        for parameter in self._delay:
-            self._delay[parameter] = self.passes
+        for watched in self._watched.values():
+            watched.delay = self.passes
 
     def _begin(self) -> None:
         if self.exchange.running is None:
@@ -182,16 +198,16 @@ class Reducer:
         slots = [slot for slot in self.exchange.slots if slot.bucket.compress]
         return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
 
-    def _count(self, parameter: torch.Tensor) -> None:
+    def _count(self, watched: Watched) -> None:
         """One more member of its unit is ready; start the unit with its last."""
-        number = self._number.get(parameter)
-        if number is None:
+        if watched.number is None:
             return
-        self._begin()
+        if not self.in_flight:
+            self._begin()
         plan = self.exchange.plan
-        unit = plan.unit_of[number]
-        ready = self._ready[unit] = self._ready.get(unit, 0) + 1
-        if ready == len(plan.units[unit].members):
+        unit = plan.unit_of[watched.number]
+        self._ready[unit] += 1
+        if self._ready[unit] == len(plan.units[unit].members):
             self._start(unit)
 
     def _start_missing(self) -> None:
@@ -267,7 +283,7 @@ class Reducer:
     # ---------------------------------------------------------------------------------- agreement
     def _agree(self) -> None:
         """Before the first exchange: do all ranks mean the same? Whose gradients are sparse?"""
-        order = self._backward_order()
+        order = list(self._watched)
         known = [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in order]
         described = [f"accordion_hvd {accordion_hvd.__version__}, torch", repr(self.policy)]
         settings = f"passes={self.passes} sum={self.total} skip={self.skip}"
