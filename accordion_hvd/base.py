@@ -100,7 +100,9 @@ class Info:
         lr: the learning rate now.
         machines: who shares a machine with whom; () means that nobody asked or nobody does. Only
             told where a compressor is `by_machine`.
-        phase: what `Compressor.variant` says of this step; an integer in graphs too.
+        phase: what `Compressor.variant` says now; an integer, in a graph too.
+        sizes: elements of each tensor, where the conversation's vector is several side by side;
+            () where that is not known.
     """
 
     step: Any = 0
@@ -110,6 +112,7 @@ class Info:
     lr: Any = 0.0
     machines: Machines = ()
     phase: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ class Compressor(NotForStockHorovod):
         output: "gradient", or "update" for algorithms that return a finished direction; an inner
             optimizer with momentum is then refused.
         scope: "tensor" (called with one tensor in its own shape), "flat" (with vectors that may
-            hold several tensors side by side) or "model" (the whole model as one vector).
+            hold several tensors side by side), "joint" (with one such vector of all tensors that
+            are large enough and not exempt) or "model" (the whole model as one vector).
         stacks: which small tensors may share one call of `exchange`, so that many cost little
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
@@ -222,7 +226,14 @@ class Compressor(NotForStockHorovod):
         yield
 
     def variant(self, step: int) -> int:
-        """A number that changes when the Python side of the algorithm does (phases, warm-ups)."""
+        """A number that changes when the Python side of the algorithm does (phases, warm-ups).
+
+        `exchange` is told it as `info.phase`.
+
+        Args:
+            step: exchanges of the tensor that this level has served and that counted: neither
+                those that a non-finite gradient has spoilt, nor those that other levels served.
+        """
         return 0
 
     @property
@@ -251,6 +262,10 @@ class Compressor(NotForStockHorovod):
     def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """What `residual` means for a tensor like `spec`: a gradient that would owe as much."""
         return residual
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """Tensors of one element that say how the method fares; see `Exchange.stats`."""
+        return {}
 
     def park(self, state: State) -> State:
         """What to keep while another level serves; the residual has been handed over."""

@@ -30,6 +30,9 @@ class Slot:
         parked: other levels' states, by level.
         owed: what a level without error feedback must add to the next gradient.
         made: what was told when `state` was made; None if it was loaded without saying.
+        turns: exchanges that other levels have served, by level.
+        since: how many exchanges had counted when the present level began, less those that it had
+            served before that.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class Slot:
         self.bucket, self.levels, self.spec, self.level = bucket, levels, spec, level
         self.parked: dict[int, State] = {}
         self.owed: Tensor | None = None
+        self.turns: dict[int, int] = {}
+        self.since = 0
         self._state: State | None = None
         self._seen: Tensor | None = None
         self._stack: Stack | None = None  # where state and sum are, if not here
@@ -115,6 +120,11 @@ class Slot:
         xp, shape = self.spec.xp, self.spec.shape
         residual = xp.reshape(compressor.whole(residual, self.spec, info), shape)
         return residual if self.owed is None else residual + xp.reshape(self.owed, shape)
+
+    def turn(self, level: int, counted: int) -> None:
+        """Another level is about to serve, `counted` exchanges having counted so far."""
+        self.turns[self.level] = counted - self.since
+        self.since = counted - self.turns.pop(level, 0)
 
     def switch(self, level: int, info: Info) -> None:
         """Let another level serve: what the old one owes is handed over, the rest is parked."""

@@ -17,6 +17,7 @@ from accordion_hvd import (
     BF16,
     DGC,
     FP16,
+    LGC,
     QSGD,
     AdaComp,
     Compressor,
@@ -51,8 +52,8 @@ class Case:
         rounds: for a gradient of a shape and an item size in bytes: what one rank hands over in
             each round, as (collective, bytes).
         feedback: average + error = gradient, up to fp32 rounding.
-        loss: without feedback: how far a mean may be from the exact one, relative to the largest
-            magnitude that went in.
+        loss: how far a mean may be from the exact one (with feedback, from the exact one of what
+            was sent), relative to the largest magnitude that went in.
         full: the same algorithm with nothing left out, whose mean is exact up to rounding.
         bitwise: all frameworks give the same bits (else: the same to `close`).
         close: relative to the largest magnitude, how near frameworks are to NumPy.
@@ -82,8 +83,10 @@ class Case:
     def name(self) -> str:
         return repr(self.compressor)
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
-        """The rounds, and how many ranks take part in each."""
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        """The rounds of a step, and how many ranks take part in each."""
         assert self.rounds is not None
         return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
 
@@ -94,7 +97,9 @@ class Sliced(Case):
 
     slices: Callable[[Shape, int], Rounds] = field(kw_only=True)
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
         return [(kind, size, ranks) for kind, size in self.slices(shape, ranks)]
 
 
@@ -102,10 +107,12 @@ class Sliced(Case):
 class BetweenMachines(Case):
     """`TwoLevel` around another case's compressor."""
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
         local = local_size(ranks)
         if local == 1:
-            return super().moves(shape, itemsize, ranks)
+            return super().moves(shape, itemsize, ranks, step)
         rows, width = matrix(shape)
         part = (-(-rows // local), width)
         assert self.rounds is not None
@@ -113,6 +120,31 @@ class BetweenMachines(Case):
         size = math.prod(part)
         near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
         return [near[0], *[(kind, sent, ranks // local) for kind, sent in inner], near[1]]
+
+
+@dataclass(frozen=True)
+class Learned(Case):
+    """`LGC`, whose rounds depend on its phase."""
+
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        lgc, size = self.compressor, math.prod(shape)
+        assert isinstance(lgc, LGC)
+        chosen, phase = lgc.kept(size), lgc.variant(step)
+        code = 16 * max(1, math.ceil((chosen - 31) / 16) + 1)
+        server = lgc.form == "server"
+        if phase == 0:
+            return [("allreduce", 4 * size, ranks)]
+        if phase < 3:
+            shipped = 4 * (172_996 + (ranks * 43_682 if server else 43_681))
+            rounds = [("allreduce", 4 * chosen + 4, ranks), ("allgather", 4 * chosen, ranks)]
+            return rounds + [("broadcast", shipped, ranks)] * (phase == 2)
+        if not server:
+            return [("allreduce", 4 * chosen + 4, ranks), ("allreduce", code, ranks)]
+        few = max(1, min(chosen, int(lgc.innovation * size)))
+        innovation = 4 * few + indices.packed_length(few, chosen)
+        return [("allreduce", 4 * chosen + 4 + code, ranks), ("allgather", innovation, ranks)]
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
@@ -261,6 +293,12 @@ def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     return Case(compressor, rounds, loss=loss, guarded=False)
 
 
+def lgc(form: str, dense: int, training: int) -> Case:
+    compressor = LGC(0.03, form, dense, training, innovation=0.003)
+    rough = {"bitwise": False, "close": 1e-3, "loss": 3.0}  # after so little training
+    return Learned(compressor, lambda *_: [], feedback=True, **rough)
+
+
 def two_level(case: Case) -> Case:
     same = {f.name: getattr(case, f.name) for f in fields(case)}
     same["full"] = case.full and TwoLevel(case.full)
@@ -295,6 +333,8 @@ CASES = [
     signsgd(),
     gathered(EFSignSGD(), lambda s: coded(s, 1) + 4, feedback=True, discrete=True),
     gathered(OneBit(), onebit_size, feedback=True, discrete=True),
+    lgc("ring", dense=1, training=1),
+    lgc("server", dense=0, training=2),
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
     two_level(powersgd(1)),
@@ -342,6 +382,11 @@ REFUSED = [
     *[(SketchedSGD, "columns", bad) for bad in (0, 0.5, math.nan, math.inf, "a", True, None)],
     *[(SketchedSGD, "candidates", bad) for bad in (0, 1.5, "a", True, None)],
     *[(SketchedSGD, "momentum", bad) for bad in (-0.1, 1, math.nan, "a", True, None)],
+    *[(LGC, "ratio", bad) for bad in (0, 2, "a")],
+    *[(LGC, "form", bad) for bad in ("tree", None, 1)],
+    *[(LGC, "dense", bad) for bad in (-1, 1.5, True)],
+    *[(LGC, "training", bad) for bad in (0, 2.5, None)],
+    *[(LGC, name, bad) for name in ("innovation", "rate") for bad in (0, 2, math.nan, "a")],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

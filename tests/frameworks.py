@@ -97,8 +97,7 @@ class Ranks:
         self.communicators = [SimulatedCommunicator(hub, r, framework.xp) for r in range(ranks)]
 
     def info(self, rank: int, step: Any = None) -> Info:
-        step = self.steps if step is None else step
-        phase = self.compressor.variant(self.steps)
+        step, phase = self.steps if step is None else step, self.compressor.variant(self.steps)
         return Info(step, rank, self.ranks, self.name, 0.1, self.machines, phase)
 
     def init(self, like: Any) -> list[dict[str, Any]]:

@@ -413,7 +413,8 @@ def test_wrong_levels() -> None:
     with pytest.raises(ValueError, match="agree in scope"):
         Accordion(low=Flat(), high=MILD)
     with pytest.raises(ValueError, match="agree in scope"):
-        Fixed(Dense(), overrides={"w": Flat()})
+        Fixed(TopK(), overrides={"w": Flat()})
+    assert Accordion(low=Dense(), high=Flat()).scope == "flat"  # Dense takes any vector
     assert Accordion(low=Dense, high=TopK).high == TopK()  # a class stands for its default
 
 

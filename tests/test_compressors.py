@@ -48,7 +48,10 @@ def test_every_compressor_has_a_case() -> None:
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 @by_case
 def test_traced(case: Case) -> None:
-    """Inside tf.function, the step a tensor: what eager TensorFlow and NumPy give."""
+    """Inside tf.function, the step a tensor: what eager TensorFlow and NumPy give.
+
+    Traced once for each phase.
+    """
     import tensorflow as tf
 
     if case.uneven:
@@ -57,18 +60,20 @@ def test_traced(case: Case) -> None:
     ours, oracle = Ranks(case.compressor, ranks, TENSORFLOW), Ranks(case.compressor, ranks, NUMPY)
 
     @tf.function(autograph=False)
-    def exchange(tensors: Any, states: Any, step: Any) -> Any:
+    def exchange(tensors: Any, states: Any, step: Any, phase: int) -> Any:
         traces.append(1)
         return ours.exchange(tensors, states, step)
 
-    state = ours.init(tf.zeros(laws.SHAPE))
+    state, phases = ours.init(tf.zeros(laws.SHAPE)), set()
     for number, gradients in enumerate(normals(laws.SHAPE, ranks, steps=6)):
         tensors = [tf.constant(g) for g in gradients]
-        results = exchange(tensors, state, tf.constant(number, tf.int64))
+        ours.steps, phase = number, case.compressor.variant(number)
+        phases.add(phase)
+        results = exchange(tensors, state, tf.constant(number, tf.int64), phase)
         state = [new for _, new in results]
         for (mean, _), wanted in zip(results, oracle.step(gradients), strict=True):
             laws.check_same(case, mean.numpy(), wanted)
-    assert len(traces) == 1
+    assert len(traces) == len(phases)
     for new, wanted in zip(state, oracle.states, strict=True):
         for key, x in wanted.items():
             if key == "error":

@@ -167,6 +167,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("subtract_columns", (CUBE, BITS[:11], CUBE[:, :2].copy()), 0),
     ("blend", (X, Y, 0.9), 1e-6),
     ("clip", (X, np.float32([0.7])), 0),
+    ("argsort", (V,), 0),
+    ("argsort", (np.round(V),), 0),
+    *[("frames", (X, width, step), 0) for width, step in [(7, 1), (3, 2), (6, 1), (2, 3)]],
+    *[("overlap_add", (CUBE, step), 1e-6) for step in (1, 2, 3, 4, 7)],
     ("orthogonalize", (CUBE,), 1e-5),
     ("orthogonalize", (X,), 1e-5),
     ("orthogonalize", (X[:1],), 1e-5),
@@ -314,6 +318,19 @@ def test_orthogonal_rows(framework: Framework) -> None:
         q = framework.array(framework.xp.orthogonalize(framework.tensor(p)))
         np.testing.assert_allclose(q @ q.T, np.eye(len(p)), atol=1e-5)
         np.testing.assert_allclose(p @ q.T @ q, p, atol=1e-4 * max(np.abs(p).max(), 1e-30))
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(("width", "step"), [(1, 1), (3, 1), (3, 2), (6, 4), (12, 4)])
+def test_frames_and_their_adjoint(framework: Framework, width: int, step: int) -> None:
+    """Each frame is a piece of its row, and <frames(x), y> = <x, overlap_add(y)>."""
+    x = RNG.standard_normal((2, 4 * step + width)).astype(np.float32)
+    y = RNG.standard_normal((2, 5, width)).astype(np.float32)
+    frames = framework.array(framework.xp.frames(framework.tensor(x), width, step))
+    for i in range(5):
+        assert (frames[:, i] == x[:, i * step : i * step + width]).all()
+    back = framework.array(framework.xp.overlap_add(framework.tensor(y), step))
+    np.testing.assert_allclose((frames * y).sum(), (x * back).sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("framework", ALL)

@@ -5,6 +5,7 @@ from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.half import BF16, FP16
 from accordion_hvd.compressors.int8 import Int8
+from accordion_hvd.compressors.lgc import LGC
 from accordion_hvd.compressors.natural import Natural
 from accordion_hvd.compressors.onebit import OneBit
 from accordion_hvd.compressors.powersgd import PowerSGD
@@ -26,6 +27,7 @@ __all__ = [
     "EFSignSGD",
     "FP16",
     "Int8",
+    "LGC",
     "Natural",
     "OneBit",
     "PowerSGD",

@@ -125,6 +125,10 @@ class TwoLevel(Compressor):
         slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
         return _joined(slices, spec.shape)
 
+    def report(self, state: State) -> dict[str, Tensor]:
+        """What `compressor` says, where there is a network between machines."""
+        return self.compressor.report(state) if state else {}
+
     def park(self, state: State) -> State:
         """What `compressor` keeps."""
         return self.compressor.park(state)
@@ -150,7 +154,7 @@ def _place(info: Info) -> Place:
 
 def _between(info: Info, here: Place) -> Info:
     """What the inner compressor is told: machines are its ranks."""
-    return replace(info, rank=here.machine, size=len(here.far), machines=())
+    return replace(info, rank=here.machine, size=len(here.far), machines=(), sizes=())
 
 
 def _slice(spec: Spec, here: Place) -> Spec:

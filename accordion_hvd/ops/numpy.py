@@ -340,6 +340,31 @@ def unsketch(table: Array, codes: Array, like: Array) -> Array:
     return count_sketch.estimate(table, codes, out)
 
 
+def argsort(x: Array) -> Array:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return np.argsort(x, kind="stable").astype(np.int32)
+
+
+def frames(x: Array, width: int, step: int) -> Array:
+    """Pieces of `width` elements of each row of `x` that begin every `step` elements.
+
+    (rows, (count - 1) * step + width) becomes (rows, count, width).
+    """
+    pieces = np.lib.stride_tricks.sliding_window_view(x, width, axis=-1)
+    return np.ascontiguousarray(pieces[..., ::step, :])
+
+
+def overlap_add(x: Array, step: int) -> Array:
+    """The adjoint of `frames`: pieces laid at their places, and added up where they overlap."""
+    rows, count, width = x.shape
+    extra = -(-width // step) - 1
+    out = np.zeros((rows, count + extra, step), x.dtype)
+    for i in range(extra + 1):
+        part = x[..., i * step : (i + 1) * step]
+        out[:, i : i + count, : part.shape[-1]] += part
+    return out.reshape(rows, -1)[:, : (count - 1) * step + width]
+
+
 def orthogonalize(p: Array) -> Array:
     """Orthonormal rows that span those of `p` (r, n), r <= n, by QR with a positive diagonal.
 

@@ -343,6 +343,21 @@ def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
     return tf.sort(seen, 0)[shape(table)[0] // 2]
 
 
+def argsort(x: Tensor) -> Tensor:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return tf.argsort(x, stable=True)
+
+
+def frames(x: Tensor, width: int, step: int) -> Tensor:
+    """Pieces of each row of `x`; see `accordion_hvd.ops.numpy`."""
+    return tf.signal.frame(x, width, step)
+
+
+def overlap_add(x: Tensor, step: int) -> Tensor:
+    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    return tf.signal.overlap_and_add(x, step)
+
+
 def orthogonalize(p: Tensor) -> Tensor:
     """Orthonormal rows that span those of `p` (r, n), r <= n; see `accordion_hvd.ops.numpy`."""
     q, r = tf.linalg.qr(transpose(p))

@@ -447,6 +447,27 @@ def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
     return torch.stack(rows).median(0).values
 
 
+def argsort(x: Tensor) -> Tensor:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return torch.argsort(x, stable=True).int()
+
+
+def frames(x: Tensor, width: int, step: int) -> Tensor:
+    """Pieces of each row of `x`; see `accordion_hvd.ops.numpy`."""
+    return x.unfold(-1, width, step).contiguous()
+
+
+def overlap_add(x: Tensor, step: int) -> Tensor:
+    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    rows, count, width = x.shape
+    extra = -(-width // step) - 1
+    out = torch.zeros((rows, count + extra, step), dtype=x.dtype, device=x.device)
+    for i in range(extra + 1):
+        part = x[..., i * step : (i + 1) * step]
+        out[:, i : i + count, : part.shape[-1]] += part
+    return out.reshape(rows, -1)[:, : (count - 1) * step + width]
+
+
 def orthogonalize(p: Tensor) -> Tensor:
     """Orthonormal rows that span those of `p` (r, n), r <= n; see `accordion_hvd.ops.numpy`."""
     q, r = torch.linalg.qr(p.mT)

@@ -150,7 +150,7 @@ def as_policy(compression: Any) -> Policy:
 
 
 def agree(owner: Policy, levels: Sequence[Any]) -> None:
-    """Declare for `owner` what its levels declare.
+    """Declare for `owner` what its levels declare; `Dense` and its like take any scope.
 
     Raises:
         TypeError: one is no compressor.
@@ -162,9 +162,10 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
                 f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
             )
     for aspect in ("target", "output", "scope"):
-        values = {repr(level): getattr(level, aspect) for level in levels}
+        choosy = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
+        values = {repr(level): getattr(level, aspect) for level in choosy}
         _compare(owner, aspect, values)
-        setattr(owner, aspect, getattr(levels[0], aspect))
+        setattr(owner, aspect, getattr(choosy[0], aspect))
     _compare(owner, "what serves exempt tensors", {repr(x): x.dense() for x in levels})
     owner._dense = levels[0].dense()
     owner.by_machine = any(level.by_machine for level in levels)
@@ -174,3 +175,7 @@ def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:
     if len(set(values.values())) > 1:
         described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
         raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
+
+
+def _takes_any_vector(level: Compressor) -> bool:
+    return level.stacks == "any" and level.scope == "tensor"
