@@ -241,7 +241,7 @@ class Compressor(NotForStockHorovod):
         """Whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
 
-    def dense(self) -> Compressor:
+    def plain(self) -> Compressor:
         """What serves the tensors of a model that are too small to be compressed, or exempt.
 
         A method that returns updates says how these get theirs.

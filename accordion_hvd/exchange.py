@@ -82,7 +82,7 @@ class Exchange:
         self.tensors.extend(tensors)
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
-        dense = self.policy.dense()
+        dense = self.policy.plain()
         for bucket in buckets:
             levels = levels_of(self.policy, bucket.name) if bucket.compress else (dense,)
             level = level_of(self.policy, bucket.name) if bucket.compress else 0

@@ -11,11 +11,23 @@ from dataclasses import dataclass
 from accordion_hvd.base import Compressor
 from accordion_hvd.compressors import (
     BF16,
+    DGC,
     FP16,
+    LGC,
+    QSGD,
+    AdaComp,
     Dense,
+    EFSignSGD,
+    Int8,
+    Natural,
+    OneBit,
     PowerSGD,
     RandomK,
+    ScaleCom,
+    SignSGD,
     SketchedSGD,
+    TernGrad,
+    Threshold,
     TopK,
     TwoLevel,
 )
@@ -51,7 +63,23 @@ SHELF = (
     Volume(RandomK(0.01), "2*(n-1)/n * 4*k"),
     Volume(TopK(0.01), "(n-1) * (4*k + packed(k, d))"),
     Volume(TopK(0.01, "float16"), "(n-1) * (2*k + packed(k, d))"),
+    Volume(Threshold(3.0), ""),
+    Volume(ScaleCom(0.01), "(n-1)/n * packed(k, d) + 2*(n-1)/n * 4*k"),
+    Volume(AdaComp(), "", after=8),
+    Volume(AdaComp(500), "", after=8),
+    Volume(DGC(0.001), "(n-1) * (4*k + packed(k, d))"),
+    Volume(
+        LGC(0.001, dense=1, training=1), "2*(n-1)/n * (4*k + 16*((k - 31 + 15) // 16 + 1))", after=2
+    ),
+    Volume(LGC(0.001, "server", dense=1, training=1), "", after=2),
     Volume(SketchedSGD(), "2*(n-1)/n * 4*k*(rows*columns + candidates)"),
+    Volume(QSGD(4), "(n-1) * (bits*d/8 + 4*d/bucket)"),
+    Volume(TernGrad(), "(n-1)/n * d/4 + (n-1)/n * d/8 * (2*n).bit_length()"),
+    Volume(Natural(), "(n-1) * 9*d/8"),
+    Volume(Int8(), "(n-1) * (d + 4*d/block)"),
+    Volume(SignSGD(), "2 * (n-1)/n * d/8"),
+    Volume(EFSignSGD(), "(n-1) * (d/8 + 4)"),
+    Volume(OneBit(), "(n-1) * (d/8 + 8*b)"),
     Volume(TwoLevel(PowerSGD(1)), "2*(L-1)/L * 4*d + 2*(m-1)/m * 4*(a/L+b)", local=2),
 )
 """Every compressor, in the order of the tables."""

@@ -33,7 +33,7 @@ class DGC(Sparsifier):
     of v are sent and zeroed in v (momentum correction: what waits has its momentum when it is
     sent) and in u (momentum factor masking: stale momentum does not point on). What comes back is
     an update, momentum included: the optimizer inside must be plain SGD. Tensors too small to be
-    compressed, or exempt, get plain momentum (`dense`).
+    compressed, or exempt, get plain momentum (`plain`).
 
     Where nothing is left out (ratio 1) nothing is stale either: u is not masked, and all is
     momentum SGD exactly. With momentum 0, all is `TopK`.
@@ -118,9 +118,9 @@ class DGC(Sparsifier):
             mean = xp.add_at(mean, places, part / info.size)
         return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
 
-    def dense(self) -> Compressor:
+    def plain(self) -> Compressor:
         """Plain momentum, for tensors that are not compressed."""
-        return DGC(1.0, self.momentum) if self.momentum else super().dense()
+        return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over another DGC's u."""

@@ -102,9 +102,9 @@ class TwoLevel(Compressor):
         """Those of `compressor`."""
         return self.compressor.phases
 
-    def dense(self) -> Compressor:
+    def plain(self) -> Compressor:
         """That of `compressor`."""
-        return self.compressor.dense()
+        return self.compressor.plain()
 
     def residual(self, state: State) -> Tensor | None:
         """What this rank owes of its slice of the machine's mean; `whole` says what that means."""

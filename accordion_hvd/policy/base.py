@@ -91,9 +91,9 @@ class Policy(NotForStockHorovod, abc.ABC):
         for name in names:
             self.current.setdefault(name, self.start(name))
 
-    def dense(self) -> Compressor:
+    def plain(self) -> Compressor:
         """What serves the tensors that it has no say in."""
-        return Compressor().dense() if self._dense is None else self._dense
+        return Compressor().plain() if self._dense is None else self._dense
 
     def level(self, name: str) -> int:
         """The level that serves bucket `name` now."""
@@ -166,8 +166,8 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
         values = {repr(level): getattr(level, aspect) for level in choosy}
         _compare(owner, aspect, values)
         setattr(owner, aspect, getattr(choosy[0], aspect))
-    _compare(owner, "what serves exempt tensors", {repr(x): x.dense() for x in levels})
-    owner._dense = levels[0].dense()
+    _compare(owner, "what serves exempt tensors", {repr(x): x.plain() for x in levels})
+    owner._dense = levels[0].plain()
     owner.by_machine = any(level.by_machine for level in levels)
 
 
