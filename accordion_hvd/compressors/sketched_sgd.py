@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.sparsifier import Sparsifier
 from accordion_hvd.ops import count_sketch, namespace, random
 
@@ -21,11 +22,12 @@ class SketchedSGD(Sparsifier):
     averaged exactly in a second round; of these the k largest are the update, and v and u are
     zero there from then on. Returned is a finished direction: use plain SGD inside.
 
-    As in the paper, biases and small tensors travel dense, and so does what a sketch would not
-    make smaller; then u is kept. Ours: the mean instead of the sum over ranks; not the whole model
-    is one vector but tensors side by side, up to 8 MB, so that they leave during backward; new
-    hashes at each step, so that no two elements collide for ever; hashes move blocks of elements
-    instead of single ones (`ops.count_sketch`), with the paper's bounds for each element.
+    As in the paper, biases and small tensors travel dense (with plain momentum: `plain`), and so
+    does what a sketch would not make smaller; then u is kept. Ours: the mean instead of the sum
+    over ranks; not the whole model is one vector but tensors side by side, up to 8 MB, so that they
+    leave during backward; new hashes at each step, so that no two elements collide for ever; hashes
+    move blocks of elements instead of single ones (`ops.count_sketch`), with the paper's bounds for
+    each element.
 
     Sent, for k = ratio * size: an allreduce of 4 rows columns k bytes, and one of 4 candidates k.
     At the defaults that is an 18th of the gradient.
@@ -90,6 +92,10 @@ class SketchedSGD(Sparsifier):
             velocity = xp.clear(velocity, index)
         new = self._state(xp.clear(total, index), velocity)
         return xp.reshape(mean, xp.shape(grad)), new
+
+    def plain(self) -> Compressor:
+        """Plain momentum, for tensors that are not compressed."""
+        return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def width(self, size: int) -> int:
         """Columns of the sketch of `size` elements; 0 where they travel as they are instead."""
