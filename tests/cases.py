@@ -60,6 +60,8 @@ class Case:
         guarded: whether a flag for non-finite gradients travels along.
         unbiased: the mean over many steps of one gradient is exact, up to the sampling error.
         discrete: an ulp may change which element is chosen, or which way it is rounded.
+        apart: relative to the largest magnitude, how far a mean may move when small tensors share a
+            call, whose random numbers or buckets are others then.
         wanted: what the result is near, given the ranks' gradients and the step; their mean.
         uneven: how much is sent depends on values; `rounds` is None, and no graph can be traced.
         momentum: what comes back is an update with momentum, so that gradients' sums say nothing.
@@ -75,6 +77,7 @@ class Case:
     guarded: bool = True
     unbiased: bool = False
     discrete: bool = False
+    apart: float = 0.0
     wanted: Callable[[Gradients, int], np.ndarray] = lambda gradients, step: exact_mean(gradients)
     uneven: bool = False
     momentum: bool = False
@@ -234,7 +237,8 @@ def qsgd(bits: int, bucket: int = 512, norm: str = "max") -> Case:
     levels = 2 ** (bits - 1) - 1 or 0.5
     loss = (bucket**0.5 if norm == "l2" else 1) / levels
     method = QSGD(bits, bucket, norm)
-    return gathered(method, size, loss=1.001 * loss, unbiased=True, guarded=False)
+    claims = {"loss": 1.001 * loss, "apart": 2 * loss, "unbiased": True, "guarded": False}
+    return gathered(method, size, **claims)
 
 
 def terngrad(clip: float | None) -> Case:
@@ -265,6 +269,15 @@ def signsgd() -> Case:
 
 def onebit_size(shape: Shape) -> int:
     return coded(shape, 1) + 8 * matrix(shape)[1]
+
+
+def natural() -> Case:
+    claims = {"loss": 1.0, "apart": 2.0, "unbiased": True, "guarded": False}
+    return gathered(Natural(), lambda shape: coded(shape, 9), **claims)
+
+
+def int8() -> Case:
+    return gathered(Int8(), int8_size, feedback=True, discrete=True, apart=0.05)
 
 
 def int8_size(shape: Shape) -> int:
@@ -328,8 +341,8 @@ CASES = [
     qsgd(4, bucket=64, norm="l2"),
     terngrad(2.5),
     terngrad(None),
-    gathered(Natural(), lambda s: coded(s, 9), loss=1.0, unbiased=True, guarded=False),
-    gathered(Int8(), int8_size, feedback=True, discrete=True),
+    natural(),
+    int8(),
     signsgd(),
     gathered(EFSignSGD(), lambda s: coded(s, 1) + 4, feedback=True, discrete=True),
     gathered(OneBit(), onebit_size, feedback=True, discrete=True),
@@ -338,7 +351,7 @@ CASES = [
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
     two_level(powersgd(1)),
-    two_level(gathered(Int8(), int8_size, feedback=True, discrete=True)),
+    two_level(int8()),
     threshold(1.0),
     threshold(100.0),
     adacomp(50),
