@@ -137,14 +137,23 @@ class Slot:
         new = self.compressor
         state = new.init(self.spec, info) | self.parked.pop(level, {})
         state = new.inherit(state, old, old_state)
+        self.state = self._charge(state, old, old_state, info)
+        self.parked[old_level] = old.park(old_state)
+
+    def _charge(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
+        """The new level's state with what the old one owes, or that in `owed`."""
+        new, part = self.compressor, old.residual(old_state)
+        owes = new.residual(state) is not None
+        if owes and part is not None and new.by_machine and old.by_machine:
+            return new.with_residual(state, part)  # the same part of the tensor, in the same units
         residual = self._debt(old, old_state, info)
         self.owed = None
-        if residual is not None and (new.residual(state) is None or new.by_machine):
-            self.owed = residual
-        elif residual is not None:
-            state = new.with_residual(state, residual)
-        self.parked[old_level] = old.park(old_state)
-        self.state = state
+        if residual is None:
+            return state
+        if owes and not new.by_machine:
+            return new.with_residual(state, residual)
+        self.owed = residual
+        return state
 
     def tensors(self) -> dict[str, Tensor]:
         """All that must be saved: "state/key", "parked/level/key", "owed" and "seen"."""

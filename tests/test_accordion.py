@@ -488,6 +488,8 @@ def test_equal_levels_are_the_static_compressor(
     case: Case, framework: Framework, signal: str
 ) -> None:
     """To the bit, though levels change at every other window."""
+    if case.compressor.phases:
+        return  # phases count what a level has served
     both = accordion(low=case.compressor, high=case.compressor, window=2, signal=signal)
     world, twin = simulate(both, 2), simulate(case.compressor, 2)
     for number, gradients in enumerate(several(2, 14)):
