@@ -111,6 +111,7 @@ class Pending:
     def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
         self.traffic = Traffic()
         self._communicator = communicator
+        together = packing.together(communicator, requests)
         self._readers = [  # without the requests' tensors, which may go
             (i, request.decode, _senders(request, communicator), isinstance(request, Allgather))
             for i, request in enumerate(requests)
@@ -118,7 +119,7 @@ class Pending:
         ]
         self._results: list[Any] = [None] * len(requests)
         self._running: list[tuple[list[int], Program, Any]] = []
-        for number, members in enumerate(packing.together(communicator, requests)):
+        for number, members in enumerate(together):
             chosen = [requests[i] for i in members]
             label = f"{name}.{number}"
             self._move(members, packing.program(communicator, self.traffic, label, chosen), None)

@@ -69,7 +69,9 @@ SHELF = (
     Volume(AdaComp(500), "", after=8),
     Volume(DGC(0.001), "(n-1) * (4*k + packed(k, d))"),
     Volume(
-        LGC(0.001, dense=1, training=1), "2*(n-1)/n * (4*k + 16*((k - 31 + 15) // 16 + 1))", after=2
+        LGC(0.001, dense=1, training=1),
+        "2*(n-1)/n * (4*k + 4 + 16*((k - 31 + 15) // 16 + 1))",
+        after=2,
     ),
     Volume(LGC(0.001, "server", dense=1, training=1), "", after=2),
     Volume(SketchedSGD(), "2*(n-1)/n * 4*k*(rows*columns + candidates)"),
