@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from cases import CASES, REFUSED, Case, matrix, topk
 from frameworks import (
-    FRAMEWORKS,
     NUMPY,
+    POISONED,
     TENSORFLOW,
     TORCH,
     Framework,
     Ranks,
+    combined,
     exact_mean,
     installed,
     normals,
-    parameters,
     same_bits,
 )
 
@@ -31,20 +31,10 @@ from accordion_hvd.ops import namespace
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def worlds() -> list[Any]:
-    """Frameworks and numbers of ranks: the algorithm is one, so not all need all of them."""
-    ranks = {NUMPY: (1, 2, 4), TORCH: (1, 4), TENSORFLOW: (2,)}
-    frameworks = zip(FRAMEWORKS, parameters(), strict=True)
-    return [
-        pytest.param(
-            parameter.values[0], count, id=f"{parameter.id}-{count}", marks=parameter.marks
-        )
-        for framework, parameter in frameworks
-        for count in ranks.get(framework, (2,))
-    ]
-
-
-@pytest.mark.parametrize(("framework", "ranks"), worlds())
+@pytest.mark.parametrize(
+    ("framework", "ranks"),  # the algorithm is one: not all need all of them
+    combined({NUMPY: [1, 2, 4], POISONED: [2], TORCH: [1, 4], TENSORFLOW: [2]}),
+)
 @by_case
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_law(law: laws.Law, case: Case, framework: Framework, ranks: int) -> None:
