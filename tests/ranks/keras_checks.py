@@ -172,14 +172,15 @@ def check_sparse_methods_in_fit() -> None:
 def check_updates_contain_the_momentum() -> None:
     """DGC that leaves nothing out, around plain SGD, is SGD with momentum; alone too."""
     for options in ({}, {"process_set": SOLO}):
-        if options and hvd.rank() != 0:
-            continue
         results = []
         for compression, momentum in ((DGC(1.0, momentum=0.9), 0.0), (Dense(), 0.9)):
-            model = make_model()
+            model = make_model()  # on all ranks: Keras counts them to name them
+            if options and hvd.rank() != 0:
+                continue
             fit(model, compression, callback=False, optimizer=SGD(0.05, momentum), **options)
             results.append(weights(model))
-        np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+        if results:
+            np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
     barrier()
 
 

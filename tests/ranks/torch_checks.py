@@ -415,11 +415,11 @@ def check_a_gate_tries_and_chooses() -> None:
 
 
 def check_without_a_window_there_is_an_error() -> None:
-    from accordion_hvd.policy import accordion
+    from accordion_hvd.policy import windows
 
     model = torch.nn.Linear(32, 32)
     optimizer = wrapped(model, compression=Accordion(low=Dense(), high=TopK(0.1)), guard="off")
-    patience, accordion.PATIENCE = accordion.PATIENCE, 3
+    patience, windows.PATIENCE = windows.PATIENCE, 3
     try:
         with refused(RuntimeError, "window", "end_window"):
             for _ in range(5):
@@ -427,7 +427,7 @@ def check_without_a_window_there_is_an_error() -> None:
                 model(torch.ones(2, 32)).sum().backward()
                 optimizer.step()
     finally:
-        accordion.PATIENCE = patience
+        windows.PATIENCE = patience
 
 
 # ---------------------------------------------------------------------- Horovod's ways, and better
