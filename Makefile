@@ -21,7 +21,7 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -55,6 +55,9 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; 45 minutes)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
+
+bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
+	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

@@ -7,7 +7,7 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -22,10 +22,20 @@ Machines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One collective that a conversation asks for. `group`: ranks taking part, None for all."""
+    """One collective that a conversation asks for.
+
+    Attributes:
+        group: ranks taking part, None for all.
+        decode: makes of a tensor that came (of each rank's, for an `Allgather`) what the
+            conversation is sent instead. It returns that, and a vector that holds something else
+            than 0 if the tensor cannot be right; where values are at hand it may also raise
+            ValueError. Then `PayloadError` names the sender, before any conversation goes on
+            from its first request: what all have done to their states is taken back.
+    """
 
     tensor: Tensor
     group: tuple[int, ...] | None = field(default=None, kw_only=True)
+    decode: Callable[[Tensor], tuple[Any, Tensor]] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +100,9 @@ class Info:
         lr: the learning rate now.
         machines: who shares a machine with whom; () means that nobody asked or nobody does. Only
             told where a compressor is `by_machine`.
+        phase: what `Compressor.variant` says now; an integer, in a graph too.
+        sizes: elements of each tensor, where the conversation's vector is several side by side;
+            () where that is not known.
     """
 
     step: Any = 0
@@ -98,6 +111,8 @@ class Info:
     name: str = ""
     lr: Any = 0.0
     machines: Machines = ()
+    phase: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,7 +182,8 @@ class Compressor(NotForStockHorovod):
         output: "gradient", or "update" for algorithms that return a finished direction; an inner
             optimizer with momentum is then refused.
         scope: "tensor" (called with one tensor in its own shape), "flat" (with vectors that may
-            hold several tensors side by side) or "model" (the whole model as one vector).
+            hold several tensors side by side), "joint" (with one such vector of all tensors that
+            are large enough and not exempt) or "model" (the whole model as one vector).
         stacks: which small tensors may share one call of `exchange`, so that many cost little
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
@@ -210,13 +226,29 @@ class Compressor(NotForStockHorovod):
         yield
 
     def variant(self, step: int) -> int:
-        """A number that changes when the Python side of the algorithm does (phases, warm-ups)."""
+        """A number that changes when the Python side of the algorithm does (phases, warm-ups).
+
+        `exchange` is told it as `info.phase`.
+
+        Args:
+            step: exchanges of the tensor that this level has served and that counted: neither
+                those that a non-finite gradient has spoilt, nor those that other levels served.
+        """
         return 0
 
     @property
     def phases(self) -> bool:
         """Whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
+
+    def plain(self) -> Compressor:
+        """What serves the tensors of a model that are too small to be compressed, or exempt.
+
+        A method that returns updates says how these get theirs.
+        """
+        from accordion_hvd.compressors.dense import Dense
+
+        return Dense()
 
     def residual(self, state: State) -> Tensor | None:
         """What this rank still owes, in units of the gradient; None without error feedback."""
@@ -230,6 +262,10 @@ class Compressor(NotForStockHorovod):
     def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """What `residual` means for a tensor like `spec`: a gradient that would owe as much."""
         return residual
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """Tensors of one element that say how the method fares; see `Exchange.stats`."""
+        return {}
 
     def park(self, state: State) -> State:
         """What to keep while another level serves; the residual has been handed over."""

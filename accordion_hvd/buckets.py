@@ -93,8 +93,9 @@ def make_buckets(
         return _packed(tensors, range(len(tensors)), compress=True, limit=math.inf)
     chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
     rest = [i for i in range(len(tensors)) if i not in set(chosen)]
-    if scope == "flat":
-        own = _packed(tensors, chosen, compress=True, limit=FLAT_BYTES)
+    if scope in ("flat", "joint"):
+        limit = FLAT_BYTES if scope == "flat" else math.inf
+        own = _packed(tensors, chosen, compress=True, limit=limit)
     else:
         own = [_bucket(tensors, [i], compress=True, packed=False) for i in chosen]
     packed = _packed(tensors, rest, compress=False, limit=FLAT_BYTES)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
+
+
+class PayloadError(RuntimeError):
+    """What a rank has sent does not decode."""
+
+    __init__ = Exception.__init__  # else AutoGraph raises another class in its place
 
 
 def is_integer(value: Any) -> bool:
@@ -17,10 +24,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def integer(owner: Any, name: str, value: Any, *, least: int) -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`."""
-    if not is_integer(value) or value < least:
-        refuse(owner, name, value, f"an integer of at least {least}")
+def integer(owner: Any, name: str, value: Any, *, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least` (and at most `most`)."""
+    if not is_integer(value) or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        refuse(owner, name, value, f"an integer {allowed}")
 
 
 def ratio(owner: Any, name: str, value: Any) -> None:
@@ -45,3 +53,9 @@ def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
     """Raise ValueError: what `name` of `owner` is and what it may be."""
     kind = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{kind}: {name} is {value!r}, but must be {allowed}.")
+
+
+def refuse_payload(senders: Sequence[int], why: str = "positions out of range") -> None:
+    """Raise PayloadError: who has sent what cannot be right."""
+    who = ", ".join(str(rank) for rank in sorted(set(senders)))
+    raise PayloadError(f"what rank {who} has sent does not decode: {why}.")

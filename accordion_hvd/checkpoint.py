@@ -22,6 +22,7 @@ from accordion_hvd.base import Allreduce, Conversation, Info, Spec
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import namespace
+from accordion_hvd.slots import Slot
 
 FORMAT = 1
 Loader = Callable[[int], dict[str, np.ndarray]]
@@ -89,10 +90,17 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "policy": exchange.policy.state_dict(),
         "compression": repr(exchange.policy),
         "steps": exchange.steps,
+        "skipped": exchange.skipped,
         "machines": exchange.communicator.machines,
         "tensors": [tensor.name for tensor in exchange.tensors],
         "buckets": [
-            {"name": s.bucket.name, "shape": list(s.bucket.shape), "level": s.level}
+            {
+                "name": s.bucket.name,
+                "shape": list(s.bucket.shape),
+                "level": s.level,
+                "served": exchange.counted - s.since,
+                "turns": [list(turn) for turn in s.turns.items()],
+            }
             for s in exchange.slots
         ],
     }
@@ -117,11 +125,15 @@ def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, 
         for row, slot in zip(saved["buckets"], exchange.slots, strict=True)
     }
     exchange.policy.load_state_dict(_renamed(saved["policy"], names))
-    exchange.steps = saved["steps"]
+    exchange.steps, exchange.skipped = saved["steps"], saved.get("skipped", 0)
     lead = exchange.communicator
     made = _told(saved, lead.rank, lead.size)
     for i, slot in enumerate(exchange.slots):
         mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
+        slot.since, slot.turns = exchange.counted, {}
+        if not _of_parts(slot) or any(key.startswith("state/") for key in mine):
+            slot.since -= saved["buckets"][i].get("served", 0)
+            slot.turns = dict(saved["buckets"][i].get("turns", ()))
         exchange.load_slot(slot, saved["buckets"][i]["level"], mine, made)
 
 
@@ -229,6 +241,9 @@ def _of_wholes(
         return arrays
     kept = {k: v for k, v in arrays.items() if k.endswith(("/owed", "/seen"))}
     for i, slot in enumerate(exchange.slots):
+        if not _of_parts(slot):
+            kept |= {k: v for k, v in arrays.items() if k.startswith(f"{i}/")}
+            continue
         prefix = f"{i}/state/"
         state = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
         level = slot.levels[row["buckets"][i]["level"]]
@@ -237,6 +252,11 @@ def _of_wholes(
             spec = Spec(slot.bucket.shape, slot.bucket.dtype, namespace(residual))
             kept[f"{i}/owed"] = level.whole(residual, spec, made) + kept.get(f"{i}/owed", 0.0)
     return kept
+
+
+def _of_parts(slot: Slot) -> bool:
+    """Whether its states may belong to parts of its tensor."""
+    return any(level.by_machine for level in slot.levels)
 
 
 def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:

@@ -12,8 +12,8 @@ from collections.abc import Generator, Sequence
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd import packing
-from accordion_hvd.base import Machines, Request, Tensor
+from accordion_hvd import check, packing
+from accordion_hvd.base import Allgather, Broadcast, Machines, Request, Tensor
 from accordion_hvd.packing import Program
 from accordion_hvd.traffic import Traffic
 
@@ -111,9 +111,15 @@ class Pending:
     def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
         self.traffic = Traffic()
         self._communicator = communicator
+        together = packing.together(communicator, requests)
+        self._readers = [  # without the requests' tensors, which may go
+            (i, request.decode, _senders(request, communicator), isinstance(request, Allgather))
+            for i, request in enumerate(requests)
+            if request.decode is not None
+        ]
         self._results: list[Any] = [None] * len(requests)
         self._running: list[tuple[list[int], Program, Any]] = []
-        for number, members in enumerate(packing.together(communicator, requests)):
+        for number, members in enumerate(together):
             chosen = [requests[i] for i in members]
             label = f"{name}.{number}"
             self._move(members, packing.program(communicator, self.traffic, label, chosen), None)
@@ -129,11 +135,33 @@ class Pending:
         return not self._running
 
     def result(self) -> list[Any]:
-        """The results in the order of the requests. Sleeps between looks: engines spin."""
+        """The results in the order of the requests. Sleeps between looks: engines spin.
+
+        Raises:
+            PayloadError: what a rank has sent does not decode.
+        """
         began = time.perf_counter()
         while not self.ready():
             self._communicator.pause(time.perf_counter() - began)
-        return self._results
+        return self._decoded()
+
+    def _decoded(self) -> list[Any]:
+        """The results as requests' `decode` reads them, once nothing in them is in doubt."""
+        xp, results = self._communicator.xp, list(self._results)
+        senders: list[int] = []
+        doubts: list[Tensor] = []
+        for i, decode, ranks, several in self._readers:
+            read = []
+            for rank, part in zip(ranks, results[i] if several else [results[i]], strict=True):
+                try:
+                    thing, doubt = decode(part)
+                except ValueError as error:
+                    check.refuse_payload([rank], str(error))
+                read.append(thing)
+                doubts.append(doubt)
+                senders.append(rank)
+            results[i] = tuple(read) if several else read[0]
+        return xp.insist(results, xp.concat(doubts), senders) if doubts else results
 
     def _move(self, members: list[int], program: Program, answer: Any) -> None:
         while True:
@@ -147,3 +175,10 @@ class Pending:
                 self._running.append((members, program, handle))
                 return
             answer = self._communicator.wait(handle)
+
+
+def _senders(request: Request, communicator: Communicator) -> Sequence[int]:
+    """Whose tensors an answer holds; for a sum, rank 0 stands for all."""
+    if isinstance(request, Allgather):
+        return request.group or range(communicator.size)
+    return [request.root] if isinstance(request, Broadcast) else [0]

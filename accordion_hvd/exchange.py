@@ -13,7 +13,6 @@ import numpy as np
 from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
 from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
-from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.decisions import Decisions, level_of, levels_of
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.advice import Advice
@@ -27,7 +26,8 @@ class Exchange:
     """Averages gradients over the ranks, bucket by bucket, under a policy.
 
     Use: `begin`, then `start` for each unit of the plan in any order, then `finish`; `unpack(i)`
-    then gives each unit's results. One clock: `steps` counts exchanges, skipped ones included.
+    then gives each unit's results. One clock: `steps` counts exchanges, skipped ones included;
+    `skipped` counts those alone.
 
     Args:
         communicator: carries requests.
@@ -49,7 +49,7 @@ class Exchange:
         self.communicator, self.policy, self.name = communicator, policy, name
         self.xp = communicator.xp
         self.skip = tuple(skip)
-        self.steps = 0
+        self.steps = self.skipped = 0
         self.observe_always = False  # for graphs, where a sum that stops means a new trace
         self.keep_buffers = False  # if nobody looks at a step's means when the next one begins
         self.traffic = Traffic()
@@ -64,6 +64,8 @@ class Exchange:
         self._payloads: dict[tuple[int, int], float] = {}  # bucket and level -> bytes
         self._weighing = False  # this step tells how many bytes the first requests have
         self._outdated = False  # the plan, from the next step on
+        self._phases: list[int] = []  # when the plan was made, of those
+        self._phased: list[Slot] = []  # that have some
         self._step: Step | None = None
         self._decisions = Decisions(self)
         self._lr: dict[str, float] = {}
@@ -80,13 +82,16 @@ class Exchange:
         self.tensors.extend(tensors)
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
+        dense = self.policy.plain()
         for bucket in buckets:
-            levels = levels_of(self.policy, bucket.name) if bucket.compress else (Dense(),)
+            levels = levels_of(self.policy, bucket.name) if bucket.compress else (dense,)
             level = level_of(self.policy, bucket.name) if bucket.compress else 0
             moved = tuple(offset + member for member in bucket.members)
             device = tensors[bucket.members[0]].kind or None
             spec = Spec(bucket.shape, bucket.dtype, self.xp, device)
-            self.slots.append(Slot(replace(bucket, members=moved), levels, spec, level))
+            slot = Slot(replace(bucket, members=moved), levels, spec, level)
+            slot.since = self.counted
+            self.slots.append(slot)
         self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
 
@@ -101,14 +106,17 @@ class Exchange:
                 Memory([self.slots[i] for i in unit.buckets], unit.stacked, self.xp)
                 for unit in self._plan.units
             ]
+            self._phased = [slot for slot in self.slots if slot.compressor.phases]
+            self._phases = [self.phase(slot) for slot in self._phased]
             levels = [(s.bucket.name, s.bucket.shape, s.level) for s in self.slots]
-            self._number = fingerprint(levels, self._plan.units, self._plan.groups)
+            self._number = fingerprint(levels, self._phases, self._plan.units, self._plan.groups)
         return self._plan
 
     def _common(self, slot: Slot) -> Hashable:
         """What buckets must have in common to share a conversation."""
         bucket = slot.bucket
-        return repr(slot.compressor), bucket.dtype, str(slot.spec.device), bucket.compress
+        kind = repr(slot.compressor), self.phase(slot)
+        return *kind, bucket.dtype, str(slot.spec.device), bucket.compress
 
     def _sizes(self) -> list[float]:
         """About how many bytes each bucket's first requests have."""
@@ -152,7 +160,7 @@ class Exchange:
         self._lr = self.rates(lr)
         self._tick()
         guarded = self._guarded()
-        if self._outdated:
+        if self._outdated or self._phases != [self.phase(slot) for slot in self._phased]:
             self._plan, self._outdated = None, False
         groups = self.plan.groups
         self._step = Step(self.communicator, groups, self.name, self.number(), guarded)
@@ -198,6 +206,8 @@ class Exchange:
         if step.measuring:
             self._decisions.measure(step)
         self._count(step)
+        if step.bad is True:
+            self.skipped += 1
         self._step = None
         return step.bad is not True
 
@@ -303,7 +313,19 @@ class Exchange:
             name=slot.bucket.name,
             lr=self._lr.get(slot.bucket.name, 0.0),
             machines=self.communicator.machines,
+            phase=self.phase(slot),
+            sizes=slot.bucket.sizes,
         )
+
+    @property
+    def counted(self) -> int:
+        """Exchanges that were not skipped."""
+        return self.steps - self.skipped
+
+    def phase(self, slot: Slot) -> int:
+        """What the slot's algorithm calls the phase that it is in."""
+        compressor = slot.compressor
+        return compressor.variant(self.counted - slot.since) if compressor.phases else 0
 
     def prepare(self, slot: Slot) -> None:
         """Make the memory that a slot lacks."""
@@ -368,6 +390,7 @@ class Exchange:
     def switch(self, slot: Slot, level: int) -> None:
         """Let another level serve."""
         if level != slot.level:
+            slot.turn(level, self.counted)
             slot.switch(level, self.info(slot))
             self._plan = None
 
@@ -390,7 +413,8 @@ class Exchange:
         steps: exchanges; dense: bytes of the gradients; dense_sent: what a ring allreduce of them
         would send; payload, sent, received: see `traffic`; between: `sent` without what is known
         to have stayed within a machine (see `machines`); ratio: dense_sent / sent; seconds: in
-        encoding (until the first request), waiting, and decoding (after it).
+        encoding (until the first request), waiting, and decoding (after it); reports: for each
+        bucket whose method has something to say of itself, what (`Compressor.report`).
         """
         ranks = self.communicator.size
         dense_sent = 2 * (ranks - 1) / ranks * self.dense_bytes
@@ -405,6 +429,15 @@ class Exchange:
             "between": sent - self.traffic.within,
             "ratio": dense_sent / sent if sent else math.nan,
             "seconds": dict(self.seconds),
+            "reports": self._reports(),
+        }
+
+    def _reports(self) -> dict[str, dict[str, float]]:
+        reports = {s.bucket.name: s.compressor.report(s.state or {}) for s in self.slots}
+        return {
+            bucket: {key: float(self.xp.to_numpy(x).reshape(-1)[0]) for key, x in report.items()}
+            for bucket, report in reports.items()
+            if report
         }
 
     def levels(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accordion_hvd import check
 from accordion_hvd.base import Allgather, Allreduce, Alltoall, Broadcast, Request, Tensor
 from accordion_hvd.traffic import Traffic, traffic_of
 
@@ -138,6 +139,7 @@ def _gather(
     sizes = [_elements(xp, part) for part in parts]
     sent = parts[0] if len(parts) == 1 else xp.concat(parts)
     flat = yield communicator.allgather(name, sent, group)
+    _compare_sizes(xp, flat, sum(sizes) * ranks, name)
     pieces = xp.split(flat, sizes * ranks)
     return _by_request(xp, pieces, requests)
 
@@ -155,8 +157,19 @@ def _gather_uneven(
     table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(parts))))
     _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
     flat = yield communicator.allgather(name, xp.concat(parts), group)
+    _compare_sizes(xp, flat, int(table.sum()), name)
     pieces = xp.split(flat, [int(size) for size in table.reshape(-1)])
     return _by_request(xp, pieces, requests)
+
+
+def _compare_sizes(xp: ModuleType, flat: Tensor, due: int, name: str) -> None:
+    """Raise PayloadError if ranks have not sent together what they should have."""
+    came = xp.shape(flat)[0]
+    if came is not None and came != due:
+        raise check.PayloadError(
+            f"the ranks have sent {came} bytes together in {name!r}, where {due} were due: some "
+            "rank's payload has another size than it should."
+        )
 
 
 def _by_request(

@@ -30,6 +30,9 @@ class Slot:
         parked: other levels' states, by level.
         owed: what a level without error feedback must add to the next gradient.
         made: what was told when `state` was made; None if it was loaded without saying.
+        turns: exchanges that other levels have served, by level.
+        since: how many exchanges had counted when the present level began, less those that it had
+            served before that.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class Slot:
         self.bucket, self.levels, self.spec, self.level = bucket, levels, spec, level
         self.parked: dict[int, State] = {}
         self.owed: Tensor | None = None
+        self.turns: dict[int, int] = {}
+        self.since = 0
         self._state: State | None = None
         self._seen: Tensor | None = None
         self._stack: Stack | None = None  # where state and sum are, if not here
@@ -116,6 +121,11 @@ class Slot:
         residual = xp.reshape(compressor.whole(residual, self.spec, info), shape)
         return residual if self.owed is None else residual + xp.reshape(self.owed, shape)
 
+    def turn(self, level: int, counted: int) -> None:
+        """Another level is about to serve, `counted` exchanges having counted so far."""
+        self.turns[self.level] = counted - self.since
+        self.since = counted - self.turns.pop(level, 0)
+
     def switch(self, level: int, info: Info) -> None:
         """Let another level serve: what the old one owes is handed over, the rest is parked."""
         if level == self.level:
@@ -127,14 +137,23 @@ class Slot:
         new = self.compressor
         state = new.init(self.spec, info) | self.parked.pop(level, {})
         state = new.inherit(state, old, old_state)
+        self.state = self._charge(state, old, old_state, info)
+        self.parked[old_level] = old.park(old_state)
+
+    def _charge(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
+        """The new level's state with what the old one owes, or that in `owed`."""
+        new, part = self.compressor, old.residual(old_state)
+        owes = new.residual(state) is not None
+        if owes and part is not None and new.by_machine and old.by_machine:
+            return new.with_residual(state, part)  # the same part of the tensor, in the same units
         residual = self._debt(old, old_state, info)
         self.owed = None
-        if residual is not None and (new.residual(state) is None or new.by_machine):
-            self.owed = residual
-        elif residual is not None:
-            state = new.with_residual(state, residual)
-        self.parked[old_level] = old.park(old_state)
-        self.state = state
+        if residual is None:
+            return state
+        if owes and not new.by_machine:
+            return new.with_residual(state, residual)
+        self.owed = residual
+        return state
 
     def tensors(self) -> dict[str, Tensor]:
         """All that must be saved: "state/key", "parked/level/key", "owed" and "seen"."""

@@ -39,8 +39,8 @@ def known() -> dict[str, Any]:
     from accordion_hvd import compressors, policy
 
     names = {name.lower(): getattr(compressors, name) for name in compressors.__all__}
-    own = {"accordion": policy.Accordion, "fixed": policy.Fixed, "gate": policy.Gate}
-    return names | own
+    own = (policy.Accordion, policy.AdaQS, policy.Fixed, policy.Gate, policy.StepSchedule)
+    return names | {kind.__name__.lower(): kind for kind in own}
 
 
 def _value(node: ast.expr, text: str) -> Any:

@@ -6,16 +6,41 @@ A new algorithm is one row here; `laws.py` and `test_compressors.py` do the rest
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from frameworks import local_size
+import numpy as np
+from frameworks import exact_mean, local_size
 
-from accordion_hvd import BF16, FP16, Compressor, Dense, PowerSGD, RandomK, TopK, TwoLevel
+from accordion_hvd import (
+    BF16,
+    DGC,
+    FP16,
+    LGC,
+    QSGD,
+    AdaComp,
+    Compressor,
+    Dense,
+    EFSignSGD,
+    Int8,
+    Natural,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    ScaleCom,
+    SignSGD,
+    SketchedSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    TwoLevel,
+)
 from accordion_hvd.ops import indices
 
 Shape = tuple[int, ...]
 Rounds = list[tuple[str, int]]
+Gradients = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -27,46 +52,102 @@ class Case:
         rounds: for a gradient of a shape and an item size in bytes: what one rank hands over in
             each round, as (collective, bytes).
         feedback: average + error = gradient, up to fp32 rounding.
-        loss: without feedback: how far a mean may be from the exact one, relative to the largest
-            magnitude that went in.
+        loss: how far a mean may be from the exact one (with feedback, from the exact one of what
+            was sent), relative to the largest magnitude that went in.
         full: the same algorithm with nothing left out, whose mean is exact up to rounding.
         bitwise: all frameworks give the same bits (else: the same to `close`).
         close: relative to the largest magnitude, how near frameworks are to NumPy.
         guarded: whether a flag for non-finite gradients travels along.
+        unbiased: the mean over many steps of one gradient is exact, up to the sampling error.
+        discrete: an ulp may change which element is chosen, or which way it is rounded.
+        apart: relative to the largest magnitude, how far a mean may move when small tensors share a
+            call, whose random numbers or buckets are others then.
+        wanted: what the result is near, given the ranks' gradients and the step; their mean.
+        uneven: how much is sent depends on values; `rounds` is None, and no graph can be traced.
+        momentum: what comes back is an update with momentum, so that gradients' sums say nothing.
     """
 
     compressor: Compressor
-    rounds: Callable[[Shape, int], Rounds]
+    rounds: Callable[[Shape, int], Rounds] | None
     feedback: bool = False
     loss: float = 0.0
     full: Compressor | None = None
     bitwise: bool = True
     close: float = 0.0
     guarded: bool = True
+    unbiased: bool = False
+    discrete: bool = False
+    apart: float = 0.0
+    wanted: Callable[[Gradients, int], np.ndarray] = lambda gradients, step: exact_mean(gradients)
+    uneven: bool = False
+    momentum: bool = False
 
     @property
     def name(self) -> str:
         return repr(self.compressor)
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
-        """The rounds, and how many ranks take part in each."""
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        """The rounds of a step, and how many ranks take part in each."""
+        assert self.rounds is not None
         return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
+
+
+@dataclass(frozen=True)
+class Sliced(Case):
+    """One whose bytes depend on the number of ranks, each of which serves a slice."""
+
+    slices: Callable[[Shape, int], Rounds] = field(kw_only=True)
+
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        return [(kind, size, ranks) for kind, size in self.slices(shape, ranks)]
 
 
 @dataclass(frozen=True)
 class BetweenMachines(Case):
     """`TwoLevel` around another case's compressor."""
 
-    def moves(self, shape: Shape, itemsize: int, ranks: int) -> list[tuple[str, int, int]]:
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
         local = local_size(ranks)
         if local == 1:
-            return super().moves(shape, itemsize, ranks)
+            return super().moves(shape, itemsize, ranks, step)
         rows, width = matrix(shape)
         part = (-(-rows // local), width)
+        assert self.rounds is not None
         inner = self.rounds(part, 4)
         size = math.prod(part)
         near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
         return [near[0], *[(kind, sent, ranks // local) for kind, sent in inner], near[1]]
+
+
+@dataclass(frozen=True)
+class Learned(Case):
+    """`LGC`, whose rounds depend on its phase."""
+
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        lgc, size = self.compressor, math.prod(shape)
+        assert isinstance(lgc, LGC)
+        chosen, phase = lgc.kept(size), lgc.variant(step)
+        code = 16 * max(1, math.ceil((chosen - 31) / 16) + 1)
+        server = lgc.form == "server"
+        if phase == 0:
+            return [("allreduce", 4 * size, ranks)]
+        if phase < 3:
+            shipped = 4 * (172_996 + (ranks * 43_682 if server else 43_681))
+            rounds = [("allreduce", 4 * chosen + 4, ranks), ("allgather", 4 * chosen, ranks)]
+            return rounds + [("broadcast", shipped, ranks)] * (phase == 2)
+        if not server:
+            return [("allreduce", 4 * chosen + 4, ranks), ("allreduce", code, ranks)]
+        few = max(1, min(chosen, int(lgc.innovation * size)))
+        innovation = 4 * few + indices.packed_length(few, chosen)
+        return [("allreduce", 4 * chosen + 4 + code, ranks), ("allgather", innovation, ranks)]
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
@@ -93,7 +174,44 @@ def topk(ratio: float, wire: str = "float32") -> Case:
         value = {"float32": 4, "float16": 2}[wire]
         return [("allgather", value * kept + indices.packed_length(kept, math.prod(shape)))]
 
-    return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0))
+    return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0), discrete=True)
+
+
+def threshold(value: float) -> Case:
+    full = Threshold(0.0)
+    return Case(Threshold(value), None, feedback=True, full=full, discrete=True, uneven=True)
+
+
+def adacomp(bin: int) -> Case:
+    return Case(AdaComp(bin), None, feedback=True, discrete=True, uneven=True)
+
+
+def scalecom(compressor: ScaleCom) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        size = math.prod(shape)
+        kept = -(-size // round(1 / compressor.ratio))
+        if compressor.selection == "exact":
+            kept = max(1, int(compressor.ratio * size))
+        return [("broadcast", indices.packed_length(kept, size)), ("allreduce", 4 * kept)]
+
+    full = ScaleCom(1.0, compressor.beta, compressor.selection)
+    return Case(compressor, rounds, feedback=True, full=full, discrete=True)
+
+
+def dgc(compressor: DGC) -> Case:
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        if compressor.ratio == 1:
+            return [("allreduce", 4 * math.prod(shape))]
+        sparse = topk(compressor.ratio).rounds
+        assert sparse is not None
+        return sparse(shape, itemsize)
+
+    momentum = compressor.momentum > 0
+    close = {"bitwise": False, "close": 1e-6} if compressor.clip else {}
+    full = None if momentum or compressor.clip else DGC(1.0, 0.0)
+    return Case(
+        compressor, rounds, feedback=True, full=full, discrete=True, momentum=momentum, **close
+    )
 
 
 def randomk(ratio: float) -> Case:
@@ -103,11 +221,95 @@ def randomk(ratio: float) -> Case:
     return Case(RandomK(ratio), rounds, feedback=True, full=RandomK(1.0))
 
 
+def coded(shape: Shape, bits: int) -> int:
+    """Bytes of packed codes: sections of 8, 4, 2 and 1 bits."""
+    return sum(-(-math.prod(shape) * width // 8) for width in (8, 4, 2, 1) if bits & width)
+
+
+def gathered(compressor: Compressor, size: Callable[[Shape], int], **claims: Any) -> Case:
+    return Case(compressor, lambda shape, itemsize: [("allgather", size(shape))], **claims)
+
+
+def qsgd(bits: int, bucket: int = 512, norm: str = "max") -> Case:
+    def size(shape: Shape) -> int:
+        return coded(shape, bits) + 4 * -(-math.prod(shape) // bucket)
+
+    levels = 2 ** (bits - 1) - 1 or 0.5
+    loss = (bucket**0.5 if norm == "l2" else 1) / levels
+    method = QSGD(bits, bucket, norm)
+    claims = {"loss": 1.001 * loss, "apart": 2 * loss, "unbiased": True, "guarded": False}
+    return gathered(method, size, **claims)
+
+
+def terngrad(clip: float | None) -> Case:
+    def slices(shape: Shape, ranks: int) -> Rounds:
+        part = 8 * -(-math.prod(shape) // (8 * ranks))
+        sums = coded((part,), (2 * ranks).bit_length())
+        return [("allreduce", 4), ("alltoall", ranks * part // 4), ("allgather", sums)]
+
+    claims = {"loss": 1.001, "unbiased": clip is None}
+    return Sliced(TernGrad(clip), lambda *_: [], slices=slices, **claims)
+
+
+def majority_of(gradients: Gradients, step: int) -> np.ndarray:
+    """The sign that most have; zeros and ties: every other position, the others the next step."""
+    place = np.arange(gradients[0].size).reshape(gradients[0].shape)
+    zero = np.where((place + step) % 2 == 0, 1, -1)
+    votes = sum(np.where(g > 0, 1, np.where(g < 0, -1, zero)) for g in gradients)
+    return np.where(votes == 0, zero, np.sign(votes)).astype(np.float64)
+
+
+def signsgd() -> Case:
+    def slices(shape: Shape, ranks: int) -> Rounds:
+        width = -(-coded(shape, 1) // ranks)
+        return [("alltoall", ranks * width), ("allgather", width)]
+
+    return Sliced(SignSGD(), lambda *_: [], slices=slices, wanted=majority_of, discrete=True)
+
+
+def onebit_size(shape: Shape) -> int:
+    return coded(shape, 1) + 8 * matrix(shape)[1]
+
+
+def natural() -> Case:
+    claims = {"loss": 1.0, "apart": 2.0, "unbiased": True, "guarded": False}
+    return gathered(Natural(), lambda shape: coded(shape, 9), **claims)
+
+
+def int8() -> Case:
+    return gathered(Int8(), int8_size, feedback=True, discrete=True, apart=0.05)
+
+
+def int8_size(shape: Shape) -> int:
+    return coded(shape, 8) + 4 * -(-math.prod(shape) // 256)
+
+
+def sketched(ratio: float, rows: int, columns: float) -> Case:
+    """Without momentum, whose laws are in `test_sketched_sgd.py`."""
+
+    def rounds(shape: Shape, itemsize: int) -> Rounds:
+        size = math.prod(shape)
+        kept = max(1, int(ratio * size))
+        table, asked = rows * min(int(columns * kept), size), 4 * kept
+        if table + asked >= size:
+            return [("allreduce", 4 * size)]
+        return [("allreduce", 4 * table), ("allreduce", 4 * asked)]
+
+    compressor = SketchedSGD(ratio, rows, columns, momentum=0)
+    return Case(compressor, rounds, feedback=True, full=SketchedSGD(1.0, momentum=0))
+
+
 def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     def rounds(shape: Shape, own: int) -> Rounds:
         return [("allreduce", (itemsize or own) * math.prod(shape))]
 
     return Case(compressor, rounds, loss=loss, guarded=False)
+
+
+def lgc(form: str, dense: int, training: int) -> Case:
+    compressor = LGC(0.03, form, dense, training, innovation=0.003)
+    rough = {"bitwise": False, "close": 1e-3, "loss": 3.0}  # after so little training
+    return Learned(compressor, lambda *_: [], feedback=True, **rough)
 
 
 def two_level(case: Case) -> Case:
@@ -127,22 +329,77 @@ CASES = [
     topk(0.1, "float16"),
     randomk(0.1),
     randomk(0.01),
+    sketched(0.01, rows=5, columns=10),
+    sketched(0.02, rows=3, columns=5),
+    sketched(0.1, rows=5, columns=10),  # not worth a sketch
     powersgd(1),
     powersgd(4),
+    qsgd(4),
+    qsgd(8, bucket=100),
+    qsgd(3, bucket=7),
+    qsgd(1),
+    qsgd(4, bucket=64, norm="l2"),
+    terngrad(2.5),
+    terngrad(None),
+    natural(),
+    int8(),
+    signsgd(),
+    gathered(EFSignSGD(), lambda s: coded(s, 1) + 4, feedback=True, discrete=True),
+    gathered(OneBit(), onebit_size, feedback=True, discrete=True),
+    lgc("ring", dense=1, training=1),
+    lgc("server", dense=0, training=2),
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
     two_level(powersgd(1)),
+    two_level(int8()),
+    threshold(1.0),
+    threshold(100.0),
+    adacomp(50),
+    adacomp(7),
+    adacomp(500),
+    scalecom(ScaleCom(0.1)),
+    scalecom(ScaleCom(0.03, beta=0.1)),
+    scalecom(ScaleCom(0.1, beta=0.3, selection="exact")),
+    two_level(scalecom(ScaleCom(0.1, beta=0.3))),
+    two_level(threshold(1.0)),
+    dgc(DGC(0.1)),
+    dgc(DGC(0.1, momentum=0.0)),
+    dgc(DGC(0.1, momentum=0.5, clip=100.0)),
+    dgc(DGC(1.0)),
+    two_level(dgc(DGC(0.1))),
 ]
 """Every law of `laws.py` is checked for every row."""
 
 REFUSED = [
     *[
         (kind, "ratio", bad)
-        for kind in (TopK, RandomK)
+        for kind in (TopK, RandomK, ScaleCom, DGC, SketchedSGD)
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
+    *[(QSGD, "bits", bad) for bad in (0, 9, -1, 2.5, math.nan, "a", True, None)],
+    *[(QSGD, "bucket", bad) for bad in (0, -512, 1.5, math.inf, "a", True, None)],
+    *[(QSGD, "norm", bad) for bad in ("l1", 2, None)],
+    *[(TernGrad, "clip", bad) for bad in (0, -2.5, math.nan, math.inf, "a", True)],
+    *[(Int8, "block", bad) for bad in (0, -1, 2.5, math.nan, "a", True, None)],
+    *[(SignSGD, "momentum", bad) for bad in (1, 1.5, -0.1, math.nan, "a", True, None)],
+    *[(Threshold, "value", bad) for bad in (-1, math.nan, math.inf, "a", True, None)],
+    *[(AdaComp, "bin", bad) for bad in (0, -1, 16384, 1.5, math.nan, "a", True, None)],
+    *[(ScaleCom, "beta", bad) for bad in (0, -1, 1.1, math.nan, "a", True, None)],
+    *[(ScaleCom, "selection", bad) for bad in ("chunks", 1, None)],
+    *[(DGC, "momentum", bad) for bad in (1, -0.1, math.nan, "a", True, None)],
+    *[(DGC, "warmup", bad) for bad in (-1, 1.5, math.nan, "a", True, None)],
+    *[(DGC, "clip", bad) for bad in (0, -1, math.nan, math.inf, "a", True)],
+    *[(SketchedSGD, "rows", bad) for bad in (0, 2, -1, 5.0, "a", True, None)],
+    *[(SketchedSGD, "columns", bad) for bad in (0, 0.5, math.nan, math.inf, "a", True, None)],
+    *[(SketchedSGD, "candidates", bad) for bad in (0, 1.5, "a", True, None)],
+    *[(SketchedSGD, "momentum", bad) for bad in (-0.1, 1, math.nan, "a", True, None)],
+    *[(LGC, "ratio", bad) for bad in (0, 2, "a")],
+    *[(LGC, "form", bad) for bad in ("tree", None, 1)],
+    *[(LGC, "dense", bad) for bad in (-1, 1.5, True)],
+    *[(LGC, "training", bad) for bad in (0, 2.5, None)],
+    *[(LGC, name, bad) for name in ("innovation", "rate") for bad in (0, 2, math.nan, "a")],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -77,6 +77,15 @@ def parameters(frameworks: Sequence[Framework] = FRAMEWORKS) -> list[Any]:
     ]
 
 
+def combined(choices: dict[Framework, Sequence[Any]]) -> list[Any]:
+    """For pytest.mark.parametrize: each framework with each value that is chosen for it."""
+    return [
+        pytest.param(*known.values, value, id=f"{known.id}-{value}", marks=known.marks)
+        for known, values in zip(parameters(tuple(choices)), choices.values(), strict=True)
+        for value in values
+    ]
+
+
 def local_size(ranks: int) -> int:
     """How many ranks share a machine in tests: there are two machines, if there are two ranks."""
     return max(1, ranks // 2)
@@ -97,8 +106,8 @@ class Ranks:
         self.communicators = [SimulatedCommunicator(hub, r, framework.xp) for r in range(ranks)]
 
     def info(self, rank: int, step: Any = None) -> Info:
-        step = self.steps if step is None else step
-        return Info(step, rank, self.ranks, self.name, 0.1, self.machines)
+        step, phase = self.steps if step is None else step, self.compressor.variant(self.steps)
+        return Info(step, rank, self.ranks, self.name, 0.1, self.machines, phase)
 
     def init(self, like: Any) -> list[dict[str, Any]]:
         self.spec = self.framework.xp.spec(like)

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, Case
-from frameworks import NUMPY, POISONED, Framework, parameters, same_bits
+from frameworks import (
+    NUMPY,
+    POISONED,
+    TENSORFLOW,
+    TORCH,
+    Framework,
+    combined,
+    parameters,
+    same_bits,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import SHAPE, several, step
@@ -31,7 +40,8 @@ from accordion_hvd import (
 )
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.policy.accordion import CHANGED, HIGH, LOW, PATIENCE
+from accordion_hvd.policy.accordion import CHANGED, HIGH, LOW
+from accordion_hvd.policy.windows import PATIENCE
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
 MILD, STRONG = PowerSGD(4), PowerSGD(1)
@@ -412,7 +422,8 @@ def test_wrong_levels() -> None:
     with pytest.raises(ValueError, match="agree in scope"):
         Accordion(low=Flat(), high=MILD)
     with pytest.raises(ValueError, match="agree in scope"):
-        Fixed(Dense(), overrides={"w": Flat()})
+        Fixed(TopK(), overrides={"w": Flat()})
+    assert Accordion(low=Dense(), high=Flat()).scope == "flat"  # Dense takes any vector
     assert Accordion(low=Dense, high=TopK).high == TopK()  # a class stands for its default
 
 
@@ -480,12 +491,16 @@ def test_frameworks_decide_alike(framework: Framework, signal: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("framework", parameters())
-@pytest.mark.parametrize("signal", ["local", "reduced"])
+@pytest.mark.parametrize(
+    ("framework", "signal"),
+    combined({POISONED: ["local", "reduced"], TORCH: ["local"], TENSORFLOW: ["reduced"]}),
+)
 def test_equal_levels_are_the_static_compressor(
     case: Case, framework: Framework, signal: str
 ) -> None:
     """To the bit, though levels change at every other window."""
+    if case.compressor.phases:
+        return  # phases count what a level has served
     both = accordion(low=case.compressor, high=case.compressor, window=2, signal=signal)
     world, twin = simulate(both, 2), simulate(case.compressor, 2)
     for number, gradients in enumerate(several(2, 14)):

@@ -26,7 +26,7 @@ SKIPS = [(), ("layer1*",), ("*",)]
 @settings(max_examples=200, deadline=None)
 @given(
     tensors=models,
-    scope=st.sampled_from(["tensor", "flat", "model"]),
+    scope=st.sampled_from(["tensor", "flat", "joint", "model"]),
     skip=st.sampled_from(SKIPS),
 )
 def test_a_bijection(tensors: list[TensorInfo], scope: str, skip: tuple[str, ...]) -> None:

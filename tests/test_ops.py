@@ -14,8 +14,10 @@ from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accordion_hvd.ops import indices, journal, namespace, random
-from accordion_hvd.ops.selection import largest
+from accordion_hvd.check import PayloadError
+from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, random
+from accordion_hvd.ops import quantization as q
+from accordion_hvd.ops.selection import accumulate_outgrown, largest, largest_of_bins
 
 ONLY = {"poisoning"}  # of NumPy, for tests
 
@@ -59,6 +61,11 @@ CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
 WIDE = RNG.standard_normal((300, 2048)).astype(np.float32)
 TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.float32)
+CODES = RNG.integers(0, 256, LONG.size).astype(np.uint8)
+BITS = q.pack_signs(LONG, None)
+STEPS = q.bucket_norms(LONG, 7, "max") / np.float32(3)
+HASHES = count_sketch.hashes(NUMPY.xp, 70_000, 5, 9_000, random.key("sketch", 1))
+TABLE = count_sketch.insert(LONG, HASHES, 9_000)
 P, Q = RNG.standard_normal((2, 5)).astype(np.float32), Y[:2]
 BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -87,6 +94,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("accumulate", (X, Y), 0),
     ("accumulate", (X, Y.astype(np.float16)), 0),
     ("subtract", (X, Y), 0),
+    ("accumulate_scaled", (X, 0.9, Y), 0),
+    ("accumulate_scaled", (X, 0.5, Y.astype(np.float16)), 0),
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
     ("take", (V, INDEX), 0),
@@ -99,6 +108,32 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("accumulate_largest", (LONG, LONG[::-1].copy(), 700), 0),
     ("accumulate_largest", (X, Y, 2), 0),
     ("accumulate_largest", (X, Y.astype(np.float16), 2), 0),
+    *[("accumulate_reaching", (V, V[::-1].copy(), limit), 0) for limit in (0.0, 1.0, 99.0)],
+    ("accumulate_reaching", (X, Y.astype(np.float16), 1.0), 0),
+    ("accumulate_reaching", (np.zeros(3, np.float32), np.zeros(3, np.float32), 0.0), 0),
+    *[("accumulate_outgrown", (V, V[::-1].copy(), width), 0) for width in (1, 7, 40, 50)],
+    ("accumulate_outgrown", (X, Y.astype(np.float16), 3), 0),
+    ("accumulate_outgrown", (LONG, LONG[::-1].copy(), 500), 0),
+    ("accumulate_outgrown", (np.zeros((2, 5), np.float32), np.zeros((2, 5), np.float32), 2), 0),
+    *[("largest_of_bins", (V, width), 0) for width in (1, 7, 40, 50)],
+    ("largest_of_bins", (X, 3), 0),
+    ("largest_of_bins", (np.zeros((2, 5), np.float32), 2), 0),
+    *[("pack_bins", (INDEX, V[:4], (2, 20), width), 0) for width in (7, 63, 64)],
+    ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
+    *[("unpack_bins", (bins.pack(INDEX, V[:4] < 0, (40,), w), (40,), w), 0) for w in (7, 64)],
+    ("unpack_bins", (np.zeros(0, np.uint8), (40,), 7), 0),
+    *[("misplaced", (INDEX, size), 0) for size in (40, 39)],
+    ("misplaced", (INDEX[::-1].copy(), 40), 0),
+    ("misplaced", (np.int32([-1, 3]), 40), 0),
+    ("misplaced", (np.int32([3, 3]), 40), 0),
+    ("misplaced", (INDEX[:0], 40), 0),
+    ("pack_index", (INDEX[:0], 40), 0),
+    ("unpack_index", (np.zeros(0, np.uint8), 0, 40), 0),
+    ("insist", ([X, [V]], np.zeros(3, np.float32), [0, 1, 2]), 0),
+    ("sketch", (LONG, HASHES, 9_000), 0),
+    ("sketch", (LONG.astype(np.float16), HASHES, 9_000), 0),
+    ("unsketch", (TABLE, HASHES, LONG.copy()), 0),
+    ("unsketch", (TABLE, HASHES, LONG.astype(np.float16)), 0),
     ("emptied", (X,), 0),
     ("emptied", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
@@ -113,6 +148,29 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("deflate", (X, X[:2, :5], X[:2]), 1e-5),
     ("deflate", (CUBE_OF_7, CUBE[:, :1], CUBE[:, :1]), 1e-5),
     *[("deflate", (LARGE, TALL[:r], WIDE[:r]), 1e-3) for r in (1, 8)],
+    *[("pack_bits", (CODES & 2**bits - 1, bits), 0) for bits in range(1, 9)],
+    *[("unpack_bits", (q.pack(CODES & 2**b - 1, b), b, CODES.size), 0) for b in range(1, 9)],
+    *[("bucket_norms", (x, 16, kind), 0) for x in (X, LONG) for kind in ("max", "l1", "l2")],
+    *[("bucket_norms", (x, 10**6, "max"), 0) for x in (V, V.astype(np.float16), NAN, INF)],
+    *[("quantize", (LONG, STEPS, 7, bits, 5), 0) for bits in (3, 4, 8)],
+    ("quantize", (X, np.ones(1, np.float32), 35, 8), 0),
+    ("quantize", (X.astype(np.float16), np.ones(1, np.float32), 35, 8), 0),
+    ("sum_quantized", ([CODES, CODES[::-1].copy()], [STEPS, STEPS * 3], 7, 8, 127, LONG), 0),
+    ("sum_quantized", ([BITS], [STEPS[:1]], 70_000, 1, 0.5, WIDE[:70, :1000].copy()), 0),
+    ("subtract_quantized", (LONG, BITS, STEPS, 7, 1, 0.5), 0),
+    *[("pack_signs", (x, *turn), 0) for x in (X, LONG * (LONG > 0)) for turn in ((), (0,), (1,))],
+    *[("pack_powers", (x, 5), 0) for x in (X, LONG, NAN, INF, V.astype(np.float16))],
+    ("sum_powers", ([q.pack_powers(LONG, 5), q.pack_powers(LONG, 6)], 0.5, LONG), 0),
+    *[("column_means", (x, q.pack_signs(x.reshape(-1), None)), 0) for x in (X, CUBE, WIDE)],
+    ("sum_columns", ([BITS[:5], BITS[5:10]], [X[:2], X[2:4]], X), 0),
+    ("sum_columns", ([BITS[:11]], [CUBE[:, :2].copy()], CUBE), 0),
+    ("subtract_columns", (CUBE, BITS[:11], CUBE[:, :2].copy()), 0),
+    ("blend", (X, Y, 0.9), 1e-6),
+    ("clip", (X, np.float32([0.7])), 0),
+    ("argsort", (V,), 0),
+    ("argsort", (np.round(V),), 0),
+    *[("frames", (X, width, step), 0) for width, step in [(7, 1), (3, 2), (6, 1), (2, 3)]],
+    *[("overlap_add", (CUBE, step), 1e-6) for step in (1, 2, 3, 4, 7)],
     ("orthogonalize", (CUBE,), 1e-5),
     ("orthogonalize", (X,), 1e-5),
     ("orthogonalize", (X[:1],), 1e-5),
@@ -263,6 +321,19 @@ def test_orthogonal_rows(framework: Framework) -> None:
 
 
 @pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(("width", "step"), [(1, 1), (3, 1), (3, 2), (6, 4), (12, 4)])
+def test_frames_and_their_adjoint(framework: Framework, width: int, step: int) -> None:
+    """Each frame is a piece of its row, and <frames(x), y> = <x, overlap_add(y)>."""
+    x = RNG.standard_normal((2, 4 * step + width)).astype(np.float32)
+    y = RNG.standard_normal((2, 5, width)).astype(np.float32)
+    frames = framework.array(framework.xp.frames(framework.tensor(x), width, step))
+    for i in range(5):
+        assert (frames[:, i] == x[:, i * step : i * step + width]).all()
+    back = framework.array(framework.xp.overlap_add(framework.tensor(y), step))
+    np.testing.assert_allclose((frames * y).sum(), (x * back).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("framework", ALL)
 def test_undo(framework: Framework) -> None:
     """Taken back last first, to an ulp; exactly when poisoning and where nothing is in place."""
     xp = framework.xp
@@ -273,8 +344,11 @@ def test_undo(framework: Framework) -> None:
             y = xp.clear(y, framework.tensor(INDEX))
             y = xp.add_at(y, framework.tensor(INDEX), framework.tensor(V[:4]))
             y = xp.subtract(y, framework.tensor(V * 2))
+            y = xp.accumulate_scaled(y, 0.9, framework.tensor(V))
+            y, _ = xp.accumulate_reaching(y, framework.tensor(V), 0.5)
+            y, _, _ = xp.accumulate_outgrown(y, framework.tensor(V), 7)
         xp.accumulate(framework.tensor(V), framework.tensor(V))  # outside: not recorded
-        assert len(entries) in (0, 4)
+        assert len(entries) in (0, 7)
         journal.rewind(entries)
         assert not entries
         if framework.exact_undo:
@@ -367,3 +441,50 @@ def test_positions_survive_packing(size: int, data: st.DataObject) -> None:
     packed = indices.pack(index, size)
     assert packed.size == indices.packed_length(index.size, size) <= 4 * index.size
     np.testing.assert_array_equal(indices.unpack(packed, index.size, size), index)
+
+
+def test_bins_are_looked_at_alike_on_gpus() -> None:
+    """What PyTorch does on a GPU, done on the CPU, is what NumPy does."""
+    torch = pytest.importorskip("torch")
+    from accordion_hvd.ops import torch as xp
+
+    for x, y in ((V, V[::-1].copy()), (X, Y), (WIDE, WIDE[::-1].copy()), (X * 0, Y * 0)):
+        for width in (1, 3, 7, 50, 2000):
+            wanted = NUMPY.xp.accumulate_outgrown(x.copy(), y, width)
+            found = xp._accumulate_outgrown(torch.tensor(x), torch.tensor(y), width)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert same_bits(ours.numpy(), theirs)
+            index = xp._largest_of_bins(torch.tensor(x), width).numpy()
+            assert same_bits(index, NUMPY.xp.largest_of_bins(x, width))
+    for wrong in (INDEX, INDEX[::-1].copy(), INDEX - 4, INDEX[:0]):
+        for size in (39, 40):
+            doubt = xp._misplaced(torch.tensor(wrong), size).numpy()
+            assert same_bits(doubt, NUMPY.xp.misplaced(wrong, size))
+    packed = torch.tensor(indices.pack(INDEX, 1000))
+    packed[len(INDEX) :] = 0  # no position's high part is told
+    assert xp._misplaced(xp._unpack_index(packed, len(INDEX), 1000), 1000)
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_doubts_name_their_senders(framework: Framework) -> None:
+    doubts = framework.tensor(np.float32([0, 1, 0, 2, 1]))
+    with pytest.raises(PayloadError, match="what rank 3, 7 has sent does not decode: positions"):
+        framework.xp.insist([], doubts, [0, 7, 1, 3, 7])
+
+
+@pytest.mark.parametrize("size", [1, 63, 1000, 300_007])
+def test_bins_in_blocks(size: int) -> None:
+    """Long vectors are gone through block by block; the result is that of a plain loop."""
+    rng = np.random.default_rng(size)
+    error, grad = rng.standard_normal((2, size)).astype(np.float32)
+    for width in (1, 50, 777, 16383):
+        total = error.copy()
+        index, scale = accumulate_outgrown(total, grad, width)
+        edges = np.arange(0, size, width)
+        most = np.maximum.reduceat(np.abs(error + grad), edges)
+        limits = np.repeat(most, np.diff([*edges, size]))
+        wanted = np.flatnonzero((np.abs(total + grad) >= limits) & (total != 0))
+        np.testing.assert_array_equal(index, wanted)
+        np.testing.assert_allclose(scale, [most.mean(dtype=np.float64)], rtol=1e-6)
+        best = [edge + np.abs(total[edge : edge + width]).argmax() for edge in edges]
+        np.testing.assert_array_equal(largest_of_bins(total, width), best)

@@ -1,10 +1,43 @@
 """The shelf: one file per method. A new compressor is one file and one line here."""
 
+from accordion_hvd.compressors.adacomp import AdaComp
 from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.half import BF16, FP16
+from accordion_hvd.compressors.int8 import Int8
+from accordion_hvd.compressors.lgc import LGC
+from accordion_hvd.compressors.natural import Natural
+from accordion_hvd.compressors.onebit import OneBit
 from accordion_hvd.compressors.powersgd import PowerSGD
+from accordion_hvd.compressors.qsgd import QSGD
 from accordion_hvd.compressors.randomk import RandomK
+from accordion_hvd.compressors.scalecom import ScaleCom
+from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
+from accordion_hvd.compressors.sketched_sgd import SketchedSGD
+from accordion_hvd.compressors.terngrad import TernGrad
+from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
-__all__ = ["BF16", "FP16", "Dense", "PowerSGD", "RandomK", "TopK", "TwoLevel"]
+__all__ = [
+    "AdaComp",
+    "BF16",
+    "DGC",
+    "Dense",
+    "EFSignSGD",
+    "FP16",
+    "Int8",
+    "LGC",
+    "Natural",
+    "OneBit",
+    "PowerSGD",
+    "QSGD",
+    "RandomK",
+    "ScaleCom",
+    "SignSGD",
+    "SketchedSGD",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "TwoLevel",
+]

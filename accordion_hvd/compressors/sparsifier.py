@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accordion_hvd import check
-from accordion_hvd.base import Compressor, Info, Spec, State
+from accordion_hvd.base import Compressor, Info, Spec, State, Tensor
+from accordion_hvd.ops import indices, namespace
+from accordion_hvd.traffic import ITEMSIZE
+
+Chosen = tuple[Tensor, Tensor]
+"""Ascending positions (int32), and the values there."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,57 @@ class Sparsifier(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, a vector with the gradient's elements."""
-        if spec.size >= 2**31:
-            check.refuse(self, "size of " + info.name, spec.size, "below 2^31 (indices are int32)")
-        return {"error": spec.zeros((spec.size,))}
+        return {"error": spec.zeros((countable(self, spec, info),))}
 
     def kept(self, size: int) -> int:
         """How many of `size` elements are sent: rounded down, but at least one."""
         return max(1, int(self.ratio * size))
+
+
+def countable(owner: Compressor, spec: Spec, info: Info) -> int:
+    """The elements of a tensor. Raises: ValueError when int32 does not number them."""
+    if spec.size >= 2**31:
+        check.refuse(owner, "size of " + info.name, spec.size, "below 2^31 (indices are int32)")
+    return spec.size
+
+
+def encode(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """Values, and their ascending positions below `size` (`ops.indices`), as bytes."""
+    xp = namespace(values)
+    return xp.concat([xp.to_bytes(values), xp.pack_index(index, size)])
+
+
+def decode(
+    payload: Tensor, size: int, wire: str = "float32", count: int | None = None
+) -> tuple[Chosen, Tensor]:
+    """The inverse of `encode`, as a `Request` wants it.
+
+    Args:
+        payload: what `encode` has returned on some rank.
+        size: below which positions are.
+        wire: the dtype of the values.
+        count: how many there are; None: as many as make a payload of this length.
+
+    Raises:
+        ValueError: there is no such payload.
+    """
+    xp, item = namespace(payload), ITEMSIZE[wire]
+    if count is None:
+        count = _count(xp.shape(payload)[0], size, item)
+    values = xp.from_bytes(payload[: item * count], wire, (count,))
+    index = xp.unpack_index(payload[item * count :], count, size)
+    return (index, values), xp.misplaced(index, size)
+
+
+def _count(length: int, size: int, item: int) -> int:
+    """How many elements take `length` bytes, which grow with them."""
+    low, high = 0, min(length // item, size)
+    while low < high:
+        middle = (low + high) // 2
+        if item * middle + indices.packed_length(middle, size) < length:
+            low = middle + 1
+        else:
+            high = middle
+    if item * low + indices.packed_length(low, size) != length:
+        raise ValueError(f"no number of elements below {size} takes {length} bytes")
+    return low

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allgather, Conversation, Info, State, Tensor
-from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode
 from accordion_hvd.ops import namespace
 
 _LARGEST = {"float16": 65504.0, "float32": math.inf}
@@ -51,10 +52,10 @@ class TopK(Sparsifier):
         error = xp.clear(total, index)
         if self.wire != "float32":
             error = xp.add_at(error, index, values - xp.cast(sent, "float32"))
-        packed, parts = yield Allgather(xp.pack_index(index, size)), Allgather(sent)
+        read = partial(decode, size=size, wire=self.wire, count=xp.shape(sent)[0])
+        parts = yield Allgather(encode(index, sent, size), decode=read)
         mean = xp.reshape(xp.emptied(grad), (-1,))
-        for theirs, part in zip(packed, parts, strict=True):
-            places = xp.unpack_index(theirs, xp.shape(part)[0], size)
+        for places, part in parts:
             mean = xp.add_at(mean, places, xp.cast(part, "float32") / info.size)
         return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
 

@@ -102,6 +102,10 @@ class TwoLevel(Compressor):
         """Those of `compressor`."""
         return self.compressor.phases
 
+    def plain(self) -> Compressor:
+        """That of `compressor`."""
+        return self.compressor.plain()
+
     def residual(self, state: State) -> Tensor | None:
         """What this rank owes of its slice of the machine's mean; `whole` says what that means."""
         return self.compressor.residual(state) if state else None
@@ -120,6 +124,10 @@ class TwoLevel(Compressor):
         slices = [spec.zeros(part.shape)] * ranks
         slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
         return _joined(slices, spec.shape)
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """What `compressor` says, where there is a network between machines."""
+        return self.compressor.report(state) if state else {}
 
     def park(self, state: State) -> State:
         """What `compressor` keeps."""
@@ -146,7 +154,7 @@ def _place(info: Info) -> Place:
 
 def _between(info: Info, here: Place) -> Info:
     """What the inner compressor is told: machines are its ranks."""
-    return replace(info, rank=here.machine, size=len(here.far), machines=())
+    return replace(info, rank=here.machine, size=len(here.far), machines=(), sizes=())
 
 
 def _slice(spec: Spec, here: Place) -> Spec:

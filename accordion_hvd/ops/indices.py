@@ -37,13 +37,21 @@ def pack(index: np.ndarray, size: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, count: int, size: int) -> np.ndarray:
-    """The inverse of `pack`."""
+    """The inverse of `pack`; whether positions ascend below `size` is for the caller to see.
+
+    Raises:
+        ValueError: `packed` holds another number of positions.
+    """
     low = low_bytes(count, size)
+    if packed.size != packed_length(count, size):
+        raise ValueError(f"{count} positions below {size} do not take {packed.size} bytes")
     tail, bitmap = packed[: low * count], packed[low * count :]
     if low == 4:
         return np.frombuffer(tail.tobytes(), np.int32).copy()
     bits = np.unpackbits(bitmap, count=bitmap_bits(count, size, low), bitorder="little")
     high = np.flatnonzero(bits.view(bool)).astype(np.int32)
+    if high.size != count:
+        raise ValueError(f"there are {high.size} positions instead of {count}")
     high -= np.arange(count, dtype=np.int32)
     high <<= 8 * low
     high |= tail if low == 1 else np.frombuffer(tail.tobytes(), np.uint16)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd import check
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -162,6 +163,20 @@ def accumulate(a: Array, b: Array) -> Array:
     return np.add(out, b, out=out)
 
 
+def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
+    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+
+    def undo() -> None:
+        np.subtract(a, b, out=a)
+        np.divide(a, factor, out=a)
+
+    if not _poison:
+        journal.record(undo)
+    out = _consume(a)
+    np.multiply(out, factor, out=out)
+    return np.add(out, b, out=out)
+
+
 def subtract(a: Array, b: Array) -> Array:
     """a - b in a's dtype. Consumes `a`."""
     if not _poison:
@@ -239,6 +254,44 @@ def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Ar
     return total, largest(total, count)
 
 
+def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array, Array]:
+    """error + grad, and where its magnitude is at least `limit`: int32, ascending.
+
+    If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
+    which a GPU is waited for. Consumes `error`.
+    """
+    if not _poison:
+        journal.record(lambda: np.subtract(error, grad, out=error))
+    total = _consume(error)
+    return total, selection.accumulate_reaching(total, grad, limit)
+
+
+def accumulate_outgrown(error: Array, grad: Array, width: int) -> tuple[Array, Array, Array]:
+    """error + grad, AdaComp's choice of it (int32, ascending), and each row's scale (fp32).
+
+    See `accordion_hvd.ops.selection`. Not in a graph, as `accumulate_reaching`. Consumes `error`.
+    """
+    if not _poison:
+        journal.record(lambda: np.subtract(error, grad, out=error))
+    total = _consume(error)
+    return total, *selection.accumulate_outgrown(total, grad, width)
+
+
+def largest_of_bins(x: Array, width: int) -> Array:
+    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    return selection.largest_of_bins(x, width)
+
+
+def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
+    """Positions in bins, and signs, in a byte or two each; see `accordion_hvd.ops.bins`."""
+    return bins.pack(index, signs < 0, shape, width)
+
+
+def unpack_bins(packed: Array, shape: Sequence[int], width: int) -> tuple[Array, Array]:
+    """The inverse of `pack_bins`: positions (int32), and signs as fp32. Not in a graph."""
+    return bins.unpack(packed, shape, width)
+
+
 def pack_index(index: Array, size: int) -> Array:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
     return indices.pack(index, size)
@@ -247,6 +300,69 @@ def pack_index(index: Array, size: int) -> Array:
 def unpack_index(packed: Array, count: int, size: int) -> Array:
     """The inverse of `pack_index`."""
     return indices.unpack(packed, count, size)
+
+
+def misplaced(index: Array, size: int) -> Array:
+    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    inside = index.size == 0 or (index[0] >= 0 and index[-1] < size)
+    return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
+
+
+def insist(x: Any, doubts: Array, senders: Sequence[int]) -> Any:
+    """`x` (tensors in lists and tuples), if no element of the vector `doubts` differs from 0.
+
+    `senders` says for each element whose tensor it is about; in a graph, the refusal is part of it.
+
+    Raises:
+        PayloadError: one differs.
+    """
+    if np.any(doubts != 0):
+        check.refuse_payload([senders[int(i)] for i in np.flatnonzero(doubts)])
+    return x
+
+
+def sketch(x: Array, codes: Array, columns: int) -> Array:
+    """The count sketch (rows, columns) of the vector `x`, fp32, under the hashes `codes`.
+
+    See `accordion_hvd.ops.count_sketch`, whose `hashes` makes `codes` (rows, blocks).
+    """
+    return count_sketch.insert(x, codes, columns)
+
+
+def unsketch(table: Array, codes: Array, like: Array) -> Array:
+    """Estimates of the vector of which `table` is the sketch: medians over an odd number of rows.
+
+    fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
+    only.
+    """
+    _consume(like)
+    out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
+    return count_sketch.estimate(table, codes, out)
+
+
+def argsort(x: Array) -> Array:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return np.argsort(x, kind="stable").astype(np.int32)
+
+
+def frames(x: Array, width: int, step: int) -> Array:
+    """Pieces of `width` elements of each row of `x` that begin every `step` elements.
+
+    (rows, (count - 1) * step + width) becomes (rows, count, width).
+    """
+    pieces = np.lib.stride_tricks.sliding_window_view(x, width, axis=-1)
+    return np.ascontiguousarray(pieces[..., ::step, :])
+
+
+def overlap_add(x: Array, step: int) -> Array:
+    """The adjoint of `frames`: pieces laid at their places, and added up where they overlap."""
+    rows, count, width = x.shape
+    extra = -(-width // step) - 1
+    out = np.zeros((rows, count + extra, step), x.dtype)
+    for i in range(extra + 1):
+        part = x[..., i * step : (i + 1) * step]
+        out[:, i : i + count, : part.shape[-1]] += part
+    return out.reshape(rows, -1)[:, : (count - 1) * step + width]
 
 
 def orthogonalize(p: Array) -> Array:
@@ -334,3 +450,129 @@ def checksum(x: Array) -> Array:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
     return np.asarray(np.sum(bits, dtype=np.int64))
+
+
+def pack_bits(codes: Array, bits: int) -> Array:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    return quantization.pack(codes.reshape(-1), bits)
+
+
+def unpack_bits(packed: Array, bits: int, count: int) -> Array:
+    """The inverse of `pack_bits`."""
+    return quantization.unpack(packed, bits, count)
+
+
+def bucket_norms(x: Array, bucket: int, kind: str) -> Array:
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    return quantization.bucket_norms(_flat(x), bucket, kind)
+
+
+def quantize(x: Array, steps: Array, bucket: int, bits: int, seed: Any = None) -> Array:
+    """x / step, rounded to integers that have `bits` bits, as `pack_bits` packs them.
+
+    Args:
+        x: any shape; magnitudes are at most `quantization.middle(bits)` steps.
+        steps: fp32, one for each `bucket` elements.
+        bucket: elements that have a step in common.
+        bits: of a code, 1 to 8.
+        seed: from `random.key`, rounds stochastically; None rounds to nearest.
+    """
+    return quantization.quantize(_flat(x), steps, bucket, bits, seed)
+
+
+def sum_quantized(
+    parts: Sequence[Array],
+    steps: Sequence[Array],
+    bucket: int,
+    bits: int,
+    middle: float,
+    like: Array,
+) -> Array:
+    """The sum of (code - middle) * step over `parts` from `quantize`, added in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = _room(like)
+    quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
+    return out
+
+
+def subtract_quantized(
+    total: Array, packed: Array, steps: Array, bucket: int, bits: int, middle: float
+) -> Array:
+    """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
+    out = np.ascontiguousarray(_consume(total))
+    quantization.subtract_quantized(out.reshape(-1), packed, steps, bucket, bits, middle)
+    return out
+
+
+def pack_signs(x: Array, turn: Any = None) -> Array:
+    """A bit for each element: whether it is at least 0 (code 1 of one bit).
+
+    With a `turn` (a step), every other zero counts as negative, the others at the next turn.
+    """
+    return quantization.pack_signs(_flat(x), turn)
+
+
+def pack_powers(x: Array, seed: Any) -> Array:
+    """Elements rounded stochastically to powers of two: signs (a bit each), exponents (a byte)."""
+    return quantization.pack_powers(_flat(x), seed)
+
+
+def sum_powers(parts: Sequence[Array], weight: float, like: Array) -> Array:
+    """`weight` times the sum over `parts` from `pack_powers`, in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = _room(like)
+    quantization.sum_powers(out.reshape(-1), parts, weight)
+    return out
+
+
+def column_means(x: Array, packed: Array) -> Array:
+    """Means of a column's elements whose bit (`pack_signs`) is 0, and is 1: (2, m) for (n, m)."""
+    return quantization.column_means(x, packed)
+
+
+def sum_columns(parts: Sequence[Array], means: Sequence[Array], like: Array) -> Array:
+    """The sum of bits (`parts`) with `column_means` for them, in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = _room(like)
+    quantization.sum_columns(out, parts, means)
+    return out
+
+
+def subtract_columns(total: Array, packed: Array, means: Array) -> Array:
+    """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
+    out = np.ascontiguousarray(_consume(total))
+    quantization.subtract_columns(out, packed, means)
+    return out
+
+
+def blend(a: Array, b: Array, decay: float) -> Array:
+    """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
+    if not _poison:
+        journal.record(lambda: np.divide(np.subtract(a, b, out=a), a.dtype.type(decay), out=a))
+    out = _consume(a)
+    return np.add(np.multiply(out, a.dtype.type(decay), out=out), b, out=out)
+
+
+def clip(x: Array, limit: Array) -> Array:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    out = _consume(x)
+    return np.clip(out, -limit, limit, out=out)
+
+
+def _flat(x: Array) -> Array:
+    """A vector of fp32, without a copy where possible."""
+    return np.ascontiguousarray(x, np.float32).reshape(-1)
+
+
+def _room(like: Array) -> Array:
+    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
+    out = _consume(like)
+    if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
+        return out
+    return np.empty(like.shape, np.float32)

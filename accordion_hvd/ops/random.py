@@ -32,8 +32,12 @@ def uniform(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
 
     Integer arithmetic only, so every framework gives the same bits, in a graph too.
     """
-    bits = _mix((xp.arange(count, device) * 0x9E3779B1 + seed) & _MASK)
-    return xp.cast(bits // 256, "float32") * (1.0 / (1 << 24))
+    return xp.cast(words(xp, count, seed, device) // 256, "float32") * (1.0 / (1 << 24))
+
+
+def words(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
+    """`count` integers (int64) of 32 random bits, a counter hashed with `seed` (from `key`)."""
+    return _mix((xp.arange(count, device) * 0x9E3779B1 + seed) & _MASK)
 
 
 def _mix(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -54,6 +55,79 @@ def accumulate_largest(total: np.ndarray, grad: np.ndarray, count: int) -> np.nd
     threshold = _threshold(total[places] + grad[places], count, size)
     candidates = _above(total, threshold, grad)
     return _chosen(total, candidates, threshold, count).astype(np.int32)
+
+
+def accumulate_reaching(total: np.ndarray, grad: np.ndarray, limit: float) -> np.ndarray:
+    """Add `grad` to `total` in place; positions (int32) of magnitudes that are at least `limit`.
+
+    If that is 0, of those that are not zero.
+    """
+    flat = total.reshape(-1)
+    return _above(flat, limit, grad.reshape(-1)).astype(np.int32)
+
+
+def accumulate_outgrown(
+    total: np.ndarray, grad: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add `grad` to `total` in place; AdaComp's choice, and each row's scale.
+
+    Each row is cut into bins of `width` elements. Chosen is whose magnitude, were `grad` added
+    once more, reached its bin's largest; where that is 0, none is, and no zero is. A row's scale
+    is the mean of these largest.
+
+    Returns:
+        Positions (int32, ascending, counted through all rows), scales (fp32, one a row).
+    """
+    rows, fresh = total.reshape(-1, total.shape[-1]), grad.reshape(-1, total.shape[-1])
+    found, scales = [np.zeros(0, np.int64)], []
+    for number, (row, new) in enumerate(zip(rows, fresh, strict=True)):
+        largest = []
+        for part in _of_bins(row.size, width):
+            index, most = _outgrown(row[part], new[part], width)
+            found.append(index + (number * row.size + part.start))
+            largest.append(most)
+        scales.append(np.concatenate(largest).mean(dtype=np.float64))
+    return np.concatenate(found).astype(np.int32), np.array(scales, np.float32)
+
+
+def _outgrown(block: np.ndarray, grad: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """As above for whole bins, or one shorter one: positions, and each bin's largest magnitude."""
+    bins = (-1, min(width, block.size))
+    np.add(block, grad, out=block)
+    magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
+    most = magnitude.reshape(bins).max(1)
+    np.add(block, grad, out=magnitude)
+    np.abs(magnitude, out=magnitude)
+    limits = np.where(most > 0, most, np.inf)[:, None]
+    mask = _scratch.mask[: block.size]
+    np.greater_equal(magnitude.reshape(bins), limits, out=mask.reshape(bins))
+    index = np.flatnonzero(mask)
+    return index[block[index] != 0], most
+
+
+def largest_of_bins(x: np.ndarray, width: int) -> np.ndarray:
+    """Where the largest magnitude of each bin of `width` elements of each row of `x` is: int32.
+
+    Ascending, counted through all rows; of equal magnitudes the first.
+    """
+    rows, found = x.reshape(-1, x.shape[-1]), []
+    for number, row in enumerate(rows):
+        for part in _of_bins(row.size, width):
+            block = row[part]
+            magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
+            index = magnitude.reshape(-1, min(width, block.size)).argmax(1)
+            index += np.arange(index.size) * width + (number * row.size + part.start)
+            found.append(index)
+    return np.concatenate(found).astype(np.int32)
+
+
+def _of_bins(size: int, width: int) -> Iterator[slice]:
+    """Parts of a vector that hold whole bins, each small enough for the cache; then the rest."""
+    whole, step = size // width * width, max(_BLOCK // width, 1) * width
+    for start in range(0, whole, step):
+        yield slice(start, min(start + step, whole))
+    if whole < size:
+        yield slice(whole, size)
 
 
 def _of_long(x: np.ndarray, count: int) -> np.ndarray:

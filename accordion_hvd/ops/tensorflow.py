@@ -6,15 +6,17 @@ and nothing needs to be undone.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.base import Spec, Tensor
-from accordion_hvd.ops import indices
+from accordion_hvd.ops import bins, count_sketch, indices, quantization, selection
+from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.selection import largest
 
 
@@ -152,6 +154,11 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return a + tf.cast(b, a.dtype)
 
 
+def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
+    """factor * a + b in a's dtype, for a factor that is not 0."""
+    return a * factor + tf.cast(b, a.dtype)
+
+
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b in a's dtype."""
     return a - tf.cast(b, a.dtype)
@@ -214,6 +221,39 @@ def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor,
     return total, largest_index(total, count)
 
 
+def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """error + grad, and where its magnitude is at least `limit`; not in a graph."""
+    total = np.array(to_numpy(error))
+    index = selection.accumulate_reaching(total, to_numpy(grad), limit)
+    return tf.convert_to_tensor(total), tf.convert_to_tensor(index)
+
+
+def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """error + grad, AdaComp's choice of it, and each row's scale; not in a graph."""
+    total = np.array(to_numpy(error))
+    index, scale = selection.accumulate_outgrown(total, to_numpy(grad), width)
+    return tuple(tf.convert_to_tensor(x) for x in (total, index, scale))
+
+
+def largest_of_bins(x: Tensor, width: int) -> Tensor:
+    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    size = shape(x)[-1]
+    count = math.prod(shape(x)) // size * -(-size // width)
+    choose = functools.partial(selection.largest_of_bins, width=width)
+    return tf.ensure_shape(tf.numpy_function(choose, [x], tf.int32), (count,))
+
+
+def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
+    """Positions in bins, and signs, in a byte or two each; not in a graph."""
+    return tf.convert_to_tensor(bins.pack(to_numpy(index), to_numpy(signs) < 0, shape, width))
+
+
+def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_bins`; not in a graph."""
+    index, signs = bins.unpack(to_numpy(packed), shape, width)
+    return tf.convert_to_tensor(index), tf.convert_to_tensor(signs)
+
+
 def pack_index(index: Tensor, size: int) -> Tensor:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
     count = shape(index)[0]
@@ -238,8 +278,84 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     bitmap = tf.cast(packed[low * count :], tf.int32)[:, None]
     bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(bitmap, tf.range(8)), 1)
     places = tf.cast(tf.where(tf.reshape(bits, (-1,)) > 0)[:, 0], tf.int32)
-    high = tf.ensure_shape(places, (count,)) - tf.range(count)
-    return tf.bitwise.left_shift(high, 8 * low) + tf.cast(tail, tf.int32)
+    right = tf.equal(tf.shape(places)[0], count)
+    places = tf.concat([places, tf.zeros((count,), tf.int32)], 0)[:count]
+    index = tf.bitwise.left_shift(places - tf.range(count), 8 * low) + tf.cast(tail, tf.int32)
+    return tf.where(right, index, -1)  # another number of them: `misplaced`
+
+
+def misplaced(index: Tensor, size: int) -> Tensor:
+    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    outside = tf.reduce_any(index[:1] < 0) | tf.reduce_any(index[-1:] >= size)
+    return tf.reshape(tf.cast(outside | tf.reduce_any(index[1:] <= index[:-1]), tf.float32), (1,))
+
+
+def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+    """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
+    if not symbolic(doubts):
+        return oracle.insist(x, doubts.numpy(), senders)
+    doubted = tf.not_equal(doubts, 0)
+    who = tf.boolean_mask(tf.constant(senders), doubted)
+    right = tf.logical_not(tf.reduce_any(doubted))
+    refusal = tf.debugging.Assert(right, ["what these ranks have sent does not decode:", who])
+    with tf.control_dependencies([refusal]):
+        return tf.nest.map_structure(tf.identity, x)
+
+
+def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    x, rows = tf.cast(x, tf.float32), shape(codes)[0]
+    if "GPU" in x.device:
+        return _sketch(x, codes, columns)
+    table = tf.numpy_function(
+        lambda x, codes: count_sketch.insert(x, codes, columns), [x, codes], tf.float32
+    )
+    return tf.ensure_shape(table, (rows, columns))
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """On any device."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    rows = [count_sketch.moved(xp, x, row, columns) for row in tf.unstack(codes)]
+    return tf.stack([tf.reduce_sum(row, 0) for row in rows])
+
+
+def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
+    (size,) = shape(like)
+    if "GPU" in table.device:
+        return _unsketch(table, codes, size)
+    estimates = tf.numpy_function(
+        lambda table, codes: count_sketch.estimate(table, codes, np.empty(size, np.float32)),
+        [table, codes],
+        tf.float32,
+    )
+    return tf.ensure_shape(estimates, (size,))
+
+
+def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+    """On any device."""
+    import accordion_hvd.ops.tensorflow as xp
+
+    pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
+    seen = tf.stack([count_sketch.found(xp, row, codes, size) for row, codes in pairs])
+    return tf.sort(seen, 0)[shape(table)[0] // 2]
+
+
+def argsort(x: Tensor) -> Tensor:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return tf.argsort(x, stable=True)
+
+
+def frames(x: Tensor, width: int, step: int) -> Tensor:
+    """Pieces of each row of `x`; see `accordion_hvd.ops.numpy`."""
+    return tf.signal.frame(x, width, step)
+
+
+def overlap_add(x: Tensor, step: int) -> Tensor:
+    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    return tf.signal.overlap_and_add(x, step)
 
 
 def orthogonalize(p: Tensor) -> Tensor:
@@ -309,3 +425,155 @@ def checksum(x: Tensor) -> Tensor:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = tf.bitcast(x, f"int{8 * x.dtype.size}")
     return tf.reduce_sum(tf.cast(bits, tf.int64))
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    size = quantization.packed_length(_size(codes), bits)
+    return _on_host(lambda x: quantization.pack(x, bits), [_flat(codes)], tf.uint8, (size,))
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    return _on_host(lambda x: quantization.unpack(x, bits, count), [packed], tf.uint8, (count,))
+
+
+def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    number = -(-_size(x) // bucket)
+    norms = lambda given: quantization.bucket_norms(given, bucket, kind)  # noqa: E731
+    return _on_host(norms, [_flat(x, tf.float32)], tf.float32, (number,))
+
+
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
+    """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
+
+    def run(x: np.ndarray, steps: np.ndarray, *seed: np.ndarray) -> np.ndarray:
+        return quantization.quantize(x, steps, bucket, bits, int(seed[0]) if seed else None)
+
+    given = [_flat(x, tf.float32), steps]
+    if seed is not None:
+        given.append(tf.cast(seed, tf.int64))
+    return _on_host(run, given, tf.uint8, (quantization.packed_length(_size(x), bits),))
+
+
+def sum_quantized(
+    parts: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    bucket: int,
+    bits: int,
+    middle: float,
+    like: Tensor,
+) -> Tensor:
+    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
+    number, form = len(parts), shape(like)
+
+    def run(*given: np.ndarray) -> np.ndarray:
+        out = np.empty(form, np.float32)
+        parts, steps = given[:number], given[number:]
+        quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
+        return out
+
+    return _on_host(run, [*parts, *steps], tf.float32, form)
+
+
+def subtract_quantized(
+    total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
+) -> Tensor:
+    """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
+
+    def run(total: np.ndarray, packed: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        rest = total.copy()
+        quantization.subtract_quantized(rest.reshape(-1), packed, steps, bucket, bits, middle)
+        return rest
+
+    return _on_host(run, [total, packed, steps], tf.float32, shape(total))
+
+
+def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
+    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+
+    def run(x: np.ndarray, *turn: np.ndarray) -> np.ndarray:
+        return quantization.pack_signs(x, int(turn[0]) if turn else None)
+
+    given = [_flat(x, tf.float32)]
+    if turn is not None:
+        given.append(tf.cast(turn, tf.int64))
+    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8),))
+
+
+def pack_powers(x: Tensor, seed: Any) -> Tensor:
+    """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
+    run = lambda x, seed: quantization.pack_powers(x, int(seed))  # noqa: E731
+    given = [_flat(x, tf.float32), tf.cast(seed, tf.int64)]
+    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8) + _size(x),))
+
+
+def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
+    """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
+    form = shape(like)
+
+    def run(*parts: np.ndarray) -> np.ndarray:
+        out = np.empty(form, np.float32)
+        quantization.sum_powers(out.reshape(-1), parts, weight)
+        return out
+
+    return _on_host(run, list(parts), tf.float32, form)
+
+
+def column_means(x: Tensor, packed: Tensor) -> Tensor:
+    """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
+    *front, _, m = shape(x)
+    return _on_host(quantization.column_means, [x, packed], tf.float32, (*front, 2, m))
+
+
+def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
+    number, form = len(parts), shape(like)
+
+    def run(*given: np.ndarray) -> np.ndarray:
+        out = np.empty(form, np.float32)
+        quantization.sum_columns(out, given[:number], given[number:])
+        return out
+
+    return _on_host(run, [*parts, *means], tf.float32, form)
+
+
+def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
+    """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
+
+    def run(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
+        rest = total.copy()
+        quantization.subtract_columns(rest, packed, means)
+        return rest
+
+    return _on_host(run, [total, packed, means], tf.float32, shape(total))
+
+
+def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
+    """decay * a + b in a's dtype, 0 < decay."""
+    return a * tf.constant(decay, a.dtype) + tf.cast(b, a.dtype)
+
+
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element)."""
+    return tf.maximum(tf.minimum(x, limit), -limit)
+
+
+def _on_host(
+    function: Callable[..., np.ndarray],
+    given: Sequence[Tensor],
+    dtype: tf.DType,
+    shape: Sequence[int],
+) -> Tensor:
+    """NumPy's result of `function` on the values of `given`, in a graph too."""
+    return tf.ensure_shape(tf.numpy_function(function, list(given), dtype), tuple(shape))
+
+
+def _flat(x: Tensor, dtype: tf.DType | None = None) -> Tensor:
+    flat = tf.reshape(x, (-1,))
+    return tf.cast(flat, dtype) if dtype else flat
+
+
+def _size(x: Tensor) -> int:
+    return math.prod(shape(x))

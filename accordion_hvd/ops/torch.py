@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import indices, journal, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
+from accordion_hvd.ops import numpy as oracle
+from accordion_hvd.ops import quantization_torch as anywhere
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -146,6 +148,12 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return a.add_(b)
 
 
+def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
+    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+    journal.record(lambda: a.sub_(b).div_(factor))
+    return a.mul_(factor).add_(b)
+
+
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b in a's dtype. Consumes `a`."""
     journal.record(lambda: a.add_(b))
@@ -279,6 +287,73 @@ def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor,
     return error, torch.from_numpy(selection.accumulate_largest(error.numpy(), grad.numpy(), count))
 
 
+def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """error + grad, and where its magnitude is at least `limit`. Consumes `error`."""
+    if error.device.type != "cpu" or grad.dtype != torch.float32:
+        total = accumulate(error, grad)
+        flat = total.reshape(-1)
+        chosen = flat.abs() >= limit if limit > 0 else flat != 0
+        return total, chosen.nonzero()[:, 0].int()
+    journal.record(lambda: error.sub_(grad))
+    index = selection.accumulate_reaching(error.numpy(), grad.numpy(), limit)
+    return error, torch.from_numpy(index)
+
+
+def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """error + grad, AdaComp's choice of it, and each row's scale. Consumes `error`."""
+    if error.device.type != "cpu" or grad.dtype != torch.float32:
+        return _accumulate_outgrown(error, grad, width)
+    journal.record(lambda: error.sub_(grad))
+    index, scale = selection.accumulate_outgrown(error.numpy(), grad.numpy(), width)
+    return error, torch.from_numpy(index), torch.from_numpy(scale)
+
+
+def _accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """On any device."""
+    total = accumulate(error, grad)
+    rows = total.reshape(-1, total.shape[-1])
+    most = _in_bins(rows.abs(), width).amax(2)
+    limits = torch.where(most > 0, most, torch.inf)[:, :, None]
+    pushed = _in_bins((rows + grad.reshape(rows.shape)).abs(), width) >= limits
+    chosen = pushed.reshape(rows.shape[0], -1)[:, : rows.shape[1]] & (rows != 0)
+    scale = most.mean(1, dtype=torch.float64).float()
+    return total, chosen.reshape(-1).nonzero()[:, 0].int(), scale
+
+
+def _in_bins(rows: Tensor, width: int) -> Tensor:
+    """(rows, bins, width), filled up with zeros."""
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % width))
+    return padded.reshape(rows.shape[0], -1, width)
+
+
+def largest_of_bins(x: Tensor, width: int) -> Tensor:
+    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return torch.from_numpy(selection.largest_of_bins(x.detach().numpy(), width))
+    return _largest_of_bins(x, width)
+
+
+def _largest_of_bins(x: Tensor, width: int) -> Tensor:
+    """On any device, without waiting for it."""
+    rows = x.reshape(-1, x.shape[-1])
+    within = _in_bins(rows.abs(), width).argmax(2)
+    index = within + torch.arange(within.shape[1], device=x.device) * width
+    first = torch.arange(rows.shape[0], device=x.device)[:, None] * rows.shape[1]
+    return (index + first).reshape(-1).int()
+
+
+def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
+    """Positions in bins, and signs, in a byte or two each; on the host."""
+    negative = to_numpy(signs) < 0
+    return torch.from_numpy(bins.pack(to_numpy(index), negative, shape, width)).to(index.device)
+
+
+def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_bins`, on the host."""
+    index, signs = bins.unpack(to_numpy(packed), shape, width)
+    return torch.from_numpy(index).to(packed.device), torch.from_numpy(signs).to(packed.device)
+
+
 def pack_index(index: Tensor, size: int) -> Tensor:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
     if index.device.type == "cpu":
@@ -319,7 +394,78 @@ def _unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     index = (torch.searchsorted(seen, number + 1, out_int32=True) - number) << 8 * low
     for byte in range(low):
         index |= tail[:, byte] << 8 * byte
-    return index
+    return torch.where(seen[-1] == count, index, -1)  # another number of them: `misplaced`
+
+
+def misplaced(index: Tensor, size: int) -> Tensor:
+    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    if index.device.type == "cpu":
+        return torch.from_numpy(oracle.misplaced(index.numpy(), size))
+    return _misplaced(index, size)
+
+
+def _misplaced(index: Tensor, size: int) -> Tensor:
+    """On any device, without waiting for it."""
+    outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
+    return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
+
+
+def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+    """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
+    return oracle.insist(x, to_numpy(doubts), senders)
+
+
+def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(count_sketch.insert(x.float().numpy(), codes.numpy(), columns))
+    return _sketch(x, codes, columns)
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    """On any device, without waiting for it."""
+    import accordion_hvd.ops.torch as xp
+
+    return torch.stack([count_sketch.moved(xp, x.float(), row, columns).sum(0) for row in codes])
+
+
+def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
+    if table.device.type != "cpu":
+        return _unsketch(table, codes, like.numel())
+    plain = like.dtype == torch.float32 and like.is_contiguous()
+    out = like.detach() if plain else torch.empty(like.shape)
+    count_sketch.estimate(table.numpy(), codes.numpy(), out.numpy())
+    return out
+
+
+def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+    """On any device, without waiting for it."""
+    import accordion_hvd.ops.torch as xp
+
+    rows = [count_sketch.found(xp, *row, size) for row in zip(table, codes, strict=True)]
+    return torch.stack(rows).median(0).values
+
+
+def argsort(x: Tensor) -> Tensor:
+    """Positions of the elements of a vector in ascending order, int32; stable."""
+    return torch.argsort(x, stable=True).int()
+
+
+def frames(x: Tensor, width: int, step: int) -> Tensor:
+    """Pieces of each row of `x`; see `accordion_hvd.ops.numpy`."""
+    return x.unfold(-1, width, step).contiguous()
+
+
+def overlap_add(x: Tensor, step: int) -> Tensor:
+    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    rows, count, width = x.shape
+    extra = -(-width // step) - 1
+    out = torch.zeros((rows, count + extra, step), dtype=x.dtype, device=x.device)
+    for i in range(extra + 1):
+        part = x[..., i * step : (i + 1) * step]
+        out[:, i : i + count, : part.shape[-1]] += part
+    return out.reshape(rows, -1)[:, : (count - 1) * step + width]
 
 
 def orthogonalize(p: Tensor) -> Tensor:
@@ -400,3 +546,142 @@ def checksum(x: Tensor) -> Tensor:
     """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = x.detach().contiguous().view(getattr(torch, f"int{8 * x.element_size()}"))
     return bits.sum(dtype=torch.int64)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    if codes.device.type == "cpu":
+        return torch.from_numpy(quantization.pack(codes.reshape(-1).numpy(), bits))
+    return anywhere.pack(codes.reshape(-1), bits)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(quantization.unpack(packed.numpy(), bits, count))
+    return anywhere.unpack(packed, bits, count)
+
+
+def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.bucket_norms(_flat(x).numpy(), bucket, kind))
+    return anywhere.bucket_norms(_flat(x), bucket, kind)
+
+
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
+    """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        packed = quantization.quantize(_flat(x).numpy(), steps.numpy(), bucket, bits, seed)
+        return torch.from_numpy(packed)
+    return anywhere.quantize(_flat(x), steps, bucket, bits, seed)
+
+
+def sum_quantized(
+    parts: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    bucket: int,
+    bits: int,
+    middle: float,
+    like: Tensor,
+) -> Tensor:
+    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
+    out = _room(like)
+    if out.device.type == "cpu":
+        flat = out.view(-1).numpy()
+        quantization.sum_quantized(flat, _arrays(parts), _arrays(steps), bucket, bits, middle)
+    else:
+        anywhere.sum_quantized(out.view(-1), parts, steps, bucket, bits, middle)
+    return out
+
+
+def subtract_quantized(
+    total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
+) -> Tensor:
+    """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
+    total = total.contiguous()
+    if total.device.type == "cpu":
+        given = packed.numpy(), steps.numpy()
+        quantization.subtract_quantized(total.view(-1).numpy(), *given, bucket, bits, middle)
+    else:
+        anywhere.subtract_quantized(total.view(-1), packed, steps, bucket, bits, middle)
+    return total
+
+
+def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
+    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.pack_signs(_flat(x).numpy(), turn))
+    return anywhere.pack_signs(_flat(x), turn)
+
+
+def pack_powers(x: Tensor, seed: Any) -> Tensor:
+    """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.pack_powers(_flat(x).numpy(), seed))
+    return anywhere.pack_powers(_flat(x), seed)
+
+
+def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
+    """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
+    out = _room(like)
+    if out.device.type == "cpu":
+        quantization.sum_powers(out.view(-1).numpy(), _arrays(parts), weight)
+    else:
+        anywhere.sum_powers(out.view(-1), parts, weight)
+    return out
+
+
+def column_means(x: Tensor, packed: Tensor) -> Tensor:
+    """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        means = quantization.column_means(x.detach().contiguous().numpy(), packed.numpy())
+        return torch.from_numpy(means)
+    return anywhere.column_means(x, packed)
+
+
+def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
+    out = _room(like)
+    if out.device.type == "cpu":
+        quantization.sum_columns(out.numpy(), _arrays(parts), _arrays(means))
+    else:
+        anywhere.sum_columns(out, parts, means)
+    return out
+
+
+def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
+    """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
+    total = total.contiguous()
+    if total.device.type == "cpu":
+        quantization.subtract_columns(total.numpy(), packed.numpy(), means.numpy())
+    else:
+        anywhere.subtract_columns(total, packed, means)
+    return total
+
+
+def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
+    """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
+    journal.record(lambda: a.sub_(b).div_(decay))
+    return a.mul_(decay).add_(b)
+
+
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    return x.detach().clamp_(-limit, limit)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A vector of fp32, without a copy where possible."""
+    return x.detach().float().contiguous().view(-1)
+
+
+def _arrays(parts: Sequence[Tensor]) -> list[np.ndarray]:
+    return [part.numpy() for part in parts]
+
+
+def _room(like: Tensor) -> Tensor:
+    """fp32 in the shape of `like`, in its memory where possible."""
+    if like.dtype == torch.float32 and like.is_contiguous():
+        return like.detach()
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device)

@@ -8,18 +8,16 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.base import Compressor
-from accordion_hvd.policy.base import Policy, Row, agree
+from accordion_hvd.policy.base import Row, agree
 from accordion_hvd.policy.fixed import override
 from accordion_hvd.policy.gate import Gate, as_gate
+from accordion_hvd.policy.windows import Windowed
 
 LOW, HIGH = 0, 1
-PATIENCE = 1000
-"""Exchanges after which somebody must have said how long a window is."""
-
 CHANGED = "level changed in this window"
 
 
-class Accordion(Policy):
+class Accordion(Windowed):
     """Low compression in critical regimes, high elsewhere, decided per layer.
 
     Per layer, the gradients of a window (an epoch) are summed; let n be the norm of the sum at
@@ -65,7 +63,7 @@ class Accordion(Policy):
         overrides: Mapping[str, Compressor] | None = None,
         gate: str | Gate | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(window)
         for name, level in (("low", low), ("high", high)):
             if level is None:
                 raise ValueError(
@@ -77,20 +75,12 @@ class Accordion(Policy):
         agree(self, [self.low, self.high, *self.overrides.values()])
         self.gate = as_gate(self, gate)
         check.at_least(self, "threshold", threshold, least=0)
-        if window is not None:
-            check.integer(self, "window", window, least=1)
         check.integer(self, "interval", interval, least=1)
         check.one_of(self, "signal", signal, ("local", "reduced"))
         if lr_drop is not None:
             check.ratio(self, "lr_drop", lr_drop)
-        self.threshold, self.window, self.interval = threshold, window, interval
+        self.threshold, self.interval = threshold, interval
         self.signal, self.lr_drop = signal, lr_drop
-        self._epoch = 0  # windows ended so far
-        self._steps = 0  # exchanges in this window
-        self._step = 0  # exchanges in all
-        self._ended = False  # the user ended the window
-        self._by_hand = False  # the user ends windows
-        self._lr: dict[str, float] = {}  # learning rates when the window began
         self._norms: dict[str, float] = {}  # at the last check
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
@@ -105,34 +95,6 @@ class Accordion(Policy):
     def observing(self) -> bool:
         """Only windows that end in a check are summed."""
         return self._epoch % self.interval == 0
-
-    def due(self, lr: Mapping[str, float]) -> bool:
-        """At the first exchange after a window, when the next learning rate is known."""
-        return self._steps > 0 and (self._ended or self._steps == self.window)
-
-    def tick(self, lr: Mapping[str, float]) -> None:
-        """Count an exchange; remember the learning rates at the beginning of a window.
-
-        Raises:
-            RuntimeError: nobody says how long a window is.
-        """
-        if self._steps == 0:
-            self._lr = dict(lr)
-        self._steps += 1
-        self._step += 1
-        if self.window is None and not self._by_hand and self._step > PATIENCE:
-            raise RuntimeError(
-                f"Accordion: after {PATIENCE} steps nobody has said how long a window (an epoch) "
-                "is, so it cannot decide anything. Pass Accordion(..., window=<optimizer steps an "
-                "epoch>), or call optimizer.end_window() after each epoch (and once before the "
-                "first if epochs are longer than that); in Keras, give fit() the "
-                "BroadcastGlobalVariablesCallback."
-            )
-
-    def end_window(self) -> None:
-        """The window ends here. Before the first step: windows will be ended by hand."""
-        self._by_hand = True
-        self._ended = self._steps > 0
 
     def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
         """See the class; a row for each layer concerned, and once for each override."""
@@ -159,8 +121,7 @@ class Accordion(Policy):
             seen = {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}
             self._norms = self._norms | seen  # a new dict: state_dict() gave the old one away
         self._changed = {name for name, level in self.current.items() if before[name] != level}
-        self._epoch += 1
-        self._steps, self._ended = 0, False
+        self._roll()
 
     def disturbed(self, names: Sequence[str]) -> None:
         """What serves has changed: averages of this window are no evidence (see `signal`)."""
@@ -168,16 +129,12 @@ class Accordion(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is in its windows, the norms it will compare with, and all decisions."""
-        kept = {key: getattr(self, key) for key in _KEPT}
-        kept["_changed"] = sorted(self._changed)
-        return super().state_dict() | kept
+        return super().state_dict() | {"_norms": self._norms, "_changed": sorted(self._changed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
-        for key in _KEPT:
-            setattr(self, key, state[key])
-        self._changed = set(state["_changed"])
+        self._norms, self._changed = state["_norms"], set(state["_changed"])
 
     def __repr__(self) -> str:
         """As it is written."""
@@ -223,9 +180,6 @@ class Accordion(Policy):
 
     def _fell(self, before: float, now: float) -> bool:
         return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
-
-
-_KEPT = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr", "_norms")
 
 
 def _instance(level: Any) -> Any:

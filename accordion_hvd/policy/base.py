@@ -44,6 +44,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         self.history: list[Row] = []
         self.current: dict[str, int] = {}
         self._bound: Any = None
+        self._dense: Compressor | None = None
 
     # -------------------------------------------------------------------------- what a policy says
     @abc.abstractmethod
@@ -89,6 +90,10 @@ class Policy(NotForStockHorovod, abc.ABC):
         self._bound = weakref.ref(owner)
         for name in names:
             self.current.setdefault(name, self.start(name))
+
+    def plain(self) -> Compressor:
+        """What serves the tensors that it has no say in."""
+        return Compressor().plain() if self._dense is None else self._dense
 
     def level(self, name: str) -> int:
         """The level that serves bucket `name` now."""
@@ -145,11 +150,11 @@ def as_policy(compression: Any) -> Policy:
 
 
 def agree(owner: Policy, levels: Sequence[Any]) -> None:
-    """Declare for `owner` what its levels declare.
+    """Declare for `owner` what its levels declare; `Dense` and its like take any scope.
 
     Raises:
         TypeError: one is no compressor.
-        ValueError: they differ in target, output or scope.
+        ValueError: they differ in target, output or scope, or in what serves exempt tensors.
     """
     for level in levels:
         if not isinstance(level, Compressor):
@@ -157,9 +162,20 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
                 f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
             )
     for aspect in ("target", "output", "scope"):
-        values = {repr(level): getattr(level, aspect) for level in levels}
-        if len(set(values.values())) > 1:
-            described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
-            raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
-        setattr(owner, aspect, getattr(levels[0], aspect))
+        choosy = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
+        values = {repr(level): getattr(level, aspect) for level in choosy}
+        _compare(owner, aspect, values)
+        setattr(owner, aspect, getattr(choosy[0], aspect))
+    _compare(owner, "what serves exempt tensors", {repr(x): x.plain() for x in levels})
+    owner._dense = levels[0].plain()
     owner.by_machine = any(level.by_machine for level in levels)
+
+
+def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:
+    if len(set(values.values())) > 1:
+        described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
+        raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
+
+
+def _takes_any_vector(level: Compressor) -> bool:
+    return level.stacks == "any" and level.scope == "tensor"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +29,7 @@ from accordion_hvd.tensorflow.variables import describe, key_of, name_of
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
 
-_numbers = itertools.count()
+_numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
 
 
 class Averager:
@@ -70,7 +70,9 @@ class Averager:
         self.process_set, self.variables = process_set, variables
         self.total, self.sparse_as_dense, self.scale_local = total, sparse_as_dense, scale_local
         self.communicator = _communicator(process_set)
-        self.number = next(_numbers)
+        number = getattr(process_set, "process_set_id", None) or 0
+        self.name = f"accordion.{number}.{_numbers[number]}"
+        _numbers[number] += 1
         self.managed = False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
         self._exchange: TensorFlowExchange | None = None
@@ -117,8 +119,8 @@ class Averager:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to exchange with."""
-        return self.communicator.size == 1
+        """Whether there is nobody to exchange with, and nothing to be made of gradients alone."""
+        return self.communicator.size == 1 and self.policy.output != "update"
 
     def _watch(self, sparse: Sequence[int]) -> None:
         """Exchange the gradients of all variables but the local and the `sparse` ones."""
@@ -138,7 +140,7 @@ class Averager:
             self.policy,
             list(dense.values()),
             skip=self.skip,
-            name=f"accordion.{self.number}",
+            name=self.name,
         )
 
     def renew(self) -> None:

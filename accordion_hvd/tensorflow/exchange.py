@@ -31,6 +31,8 @@ class TensorFlowExchange(Exchange):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._clock: tf.Variable | None = None
+        self._lost: tf.Variable | None = None  # of the clock's steps, those that were skipped
+        self._skipped = 0
         self._steps = 0
         self._counted = 0  # steps whose bytes have been counted
         self._ticked = 0  # steps that the policy knows of
@@ -59,6 +61,21 @@ class TensorFlowExchange(Exchange):
             with tf.init_scope():
                 self._clock.assign(value)
 
+    @property
+    def skipped(self) -> int:  # type: ignore[override]
+        """Exchanges that a non-finite gradient has spoilt, those within graphs included."""
+        if self._lost is None:
+            return self._skipped
+        with tf.init_scope():
+            return int(self._lost.numpy())
+
+    @skipped.setter
+    def skipped(self, value: int) -> None:
+        self._skipped = value
+        if self._lost is not None:
+            with tf.init_scope():
+                self._lost.assign(value)
+
     def info(self, slot: Slot, step: Any = None) -> Info:
         """What slot's algorithm is told; within a graph the clock is a tensor."""
         return super().info(slot, self._now if step is None else step)
@@ -77,13 +94,10 @@ class TensorFlowExchange(Exchange):
         with tf.init_scope():
             if self._clock is None:
                 self._clock = tf.Variable(self._steps, trainable=False, dtype=tf.int64)
+                self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
             for index in range(len(self.slots)):
                 self._settle(index)
-            steps = self.steps
-            outline = [
-                (s.level, s.compressor.variant(steps), s.seen is None, s.owed is None)
-                for s in self.slots
-            ]
+            outline = [(s.level, self.phase(s), s.seen is None, s.owed is None) for s in self.slots]
             if outline != self._outline:
                 self.version += 1
                 self._outline = outline
@@ -152,7 +166,7 @@ class TensorFlowExchange(Exchange):
     # ------------------------------------------------------------------------------ within a graph
     def traced(self, grads: Sequence[Tensor], lr: Tensor) -> list[Tensor]:
         """One exchange as part of a graph, after `settle`; returns the means, tensor by tensor."""
-        assert self._clock is not None
+        assert self._clock is not None and self._lost is not None
         kept = [(slot.state, slot.seen, slot.owed) for slot in self.slots]
         self._now = self._clock.read_value()
         with tf.control_dependencies([self._now]):  # after the step before
@@ -163,11 +177,14 @@ class TensorFlowExchange(Exchange):
                 slot.seen = None if slot.seen is None else tf.identity(slot.seen)
                 slot.owed = None if slot.owed is None else tf.identity(slot.owed)
             bad = self._trace_step(grads, lr)
-            for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
-                _store(slot, state or {}, seen, owed, bad)
             means = self.means()
+            with tf.control_dependencies(means):  # what does not decode changes nothing
+                for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
+                    _store(slot, state or {}, seen, owed, bad)
             with tf.control_dependencies(means):  # before the step that follows
                 self._clock.assign(self._now + 1)
+                if bad is not False:
+                    self._lost.assign_add(tf.cast(bad, tf.int64))
             return means
         finally:
             self._now = None

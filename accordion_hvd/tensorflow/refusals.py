@@ -39,12 +39,17 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
     if policy.target != "gradient":
         check.refuse(WHO, "compression", policy, "one whose target is the gradient")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = getattr(inner, "momentum", 0) or hasattr(inner, "beta_1")
-    if policy.output == "update" and momentum:
+    own = getattr(inner, "momentum", 0) or any(hasattr(inner, name) for name in _OF_OWN_RULES)
+    if policy.output == "update" and own:
         raise ValueError(
             f"{WHO}: {policy!r} returns finished updates, momentum included, but "
-            f"{type(inner).__name__} has momentum of its own; use plain SGD inside."
+            f"{type(inner).__name__} has momentum or step sizes of its own; use plain SGD, "
+            "without momentum, inside."
         )
+
+
+_OF_OWN_RULES = ("beta_1", "beta_2", "rho", "epsilon", "learning_rate_power")
+"""Settings of optimizers that do more than to take the learning rate times what they are given."""
 
 
 def check_context() -> None:

@@ -139,8 +139,9 @@ class _Distributed:
 
     def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        if not process_set.included() or (process_set.size() == 1 and not elastic):
+        updates = self._options["policy"].output == "update"  # which it makes alone, too
+        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or updates
+        if not process_set.included() or (process_set.size() == 1 and not needed):
             return Idle(self._names, self._options["policy"])
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
         chosen = {key: self._options[key] for key in wanted}

@@ -119,8 +119,13 @@ def check_output(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     if policy.output != "update":
         return
     for group in optimizer.param_groups:
-        if group.get("momentum") or "betas" in group:
+        if group.get("momentum") or not _OF_OWN_RULES.isdisjoint(group):
             raise ValueError(
                 f"{WHO}: {policy!r} returns finished updates, momentum included, but "
-                f"{type(optimizer).__name__} has momentum of its own; use plain SGD inside."
+                f"{type(optimizer).__name__} has momentum or step sizes of its own; use plain SGD, "
+                "without momentum, inside."
             )
+
+
+_OF_OWN_RULES = {"betas", "eps", "rho", "alpha", "etas", "lambd", "max_iter", "lr_decay"}
+"""Settings of optimizers that do more than to take lr times what they are given."""

@@ -126,6 +126,38 @@ def check_broadcast_and_alltoall() -> None:
     np.testing.assert_array_equal(rows, [part[harness.RANK] for part in all_])
 
 
+def check_quantisers_give_the_simulated_bits() -> None:
+    """Bytes, slices and the shared maximum, over real wires and in a simulation by NumPy."""
+    import torch
+
+    from accordion_hvd import QSGD, EFSignSGD, Info, Int8, Natural, OneBit, SignSGD, TernGrad
+    from accordion_hvd.ops import namespace, numpy
+    from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+
+    ours, shape = communicator(), (31, 17)
+    size, rank, hub = ours.size, ours.rank, Hub(communicator().size)
+    links = [SimulatedCommunicator(hub, peer, numpy) for peer in range(size)]
+    methods = [QSGD(3), TernGrad(), Natural(), Int8(), SignSGD(), EFSignSGD(), OneBit()]
+    for method in methods:
+        mine = torch.zeros(shape)
+        state = method.init(namespace(mine).spec(mine), Info(0, rank, size, "w"))
+        spec = numpy.spec(np.zeros(shape, np.float32))
+        states = [method.init(spec, Info(0, peer, size, "w")) for peer in range(size)]
+        for step in range(3):
+            mine = torch.tensor(values(rank, shape, step))
+            talk = method.exchange(mine, state, Info(step, rank, size, "w"))
+            mean, state = ours.run("quantiser", talk)
+            talks = [
+                method.exchange(
+                    values(peer, shape, step), states[peer], Info(step, peer, size, "w")
+                )
+                for peer in range(size)
+            ]
+            results = lockstep(links, talks)
+            states = [new for _, new in results]
+            np.testing.assert_array_equal(mean.numpy(), results[rank][0], repr(method))
+
+
 def check_decisions_of_rank_0_are_everybodys() -> None:
     """An exchange under Accordion, with local norms that would decide otherwise on other ranks."""
     import torch

@@ -19,8 +19,10 @@ import tensorflow as tf
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import (
     BF16,
+    DGC,
     FP16,
     Accordion,
+    AdaComp,
     Allgather,
     Allreduce,
     Compressor,
@@ -29,6 +31,8 @@ from accordion_hvd import (
     Gate,
     PowerSGD,
     RandomK,
+    ScaleCom,
+    Threshold,
     TopK,
     TwoLevel,
 )
@@ -145,6 +149,39 @@ def check_fit_in_a_graph() -> None:
         assert_equal_ranks(model, compression)
         assert np.abs(weights(model) - start).max() > 1e-4
         assert opt.exchange.stats()["steps"] == 4, opt.exchange.stats()
+
+
+def check_sparse_methods_in_fit() -> None:
+    """Sizes that are values, a leader that changes, stages that are traced anew."""
+    for compression in (
+        Threshold(0.05),
+        AdaComp(50),
+        ScaleCom(0.05, beta=0.3),
+        DGC(0.05),
+        DGC(0.01, warmup=2),
+    ):
+        for callback in (True, False):
+            model = make_model()
+            start = weights(model)
+            opt = fit(model, compression, callback=callback, guard_every=3)
+            assert_equal_ranks(model, compression)
+            assert np.abs(weights(model) - start).max() > 1e-4
+            assert opt.exchange.stats()["steps"] == 4, opt.exchange.stats()
+
+
+def check_updates_contain_the_momentum() -> None:
+    """DGC that leaves nothing out, around plain SGD, is SGD with momentum; alone too."""
+    for options in ({}, {"process_set": SOLO}):
+        results = []
+        for compression, momentum in ((DGC(1.0, momentum=0.9), 0.0), (Dense(), 0.9)):
+            model = make_model()  # on all ranks: Keras counts them to name them
+            if options and hvd.rank() != 0:
+                continue
+            fit(model, compression, callback=False, optimizer=SGD(0.05, momentum), **options)
+            results.append(weights(model))
+        if results:
+            np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+    barrier()
 
 
 def check_fit_without_callback_and_stock_compression() -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,17 +23,23 @@ import torch
 import accordion_hvd.torch as hvd
 from accordion_hvd import (
     BF16,
+    DGC,
     FP16,
     Accordion,
+    AdaComp,
     Dense,
     Fixed,
     Gate,
     PowerSGD,
     RandomK,
     Replay,
+    ScaleCom,
+    Threshold,
     TopK,
     TwoLevel,
 )
+from accordion_hvd.check import PayloadError
+from accordion_hvd.compressors import sparsifier
 from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
 from accordion_hvd.simulate import simulate
 
@@ -41,6 +48,7 @@ torch.set_num_threads(1)
 INIT = hvd.init
 
 LEVELS = [Dense(), FP16(), BF16(), TopK(0.05), RandomK(0.05), PowerSGD(2)]
+SPARSE = [Threshold(0.02), AdaComp(50), ScaleCom(0.05, beta=0.3)]
 
 
 # --------------------------------------------------------------------------------------- helpers
@@ -133,7 +141,7 @@ def check_every_name_of_horovod_is_there() -> None:
 
 # --------------------------------------------------------------------------- weights and averages
 def check_weights_are_equal_after_training() -> None:
-    for level in [*LEVELS, hvd.Compression.none, hvd.Compression.fp16, "topk:0.1"]:
+    for level in [*LEVELS, *SPARSE, hvd.Compression.none, hvd.Compression.fp16, "topk:0.1"]:
         model = network(hvd.rank())
         optimizer = wrapped(model, compression=level)
         hvd.broadcast_parameters(model.state_dict(), 0)
@@ -177,7 +185,7 @@ def check_dense_equals_stock_horovod() -> None:
 
 def check_compressed_equals_simulation() -> None:
     """The wires change nothing: the same gradients through `simulate` give the same means."""
-    for level in (TopK(0.05), RandomK(0.05), PowerSGD(2), FP16(), BF16()):
+    for level in (TopK(0.05), RandomK(0.05), PowerSGD(2), FP16(), BF16(), *SPARSE, DGC(0.05)):
         compare_with_simulation(level)
 
 
@@ -243,6 +251,69 @@ def check_one_rank_equals_plain_training() -> None:
         optimizer.set_backward_passes_per_step(2)
     finally:
         hvd.remove_process_set(alone)
+
+
+def check_updates_contain_the_momentum() -> None:
+    """DGC that leaves nothing out, around plain SGD, is SGD with momentum; alone too."""
+    alone = hvd.add_process_set([hvd.size() - 1])
+    try:
+        for options in ({}, {"process_set": alone}):
+            if options and not alone.included():
+                continue
+            plain, ours = network(), network()
+            train(plain, wrapped(plain, **options))
+            inner = sgd(ours, momentum=0.0)
+            train(ours, wrapped(ours, inner, compression=DGC(1.0, momentum=0.9), **options))
+            torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-4, atol=1e-5)
+        hvd.barrier()
+    finally:
+        hvd.remove_process_set(alone)
+    model = network()
+    train(model, wrapped(model, sgd(model, momentum=0.0), compression=DGC(0.01, warmup=4)))
+    assert_same(model)
+    for momentum in (sgd(network()), torch.optim.Adam(network().parameters())):
+        with refused(ValueError, "DGC(ratio=0.001)", "returns finished updates", "plain SGD"):
+            hvd.DistributedOptimizer(momentum, compression=DGC())
+
+
+def check_a_broken_payload_names_its_sender() -> None:
+    """On every rank, whose weights and errors are as they were; training goes on."""
+    odd = hvd.size() - 1
+    for level in (TopK(0.05), Threshold(0.02)):
+        model = network()
+        optimizer = wrapped(model, sgd(model), compression=level)
+        train(model, optimizer, 3)
+        before, owed = weights(model), errors(optimizer)
+        encode = ones if hvd.rank() == odd else sparsifier.encode
+        with replaced(level, encode), refused(PayloadError, f"rank {odd} has sent does not"):
+            train(model, optimizer, 1)
+        hvd.barrier()
+        assert torch.equal(weights(model), before)
+        for mine, was in zip(errors(optimizer), owed, strict=True):
+            torch.testing.assert_close(mine, was, rtol=0, atol=1e-6)
+        train(model, optimizer, 2)
+        assert_same(model)
+
+
+def ones(*given: Any) -> torch.Tensor:
+    """Instead of a payload."""
+    return sparsifier.encode(*given).fill_(255)
+
+
+@contextmanager
+def replaced(level: Any, encode: Any) -> Iterator[None]:
+    """Within it, this rank's payloads are made by `encode`."""
+    module = sys.modules[type(level).__module__]
+    was, module.encode = module.encode, encode  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.encode = was  # type: ignore[attr-defined]
+
+
+def errors(optimizer: Any) -> list[torch.Tensor]:
+    slots = [slot for slot in optimizer.exchange.slots if slot.bucket.compress]
+    return [slot.state["error"].clone() for slot in slots]
 
 
 def check_exchanges_leave_during_backward() -> None:
@@ -344,11 +415,11 @@ def check_a_gate_tries_and_chooses() -> None:
 
 
 def check_without_a_window_there_is_an_error() -> None:
-    from accordion_hvd.policy import accordion
+    from accordion_hvd.policy import windows
 
     model = torch.nn.Linear(32, 32)
     optimizer = wrapped(model, compression=Accordion(low=Dense(), high=TopK(0.1)), guard="off")
-    patience, accordion.PATIENCE = accordion.PATIENCE, 3
+    patience, windows.PATIENCE = windows.PATIENCE, 3
     try:
         with refused(RuntimeError, "window", "end_window"):
             for _ in range(5):
@@ -356,7 +427,7 @@ def check_without_a_window_there_is_an_error() -> None:
                 model(torch.ones(2, 32)).sum().backward()
                 optimizer.step()
     finally:
-        accordion.PATIENCE = patience
+        windows.PATIENCE = patience
 
 
 # ---------------------------------------------------------------------- Horovod's ways, and better

@@ -1,0 +1,54 @@
+"""8 bits in blocks, with error feedback (after Dettmers, ICLR 2016, and Dettmers et al., 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import Allgather, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.ops import namespace, quantization
+
+
+@dataclass(frozen=True)
+class Int8(Compressor):
+    """Round to the nearest of 255 equidistant values between a block's extremes.
+
+    Blocks with a largest magnitude each are those of "8-bit Optimizers via Block-wise
+    Quantization" (Dettmers, Lewis, Shleifer & Zettlemoyer, ICLR 2022); its types are not linear,
+    this one is. Dettmers' "8-Bit Approximations for Parallelism in Deep Learning" (2016) sends
+    gradients so, rounded to nearest and without feedback. Here (ours) the error waits for the next
+    step: rounding to nearest has at most half the step's error where stochastic rounding has a
+    whole one, needs no random numbers, and with feedback its bias is paid back (Karimireddy et
+    al., ICML 2019); it costs the memory of an error. For stochastic 8 bits there is `QSGD(8)`.
+
+    Sent: an allgather of 1 + 4 / block bytes an element, so traffic grows with the ranks: up to 7
+    of them it is less than fp32's. Blocks run through tensors that share a call.
+
+    Args:
+        block: how many elements have a scale in common.
+    """
+
+    stacks: ClassVar[str] = "alike"
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when block is no integer of at least 1."""
+        check.integer(self, "block", self.block, least=1)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """`error`: what rounding has left, a vector with the gradient's elements."""
+        return {"error": spec.zeros((spec.size,))}
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allgather of codes and steps."""
+        xp, middle = namespace(grad), quantization.middle(8)
+        total = xp.accumulate(state["error"], xp.reshape(grad, xp.shape(state["error"])))
+        steps = xp.bucket_norms(total, self.block, "max") * (1 / middle)
+        codes = xp.quantize(total, steps, self.block, 8)
+        parts, theirs = yield Allgather(codes), Allgather(steps)
+        theirs = [step * (1 / info.size) for step in theirs]
+        mean = xp.sum_quantized(parts, theirs, self.block, 8, middle, grad)
+        error = xp.subtract_quantized(total, codes, steps, self.block, 8, middle)
+        return mean, {"error": error}

@@ -1,0 +1,56 @@
+"""QSGD: stochastic quantisation (Alistarh, Grubic, Li, Tomioka & Vojnovic, NeurIPS 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.ops import namespace, quantization, random
+
+
+@dataclass(frozen=True)
+class QSGD(Compressor):
+    """Round each element stochastically to one of few levels of its bucket's norm.
+
+    Section 3.1 of the paper: with s levels, v becomes norm * sign(v) * (l + 1) / s or l / s, such
+    that its expectation is v. Buckets of neighbours have a norm each (section 3.3), by default
+    their largest magnitude, as in the paper's experiments. Unbiased (to 2^-17 of a level), so
+    nothing is kept; no rank's rounding depends on another's.
+
+    `bits` count the sign: s = 2^(bits - 1) - 1. One bit has no room for the paper's zero: its two
+    values are -norm and norm (ours; unbiased too, of more variance). Codes have a fixed width
+    instead of the paper's Elias code, which pays with the 2-norm and few levels only.
+
+    Sent: an allgather of (bits / 8 + 4 / bucket) bytes an element, so traffic grows with the ranks:
+    below about 64 / bits of them it is less than fp32's. Tensors that share a call share buckets.
+
+    Args:
+        bits: of an element, 1 to 8.
+        bucket: how many elements have a norm in common.
+        norm: "max" or "l2".
+    """
+
+    stacks: ClassVar[str] = "any"
+
+    bits: int = 4
+    bucket: int = 512
+    norm: str = "max"
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for bits outside 1 to 8, a bucket of none, or an unknown norm."""
+        check.integer(self, "bits", self.bits, least=1, most=8)
+        check.integer(self, "bucket", self.bucket, least=1)
+        check.one_of(self, "norm", self.norm, ("max", "l2"))
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allgather of codes and steps."""
+        xp, middle = namespace(grad), quantization.middle(self.bits)
+        steps = xp.bucket_norms(grad, self.bucket, self.norm) * (1 / middle)
+        seed = random.key("qsgd", info.name, info.step, info.rank)
+        codes = xp.quantize(grad, steps, self.bucket, self.bits, seed)
+        parts, theirs = yield Allgather(codes), Allgather(steps)
+        theirs = [step * (1 / info.size) for step in theirs]
+        mean = xp.sum_quantized(parts, theirs, self.bucket, self.bits, middle, grad)
+        return mean, state

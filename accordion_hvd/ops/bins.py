@@ -1,0 +1,79 @@
+"""Ascending positions and their signs, bin by bin, in a byte or two each (Chen et al., AAAI 2018).
+
+The paper sends 8 bits an element in bins of up to 64 and 16 bits in longer ones: 6 or 14 for the
+position in the bin, 2 for the ternary value. Here one of these two is the sign and the other says
+that the element is its bin's last, so that no sizes need to be told. A bin that sends nothing is
+one entry of ones; so bins have at most 63 or 16383 elements. No entries: no bin sends anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+SHORT, LONG = 63, 16383
+"""Elements of a bin up to which an entry takes a byte, or two."""
+
+
+def pack(index: np.ndarray, negative: np.ndarray, shape: Sequence[int], width: int) -> np.ndarray:
+    """Entries as bytes.
+
+    Args:
+        index: ascending positions, counted through all rows.
+        negative: whether the sign there is minus.
+        shape: (size,), or (rows, size); bins do not cross rows.
+        width: elements of a bin, at most `LONG`.
+    """
+    if not index.size:
+        return np.zeros(0, np.uint8)
+    kind, bits = _entry(width)
+    size, per_row = shape[-1], -(-shape[-1] // width)
+    row = index // size
+    column = index - row * size
+    place = column // width
+    entries = (column - place * width).astype(kind)
+    place += row * per_row
+    entries |= negative.astype(kind) << kind(bits)
+    last = np.append(place[1:] != place[:-1], True)
+    entries |= last.astype(kind) << kind(bits + 1)
+    empty = np.ones(math.prod(shape[:-1]) * per_row, bool)
+    empty[place] = False
+    skipped = np.cumsum(empty, dtype=np.int32)
+    packed = np.full(index.size + int(skipped[-1]), np.iinfo(kind).max, kind)
+    packed[np.arange(index.size, dtype=np.int32) + skipped[place]] = entries
+    return packed.view(np.uint8)
+
+
+def unpack(packed: np.ndarray, shape: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of `pack`: positions (int32), and signs (fp32).
+
+    Raises:
+        ValueError: there are too many or too few bins, or positions outside of them.
+    """
+    kind, bits = _entry(width)
+    size, per_row = shape[-1], -(-shape[-1] // width)
+    bins = math.prod(shape[:-1]) * per_row
+    if packed.size % kind(0).itemsize:
+        raise ValueError(f"{packed.size} bytes are no whole number of entries")
+    entries = np.frombuffer(packed.tobytes(), kind)
+    last = entries >> kind(bits + 1)
+    place = np.cumsum(last, dtype=np.int32)
+    if entries.size and (place[-1] != bins or not last[-1]):
+        raise ValueError(f"there are {place[-1]} bins instead of {bins}")
+    place -= last
+    filled = entries != np.iinfo(kind).max
+    entries, place = entries[filled], place[filled]
+    position = (entries & kind((1 << bits) - 1)).astype(np.int32)
+    row = place // per_row
+    column = (place - row * per_row) * width + position
+    if (position >= width).any() or (column >= size).any():
+        raise ValueError("there are positions outside of their bins")
+    signs = 1 - 2 * ((entries >> kind(bits)) & kind(1)).astype(np.float32)
+    return row * size + column, signs
+
+
+def _entry(width: int) -> tuple[type[np.unsignedinteger], int]:
+    """The dtype of an entry, and how many bits of it are the position."""
+    return (np.uint8, 6) if width <= SHORT else (np.uint16, 14)

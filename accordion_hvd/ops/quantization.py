@@ -1,0 +1,451 @@
+"""Quantisation on a CPU: few bits a number, block by block so that what is between stays in cache.
+
+A grid of values `(code - middle) * step` with one step a bucket serves QSGD, TernGrad, 8-bit blocks
+and scaled signs alike. Codes of 1 to 8 bits travel in sections of 8, 4, 2 and 1 bits (7 is
+4 + 2 + 1), lowest bits first within a section and within a byte, so that a few operations on whole
+words pack and unpack them.
+
+Stochastic rounding takes its random numbers from windows of one table, which (seed, window) choose
+by a hash: a number costs one load and one addition, and every framework gets the same. The table
+has each multiple of 2^-16 (plus half of that) equally often, so over seeds every position's number
+is exactly uniform, and a rounding unbiased to 2^-17 of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from accordion_hvd.ops import backend, random
+
+BLOCK = 1 << 16  # elements that are worked on at once; a multiple of WINDOW
+WINDOW = 1 << 14  # neighbours whose random numbers are neighbours in the table
+TABLE = 1 << 18
+SHRINK = 1 - 2**-22  # keeps rounding from pushing the largest value beyond the last code
+LEAST = 2.0**-120  # steps below have no inverse worth having: such buckets are zeros
+SMALLEST = 2.0**-126  # of normal numbers
+
+
+def middle(bits: int) -> float:
+    """The code of zero when codes have `bits` bits: 0.5 for one bit, whose values are -1 and 1."""
+    return (2**bits - 1) // 2 if bits > 1 else 0.5
+
+
+# ------------------------------------------------------------------------------------------ codes
+def sections(bits: int) -> list[int]:
+    """Widths of the sections of codes, lowest bits first."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def packed_length(count: int, bits: int) -> int:
+    """Bytes that `count` codes take."""
+    return sum(-(-count * width // 8) for width in sections(bits))
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes (uint8, below 2^bits) as bytes."""
+    packed = np.empty(packed_length(codes.size, bits), np.uint8)
+    for start, block in _blocks(codes):
+        _pack_block(block, bits, packed, start, codes.size)
+    return packed
+
+
+def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The inverse of `pack`."""
+    codes = np.empty(count, np.uint8)
+    for start, block in _blocks(codes):
+        block[:] = _unpack_block(packed, bits, start, block.size, count)
+    return codes
+
+
+def _pack_block(codes: np.ndarray, bits: int, packed: np.ndarray, start: int, count: int) -> None:
+    """Pack the codes at `start` of `count` to their place."""
+    offset, rest = 0, bits
+    for width in sections(bits):
+        rest -= width
+        low = codes & (2**width - 1) if rest else codes
+        first = offset + start * width // 8
+        packed[first : first + -(-codes.size * width // 8)] = _pack_width(low, width)
+        offset += -(-count * width // 8)
+        if rest:
+            codes = codes >> width
+
+
+def _pack_width(codes: np.ndarray, width: int) -> np.ndarray:
+    if width == 8:
+        return codes
+    if width == 1:
+        return np.packbits(codes, bitorder="little")
+    per = 8 // width
+    if codes.size % per:
+        codes = np.concatenate([codes, np.zeros(-codes.size % per, np.uint8)])
+    words = codes.view(f"<u{per}")
+    words = words | words >> (8 - width)
+    if per == 4:
+        words |= words >> 2 * (8 - width)
+    return words.astype(np.uint8)  # the lowest byte
+
+
+def _unpack_block(packed: np.ndarray, bits: int, start: int, size: int, count: int) -> np.ndarray:
+    """Codes start, ..., start + size - 1 of `count`."""
+    codes, offset, shift = None, 0, 0
+    for width in sections(bits):
+        first = offset + start * width // 8
+        part = _unpack_width(packed[first : first + -(-size * width // 8)], width)[:size]
+        codes = part if codes is None else codes | part << shift
+        offset += -(-count * width // 8)
+        shift += width
+    assert codes is not None
+    return codes
+
+
+def _unpack_width(packed: np.ndarray, width: int) -> np.ndarray:
+    if width == 8:
+        return packed
+    if width == 1:
+        return np.unpackbits(packed, bitorder="little")
+    words = packed.astype(f"<u{8 // width}")
+    if width == 2:
+        words |= words << 12
+        words &= 0x000F000F
+    words |= words << (8 - width)
+    words &= 0x0F0F if width == 4 else 0x03030303
+    return words.view(np.uint8)
+
+
+# ------------------------------------------------------------------------------------------ grids
+def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
+    """Of each `bucket` elements the largest magnitude ("max"), "l1" or "l2" norm; fp32.
+
+    NaN and infinity show in the norm of their bucket.
+    """
+    norms = np.zeros(-(-x.size // bucket), np.float32 if kind == "max" else np.float64)
+    for start, block in _blocks(x):
+        starts = np.arange(-start % bucket, block.size, bucket)
+        if start % bucket:
+            starts = np.concatenate([[0], starts])
+        if kind == "l2":
+            values = np.multiply(block, block, dtype=np.float64)
+        else:
+            values = np.abs(block, out=_scratch.values[: block.size])
+        here = norms[start // bucket : start // bucket + starts.size]
+        combine = np.maximum if kind == "max" else np.add
+        combine(here, combine.reduceat(values, starts), out=here)
+    return (np.sqrt(norms) if kind == "l2" else norms).astype(np.float32)
+
+
+def quantize(
+    x: np.ndarray, steps: np.ndarray, bucket: int, bits: int, seed: int | None
+) -> np.ndarray:
+    """x / step, rounded to the grid (stochastically by `seed`, or to nearest), as packed codes.
+
+    Args:
+        x: (size,), fp32.
+        steps: distances of the grid's points in each `bucket` elements; magnitudes of x are at
+            most `middle(bits)` of them.
+        bucket: elements that have a step in common.
+        bits: of a code.
+        seed: from `random.key`; None rounds to nearest.
+    """
+    packed = np.empty(packed_length(x.size, bits), np.uint8)
+    codes = _scratch.codes
+    with np.errstate(all="ignore"):
+        inverse = inverse_of(steps)
+        places = [] if seed is None else _places(x.size, seed)
+        for start, block in _blocks(x):
+            factor = _spread(inverse, bucket, start, block.size)
+            values = np.multiply(block, factor, out=_scratch.values[: block.size])
+            if seed is None:
+                values += np.float32(middle(bits) + 0.5)
+            else:
+                _add_noise(values, start, places, _shifted(middle(bits)))
+            np.copyto(codes[: block.size], values, casting="unsafe")
+            _pack_block(codes[: block.size], bits, packed, start, x.size)
+    return packed
+
+
+def inverse_of(steps: np.ndarray) -> np.ndarray:
+    """What to multiply with; 0 for steps of zero and those that are not finite."""
+    return np.where(steps > LEAST, np.float32(SHRINK) / steps, np.float32(0))
+
+
+def sum_quantized(
+    out: np.ndarray,
+    parts: Sequence[np.ndarray],
+    steps: Sequence[np.ndarray],
+    bucket: int,
+    bits: int,
+    middle: float,
+) -> None:
+    """Write the sum of what `parts` (from `quantize`) stand for, added in their order, to `out`."""
+    with np.errstate(all="ignore"):
+        for start, block in _blocks(out):
+            for i, (packed, step) in enumerate(zip(parts, steps, strict=True)):
+                values = _scratch.values[: block.size] if i else block
+                _values_of(packed, bits, middle, start, values, out.size)
+                factor = _spread(step, bucket, start, block.size)
+                np.multiply(values, factor, out=values)
+                if i:
+                    np.add(block, values, out=block)
+
+
+def subtract_quantized(
+    total: np.ndarray, packed: np.ndarray, steps: np.ndarray, bucket: int, bits: int, middle: float
+) -> None:
+    """Subtract what `packed` (from `quantize`) stands for, in place."""
+    with np.errstate(all="ignore"):
+        for start, block in _blocks(total):
+            values = _scratch.values[: block.size]
+            _values_of(packed, bits, middle, start, values, total.size)
+            np.multiply(values, _spread(steps, bucket, start, block.size), out=values)
+            np.subtract(block, values, out=block)
+
+
+def _values_of(
+    packed: np.ndarray, bits: int, middle: float, start: int, out: np.ndarray, count: int
+) -> None:
+    """code - middle, as fp32."""
+    if bits == 1:
+        _bits_of(packed, middle, start, out)
+        return
+    codes = _unpack_block(packed, bits, start, out.size, count)
+    np.copyto(out, np.subtract(codes, np.uint8(middle)).view(np.int8))
+
+
+def _bits_of(packed: np.ndarray, middle: float, start: int, out: np.ndarray) -> None:
+    """bit - middle, as fp32, of bits start, start + 1, ..."""
+    first, whole = start // 8, out.size // 8
+    if start % 8:
+        bits = np.unpackbits(packed[first : first + whole + 2], bitorder="little")
+        np.subtract(bits[start % 8 :][: out.size], np.float32(middle), out=out)
+        return
+    table, chosen = _eights(middle), packed[first : first + -(-out.size // 8)]
+    np.take(table, chosen[:whole], axis=0, out=out[: 8 * whole].reshape(-1, 8), mode="clip")
+    if out.size % 8:
+        out[8 * whole :] = table[chosen[whole]][: out.size % 8]
+
+
+@functools.lru_cache(maxsize=4)
+def _eights(middle: float) -> np.ndarray:
+    """For each byte, its eight bits - middle."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return bits.astype(np.float32) - np.float32(middle)
+
+
+def _spread(steps: np.ndarray, bucket: int, start: int, size: int) -> np.ndarray | np.float32:
+    """The steps of elements start, ..., start + size - 1; one number if they have it in common."""
+    first, last = start // bucket, (start + size - 1) // bucket
+    if first == last:
+        return steps[first]
+    out, head = _scratch.steps[:size], -start % bucket
+    whole = (size - head) // bucket
+    tail = head + whole * bucket
+    out[:head] = steps[first]
+    first += head > 0
+    out[head:tail].reshape(whole, bucket)[:] = steps[first : first + whole, None]
+    if tail < size:
+        out[tail:] = steps[last]
+    return out
+
+
+# --------------------------------------------------------------------------------- random numbers
+@functools.cache
+def table() -> np.ndarray:
+    """fp32 in (0, 1): (i + 1/2) / 2^16 for each 16-bit i equally often, shuffled by a hash.
+
+    The first `WINDOW` are there once more at the end.
+    """
+    order = np.argsort(random.words(backend("numpy"), TABLE, random.key("table")), kind="stable")
+    values = ((order % (1 << 16) + 0.5) / (1 << 16)).astype(np.float32)
+    return np.concatenate([values, values[:WINDOW]])
+
+
+@functools.lru_cache(maxsize=4)
+def _shifted(shift: float) -> np.ndarray:
+    return table() + np.float32(shift)
+
+
+@functools.cache
+def mantissas() -> np.ndarray:
+    """The table as 23-bit integers."""
+    return (table() * (1 << 23)).astype(np.uint32)
+
+
+def _places(count: int, seed: int) -> list[int]:
+    """Where in the table the random numbers of each `WINDOW` of `count` elements begin."""
+    return (random.words(backend("numpy"), -(-count // WINDOW), seed) % TABLE).tolist()
+
+
+def _add_noise(values: np.ndarray, start: int, places: list[int], noise: np.ndarray) -> None:
+    """Add to each element its number of `noise` (the table, in some form)."""
+    for i in range(0, values.size, WINDOW):
+        part, place = values[i : i + WINDOW], places[(start + i) // WINDOW]
+        np.add(part, noise[place : place + part.size], out=part)
+
+
+# ------------------------------------------------------------------------------------------ signs
+def pack_signs(x: np.ndarray, turn: int | None) -> np.ndarray:
+    """One bit an element: whether it is positive; eight a byte, lowest bit first.
+
+    Without `turn`, zeros are positive. With it, every other one is (even positions at even turns),
+    and below 2^-126 everything is zero. NaN is negative.
+    """
+    packed = np.empty(-(-x.size // 8), np.uint8)
+    for start, block in _blocks(x):
+        mask = _scratch.mask[: block.size]
+        if turn is None:
+            np.greater_equal(block, 0, out=mask)
+        else:
+            np.greater(block, _bounds(turn % 2)[: block.size], out=mask)
+        first = start // 8
+        packed[first : first + -(-block.size // 8)] = np.packbits(mask, bitorder="little")
+    return packed
+
+
+@functools.cache
+def _bounds(turn: int) -> np.ndarray:
+    """What is compared with: of alternating sign, so that zeros are."""
+    signs = (-1.0, 1.0) if turn == 0 else (1.0, -1.0)
+    return np.tile(np.array(signs, np.float32) * np.float32(SMALLEST), BLOCK // 2)
+
+
+# ---------------------------------------------------------------------------------- powers of two
+def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
+    """Each element rounded stochastically to a power of two (or zero): its sign, its exponent.
+
+    Adding a random mantissa carries into the exponent with just the right probability; below
+    2^-126 too, where the neighbours are 0 and 2^-126.
+
+    Returns:
+        Bytes: the signs as in `pack_signs` (1 is negative), then IEEE 754's exponents.
+    """
+    packed = np.empty(-(-x.size // 8) + x.size, np.uint8)
+    exponents, noise = packed[packed.size - x.size :], mantissas()
+    places = _places(x.size, seed)
+    for start, block in _blocks(x):
+        bits, values = block.view(np.uint32), _scratch.values[: block.size].view(np.uint32)
+        negative = np.less(block.view(np.int32), 0, out=_scratch.mask[: block.size])
+        first = start // 8
+        packed[first : first + -(-block.size // 8)] = np.packbits(negative, bitorder="little")
+        np.bitwise_and(bits, 0x7FFFFFFF, out=values)
+        _add_noise(values, start, places, noise)
+        np.minimum(values, 0x7FFFFFFF, out=values)  # NaN carries no further
+        values >>= 23
+        np.copyto(exponents[start : start + block.size], values, casting="unsafe")
+    return packed
+
+
+def sum_powers(out: np.ndarray, parts: Sequence[np.ndarray], weight: float) -> None:
+    """Write weight * the sum of what `parts` (from `pack_powers`) stand for to `out`."""
+    with np.errstate(all="ignore"):
+        for start, block in _blocks(out):
+            for i, packed in enumerate(parts):
+                values = _scratch.values[: block.size] if i else block
+                _powers_of(packed, start, values, out.size)
+                if i:
+                    np.add(block, values, out=block)
+            np.multiply(block, np.float32(weight), out=block)
+
+
+def _powers_of(packed: np.ndarray, start: int, out: np.ndarray, count: int) -> None:
+    first, exponents = start // 8, packed[packed.size - count :]
+    bits, signs = out.view(np.uint32), _scratch.steps[: out.size].view(np.uint32)
+    chosen = packed[first : first + -(-out.size // 8)]
+    np.copyto(signs, np.unpackbits(chosen, count=out.size, bitorder="little"))
+    signs <<= 8
+    np.copyto(bits, exponents[start : start + out.size])
+    bits |= signs
+    bits <<= 23
+
+
+# ---------------------------------------------------------------------------------------- columns
+def column_means(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
+    """Means of the elements of each column whose bit is 0, and is 1; 0 where there are none.
+
+    Args:
+        x: (n, m), or several matrices (k, n, m).
+        packed: whether each element is at least 0, from `pack_signs`.
+
+    Returns:
+        (2, m), or (k, 2, m), fp32.
+    """
+    *_, n, m = x.shape
+    total, magnitude, ones = np.zeros((3, x.size // (n * m), m))
+    for matrix, start, block in _rows(x):
+        values = _scratch.room(block)
+        total[matrix] += block.sum(0)
+        magnitude[matrix] += np.abs(block, out=values).sum(0)
+        _bits_of(packed, 0, start, values.reshape(-1))
+        ones[matrix] += values.sum(0)
+    low = (total - magnitude) / (2 * np.maximum(n - ones, 1)) * (ones < n)
+    high = (total + magnitude) / (2 * np.maximum(ones, 1)) * (ones > 0)
+    return np.stack([low, high], 1).astype(np.float32).reshape(*x.shape[:-2], 2, m)
+
+
+def sum_columns(out: np.ndarray, parts: Sequence[np.ndarray], means: Sequence[np.ndarray]) -> None:
+    """Write the sum of what bits (`parts`) and their `column_means` stand for to `out`."""
+    grids = [_columns(mean) for mean in means]
+    for matrix, start, block in _rows(out):
+        for i, (packed, (center, step)) in enumerate(zip(parts, grids, strict=True)):
+            values = _scratch.room(block) if i else block
+            _bits_of(packed, 0.5, start, values.reshape(-1))
+            values *= step[matrix]
+            values += center[matrix]
+            if i:
+                np.add(block, values, out=block)
+
+
+def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> None:
+    """Subtract what bits (`packed`) and their `column_means` stand for, in place."""
+    center, step = _columns(means)
+    for matrix, start, block in _rows(total):
+        values = _scratch.room(block)
+        _bits_of(packed, 0.5, start, values.reshape(-1))
+        values *= step[matrix]
+        values += center[matrix]
+        np.subtract(block, values, out=block)
+
+
+def _columns(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each column of each matrix the middle of its two values, and their distance."""
+    low, high = means[..., 0, :], means[..., 1, :]
+    center, step = (low + high) * np.float32(0.5), high - low
+    return center.reshape(-1, center.shape[-1]), step.reshape(-1, step.shape[-1])
+
+
+def _rows(x: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Blocks of rows: which matrix, where they begin in all of `x`, and the rows."""
+    *_, n, m = x.shape
+    count = max(1, BLOCK // m // 8 * 8)
+    for i, matrix in enumerate(x.reshape(-1, n, m)):
+        for row in range(0, n, count):
+            yield i, (i * n + row) * m, matrix[row : row + count]
+
+
+# ---------------------------------------------------------------------------------------- scratch
+class _Scratch(threading.local):
+    """Memory for one block, kept: fresh memory costs more than a pass over it."""
+
+    def __init__(self) -> None:
+        self.values = np.empty(BLOCK, np.float32)
+        self.steps = np.empty(BLOCK, np.float32)
+        self.codes = np.empty(BLOCK, np.uint8)
+        self.mask = np.empty(BLOCK, bool)
+
+    def room(self, block: np.ndarray) -> np.ndarray:
+        """fp32 in the shape of `block`."""
+        if block.size > self.values.size:
+            self.values = np.empty(block.size, np.float32)
+        return self.values[: block.size].reshape(block.shape)
+
+
+_scratch = _Scratch()
+
+
+def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Where each block of the vector `x` begins, and the block."""
+    for start in range(0, x.size, BLOCK):
+        yield start, x[start : start + BLOCK]

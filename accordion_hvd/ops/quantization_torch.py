@@ -1,0 +1,177 @@
+"""`accordion_hvd.ops.quantization` in whole-tensor operations of PyTorch: on any device.
+
+Nothing here waits for a GPU. The results are those of the CPU, but for the order in which "l1" and
+"l2" norms and columns are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from accordion_hvd.ops import quantization, random
+
+Tensor: TypeAlias = torch.Tensor
+Table: TypeAlias = Callable[[], np.ndarray]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """See `quantization.pack`."""
+    packed = []
+    for width in quantization.sections(bits):
+        low = _padded(codes & (2**width - 1), 8 // width)
+        byte = low[:, 0]
+        for place in range(1, 8 // width):
+            byte = byte | low[:, place] << place * width
+        packed.append(byte)
+        codes = codes >> width if width < 8 else codes
+    return torch.cat(packed)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """See `quantization.unpack`."""
+    codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
+    offset = shift = 0
+    for width in quantization.sections(bits):
+        length = -(-count * width // 8)
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+        parts = packed[offset : offset + length, None] >> places & (2**width - 1)
+        codes |= parts.reshape(-1)[:count] << shift
+        offset, shift = offset + length, shift + width
+    return codes
+
+
+def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
+    """See `quantization.bucket_norms`."""
+    rows = _padded(x, min(bucket, x.numel()))
+    if kind == "max":
+        return rows.abs().amax(1)
+    order = 1 if kind == "l1" else 2
+    return torch.linalg.vector_norm(rows, order, 1, dtype=torch.float64).float()
+
+
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None) -> Tensor:
+    """See `quantization.quantize`."""
+    zero, middle = torch.zeros_like(steps), quantization.middle(bits)
+    shrink = torch.full_like(steps, quantization.SHRINK)
+    inverse = torch.where(steps > quantization.LEAST, shrink / steps, zero)
+    values = x * _spread(inverse, bucket, x.numel())
+    noise = 0.5 if seed is None else _noise(quantization.table, x, seed)
+    return pack((values + (noise + middle)).to(torch.uint8), bits)
+
+
+def sum_quantized(
+    out: Tensor,
+    parts: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    bucket: int,
+    bits: int,
+    middle: float,
+) -> None:
+    """See `quantization.sum_quantized`."""
+    for i, (packed, step) in enumerate(zip(parts, steps, strict=True)):
+        values = _values(packed, step, bucket, bits, middle, out.numel())
+        out.copy_(values) if i == 0 else out.add_(values)
+
+
+def subtract_quantized(
+    total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
+) -> None:
+    """See `quantization.subtract_quantized`."""
+    total.sub_(_values(packed, steps, bucket, bits, middle, total.numel()))
+
+
+def pack_signs(x: Tensor, turn: int | None) -> Tensor:
+    """See `quantization.pack_signs`."""
+    if turn is None:
+        return pack((x >= 0).to(torch.uint8), 1)
+    odd = (torch.arange(x.numel(), device=x.device) + turn % 2) % 2
+    return pack((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
+
+
+def pack_powers(x: Tensor, seed: int) -> Tensor:
+    """See `quantization.pack_powers`."""
+    bits = x.view(torch.int32)
+    magnitude = (bits & 0x7FFFFFFF).long() + _noise(quantization.mantissas, x, seed)
+    exponents = (magnitude.clamp_max(0x7FFFFFFF) >> 23).to(torch.uint8)
+    return torch.cat([pack((bits < 0).to(torch.uint8), 1), exponents])
+
+
+def sum_powers(out: Tensor, parts: Sequence[Tensor], weight: float) -> None:
+    """See `quantization.sum_powers`."""
+    count = out.numel()
+    for i, packed in enumerate(parts):
+        signs, exponents = unpack(packed[:-count], 1, count), packed[-count:]
+        bits = (signs.long() << 8 | exponents.long()) << 23
+        bits = bits - ((bits >> 31) << 32)  # as int32 has it
+        values = bits.to(torch.int32).view(torch.float32)
+        out.copy_(values) if i == 0 else out.add_(values)
+    out.mul_(weight)
+
+
+def column_means(x: Tensor, packed: Tensor) -> Tensor:
+    """See `quantization.column_means`."""
+    bits = unpack(packed, 1, x.numel()).view(x.shape).bool()
+    means = []
+    for chosen in (~bits, bits):
+        total = x.masked_fill(~chosen, 0).sum(-2, dtype=torch.float64)
+        means.append(total / chosen.sum(-2).clamp_min(1))
+    return torch.stack(means, -2).float()
+
+
+def sum_columns(out: Tensor, parts: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+    """See `quantization.sum_columns`."""
+    for i, (packed, mean) in enumerate(zip(parts, means, strict=True)):
+        values = _columns(packed, mean, out)
+        out.copy_(values) if i == 0 else out.add_(values)
+
+
+def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> None:
+    """See `quantization.subtract_columns`."""
+    total.sub_(_columns(packed, means, total))
+
+
+def _columns(packed: Tensor, means: Tensor, like: Tensor) -> Tensor:
+    low, high = means[..., :1, :], means[..., 1:, :]
+    bits = unpack(packed, 1, like.numel()).view(like.shape)
+    return (bits - 0.5) * (high - low) + (low + high) * 0.5
+
+
+def _values(
+    packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float, count: int
+) -> Tensor:
+    return (unpack(packed, bits, count).float() - middle) * _spread(steps, bucket, count)
+
+
+def _spread(steps: Tensor, bucket: int, count: int) -> Tensor:
+    """Each element's step."""
+    if steps.numel() == 1:
+        return steps
+    return steps[:, None].expand(-1, bucket).reshape(-1)[:count]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Rows of `width`; zeros complete the last one."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % width)).view(-1, width)
+
+
+def _noise(source: Table, x: Tensor, seed: int) -> Tensor:
+    """Each element's number from a table."""
+    from accordion_hvd.ops import torch as xp
+
+    count = x.numel()
+    places = random.words(xp, -(-count // quantization.WINDOW), seed, x.device) % quantization.TABLE
+    within = torch.arange(quantization.WINDOW, device=x.device)
+    return _table(source, x.device)[(places[:, None] + within).view(-1)[:count]]
+
+
+@functools.cache
+def _table(source: Table, device: torch.device) -> Tensor:
+    values = source()
+    if values.dtype == np.uint32:
+        values = values.astype(np.int64)
+    return torch.from_numpy(values).to(device)

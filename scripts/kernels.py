@@ -1,0 +1,13 @@
+"""Measure what compressors compute and how much memory they need; see `accordion_hvd.kernels`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from accordion_hvd.kernels import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

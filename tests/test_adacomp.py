@@ -1,0 +1,157 @@
+"""AdaComp: bins, ternary values, and a wire of small integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, Framework, Ranks, exact_mean, normals, parameters, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import step
+
+from accordion_hvd import AdaComp
+from accordion_hvd.ops import bins, selection
+from accordion_hvd.simulate import simulate
+
+
+def paper(r: np.ndarray, g: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Steps 2 to 8, bin by bin and element by element: what is sent, and the new residue."""
+    total, sent, largest, chosen = r + g, np.zeros_like(r), [], []
+    pushed = total + g
+    for start in range(0, r.size, width):
+        part = range(start, min(start + width, r.size))
+        most = max(abs(total[j]) for j in part)
+        largest.append(most)
+        chosen += [j for j in part if most > 0 and abs(pushed[j]) >= most]
+    scale = np.float32(np.mean(np.array(largest, np.float64)))
+    for j in chosen:
+        sent[j] = np.sign(total[j]) * scale
+    return sent, total - sent
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize(("size", "width"), [(1200, 50), (137, 50), (30, 50), (9, 1), (1000, 500)])
+def test_it_follows_the_paper(size: int, width: int, framework: Framework) -> None:
+    ours, owed = Ranks(AdaComp(width), 2, framework), [np.zeros(size, np.float32)] * 2
+    for gradients in normals((size,), 2, steps=5):
+        found = [paper(r, g, width) for r, g in zip(owed, gradients, strict=True)]
+        owed = [r for _, r in found]
+        mean = ours.step(gradients)[0]
+        np.testing.assert_allclose(mean, np.mean([s for s, _ in found], 0), atol=1e-6)
+        for r, wanted in zip(ours.residuals(), owed, strict=True):
+            np.testing.assert_allclose(r, wanted, atol=1e-6)
+
+
+def rate(width: int, size: int, drift: float = 0.0) -> tuple[float, float, float]:
+    """On a stream of Gaussian gradients: dense bytes per payload byte, elements a bin, rms r.
+
+    `drift`: the deviation of each element's own mean.
+    """
+    rng, bins_, steps = np.random.default_rng(0), size // width, 200
+    payload, sent = 0, 0
+    error, mean = np.zeros(size, np.float32), drift * rng.standard_normal(size)
+    for number in range(steps):
+        g = (mean + rng.standard_normal(size)).astype(np.float32)
+        before = error + g
+        index, scale = selection.accumulate_outgrown(error, g, width)
+        assert same_bits(error, before)
+        packed = bins.pack(index, error[index] < 0, (size,), width)
+        error[index] -= np.sign(error[index]) * scale[0]
+        if number >= steps - 50:
+            payload, sent = payload + packed.size + 4, sent + index.size
+    return 4 * size * 50 / payload, sent / bins_ / 50, float(np.sqrt(np.mean(error**2)))
+
+
+def test_the_paper_s_rates_on_gaussian_gradients() -> None:
+    """About 40 and 200 times, which are about 5 elements a bin of 50 and of 500."""
+    times, elements, rms = rate(50, 20_000)
+    assert 37 < times < 43 and 4.5 < elements < 5.5 and rms < 2
+    times, elements, rms = rate(500, 50_000)
+    assert 160 < times < 180 and 4 < elements < 7 and rms < 5
+    times, elements, _ = rate(500, 50_000, drift=0.3)
+    assert 200 < times < 230 and 4 < elements < 5
+
+
+def test_bins_of_zeros_send_nothing() -> None:
+    ours = Ranks(AdaComp(50), 1)
+    gradient = next(normals((200,), 1))[0]
+    gradient[50:100] = 0
+    mean = ours.step([gradient])[0]
+    assert not mean[50:100].any() and mean[:50].any() and mean[100:150].any()
+    index, _ = selection.accumulate_outgrown(np.zeros(200, np.float32), gradient, 50)
+    assert not ((index >= 50) & (index < 100)).any()
+    nothing = Ranks(AdaComp(50), 2)
+    assert not nothing.step([np.zeros(200, np.float32)] * 2)[0].any()
+    assert not np.any(nothing.residuals())
+    world = simulate(AdaComp(50), 2)
+    step(world, NUMPY, [{"w": np.zeros((40, 50), np.float32)}] * 2)
+    assert world.exchanges[0].stats()["payload"] == 4 + 8  # a scale, and the flag
+
+
+def choice(r: list[float], g: list[float], width: int) -> tuple[list[int], np.ndarray]:
+    total = np.array(r, np.float32)
+    index, _ = selection.accumulate_outgrown(total, np.array(g, np.float32), width)
+    return index.tolist(), total
+
+
+def test_who_is_sent() -> None:
+    """The note's special cases: at r = 0; a gradient that opposes; one that turns the sign."""
+    rng = np.random.default_rng(1)
+    g = rng.standard_normal(50).astype(np.float32)
+    index, _ = choice([0.0] * 50, g.tolist(), 50)
+    assert index == np.flatnonzero(2 * np.abs(g) >= np.abs(g).max()).tolist()
+    r = rng.standard_normal(50)
+    assert choice(r.tolist(), (-0.3 * r).tolist(), 50)[0] == []
+    index, total = choice([1.0, 0.2], [-0.9, -0.15], 2)
+    assert index == [0] and total[0] > 0  # H = -0.8, but the sign sent is that of G = 0.1
+    assert choice([1.0], [-1.0], 1)[0] == []  # G = 0 has no sign
+    assert choice([1.0, 0.5], [0.5, -0.1], 2)[0] == [0]  # the largest, pushed on
+
+
+def test_scaling_and_turning() -> None:
+    for c in (4.0, -1.0):
+        one, two = Ranks(AdaComp(50), 1), Ranks(AdaComp(50), 1)
+        for (gradient,) in normals((333,), 1, steps=4):
+            np.testing.assert_array_equal(
+                one.step([gradient])[0] * np.float32(c), two.step([gradient * np.float32(c)])[0]
+            )
+
+
+def test_bytes_are_one_an_element_or_two() -> None:
+    for width, item in ((50, 1), (63, 1), (64, 2), (500, 2)):
+        world = simulate(AdaComp(width), 2)
+        gradients = next(normals((40, 50), 2))
+        step(world, NUMPY, [{"w": g} for g in gradients])
+        for exchange, g in zip(world.exchanges, gradients, strict=True):
+            index, _ = selection.accumulate_outgrown(np.zeros(2000, np.float32), g.ravel(), width)
+            empty = -(-2000 // width) - np.unique(index // width).size
+            assert exchange.stats()["payload"] == item * (index.size + empty) + 4 + 8
+
+
+def test_one_rank_of_two_has_zeros() -> None:
+    (gradients,) = normals((300,), 1, steps=1)
+    alone = Ranks(AdaComp(50), 1).step(gradients)[0]
+    both = Ranks(AdaComp(50), 2).step([gradients[0], np.zeros(300, np.float32)])[0]
+    np.testing.assert_allclose(both, alone / 2)
+
+
+def test_everything_arrives_in_time() -> None:
+    ours, lost = Ranks(AdaComp(50), 2), np.zeros(600)
+    for gradients in normals((600,), 2, steps=100):
+        lost += exact_mean(gradients) - ours.step(gradients)[0]
+    np.testing.assert_allclose(lost, ours.mean_residual(600), atol=1e-3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 400), st.integers(1, 130), st.data())
+def test_positions_survive_packing(rows: int, size: int, width: int, data: st.DataObject) -> None:
+    chosen = data.draw(st.sets(st.integers(0, rows * size - 1), max_size=50))
+    index = np.array(sorted(chosen), np.int32)
+    negative = np.array([data.draw(st.booleans()) for _ in chosen], bool)
+    packed = bins.pack(index, negative, (rows, size), width)
+    places, signs = bins.unpack(packed, (rows, size), width)
+    assert same_bits(places, index)
+    np.testing.assert_array_equal(signs < 0, negative)
+    if index.size:
+        with pytest.raises(ValueError, match="bins instead of"):
+            bins.unpack(packed, (rows + 1, size), width)

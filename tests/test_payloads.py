@@ -1,0 +1,157 @@
+"""What a rank has sent and does not decode: the sender is named, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, installed, parameters
+from laws import several, states, step
+
+from accordion_hvd import DGC, AdaComp, Compressor, Info, ScaleCom, Threshold, TopK
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.check import PayloadError
+from accordion_hvd.ops import namespace
+from accordion_hvd.policy.base import as_policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
+
+METHODS = [TopK(0.1), TopK(0.1, "float16"), Threshold(1.0), ScaleCom(0.1), AdaComp(50), DGC(0.1)]
+ODD, BAD_STEP = 1, 2
+Spoil = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Spoiled(Compressor):
+    """Another compressor; one rank's payload is spoiled in one step."""
+
+    inner: Compressor
+    spoil: Spoil
+    rank: int = ODD
+
+    def init(self, spec: Any, info: Info) -> Any:
+        return self.inner.init(spec, info)
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        talk, xp = self.inner.exchange(grad, state, info), namespace(grad)
+        asked = next(talk)
+        odd = ScaleCom if isinstance(self.inner, ScaleCom) else None
+        sender = info.step % info.size if odd else self.rank
+        if not isinstance(info.step, int):  # in a graph
+            spoiled = self.spoil(xp, asked.tensor)
+            asked = replace(asked, tensor=xp.either(info.step == BAD_STEP, spoiled, asked.tensor))
+        elif info.rank == sender and info.step == BAD_STEP:
+            asked = replace(asked, tensor=self.spoil(xp, asked.tensor))
+        while True:
+            try:
+                asked = talk.send((yield asked))
+            except StopIteration as stop:
+                return stop.value
+
+
+def ones(xp: Any, payload: Any) -> Any:
+    """The last bytes, which are positions, all ones: too many, or outside."""
+    kept = xp.shape(payload)[0] - 10
+    tail = np.full(10, 255, np.uint8)
+    return xp.concat([payload[:kept], xp.asarray(tail, xp.device(payload))])
+
+
+def none(xp: Any, payload: Any) -> Any:
+    """All zeros: every position the same, or none."""
+    return xp.zeros(xp.shape(payload), "uint8", xp.device(payload))
+
+
+def longer(xp: Any, payload: Any) -> Any:
+    return xp.concat([payload, payload[:3]])
+
+
+def shorter(xp: Any, payload: Any) -> Any:
+    return payload[:-1]
+
+
+def world_before(compressor: Compressor, framework: Framework) -> tuple[Any, list[Any], Any]:
+    """A world about to take the spoiled step, its states, and the gradients of that step."""
+    world, gradients = simulate(compressor, 3), several(3, BAD_STEP + 1)
+    for now in gradients[:BAD_STEP]:
+        step(world, framework, now)
+    return world, states(world, framework), gradients[BAD_STEP]
+
+
+def check_unchanged(world: Any, framework: Framework, before: list[Any]) -> None:
+    for exchange in world.exchanges:  # as wrappers do after an error
+        exchange.abort()
+    for mine, was in zip(states(world, framework), before, strict=True):
+        assert mine.keys() == was.keys()
+        for key, x in mine.items():
+            np.testing.assert_allclose(x, was[key], atol=1e-6)
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("spoil", [ones, none])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_sender_is_named_and_nothing_changes(
+    method: Compressor, spoil: Spoil, framework: Framework
+) -> None:
+    world, before, gradients = world_before(Spoiled(method, spoil), framework)
+    sender = BAD_STEP % 3 if isinstance(method, ScaleCom) else ODD
+    with pytest.raises(PayloadError, match=f"rank {sender} has sent does not decode: "):
+        step(world, framework, gradients)
+    check_unchanged(world, framework, before)
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("spoil", [longer, shorter])
+@pytest.mark.parametrize("method", [m for m in METHODS if not isinstance(m, ScaleCom)], ids=repr)
+def test_another_size_is_refused(method: Compressor, spoil: Spoil, framework: Framework) -> None:
+    """Where sizes are told the sender is known; where all should be alike, that one is not."""
+    if method == AdaComp(50):
+        method = AdaComp(500)  # whose entries have two bytes
+    world, before, gradients = world_before(Spoiled(method, spoil), framework)
+    uneven = isinstance(method, (Threshold, AdaComp))
+    words = f"rank {ODD} has sent does not decode" if uneven else "where .* were due"
+    with pytest.raises(PayloadError, match=words):
+        step(world, framework, gradients)
+    check_unchanged(world, framework, before)
+
+
+def test_the_unspoiled_goes_through() -> None:
+    """Negative control: the same wrapper, spoiling nothing."""
+    world, _, gradients = world_before(Spoiled(TopK(0.1), lambda xp, payload: payload), NUMPY)
+    assert step(world, NUMPY, gradients)[0] is not None
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@pytest.mark.parametrize("method", [TopK(0.1), DGC(0.1), ScaleCom(0.1)], ids=repr)
+def test_a_graph_refuses_too(method: Compressor) -> None:
+    """The sentence names the rank; variables that hold state are not assigned."""
+    import tensorflow as tf
+
+    pytest.importorskip("horovod.tensorflow")
+    from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+
+    def spoil(xp: Any, payload: Any) -> Any:
+        return (
+            -xp.cast(payload, xp.dtype(payload))
+            if xp.dtype(payload) == "int32"
+            else none(xp, payload)
+        )
+
+    policy = as_policy(Spoiled(method, spoil, rank=0))
+    link = SimulatedCommunicator(Hub(1), 0, TENSORFLOW.xp)
+    exchange = TensorFlowExchange(link, policy, [TensorInfo("w", (24, 50), "float32")])
+    exchange.settle()
+    run = tf.function(exchange.traced, autograph=False)
+    rng = np.random.default_rng(0)
+    for number in range(BAD_STEP + 1):
+        before = {k: x.numpy() for k, x in exchange.slots[0].state.items()}
+        grad = tf.constant(rng.standard_normal((24, 50)), tf.float32)
+        if number < BAD_STEP:
+            assert np.isfinite(run([grad], tf.constant(0.1))[0].numpy()).all()
+            continue
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"does not decode.*\[0\]"):
+            run([grad], tf.constant(0.1))
+    for key, x in exchange.slots[0].state.items():
+        np.testing.assert_array_equal(x.numpy(), before[key])
+    assert exchange.steps == BAD_STEP
