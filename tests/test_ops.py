@@ -165,7 +165,6 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("sum_columns", ([BITS[:5], BITS[5:10]], [X[:2], X[2:4]], X), 0),
     ("sum_columns", ([BITS[:11]], [CUBE[:, :2].copy()], CUBE), 0),
     ("subtract_columns", (CUBE, BITS[:11], CUBE[:, :2].copy()), 0),
-    ("blend", (X, Y, 0.9), 1e-6),
     ("clip", (X, np.float32([0.7])), 0),
     ("argsort", (V,), 0),
     ("argsort", (np.round(V),), 0),

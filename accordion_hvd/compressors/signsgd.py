@@ -64,7 +64,7 @@ class SignSGD(Compressor):
         """Slices of signs to those who count them; what has won to all."""
         xp, signed = namespace(grad), grad
         if self.momentum:
-            signed = xp.blend(state["momentum"], grad, self.momentum)
+            signed = xp.accumulate_scaled(state["momentum"], self.momentum, grad)
             state = {"momentum": signed}
         signs = xp.pack_signs(signed, info.step)
         length = xp.shape(signs)[0]

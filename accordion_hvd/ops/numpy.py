@@ -551,14 +551,6 @@ def subtract_columns(total: Array, packed: Array, means: Array) -> Array:
     return out
 
 
-def blend(a: Array, b: Array, decay: float) -> Array:
-    """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
-    if not _poison:
-        journal.record(lambda: np.divide(np.subtract(a, b, out=a), a.dtype.type(decay), out=a))
-    out = _consume(a)
-    return np.add(np.multiply(out, a.dtype.type(decay), out=out), b, out=out)
-
-
 def clip(x: Array, limit: Array) -> Array:
     """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
     out = _consume(x)

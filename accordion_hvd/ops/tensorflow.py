@@ -550,11 +550,6 @@ def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
     return _on_host(run, [total, packed, means], tf.float32, shape(total))
 
 
-def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
-    """decay * a + b in a's dtype, 0 < decay."""
-    return a * tf.constant(decay, a.dtype) + tf.cast(b, a.dtype)
-
-
 def clip(x: Tensor, limit: Tensor) -> Tensor:
     """`x` within +-limit (one element)."""
     return tf.maximum(tf.minimum(x, limit), -limit)

@@ -660,12 +660,6 @@ def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
     return total
 
 
-def blend(a: Tensor, b: Tensor, decay: float) -> Tensor:
-    """decay * a + b in a's dtype, 0 < decay. Consumes `a`."""
-    journal.record(lambda: a.sub_(b).div_(decay))
-    return a.mul_(decay).add_(b)
-
-
 def clip(x: Tensor, limit: Tensor) -> Tensor:
     """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
     return x.detach().clamp_(-limit, limit)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.base import Compressor
@@ -50,6 +49,7 @@ class AdaQS(Windowed):
     """
 
     signal = "local"
+    KEPT = (*Windowed.KEPT, "_looked", "_energy", "_ratios")
 
     def __init__(
         self,
@@ -105,16 +105,6 @@ class AdaQS(Windowed):
         self._looked, self._energy = 0, {}
         self._roll()
 
-    def state_dict(self) -> dict[str, Any]:
-        """All decisions, where it is in its windows, and what it will compare with."""
-        return super().state_dict() | {key: getattr(self, key) for key in _KEPT}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        super().load_state_dict(state)
-        for key in _KEPT:
-            setattr(self, key, state[key])
-
     def __repr__(self) -> str:
         """As it is written."""
         return (
@@ -159,6 +149,3 @@ class AdaQS(Windowed):
         if mean >= square:  # they are all alike
             return math.inf if square else math.nan
         return math.sqrt(mean / (square - mean))
-
-
-_KEPT = ("_looked", "_energy", "_ratios")

@@ -44,7 +44,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         self.history: list[Row] = []
         self.current: dict[str, int] = {}
         self._bound: Any = None
-        self._dense: Compressor | None = None
+        self._plain: Compressor | None = None
 
     # -------------------------------------------------------------------------- what a policy says
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     def plain(self) -> Compressor:
         """What serves the tensors that it has no say in."""
-        return Compressor().plain() if self._dense is None else self._dense
+        return Compressor().plain() if self._plain is None else self._plain
 
     def level(self, name: str) -> int:
         """The level that serves bucket `name` now."""
@@ -167,7 +167,7 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
         _compare(owner, aspect, values)
         setattr(owner, aspect, getattr(choosy[0], aspect))
     _compare(owner, "what serves exempt tensors", {repr(x): x.plain() for x in levels})
-    owner._dense = levels[0].plain()
+    owner._plain = levels[0].plain()
     owner.by_machine = any(level.by_machine for level in levels)
 
 
