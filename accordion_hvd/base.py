@@ -7,7 +7,7 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -103,6 +103,8 @@ class Info:
         phase: what `Compressor.variant` says now; an integer, in a graph too.
         sizes: elements of each tensor, where the conversation's vector is several side by side;
             () where that is not known.
+        parameter: the weights, shaped as the gradient is; only where a compressor `reads` them.
+        hyper: settings of the tensor's parameter group, by name.
     """
 
     step: Any = 0
@@ -113,6 +115,8 @@ class Info:
     machines: Machines = ()
     phase: int = 0
     sizes: tuple[int, ...] = ()
+    parameter: Tensor = None
+    hyper: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,9 +143,14 @@ class Spec:
             count *= extent
         return count
 
-    def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """An fp32 tensor of zeros on the gradient's device."""
-        return self.xp.zeros(shape, "float32", self.device)
+    @property
+    def wide(self) -> str:
+        """The dtype of an optimizer's moments: fp32, or fp64 where the tensor has that."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
+        """A tensor of zeros on the gradient's device."""
+        return self.xp.zeros(shape, dtype, self.device)
 
     def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:
         """Standard normal fp32 values from `seed`: equal on all ranks and in all frameworks."""
@@ -191,6 +200,8 @@ class Compressor(NotForStockHorovod):
         checks: whether it finds non-finite gradients itself: the tensor of its first request is
             not finite if the gradient is not, and what it did to the state can be undone. That
             saves the pass over memory that else looks for them.
+        reads: whether it is told the weights (`Info.parameter`).
+        private: keys of the state that are of use to this rank alone.
         by_machine: whether it asks who shares a machine. Its state may then be that of a part of
             the tensor, and what other levels owe reaches it with the next gradient.
     """
@@ -200,6 +211,8 @@ class Compressor(NotForStockHorovod):
     scope: ClassVar[str] = "tensor"
     stacks: ClassVar[str] = ""
     checks: ClassVar[bool] = False
+    reads: ClassVar[bool] = False
+    private: ClassVar[tuple[str, ...]] = ("error",)
     by_machine: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -249,6 +262,12 @@ class Compressor(NotForStockHorovod):
         from accordion_hvd.compressors.dense import Dense
 
         return Dense()
+
+    def policy(self) -> Any:
+        """The policy that it means where it is named alone."""
+        from accordion_hvd.policy.fixed import Fixed
+
+        return Fixed(self)
 
     def residual(self, state: State) -> Tensor | None:
         """What this rank still owes, in units of the gradient; None without error feedback."""

@@ -30,12 +30,15 @@ class TensorInfo:
         shape: its shape.
         dtype: its dtype by name.
         kind: tensors of different kinds (devices, say) are never packed together.
+        group: nor are tensors of different parameter groups, where these have settings that
+            matter to a conversation.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: str = ""
+    group: str = ""
 
     @property
     def size(self) -> int:
@@ -55,6 +58,7 @@ class Bucket:
         dtype: of all members.
         compress: whether the policy has a say; else it travels dense.
         packed: whether members are flattened and concatenated.
+        group: that of all members.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Bucket:
     dtype: str
     compress: bool
     packed: bool
+    group: str = ""
 
     @functools.cached_property
     def size(self) -> int:
@@ -121,11 +126,11 @@ def _compressible(tensor: TensorInfo, skip: Sequence[str], min_elements: int) ->
 def _packed(
     tensors: Sequence[TensorInfo], which: Sequence[int], *, compress: bool, limit: float
 ) -> list[Bucket]:
-    """Flat buckets of tensors of one dtype and kind, each up to `limit` bytes."""
-    open_: dict[tuple[str, str], list[int]] = {}
+    """Flat buckets of tensors of one dtype, kind and group, each up to `limit` bytes."""
+    open_: dict[tuple[str, str, str], list[int]] = {}
     done: list[list[int]] = []
     for i in which:
-        key = (tensors[i].dtype, tensors[i].kind)
+        key = (tensors[i].dtype, tensors[i].kind, tensors[i].group)
         if key in open_ and 4 * sum(tensors[j].size for j in (*open_[key], i)) > limit:
             done.append(open_.pop(key))
         open_.setdefault(key, []).append(i)
@@ -140,4 +145,5 @@ def _bucket(
     more = f"+{len(members) - 1}" if len(members) > 1 else ""
     shape = (sum(sizes),) if packed else first.shape
     name = first.name + more
-    return Bucket(name, tuple(members), shape, sizes, first.dtype, compress, packed)
+    members = tuple(members)
+    return Bucket(name, members, shape, sizes, first.dtype, compress, packed, first.group)

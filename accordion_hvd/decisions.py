@@ -111,13 +111,25 @@ class Decisions:
 
     def _norms(self) -> dict[str, float]:
         """Of the sums over the window; read from the device once, together."""
-        xp = self._exchange.xp
-        seen = [(s.bucket.name, s.seen) for s in self._exchange.slots]
-        norms = {name: xp.norm(total) for name, total in seen if total is not None}
+        xp, watched = self._exchange.xp, self._exchange.policy.watches
+        if watched is not None:
+            norms = self._magnitudes(watched)
+        else:
+            seen = [(s.bucket.name, s.seen) for s in self._exchange.slots]
+            norms = {name: xp.norm(total) for name, total in seen if total is not None}
         if not norms:
             return {}
         values = xp.to_numpy(xp.stack(list(norms.values())))
         return {name: float(value) for name, value in zip(norms, values, strict=True)}
+
+    def _magnitudes(self, key: str) -> dict[str, Tensor]:
+        """The sum of what each bucket's state has there, without signs."""
+        xp, found = self._exchange.xp, {}
+        for slot in self._exchange.slots:
+            if slot.bucket.compress and slot.state:
+                sums = xp.bucket_norms(slot.state[key], slot.bucket.size, "l1")
+                found[slot.bucket.name] = xp.reshape(sums, ())
+        return found
 
     # ------------------------------------------------------------------------------- for the gate
     def measure(self, step: Step) -> None:

@@ -69,6 +69,7 @@ class Exchange:
         self._step: Step | None = None
         self._decisions = Decisions(self)
         self._lr: dict[str, float] = {}
+        self.hyper: Mapping[str, Mapping[str, Any]] = {}  # parameter group -> its settings
         self._means: dict[int, Tensor] = {}
         self.extend(tensors)
 
@@ -116,7 +117,7 @@ class Exchange:
         """What buckets must have in common to share a conversation."""
         bucket = slot.bucket
         kind = repr(slot.compressor), self.phase(slot)
-        return *kind, bucket.dtype, str(slot.spec.device), bucket.compress
+        return *kind, bucket.dtype, str(slot.spec.device), bucket.group, bucket.compress
 
     def _sizes(self) -> list[float]:
         """About how many bytes each bucket's first requests have."""
@@ -178,10 +179,13 @@ class Exchange:
         """The step under way."""
         return self._step
 
-    def start(self, index: int, grad: Tensor) -> None:
-        """Give unit `index` its gradients (as `pack` returns them), whose memory may be used."""
+    def start(self, index: int, grad: Tensor, parameter: Tensor = None) -> None:
+        """Give unit `index` its gradients (as `pack` returns them), whose memory may be used.
+
+        And its weights (as `pack_weights` returns them), if it `reads` them.
+        """
         assert self._step is not None
-        opening = functools.partial(self._open_talk, index)
+        opening = functools.partial(self._open_talk, index, parameter)
         self._step.start(index, grad, opening, self._checks(index))
 
     def finish(self) -> bool:
@@ -228,12 +232,24 @@ class Exchange:
 
     def pack(self, index: int, parts: Sequence[Tensor]) -> Tensor:
         """Unit `index`'s tensors (in the order of its `members`) as its conversation sees them."""
+        if self.plan.units[index].stacked != "alike" or not self.keep_buffers:
+            return self._packed(index, parts)
+        memory = self._memory[index]
+        memory.buffer = self._packed(index, parts, memory.buffer)
+        return memory.buffer
+
+    def reads(self, index: int) -> bool:
+        """Whether unit `index`'s conversation is told the weights."""
+        return self.slots[self.plan.units[index].buckets[0]].compressor.reads
+
+    def pack_weights(self, index: int, parts: Sequence[Tensor]) -> Tensor:
+        """Unit `index`'s weights as its conversation sees them."""
+        return self._packed(index, parts)
+
+    def _packed(self, index: int, parts: Sequence[Tensor], buffer: Tensor = None) -> Tensor:
         unit = self.plan.units[index]
         if unit.stacked == "alike":
-            memory = self._memory[index]
-            stacked = self.xp.stack(parts, memory.buffer if self.keep_buffers else None)
-            memory.buffer = stacked if self.keep_buffers else None
-            return stacked
+            return self.xp.stack(parts, buffer)
         if unit.stacked or self.slots[unit.buckets[0]].bucket.packed:
             return self.xp.concat([self.xp.reshape(part, (-1,)) for part in parts])
         return parts[0]
@@ -251,10 +267,13 @@ class Exchange:
             pieces = self.xp.split(mean, [self.tensors[member].size for member in unit.members])
         return [self.xp.reshape(p, shape) for p, shape in zip(pieces, shapes, strict=True)]
 
-    def give(self, grads: Sequence[Tensor]) -> None:
-        """Start every unit with its part of `grads` (in the order of `tensors`)."""
+    def give(self, grads: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
+        """Start every unit with its part of `grads` and `weights` (in the order of `tensors`)."""
         for index, unit in enumerate(self.plan.units):
-            self.start(index, self.pack(index, [grads[m] for m in unit.members]))
+            told = None
+            if weights and self.reads(index):
+                told = self.pack_weights(index, [weights[m] for m in unit.members])
+            self.start(index, self.pack(index, [grads[m] for m in unit.members]), told)
 
     def means(self) -> list[Tensor]:
         """What the step that was closed has brought, tensor by tensor."""
@@ -292,10 +311,11 @@ class Exchange:
         first = memory.slots[0]
         return first.compressor.checks and not memory.owes and not self._observes(first, "local")
 
-    def _open_talk(self, index: int, grad: Tensor) -> Conversation:
+    def _open_talk(self, index: int, parameter: Tensor, grad: Tensor) -> Conversation:
         memory = self._memory[index]
         first = memory.slots[0]
-        info, observe = self.info(first), self._observes(first, self.policy.signal)
+        info = replace(self.info(first), parameter=parameter)
+        observe = self._observes(first, self.policy.signal)
         memory.open(info, observe)
         if observe and self.policy.signal == "local":
             memory.unseen, memory.seen = memory.seen, self.xp.accumulate(memory.seen, grad)
@@ -315,6 +335,7 @@ class Exchange:
             machines=self.communicator.machines,
             phase=self.phase(slot),
             sizes=slot.bucket.sizes,
+            hyper=self.hyper.get(slot.bucket.group, {}),
         )
 
     @property

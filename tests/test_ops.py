@@ -71,6 +71,8 @@ BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 WIRES = ("float16", "bfloat16")
 
+RATES = [(2.0, 3.0), (np.float32([2]), np.float32([3])), (X[:, :1], X[:, 1:2] ** 2)]
+
 RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, tolerance (0: bits)
     ("zeros", ((2, 3), "float32"), 0),
     ("full", ((2, 3), 1.5, "float32"), 0),
@@ -96,6 +98,21 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("subtract", (X, Y), 0),
     ("accumulate_scaled", (X, 0.9, Y), 0),
     ("accumulate_scaled", (X, 0.5, Y.astype(np.float16)), 0),
+    *[("momentum", (X, beta, Y), 1e-6) for beta in (0.0, 0.9)],
+    ("momentum", (X, 0.9, Y.astype(np.float16)), 1e-3),
+    ("mixed", (X, 0.9, Y), 1e-6),
+    ("mixed", (X.astype(np.float16), 0.9, Y), 1e-3),
+    ("mixed", (X.astype(np.float64), 0.9, Y.astype(np.float64)), 1e-15),
+    ("second_moment", (X, 0.99, Y), 1e-6),
+    ("second_moment", (X, 0.99, Y.astype(np.float16)), 1e-3),
+    *[("preconditioned", (X, Y * Y, rates, 1e-3, X.copy()), 1e-5) for rates in RATES],
+    ("preconditioned", (X, Y * Y, (1.0, 2.0), 1e-3, X.astype(np.float16)), 1e-5),
+    ("masked", (X, Y), 0),
+    ("padded", (V, 48), 0),
+    ("padded", (X, 7), 0),
+    ("padded", (X, 8), 0),
+    ("swapped", (X,), 0),
+    ("swapped", (CUBE,), 0),
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
     ("take", (V, INDEX), 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -183,6 +184,69 @@ def subtract(a: Array, b: Array) -> Array:
         journal.record(lambda: np.add(a, b, out=a))
     out = _consume(a)
     return np.subtract(out, b, out=out)
+
+
+def momentum(m: Array, beta: float, x: Array) -> Array:
+    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`."""
+
+    def undo() -> None:
+        np.subtract(m, (1 - beta) * x, out=m)
+        np.divide(m, beta, out=m)
+
+    if not _poison:
+        journal.record(undo if beta else functools.partial(np.copyto, m, m.copy()))
+    out = _consume(m)
+    np.multiply(out, beta, out=out)
+    return np.add(out, (1 - beta) * x.astype(out.dtype), out=out)
+
+
+def mixed(x: Array, beta: float, m: Array) -> Array:
+    """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
+    out = _consume(x)
+    if out.dtype != m.dtype or not out.flags.writeable:
+        return beta * m + (1 - beta) * out.astype(m.dtype)
+    np.multiply(out, 1 - beta, out=out)
+    return np.add(out, beta * m, out=out)
+
+
+def second_moment(v: Array, beta: float, x: Array) -> Array:
+    """beta * v + (1 - beta) * x * x in v's dtype. Consumes `v`, for good: after a `yield` only."""
+    out = _consume(v)
+    np.multiply(out, beta, out=out)
+    wide = x.astype(out.dtype)
+    return np.add(out, (1 - beta) * wide * wide, out=out)
+
+
+def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: Array) -> Array:
+    """rates[0] * m / (sqrt(rates[1] * v) + eps), in m's dtype: Adam's direction.
+
+    Args:
+        m: first moment.
+        v: second moment, in the shape of `m`.
+        rates: numbers, or tensors to be broadcast: inverse bias corrections.
+        eps: added to the root.
+        like: in the shape of `m`; its memory may hold the result. Consumed, for good.
+    """
+    _consume(like)
+    first, second = (np.asarray(rate, m.dtype) for rate in rates)
+    return first * m / (np.sqrt(second * v) + m.dtype.type(eps))
+
+
+def masked(x: Array, v: Array) -> Array:
+    """`x`, zero where `v` is not above 0. Consumes `x`, for good: after the first `yield` only."""
+    out = _consume(x)
+    out[v <= 0] = 0
+    return out
+
+
+def padded(x: Array, width: int) -> Array:
+    """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def swapped(x: Array) -> Array:
+    """`x` with its first two dimensions exchanged."""
+    return np.ascontiguousarray(np.swapaxes(x, 0, 1))
 
 
 def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array]:

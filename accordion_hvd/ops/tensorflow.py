@@ -164,6 +164,42 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
     return a - tf.cast(b, a.dtype)
 
 
+def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
+    """beta * m + (1 - beta) * x in m's dtype."""
+    return beta * m + (1 - beta) * tf.cast(x, m.dtype)
+
+
+def mixed(x: Tensor, beta: float, m: Tensor) -> Tensor:
+    """beta * m + (1 - beta) * x in m's dtype."""
+    return momentum(m, beta, x)
+
+
+def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
+    """beta * v + (1 - beta) * x * x in v's dtype."""
+    return beta * v + (1 - beta) * tf.square(tf.cast(x, v.dtype))
+
+
+def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like: Tensor) -> Tensor:
+    """rates[0] * m / (sqrt(rates[1] * v) + eps); see `accordion_hvd.ops.numpy`."""
+    return rates[0] * m / (tf.sqrt(rates[1] * v) + eps)
+
+
+def masked(x: Tensor, v: Tensor) -> Tensor:
+    """`x`, zero where `v` is not above 0."""
+    return tf.where(v > 0, x, tf.zeros_like(x))
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
+    return tf.pad(x, [(0, 0)] * (len(x.shape) - 1) + [(0, width - x.shape[-1])])
+
+
+def swapped(x: Tensor) -> Tensor:
+    """`x` with its first two dimensions exchanged."""
+    order = [1, 0, *range(2, len(x.shape))]
+    return tf.transpose(x, order)
+
+
 def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """total = error - p^T q + grad, and q total^T; see `accordion_hvd.ops.numpy`."""
     total = accumulate(deflate(error, p, q), grad)

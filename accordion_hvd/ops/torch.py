@@ -160,6 +160,53 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
     return a.sub_(b)
 
 
+def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
+    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`."""
+    if beta:
+        journal.record(lambda: m.sub_(x, alpha=1 - beta).div_(beta))
+    else:
+        saved = m.clone()
+        journal.record(lambda: m.copy_(saved))
+    return m.mul_(beta).add_(x, alpha=1 - beta)
+
+
+def mixed(x: Tensor, beta: float, m: Tensor) -> Tensor:
+    """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
+    if x.dtype != m.dtype:
+        return torch.add(beta * m, x, alpha=1 - beta)
+    return x.mul_(1 - beta).add_(m, alpha=beta)
+
+
+def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
+    """beta * v + (1 - beta) * x * x in v's dtype. Consumes `v`: after a `yield` only."""
+    wide = x.to(v.dtype)
+    return v.mul_(beta).addcmul_(wide, wide, value=1 - beta)
+
+
+def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like: Tensor) -> Tensor:
+    """rates[0] * m / (sqrt(rates[1] * v) + eps); see `accordion_hvd.ops.numpy`."""
+    fits = like.dtype == m.dtype and like.is_contiguous()
+    out = like if fits else torch.empty_like(m)
+    torch.mul(v, rates[1], out=out)
+    torch.div(m, out.sqrt_().add_(eps), out=out)
+    return out.mul_(rates[0])
+
+
+def masked(x: Tensor, v: Tensor) -> Tensor:
+    """`x`, zero where `v` is not above 0. Consumes `x`."""
+    return x.masked_fill_(v <= 0, 0)
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def swapped(x: Tensor) -> Tensor:
+    """`x` with its first two dimensions exchanged."""
+    return x.transpose(0, 1).contiguous()
+
+
 def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """total = error - p^T q + grad, and q total^T; see `accordion_hvd.ops.numpy`."""
     if not _by_blocks(error) or not _by_blocks(grad):

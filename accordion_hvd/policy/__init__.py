@@ -7,6 +7,7 @@ from accordion_hvd.policy.fixed import Fixed
 from accordion_hvd.policy.gate import Gate
 from accordion_hvd.policy.replay import Replay
 from accordion_hvd.policy.schedule import StepSchedule
+from accordion_hvd.policy.warmup import WarmUp
 
 __all__ = [
     "Accordion",
@@ -16,5 +17,6 @@ __all__ = [
     "Policy",
     "Replay",
     "StepSchedule",
+    "WarmUp",
     "as_policy",
 ]

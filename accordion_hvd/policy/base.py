@@ -31,6 +31,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         by_machine: whether one of its levels asks who shares a machine.
         history: the rows of all decisions so far.
         gate: lets it have its way only where that saves time; None: always.
+        watches: the key of states whose sums of magnitudes it decides by, instead of gradients'.
     """
 
     signal: str | None = None
@@ -39,6 +40,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     scope: str = "tensor"
     by_machine: bool = False
     gate: Gate | None = None
+    watches: str | None = None
 
     def __init__(self) -> None:
         self.history: list[Row] = []
@@ -67,7 +69,8 @@ class Policy(NotForStockHorovod, abc.ABC):
         """Rank 0's decisions, one row a bucket; changes nothing.
 
         Args:
-            norms: of the sum of each bucket's gradients over the window that ends.
+            norms: of the sum of each bucket's gradients over the window that ends; or what it
+                `watches`.
             lr: the learning rate that each bucket's next step will use.
         """
         return []
@@ -132,7 +135,6 @@ def as_policy(compression: Any) -> Policy:
         TypeError: it is none of these.
         ValueError: the word names nothing known.
     """
-    from accordion_hvd.policy.fixed import Fixed
     from accordion_hvd.words import parse
 
     if isinstance(compression, str):
@@ -140,7 +142,7 @@ def as_policy(compression: Any) -> Policy:
     if isinstance(compression, type) and issubclass(compression, (Compressor, Policy)):
         compression = compression()
     if isinstance(compression, Compressor):
-        return Fixed(compression)
+        return compression.policy()
     if isinstance(compression, Policy):
         return compression
     raise TypeError(

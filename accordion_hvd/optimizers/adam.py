@@ -1,0 +1,93 @@
+"""Adam (Kingma & Ba, ICLR 2015) and AMSGrad (Reddi, Kale & Kumar, ICLR 2018), uncompressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accordion_hvd.base import Allreduce, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.ops import namespace
+from accordion_hvd.optimizers.base import Rule, check_betas, check_eps, corrections
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """Adam on the average of the ranks' gradients: the dense stage of others, and their yardstick.
+
+    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, u = m' / (sqrt(v') + eps), where m' and v'
+    are m and v divided by 1 - b1^t and 1 - b2^t, unless `bias_correction` is off.
+
+    Sent: an allreduce of the gradient.
+
+    Args:
+        betas: b1 and b2, in [0, 1).
+        eps: at least 0.
+        bias_correction: whether moments that began at zero are scaled up.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when an argument is not what it must be."""
+        check_betas(self, self.betas)
+        check_eps(self, self.eps)
+        object.__setattr__(self, "betas", tuple(self.betas))
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """`m` and `v`, vectors with the gradient's elements; `count`: updates of each, fp64."""
+        moment = (spec.size,)
+        count = spec.zeros((2,), "float64")
+        return {"m": spec.zeros(moment, spec.wide), "v": spec.zeros(moment, spec.wide)} | {
+            "count": count
+        }
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allreduce."""
+        xp = namespace(grad)
+        mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)
+        direction, state = self.update(mean, state, info)
+        return xp.reshape(direction, xp.shape(grad)), state
+
+    def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
+        """The direction and the new state, given the gradient to go by. Consumes all."""
+        xp, betas = namespace(grad), self.setting(info, "betas")
+        m = xp.momentum(state["m"], betas[0], grad)
+        v = xp.second_moment(state["v"], betas[1], grad)
+        count = state["count"] + 1
+        state = {**state, "m": m, "v": v, "count": count}
+        largest = self._largest(state)
+        rates = self.rates(count, betas, xp.dtype(m))
+        eps = self.setting(info, "eps")
+        return xp.preconditioned(m, largest.get("vmax", v), rates, eps, grad), state | largest
+
+    def rates(self, count: Tensor, betas: tuple[float, float], dtype: str) -> list:
+        """Inverse bias corrections of both moments."""
+        return corrections(count, betas, dtype) if self.bias_correction else [1.0, 1.0]
+
+    def _largest(self, state: State) -> State:
+        return {}
+
+
+@dataclass(frozen=True)
+class AMSGrad(Adam):
+    """AMSGrad on the average of the ranks' gradients.
+
+    As `Adam`, with vmax <- max(vmax, v) in the place of v in the direction; vmax is divided by
+    1 - b2^t as v is (PyTorch's form; the paper has no bias correction: `bias_correction=False`).
+
+    Sent: an allreduce of the gradient.
+
+    Args:
+        betas: b1 and b2, in [0, 1).
+        eps: at least 0, added to the root.
+        bias_correction: whether moments that began at zero are scaled up.
+    """
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """As `Adam`, and `vmax`."""
+        return super().init(spec, info) | {"vmax": spec.zeros((spec.size,), spec.wide)}
+
+    def _largest(self, state: State) -> State:
+        xp = namespace(state["v"])
+        return {"vmax": xp.maximum(state["vmax"], state["v"])}

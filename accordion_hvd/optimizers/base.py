@@ -1,0 +1,92 @@
+"""What optimizers are that exchange something else than gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import Compressor, Info, Spec, State
+from accordion_hvd.ops import namespace
+
+
+class Rule(Compressor):
+    """An optimizer's update as a conversation: gradients go in, a direction u comes out.
+
+    The weights then take the step x <- x - lr u, on every rank the same (and decoupled weight
+    decay, x <- x - lr * weight_decay * x, with it). What else is in an optimizer is in here:
+    moments, errors, and what ranks tell each other. State is fp32, or fp64 for fp64 weights.
+
+    A rule may have two stages, a `dense` one and itself; a policy says which serves when, and
+    at a change the moments go along (`inherit`) while errors wait (`park`).
+
+    Attributes:
+        GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
+    """
+
+    output: ClassVar[str] = "update"
+    stacks: ClassVar[str] = "alike"
+    private: ClassVar[tuple[str, ...]] = ()
+
+    GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
+
+    def dense(self) -> Rule:
+        """The stage in which gradients are averaged exactly; by default itself."""
+        return self
+
+    def plain(self) -> Compressor:
+        """Small and exempt tensors are always in the dense stage."""
+        return self.dense()
+
+    def setting(self, info: Info, name: str) -> Any:
+        """A field, or what the tensor's parameter group has in its place."""
+        return info.hyper.get(name, getattr(self, name))
+
+    def residual(self, state: State) -> None:
+        """None: errors are not in units of the gradient, so no other method can take them up."""
+        return None
+
+    def park(self, state: State) -> State:
+        """What is this rank's own waits here; all else goes along."""
+        return {key: value for key, value in state.items() if key in self.private}
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """Take over what is alike on all ranks."""
+        shared = [key for key in state if key in other_state and key not in self.private]
+        return {**state, **{key: other_state[key] for key in shared}}
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """This rank's state where another number of ranks had `states` (NumPy arrays).
+
+        What is alike on all ranks is kept, what a rank had of its own is dropped, unless a method
+        knows better.
+        """
+        kept = {key: value for key, value in states[0].items() if key not in self.private}
+        return self.init(spec, info) | kept
+
+    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+        """This rank's state from that of another rank (NumPy arrays), all that there is."""
+        return self.regroup([state], spec, info)
+
+
+def check_betas(owner: Any, betas: Any) -> None:
+    """Refuse what are not two decay rates in [0, 1)."""
+    fine = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not fine or not all(check.is_number(beta) and 0 <= beta < 1 for beta in betas):
+        check.refuse(owner, "betas", betas, "two numbers in [0, 1)")
+
+
+def check_eps(owner: Any, eps: Any) -> None:
+    """Refuse what is not a number of at least 0."""
+    if not check.is_number(eps) or eps < 0:
+        check.refuse(owner, "eps", eps, "a number of at least 0")
+
+
+def corrections(count: Any, betas: Sequence[float], dtype: str) -> list[Any]:
+    """Adam's inverse bias corrections 1 / (1 - beta^count), as tensors of `dtype`.
+
+    `count` is a tensor whose last dimension holds one number for each beta, in fp64.
+    """
+    xp = namespace(count)
+    pairs = ((count[..., i : i + 1], beta) for i, beta in enumerate(betas))
+    return [xp.cast(1 / (1 - beta**number), dtype) for number, beta in pairs]

@@ -1,0 +1,104 @@
+"""1-bit Adam (Tang et al., ICML 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
+from accordion_hvd.ops import namespace
+from accordion_hvd.optimizers.adam import Adam
+from accordion_hvd.optimizers.signs import SCALES, Chunks, averaged
+
+
+@dataclass(frozen=True)
+class OnebitAdam(Adam):
+    """Adam until the variance is stable; then momentum at one bit, over the variance frozen.
+
+    Stage 1 is `Adam`. Stage 2, at each step, on each rank with its own gradient g:
+    p = b1 m + (1 - b1) g, where m is what all ranks had after the step before;
+    m <- compressed allreduce of p with both errors' feedback (`signs.averaged`);
+    u = m' / (sqrt(v') + eps), where v stays as it was at the end of stage 1.
+
+    The paper's (and DeepSpeed's): stages, compression, scale "l2", the automatic end of stage 1
+    (`policy.WarmUp`). Ours: bias corrections (`bias_correction=False` is the reference, which has
+    none; v' keeps that of the last step of stage 1); elements whose variance is zero at the switch
+    do not move (the reference takes a mask for them, without which they run away, as a sign is
+    never zero); on one rank nothing is compressed, as in the reference.
+
+    Under `Accordion` critical regimes are in stage 1, where v goes on from where it was frozen,
+    and others in stage 2, over the variance of the last critical regime; errors wait meanwhile.
+
+    Sent in stage 2, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
+    allgather of d / (8 n), and two scales.
+
+    Args:
+        warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
+        betas: b1 and b2, in [0, 1).
+        eps: at least 0.
+        bias_correction: whether moments that began at zero are scaled up.
+        scale: "l2" keeps the norm of what is sent; "l1" is the least squares one, and better where
+            few elements are large.
+    """
+
+    private: ClassVar[tuple[str, ...]] = ("error", "server")
+
+    warmup_steps: int | str = "auto"
+    scale: str = "l2"
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when an argument is not what it must be."""
+        super().__post_init__()
+        if self.warmup_steps != "auto":
+            check.integer(self, "warmup_steps", self.warmup_steps, least=0)
+        check.one_of(self, "scale", self.scale, SCALES)
+
+    def dense(self) -> Adam:
+        """Stage 1."""
+        return Adam(self.betas, self.eps, self.bias_correction)
+
+    def policy(self) -> Any:
+        """Stage 1 for `warmup_steps`, then stage 2."""
+        from accordion_hvd.policy.warmup import WarmUp
+
+        return WarmUp(self.dense(), self, self.warmup_steps)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """As `Adam`; `error`: what this rank's momentum lacked; `server`: what its chunk owes."""
+        length = Chunks(spec.size, info.size).length
+        own = {"error": spec.zeros((spec.size,), spec.wide)}
+        return super().init(spec, info) | own | {"server": spec.zeros((length,), spec.wide)}
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """Stage 2: two rounds, signs to those who average them, and signs of averages to all."""
+        xp, betas = namespace(grad), self.setting(info, "betas")
+        room = xp.reshape(grad, xp.shape(state["m"]))
+        if info.size == 1:
+            m, own = xp.momentum(state["m"], betas[0], room), {}
+        else:
+            room = xp.mixed(room, betas[0], state["m"])
+            total = xp.accumulate(state["error"], room)
+            m, error, server = yield from averaged(total, state["server"], info, self.scale)
+            own = {"error": error, "server": server}
+        count = _advanced(state["count"])
+        eps, rates = self.setting(info, "eps"), self.rates(count, betas, xp.dtype(m))
+        direction = xp.preconditioned(m, state["v"], rates, eps, room)
+        direction = xp.masked(direction, state["v"])
+        return xp.reshape(direction, xp.shape(grad)), {**state, "m": m, "count": count} | own
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """All that ranks owed, worker errors' mean and server errors, as every rank's error."""
+        if len(states) == 1:
+            return super().regroup(states, spec, info)
+        owed = sum(state["error"] for state in states) / len(states)
+        server = namespace(owed).concat([state["server"] for state in states])
+        return super().regroup(states, spec, info) | {"error": owed + server[: spec.size]}
+
+
+def _advanced(count: Tensor) -> Tensor:
+    """One more update of m, none of v."""
+    xp = namespace(count)
+    one = xp.cast(1 - xp.arange(2, xp.device(count)), "float64")
+    return count + one

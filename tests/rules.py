@@ -1,0 +1,161 @@
+"""The table of optimizers: one row each, with an independent implementation of what it computes.
+
+A new optimizer is one row here; `test_optimizers.py` does the rest. The oracles know one tensor,
+as a vector in fp64, and all ranks at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd.optimizers import Adam, AMSGrad, OnebitAdam, Rule
+
+Array = np.ndarray
+Rounds = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is claimed of a rule, in the stage that it is itself.
+
+    Attributes:
+        rule: the configuration.
+        oracle: given the number of ranks and of elements, something with
+            `step(gradients (ranks, elements), lr) -> direction (elements,)`.
+        rounds: of elements, ranks and an item's size in bytes: what a rank hands over in a step,
+            as (collective, bytes).
+        discrete: rounding may turn a sign, so that fp32 trajectories part after some steps.
+        moments: keys of the state that go along when the stage changes.
+    """
+
+    rule: Rule
+    oracle: Callable[[int, int], Any]
+    rounds: Callable[[int, int, int], Rounds]
+    discrete: bool = False
+    moments: tuple[str, ...] = ("m", "v", "count")
+
+    @property
+    def name(self) -> str:
+        return repr(self.rule)
+
+
+@dataclass
+class AdamOracle:
+    """Adam and AMSGrad, of the ranks' mean."""
+
+    ranks: int
+    size: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    correct: bool = True
+    amsgrad: bool = False
+    steps: int = 0
+    m: Any = 0.0
+    v: Any = 0.0
+    vmax: Any = 0.0
+    frozen: int = field(default=0)  # steps after which v stays
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        self.steps += 1
+        mean = gradients.mean(0)
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * mean
+        self.v = self.betas[1] * self.v + (1 - self.betas[1]) * mean**2
+        self.frozen = self.steps
+        self.vmax = np.maximum(self.vmax, self.v)
+        return self.direction(self.vmax if self.amsgrad else self.v)
+
+    def direction(self, v: Array) -> Array:
+        first = 1 - self.betas[0] ** self.steps if self.correct else 1.0
+        second = 1 - self.betas[1] ** self.frozen if self.correct else 1.0
+        return (self.m / first) / (np.sqrt(v / second) + self.eps)
+
+
+@dataclass
+class OnebitOracle(AdamOracle):
+    """Adam for three steps, then 1-bit Adam, with the server's chunks one after the other."""
+
+    scale: str = "l2"
+    dense: int = 3
+
+    def __post_init__(self) -> None:
+        self.length = 8 * math.ceil(self.size / (8 * self.ranks))
+        self.workers = np.zeros((self.ranks, self.size))
+        self.servers = np.zeros(self.size)
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        if self.steps < self.dense:
+            return super().step(gradients, lr)
+        self.steps += 1
+        fresh = self.betas[0] * self.m + (1 - self.betas[0]) * gradients
+        self.m = self.average(fresh) if self.ranks > 1 else fresh[0]
+        return np.where(self.v > 0, self.direction(self.v), 0.0)
+
+    def average(self, fresh: Array) -> Array:
+        total = fresh + self.workers
+        sent = np.array([signed(x, self.scale) for x in total])
+        self.workers = total - sent
+        mine = sent.mean(0) + self.servers
+        pieces = [mine[i : i + self.length] for i in range(0, self.size, self.length)]
+        out = np.concatenate([signed(x, self.scale) for x in pieces])
+        self.servers = mine - out
+        return out
+
+
+def signed(x: Array, scale: str) -> Array:
+    """The vector's signs times its scale."""
+    size = np.linalg.norm(x) / math.sqrt(x.size) if scale == "l2" else np.abs(x).mean()
+    return size * np.where(x >= 0, 1.0, -1.0)
+
+
+def signs_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
+    """An alltoall and an allgather of packed signs, and a scale with each."""
+    if ranks == 1:
+        return []
+    chunk = math.ceil(size / (8 * ranks))
+    return [
+        ("alltoall", ranks * chunk),
+        ("allgather", itemsize),
+        ("allgather", chunk),
+        ("allgather", itemsize),
+    ]
+
+
+def dense_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
+    return [("allreduce", itemsize * size)]
+
+
+def onebit(**options: Any) -> Row:
+    def oracle(ranks: int, size: int) -> Any:
+        made = OnebitOracle(ranks, size, correct=options.get("bias_correction", True))
+        made.scale = options.get("scale", "l2")
+        return made
+
+    return Row(OnebitAdam(warmup_steps=3, **options), oracle, signs_rounds, discrete=True)
+
+
+ROWS = [
+    Row(Adam(), AdamOracle, dense_rounds),
+    Row(
+        AMSGrad((0.8, 0.99), 1e-6, bias_correction=False),
+        lambda *n: AdamOracle(*n, (0.8, 0.99), 1e-6, correct=False, amsgrad=True),
+        dense_rounds,
+        moments=("m", "v", "count", "vmax"),
+    ),
+    Row(AMSGrad(), lambda *n: AdamOracle(*n, amsgrad=True), dense_rounds),
+    onebit(),
+    onebit(bias_correction=False, scale="l1"),
+]
+"""Every law of `test_optimizers.py` is checked for every row."""
+
+REFUSED = [
+    *[(Adam, "betas", bad) for bad in ((0.9,), (1, 0.9), (0.9, -0.1), 0.9, None, ("a", 0.9))],
+    *[(AMSGrad, "eps", bad) for bad in (-1e-8, math.nan, "a", None, True)],
+    *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
+    *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
+]
+"""Hyper-parameters that must be refused: class, argument, value."""

@@ -1,0 +1,221 @@
+"""The laws of optimizers, for each row of `rules.py`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import laws
+import numpy as np
+import pytest
+import rules
+from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, combined, parameters
+from rules import REFUSED, ROWS, Row
+
+from accordion_hvd import StepSchedule, optimizers
+from accordion_hvd.base import Info
+from accordion_hvd.simulate import World, simulate
+
+SHAPE = (27, 43)  # large enough to be compressed; no multiple of 8
+STEPS = 10
+
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+everywhere = pytest.mark.parametrize(
+    "framework, ranks",
+    combined({NUMPY: (1, 3, 4), POISONED: (2,), TORCH: (1, 3), TENSORFLOW: (2,)}),
+)
+
+
+def gradients_of(ranks: int, steps: int, shape: Any = SHAPE, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(steps, ranks, *shape))
+
+
+def rates(steps: int) -> list[float]:
+    """Learning rates that fall once."""
+    return [0.1 if step < steps // 2 else 0.01 for step in range(steps)]
+
+
+def directions(
+    world: World, framework: Framework, gradients: np.ndarray, dtype: str, lr: float
+) -> list[np.ndarray]:
+    """Of each rank, for the tensor "w"."""
+    given = [{"w": g.astype(dtype)} for g in gradients]
+    found = laws.step(world, framework, given, lr)
+    return [mine["w"].astype(np.float64) for mine in found if mine is not None]
+
+
+@by_row
+@everywhere
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_follows_its_oracle(row: Row, framework: Framework, ranks: int, dtype: str) -> None:
+    world, oracle = simulate(row.rule, ranks), row.oracle(ranks, int(np.prod(SHAPE)))
+    steps = STEPS if dtype == "float64" or not row.discrete else 5
+    now = zip(gradients_of(ranks, steps), rates(steps), strict=True)
+    for gradients, lr in now:
+        given = gradients.astype(dtype).astype(np.float64)
+        wanted = oracle.step(given.reshape(ranks, -1), lr).reshape(SHAPE)
+        found = directions(world, framework, gradients, dtype, lr)
+        assert len(found) == ranks
+        for mine in found:
+            assert np.array_equal(mine, found[0]), "ranks take different steps"
+        wrong = np.abs(found[0] - wanted) / max(1.0, np.abs(wanted).max())
+        if dtype == "float64":
+            assert wrong.max() < 1e-10
+        else:
+            assert np.mean(wrong > 1e-4) <= (0.01 if row.discrete else 0.0)
+
+
+@by_row
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bytes(row: Row, ranks: int) -> None:
+    world, dense = simulate(row.rule, ranks), 3
+    for gradients in gradients_of(ranks, dense + 4):
+        directions(world, NUMPY, gradients, "float32", 0.1)
+    stats = world.exchanges[0].stats()
+    size, flags = int(np.prod(SHAPE)), 8
+    kinds = [(row.rule.dense(), dense), (row.rule, 4)]
+    payload = 0
+    for rule, steps in kinds:
+        rounds = row.rounds if rule is row.rule else rules.dense_rounds
+        if row.rule.policy().start("w") == 1 or rule == row.rule.dense() == row.rule:
+            rounds = row.rounds
+        payload += steps * (flags + sum(moved for _, moved in rounds(size, ranks, 4)))
+    assert stats["payload"] == payload
+
+
+@by_row
+@pytest.mark.parametrize("framework", parameters())
+def test_bad_steps_are_taken_back(row: Row, framework: Framework) -> None:
+    """A gradient that is not finite on one rank: no rank steps, and nothing is lost."""
+    world, twin = simulate(row.rule, 2), simulate(row.rule, 2)
+    good = gradients_of(2, 12)
+    for gradients in good[:6]:
+        directions(world, framework, gradients, "float64", 0.1)
+        directions(twin, framework, gradients, "float64", 0.1)
+    bad = good[6].copy()
+    bad[1, 3, 3] = np.nan
+    assert directions(world, framework, bad, "float64", 0.1) == []
+    for exchange in twin.exchanges:
+        exchange.steps += 1
+        exchange.skipped += 1
+    for gradients in good[7:]:
+        ours = directions(world, framework, gradients, "float64", 0.1)
+        theirs = directions(twin, framework, gradients, "float64", 0.1)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert np.mean(np.abs(mine - wanted) > 1e-7) < 0.001
+
+
+@by_row
+def test_state(row: Row) -> None:
+    """What `init` names stays: keys, shapes, dtypes; moments are as wide as the weights."""
+    for dtype, wide in (("float64", "float64"), ("float32", "float32"), ("float16", "float32")):
+        spec = NUMPY.xp.spec(np.zeros(SHAPE, dtype))
+        forms = {
+            key: (x.shape, "float64" if key == "count" else wide)
+            for key, x in row.rule.init(spec, Info(rank=1, size=2)).items()
+        }
+        world = simulate(row.rule, 2)
+        for gradients in gradients_of(2, 5):
+            directions(world, NUMPY, gradients, dtype, 0.1)
+        state = world.exchanges[1].slots[0].state
+        assert state is not None
+        assert {key: (x.shape, str(x.dtype)) for key, x in state.items()} == forms
+        assert set(row.rule.private) <= set(forms)
+
+
+@by_row
+@pytest.mark.parametrize("framework", parameters())
+def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None:
+    """Tensors of one shape travel together, and each as if it were alone."""
+    shape, ranks = (32, 33), 2
+    together, alone = simulate(row.rule, ranks), [simulate(row.rule, ranks) for _ in range(3)]
+    for gradients in gradients_of(ranks, 6, (3, *shape)):
+        given = [{f"w{i}": mine[i].copy() for i in range(3)} for mine in gradients]
+        both = laws.step(together, framework, given)[0]
+        assert both is not None
+        for i, world in enumerate(alone):
+            one = laws.step(world, framework, [{"w": mine[i].copy()} for mine in gradients])[0]
+            assert one is not None
+            if not stochastic(row):
+                np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
+    assert len(together.exchanges[0].plan.units) == (1 if row.rule.stacks else 3)
+
+
+def stochastic(row: Row) -> bool:
+    """Whether what a tensor draws depends on its name."""
+    return getattr(row, "random", False)
+
+
+@by_row
+def test_moments_go_along_when_stages_change(row: Row) -> None:
+    """Moments continue, what is a rank's own waits."""
+    if row.rule.dense() == row.rule:
+        return
+    world = simulate(StepSchedule({0: row.rule.dense(), 99: row.rule}, window=1), 2)
+    for gradients in gradients_of(2, 2):
+        directions(world, NUMPY, gradients, "float64", 0.1)
+    for exchange in world.exchanges:
+        slot = exchange.slots[0]
+        assert slot.level == 0 and slot.state is not None
+        memory = {key: slot.state[key].copy() for key in row.moments}
+        exchange.switch(slot, 1)
+        for key in row.moments:
+            assert np.array_equal(slot.state[key], memory[key]), key
+    now = gradients_of(2, 1, seed=5)[0]
+    world.step([{"w": g} for g in now])
+    for exchange in world.exchanges:
+        slot = exchange.slots[0]
+        own = {key: slot.state[key].copy() for key in row.rule.private}
+        exchange.switch(slot, 0)
+        assert slot.owed is None
+        exchange.switch(slot, 1)
+        for key, value in own.items():
+            assert np.array_equal(slot.state[key], value), key
+
+
+@by_row
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 4), (1, 2), (4, 1)])
+def test_another_number_of_ranks_goes_on(row: Row, sizes: tuple[int, int]) -> None:
+    """What is alike on all ranks is kept to the bit; all states have the new number's shapes."""
+    old, new = sizes
+    world = simulate(row.rule, old)
+    for gradients in gradients_of(old, 5):
+        directions(world, NUMPY, gradients, "float64", 0.1)
+    states = [dict(exchange.slots[0].state) for exchange in world.exchanges]
+    spec = NUMPY.xp.spec(np.zeros(SHAPE))
+    for rank in range(new):
+        info = Info(rank=rank, size=new)
+        made = row.rule.regroup(states, spec, info)
+        forms = {key: x.shape for key, x in row.rule.init(spec, info).items()}
+        assert {key: x.shape for key, x in made.items()} == forms
+        for key in set(states[0]) - set(row.rule.private):
+            assert np.array_equal(made[key], states[0][key])
+        other = row.rule.foreign(states[0], spec, info)
+        assert {key: x.shape for key, x in other.items()} == forms
+
+
+def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
+    """The mean over ranks of worker errors, and server errors, are in the new ranks' errors."""
+    rule = optimizers.OnebitAdam(warmup_steps=1)
+    world = simulate(rule, 4)
+    for gradients in gradients_of(4, 6):
+        directions(world, NUMPY, gradients, "float64", 0.1)
+    states = [exchange.slots[0].state for exchange in world.exchanges]
+    size = int(np.prod(SHAPE))
+    owed = np.mean([s["error"] for s in states], 0)
+    owed += np.concatenate([s["server"] for s in states])[:size]
+    made = [rule.regroup(states, NUMPY.xp.spec(np.zeros(SHAPE)), Info(0, r, 3)) for r in range(3)]
+    np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), owed, atol=1e-15)
+    assert not any(s["server"].any() for s in made)
+
+
+def test_every_optimizer_has_a_row() -> None:
+    shelf = {getattr(optimizers, name) for name in optimizers.__all__} - {optimizers.Rule}
+    assert shelf == {type(row.rule) for row in ROWS}
+
+
+@pytest.mark.parametrize("kind, name, value", REFUSED)
+def test_refused(kind: Any, name: str, value: Any) -> None:
+    said = re.escape(f"{kind.__name__}: {name} is {value!r}")
+    with pytest.raises(ValueError, match=said):
+        kind(**{name: value})
