@@ -71,7 +71,7 @@ BAD, GOOD = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 WIRES = ("float16", "bfloat16")
 
-RATES = [(2.0, 3.0), (np.float32([2]), np.float32([3])), (X[:, :1], X[:, 1:2] ** 2)]
+RATES = [(2.0, 3.0), [np.float32([2]), np.float32([3])], [X[:, :1], X[:, 1:2] ** 2]]
 
 RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, tolerance (0: bits)
     ("zeros", ((2, 3), "float32"), 0),
