@@ -1,7 +1,8 @@
 """Saves and restores what optimizer checkpoints leave out: errors, levels, policy.
 
 One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
-the residuals over ranks is kept: each new rank gets an equal part of it. Residuals of parts of
+the residuals over ranks is kept: each new rank gets an equal part of it; what becomes of the
+errors of an optimizer of ours, that one says (`Rule.regroup`). Residuals of parts of
 tensors (`TwoLevel`) are then, or on other machines, owed as those of whole tensors.
 """
 
@@ -21,7 +22,8 @@ import accordion_hvd
 from accordion_hvd.base import Allreduce, Conversation, Info, Spec
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.ops import namespace
+from accordion_hvd.ops import backend, namespace
+from accordion_hvd.optimizers.base import Rule
 from accordion_hvd.slots import Slot
 
 FORMAT = 1
@@ -116,6 +118,41 @@ def export(exchange: Exchange, prefix: str = "") -> dict[str, np.ndarray]:
         for key, value in slot.tensors().items():
             arrays[f"{prefix}{i}/{key}"] = exchange.xp.to_numpy(value)
     return arrays
+
+
+def snapshot(exchange: Exchange) -> dict[str, Any]:
+    """All that this rank knows, in one dict of tensors, numbers, strings, lists and dicts."""
+    tensors = {
+        f"{i}/{key}": exchange.xp.copy(value)
+        for i, slot in enumerate(exchange.slots)
+        for key, value in slot.tensors().items()
+    }
+    link = exchange.communicator
+    return {"rank": link.rank, "ranks": link.size, "about": describe(exchange), "tensors": tensors}
+
+
+def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
+    """The inverse of `snapshot`; whether it was this rank's of as many ranks.
+
+    If not, what belonged to that rank alone is left out (`Rule.foreign`).
+
+    Raises:
+        ValueError: it does not fit, and why.
+    """
+    _compare(exchange, saved["about"])
+    arrays = {key: exchange.xp.to_numpy(value) for key, value in saved["tensors"].items()}
+    link = exchange.communicator
+    own = (saved["rank"], saved["ranks"]) == (link.rank, link.size)
+    if not own:
+        arrays = _regrouped(exchange, arrays, [arrays], saved["about"])
+    restore(exchange, arrays, saved["about"])
+    return own
+
+
+def estrange(exchange: Exchange) -> None:
+    """Forget what belongs to this rank alone, as ranks do that have adopted another's state."""
+    saved = snapshot(exchange)
+    adopt(exchange, {**saved, "rank": -1})
 
 
 def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, Any]) -> None:
@@ -226,7 +263,34 @@ def _arrays(exchange: Exchange, row: Any, load: Loader, ranks: int) -> dict[str,
             if _owes(key):
                 arrays[key] = arrays[key] + value
     arrays = {key: value / size if _owes(key) else value for key, value in arrays.items()}
-    return {k: v for k, v in arrays.items() if rank == 0 or not k.endswith("/seen")}
+    kept = {k: v for k, v in arrays.items() if rank == 0 or not k.endswith("/seen")}
+    return _regrouped(exchange, kept, [load(other) for other in range(ranks)], row)
+
+
+def _regrouped(
+    exchange: Exchange, arrays: dict[str, np.ndarray], all_: list[dict[str, np.ndarray]], row: Any
+) -> dict[str, np.ndarray]:
+    """`arrays` with optimizers' states as they make them of what other ranks had (`all_`)."""
+    found = dict(arrays)
+    for i, slot in enumerate(exchange.slots):
+        level, prefix = slot.levels[row["buckets"][i]["level"]], f"{i}/state/"
+        states = [_part(prefix, theirs) for theirs in all_]
+        if not isinstance(level, Rule) or not states[0]:
+            continue
+        own = (prefix, f"{i}/parked/")  # errors that wait are dropped
+        found = {key: value for key, value in found.items() if not key.startswith(own)}
+        spec = Spec(slot.bucket.shape, slot.bucket.dtype, backend("numpy"))
+        info = exchange.info(slot)
+        if len(states) == 1:
+            state = level.foreign(states[0], spec, info)
+        else:
+            state = level.regroup(states, spec, info)
+        found |= {prefix + key: value for key, value in state.items()}
+    return found
+
+
+def _part(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
 
 
 def _owes(key: str) -> bool:

@@ -7,5 +7,9 @@ of the same names, which are what a training script uses.
 from accordion_hvd.optimizers.adam import Adam, AMSGrad
 from accordion_hvd.optimizers.base import Rule
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
+from accordion_hvd.optimizers.stages import staged
 
-__all__ = ["AMSGrad", "Adam", "OnebitAdam", "Rule"]
+__all__ = ["AMSGrad", "Adam", "OnebitAdam", "Rule", "staged"]
+
+NATIVE = [name for name in __all__ if name not in ("Rule", "staged")]
+"""Those that each framework has an optimizer of the same name for."""

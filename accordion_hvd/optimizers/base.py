@@ -34,6 +34,10 @@ class Rule(Compressor):
         """The stage in which gradients are averaged exactly; by default itself."""
         return self
 
+    def decays(self, decoupled: bool) -> bool:
+        """Whether it sees to such weight decay itself, which then nobody else must."""
+        return False
+
     def plain(self) -> Compressor:
         """Small and exempt tensors are always in the dense stage."""
         return self.dense()

@@ -29,7 +29,9 @@ class Accordion(Windowed):
     of the authors' code). Rank 0 decides for all.
 
     Args:
-        low: the level of low compression (the paper's l_low), for critical regimes.
+        low: the level of low compression (the paper's l_low), for critical regimes. Both levels
+            are left out where it moves an optimizer (`hvd.OnebitAdam(policy=Accordion())`)
+            between that optimizer's own stages.
         high: the level of high compression (l_high), for all others.
         threshold: the paper's eta, at least 0; a relative change.
         window: optimizer steps in a window. In Keras the callbacks fill it in; in PyTorch give it
@@ -64,15 +66,11 @@ class Accordion(Windowed):
         gate: str | Gate | None = None,
     ) -> None:
         super().__init__(window)
-        for name, level in (("low", low), ("high", high)):
-            if level is None:
-                raise ValueError(
-                    f"Accordion: {name} is missing; give both levels, for example "
-                    "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
-                )
-        self.low, self.high = _instance(low), _instance(high)
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
-        agree(self, [self.low, self.high, *self.overrides.values()])
+        self.low: Any = None
+        self.high: Any = None
+        if low is not None or high is not None:
+            self.between(_instance(low), _instance(high))
         self.gate = as_gate(self, gate)
         check.at_least(self, "threshold", threshold, least=0)
         check.integer(self, "interval", interval, least=1)
@@ -82,6 +80,26 @@ class Accordion(Windowed):
         self.threshold, self.interval = threshold, interval
         self.signal, self.lr_drop = signal, lr_drop
         self._norms: dict[str, float] = {}  # at the last check
+
+    def between(self, low: Any, high: Any) -> None:
+        """Move between these levels.
+
+        Raises:
+            ValueError: one is missing, or they do not agree.
+        """
+        for name, level in (("low", low), ("high", high)):
+            if level is None:
+                raise ValueError(
+                    f"Accordion: {name} is missing; give both levels, for example "
+                    "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
+                )
+        agree(self, [low, high, *self.overrides.values()])
+        self.low, self.high = low, high
+        self.gate = as_gate(self, self.gate)  # which not every output allows
+
+    def complete(self) -> None:
+        """Raises: ValueError without levels, which only an optimizer's own stages can replace."""
+        self.between(self.low, self.high)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """(low, high), or the one override."""

@@ -94,6 +94,9 @@ class Policy(NotForStockHorovod, abc.ABC):
         for name in names:
             self.current.setdefault(name, self.start(name))
 
+    def complete(self) -> None:
+        """Raises: ValueError if it lacks what it needs to serve a `DistributedOptimizer`."""
+
     def plain(self) -> Compressor:
         """What serves the tensors that it has no say in."""
         return Compressor().plain() if self._plain is None else self._plain
@@ -144,6 +147,7 @@ def as_policy(compression: Any) -> Policy:
     if isinstance(compression, Compressor):
         return compression.policy()
     if isinstance(compression, Policy):
+        compression.complete()
         return compression
     raise TypeError(
         f"compression is {compression!r}, but must be a Compressor such as TopK(0.01), a policy "

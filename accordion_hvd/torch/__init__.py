@@ -24,6 +24,7 @@ from horovod.torch import *  # noqa: F403
 from accordion_hvd.checkpoint import load_state, save_state
 from accordion_hvd.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from accordion_hvd.torch.optimizer import DistributedOptimizer
+from accordion_hvd.torch.optimizers import NATIVE
 
 elastic = importlib.import_module(f"{__name__}.elastic")  # the star has bound Horovod's
 _OURS = {
@@ -33,7 +34,9 @@ _OURS = {
     "elastic": elastic,
     "load_state": load_state,
     "save_state": save_state,
+    **NATIVE,
 }
+globals().update(NATIVE)
 __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from accordion_hvd import checkpoint, simulate
 from accordion_hvd import guard as guards
 from accordion_hvd.base import Allgather, Allreduce, Conversation
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.machines import meet
 from accordion_hvd.ops import torch as xp
@@ -57,7 +59,17 @@ class Reducer:
         sparse_as_dense: whether sparse gradients are exchanged like dense ones.
         skip: patterns of names that travel dense.
         scaler: the GradScaler in use, so that errors are kept unscaled.
+        settings: names of the groups' settings that conversations are told (`Info.hyper`); then
+            tensors of different groups never share one. None: conversations are told none.
+        alone: whether this process is outside the process set, and exchanges with itself.
+
+    Attributes:
+        finite: whether the last exchange counted.
+        listening: whether exchanges start while backward runs; else all do in `finish`.
     """
+
+    listening = True
+    finite = True
 
     def __init__(
         self,
@@ -71,10 +83,17 @@ class Reducer:
         sparse_as_dense: bool = False,
         skip: Sequence[str] = (),
         scaler: Any = None,
+        settings: Sequence[str] | None = None,
+        alone: bool = False,
     ) -> None:
+        self.settings, self.listening = settings, settings is None
         self.policy, self.skip, self.scaler, self.groups = policy, tuple(skip), scaler, groups
         self.passes, self.total, self.sparse_as_dense = passes, total, sparse_as_dense
-        self.communicator = HorovodCommunicator(process_set)
+        self.communicator: Communicator = (
+            simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
+            if alone
+            else HorovodCommunicator(process_set)
+        )
         number = process_set.process_set_id
         self.name = f"accordion.{number}.{_numbers[number]}"
         _numbers[number] += 1
@@ -102,7 +121,8 @@ class Reducer:
         fresh = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
         for parameter, name in reversed(fresh):
             known[parameter] = Watched(parameter, name, self.passes)
-            _listen(parameter, weakref.ref(self))
+            if self.listening:
+                _listen(parameter, weakref.ref(self))
         if self._exchange is not None and fresh:
             parameters = [parameter for parameter, _ in reversed(fresh)]
             self._exchange.extend([self._info(p) for p in parameters])
@@ -138,7 +158,12 @@ class Reducer:
 
     def _info(self, parameter: torch.Tensor) -> TensorInfo:
         shape, dtype = tuple(parameter.shape), xp.dtype(parameter)
-        return TensorInfo(self._names[parameter], shape, dtype, str(parameter.device))
+        group = "" if self.settings is None else str(self._groups()[parameter])
+        return TensorInfo(self._names[parameter], shape, dtype, str(parameter.device), group)
+
+    def _groups(self) -> dict[torch.Tensor, int]:
+        """Each parameter's group, by number."""
+        return {p: i for i, group in enumerate(self.groups()) for p in group["params"]}
 
     # ---------------------------------------------------------------------------------- one step
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -167,8 +192,8 @@ class Reducer:
                 self._agree()
             self._begin()
             self._start_missing()
-            finite = self.exchange.finish()
-            self._write(finite)
+            self.finite = self.exchange.finish()
+            self._write(self.finite)
             self._exchange_sparse()
             self.finished = True
         finally:
@@ -178,6 +203,38 @@ class Reducer:
     def in_flight(self) -> bool:
         """Whether some gradient has left already."""
         return self._exchange is not None and self._exchange.running is not None
+
+    def adopt(self, saved: dict[str, Any] | None) -> None:
+        """Go on from a `checkpoint.snapshot`, before the next exchange (None: from the beginning).
+
+        Ranks see then whether each had its own: else all forget what was of use to one alone.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self.reset()
+        if saved is None:
+            self._exchange, self._dense = None, []
+            self.policy._bound = None
+        else:
+            self._own = checkpoint.adopt(self.exchange, saved)
+        self._agreed = False
+
+    _own = True  # what was adopted was this rank's
+
+    def _agree_on_state(self, device: Any) -> None:
+        """If a rank has adopted what was another's, all forget what was theirs alone."""
+        flag = torch.tensor([not self._own], dtype=torch.int32, device=device)
+        if not self.communicator.run("accordion.adopted", _any(flag))[0]:
+            return
+        if self._own:
+            checkpoint.estrange(self.exchange)
+        if self.communicator.rank == 0:
+            print(
+                f"{self.policy!r}: on some rank the state of another was loaded; what ranks had of "
+                "their own (errors, replicas) begins anew.", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        self._own = True
 
     def reset(self) -> None:
         """Forget what is under way."""
@@ -191,11 +248,17 @@ class Reducer:
     def _begin(self) -> None:
         if self.exchange.running is None:
             self._look_for_new()
+            if self.settings is not None:
+                self.exchange.hyper = {
+                    str(i): {name: group[name] for name in self.settings}
+                    for i, group in enumerate(self.groups())
+                }
             self.exchange.begin(self._rates())
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
-        slots = [slot for slot in self.exchange.slots if slot.bucket.compress]
+        told = self.settings is not None
+        slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
         return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
 
     def _count(self, watched: Watched) -> None:
@@ -218,12 +281,15 @@ class Reducer:
                 self._start(unit)
 
     def _start(self, unit: int) -> None:
-        members = self.exchange.plan.units[unit].members
-        grad = self.exchange.pack(unit, [self._gradient(self._dense[m]) for m in members])
+        parameters = [self._dense[m] for m in self.exchange.plan.units[unit].members]
+        grad = self.exchange.pack(unit, [self._gradient(p) for p in parameters])
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
-            self.exchange.start(unit, grad)
+            weights = None
+            if self.exchange.reads(unit):
+                weights = self.exchange.pack_weights(unit, [p.detach() for p in parameters])
+            self.exchange.start(unit, grad, weights)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         grad = parameter.grad
@@ -291,6 +357,8 @@ class Reducer:
         device = order[0].device if order else None
         guards.require_agreement(self.communicator, text, device)
         meet(self.communicator, self.policy, device)
+        if self.settings is not None:
+            self._agree_on_state(device)
         if not self.sparse_as_dense and order:
             flags = [p.grad is not None and p.grad.is_sparse for p in order]
             mine = torch.tensor(flags, dtype=torch.int32, device=device)

@@ -1,0 +1,29 @@
+"""Who moves an optimizer between its stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.policy import Accordion, Policy, as_policy
+
+
+def staged(rule: Rule, policy: Any = None) -> Policy:
+    """The policy that moves `rule`: its own, an `Accordion` between its stages, or another.
+
+    Raises:
+        ValueError: the rule has one stage only, or the policy's levels are no optimizers.
+    """
+    if policy is None:
+        return rule.policy()
+    if isinstance(policy, Accordion) and policy.low is None:
+        if rule.dense() == rule:
+            check.refuse(rule, "policy", policy, "None, since it has only one stage")
+        if policy.signal == "reduced":  # what comes back are directions, not gradients
+            check.refuse(policy, "signal", policy.signal, "'local' where it moves an optimizer")
+        policy.between(rule.dense(), rule)
+    policy = as_policy(policy)
+    if policy.output != "update":
+        check.refuse(rule, "policy", policy, "one whose levels are accordion_hvd.optimizers")
+    return policy
