@@ -149,6 +149,12 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
     return own
 
 
+ESTRANGED = (
+    "{!r}: on some rank the state of another was loaded; what ranks had of their own (errors, "
+    "replicas) begins anew."
+)
+
+
 def estrange(exchange: Exchange) -> None:
     """Forget what belongs to this rank alone, as ranks do that have adopted another's state."""
     saved = snapshot(exchange)

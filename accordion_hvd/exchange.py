@@ -242,6 +242,11 @@ class Exchange:
         """Whether unit `index`'s conversation is told the weights."""
         return self.slots[self.plan.units[index].buckets[0]].compressor.reads
 
+    @property
+    def reading(self) -> bool:
+        """Whether any conversation, of any level, is told the weights."""
+        return any(level.reads for slot in self.slots for level in slot.levels)
+
     def pack_weights(self, index: int, parts: Sequence[Tensor]) -> Tensor:
         """Unit `index`'s weights as its conversation sees them."""
         return self._packed(index, parts)

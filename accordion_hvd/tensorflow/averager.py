@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from accordion_hvd.tensorflow.variables import describe, key_of, name_of
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
+Weights = Sequence[Any]
 
 _numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
 
@@ -49,6 +51,7 @@ class Averager:
         skip: patterns of names that travel dense.
         guard: compares replicas now and then.
         scale_local: whether gradients of local variables are divided by the number of ranks.
+        hyper: what conversations are told of the optimizer's settings (`Info.hyper`).
 
     Attributes:
         managed: whether somebody makes graphs anew after a switch.
@@ -65,7 +68,9 @@ class Averager:
         skip: Sequence[str] = (),
         guard: Guard | None = None,
         scale_local: bool = True,
+        hyper: Mapping[str, Any] | None = None,
     ) -> None:
+        self.hyper = hyper
         self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
         self.process_set, self.variables = process_set, variables
         self.total, self.sparse_as_dense, self.scale_local = total, sparse_as_dense, scale_local
@@ -142,6 +147,31 @@ class Averager:
             skip=self.skip,
             name=self.name,
         )
+        self._exchange.hyper = {"": self.hyper or {}}
+
+    def adopt(self, saved: dict[str, Any]) -> None:
+        """Go on from a `checkpoint.snapshot`, before the next exchange.
+
+        Ranks see then whether each had its own: else all forget what was of use to one alone.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self._own = checkpoint.adopt(self.exchange, saved)
+        self._agreed = False
+
+    _own = True  # what was adopted was this rank's
+
+    def _agree_on_state(self) -> None:
+        """If a rank has adopted what was another's, all forget what was theirs alone."""
+        gathered = guards.gather(self.communicator, xp.asarray(np.array([self._own], np.uint8)))
+        if np.min(self.communicator.run("accordion.adopted", gathered)):
+            return
+        if self._own:
+            checkpoint.estrange(self.exchange)
+        if self.communicator.rank == 0:
+            print(checkpoint.ESTRANGED.format(self.policy), file=sys.stderr, flush=True)
+        self._own = True
 
     def renew(self) -> None:
         """The ranks have changed (an elastic job): ask Horovod again who exchanges."""
@@ -191,13 +221,21 @@ class Averager:
             for key, i in self._member.items()
         ]  # fmt: skip
         full = [tf.cast(g, t.dtype) for g, t in zip(full, tensors, strict=True)]
+        weights = self._weights()
         if tf.executing_eagerly():
-            means = self._eagerly(full, float(rate()))
+            means = self._eagerly(full, float(rate()), weights)
         elif self._traceable and (self.managed or not self.exchange.switching):
-            means = self._within(full, rate)
+            means = self._within(full, rate, weights)
         else:
-            means = self._called_back(full, rate)
+            means = self._called_back(full, rate, weights)
         return [mean * self.communicator.size for mean in means] if self.total else list(means)
+
+    def _weights(self) -> list[Tensor]:
+        """The variables' values, where some conversation reads them."""
+        if not self.exchange.reading:
+            return []
+        values = {key_of(v): v for v in self.variables()}
+        return [tf.convert_to_tensor(values[key]) for key in self._member]
 
     def _result(self, variable: Any, grad: Gradient, means: Sequence[Tensor]) -> Gradient:
         key = key_of(variable)
@@ -209,43 +247,46 @@ class Averager:
         return grad
 
     # ---------------------------------------------------------------------------- the three ways
-    def _eagerly(self, grads: Sequence[Tensor], lr: float, directly: bool = False) -> list[Tensor]:
+    def _eagerly(
+        self, grads: Sequence[Tensor], lr: float, weights: Weights, directly: bool = False
+    ) -> list[Tensor]:
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
         if self._traceable and not directly and self._ready():
             exchange.tick(lr)
-            means = self._function(list(grads), tf.constant(lr, tf.float32))
+            means = self._function(list(grads), tf.constant(lr, tf.float32), list(weights))
             exchange.account()
             return list(means)
-        return self._unfused(grads, lr)
+        return self._unfused(grads, lr, weights)
 
     def _run_directly(self, directly: bool) -> None:
         if isinstance(self.communicator, HorovodCommunicator):
             self.communicator.directly = directly
 
-    def _unfused(self, grads: Sequence[Tensor], lr: float) -> list[Tensor]:
+    def _unfused(self, grads: Sequence[Tensor], lr: float, weights: Weights) -> list[Tensor]:
         """Operation by operation, for conversations that look at values."""
         exchange = self.exchange
         exchange.open(lr)
-        exchange.give(grads)
+        exchange.give(grads, weights)
         if exchange.finish():
             return exchange.means()
         return [xp.nans_like(grad) for grad in grads]
 
-    def _within(self, grads: Sequence[Tensor], rate: Rate) -> list[Tensor]:
+    def _within(self, grads: Sequence[Tensor], rate: Rate, weights: Weights) -> list[Tensor]:
         with tf.init_scope():
             ready = self._ready()
         if not ready:
-            return self._called_back(grads, rate)
-        return list(self._function(list(grads), tf.cast(rate(), tf.float32)))
+            return self._called_back(grads, rate, weights)
+        return list(self._function(list(grads), tf.cast(rate(), tf.float32), list(weights)))
 
-    def _called_back(self, grads: Sequence[Tensor], rate: Rate) -> list[Tensor]:
-        def run(*inputs: Tensor) -> list[Tensor]:
-            return self._eagerly(inputs[:-1], float(inputs[-1]), few_threads())
+    def _called_back(self, grads: Sequence[Tensor], rate: Rate, weights: Weights) -> list[Tensor]:
+        def run(lr: Tensor, *inputs: Tensor) -> list[Tensor]:
+            count = len(grads)
+            return self._eagerly(inputs[:count], float(lr), inputs[count:], few_threads())
 
         kinds = [grad.dtype for grad in grads]
-        means = call_back(run, [*grads, tf.cast(rate(), tf.float32)], kinds)
+        means = call_back(run, [tf.cast(rate(), tf.float32), *grads, *weights], kinds)
         return [tf.ensure_shape(mean, g.shape) for mean, g in zip(means, grads, strict=True)]
 
     def _ready(self) -> bool:
@@ -257,7 +298,8 @@ class Averager:
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
         function = tf.function(exchange.traced, autograph=False)
         try:
-            self._function = function.get_concrete_function(specs, tf.TensorSpec((), tf.float32))
+            rate, weights = tf.TensorSpec((), tf.float32), specs if exchange.reading else []
+            self._function = function.get_concrete_function(specs, rate, weights)
         except xp.UntraceableError:
             self._traceable = False
             return False
@@ -311,6 +353,8 @@ class Averager:
         with tf.init_scope():
             guards.require_agreement(self.communicator, "\n".join(lines))
             meet(self.communicator, self.policy)
+            if self.hyper is not None:
+                self._agree_on_state()
             if mine.size:
                 gathered = guards.gather(self.communicator, xp.asarray(mine))
                 table = self.communicator.run("accordion.present", gathered)

@@ -164,7 +164,9 @@ class TensorFlowExchange(Exchange):
         return self._held[key]
 
     # ------------------------------------------------------------------------------ within a graph
-    def traced(self, grads: Sequence[Tensor], lr: Tensor) -> list[Tensor]:
+    def traced(
+        self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         """One exchange as part of a graph, after `settle`; returns the means, tensor by tensor."""
         assert self._clock is not None and self._lost is not None
         kept = [(slot.state, slot.seen, slot.owed) for slot in self.slots]
@@ -176,7 +178,7 @@ class TensorFlowExchange(Exchange):
                 slot.state = {key: tf.identity(value) for key, value in (slot.state or {}).items()}
                 slot.seen = None if slot.seen is None else tf.identity(slot.seen)
                 slot.owed = None if slot.owed is None else tf.identity(slot.owed)
-            bad = self._trace_step(grads, lr)
+            bad = self._trace_step(grads, lr, weights)
             means = self.means()
             with tf.control_dependencies(means):  # what does not decode changes nothing
                 for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
@@ -192,9 +194,9 @@ class TensorFlowExchange(Exchange):
             for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
                 slot.state, slot.seen, slot.owed = state, seen, owed
 
-    def _trace_step(self, grads: Sequence[Tensor], lr: Any) -> Any:
+    def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Any:
         step = self.open(self.rates(lr))
-        self.give(grads)
+        self.give(grads, weights)
         while not self.advance():
             pass
         self.close()

@@ -230,10 +230,7 @@ class Reducer:
         if self._own:
             checkpoint.estrange(self.exchange)
         if self.communicator.rank == 0:
-            print(
-                f"{self.policy!r}: on some rank the state of another was loaded; what ranks had of "
-                "their own (errors, replicas) begins anew.", file=sys.stderr, flush=True,
-            )  # fmt: skip
+            print(checkpoint.ESTRANGED.format(self.policy), file=sys.stderr, flush=True)
         self._own = True
 
     def reset(self) -> None:

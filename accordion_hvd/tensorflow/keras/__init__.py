@@ -24,6 +24,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from accordion_hvd.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow.functions import broadcast_global_variables
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
+from accordion_hvd.tensorflow.keras.optimizers import NATIVE
 from accordion_hvd.tensorflow.keras.saving import load_model
 
 # An import statement would find Horovod's modules of these names.
@@ -38,7 +39,9 @@ _OURS = {
     "load_model": load_model,
     "load_state": load_state,
     "save_state": save_state,
+    **NATIVE,
 }
+globals().update(NATIVE)
 __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
 
 

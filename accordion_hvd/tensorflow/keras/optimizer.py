@@ -111,6 +111,7 @@ class Settings:
     scale_local: bool
     passes: int
     average_passes: bool
+    hyper: Any = None  # what conversations are told (`Info.hyper`)
     used: bool = False
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> Averager:
@@ -126,11 +127,12 @@ class Settings:
             skip=self.skip,
             guard=Guard(self.guard, self.guard_every),
             scale_local=self.scale_local,
+            hyper=self.hyper,
         )
 
 
-def wrap(optimizer: Any, settings: Settings) -> Any:
-    """An optimizer like `optimizer`, in the same state, that averages."""
+def wrap(optimizer: Any, settings: Settings, methods: type | None = None) -> Any:
+    """An optimizer like `optimizer`, in the same state, that averages (with these `methods`)."""
     if is_distributed(optimizer):
         raise ValueError("this optimizer is distributed already; wrap the plain one once.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -145,7 +147,7 @@ def wrap(optimizer: Any, settings: Settings) -> Any:
         optimizer, scaled = keras.optimizers.LossScaleOptimizer(optimizer), True
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "_settings": settings, "__doc__": base.__doc__}
-    kind: Any = type(base.__name__, (_Distributed, base), namespace)
+    kind: Any = type(base.__name__, (methods or _Distributed, base), namespace)
     if scaled:
         scale, growth = optimizer.initial_scale, optimizer.dynamic_growth_steps
         wrapped = kind(optimizer.inner_optimizer, scale, growth, name=optimizer.name)

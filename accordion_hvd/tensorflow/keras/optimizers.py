@@ -1,0 +1,220 @@
+"""Compressed optimizers for Keras 3: `OnebitAdam` and its kin, used as `keras.optimizers.Adam` is.
+
+```python
+import accordion_hvd.tensorflow.keras as hvd
+
+model.compile(optimizer=hvd.OnebitAdam(learning_rate=1e-3), loss="mse")
+```
+No `DistributedOptimizer` around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, ClassVar
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accordion_hvd import check, checkpoint, optimizers
+from accordion_hvd.guard import Guard
+from accordion_hvd.optimizers import Rule
+from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
+
+MARK = "exchange:"
+"""Begins the names of what a saved optimizer has besides Keras' own variables."""
+
+
+@keras.saving.register_keras_serializable("accordion_hvd")
+class Directions(keras.optimizers.Optimizer):
+    """x <- x - learning_rate (u + weight_decay x), for a direction u that was found elsewhere.
+
+    Directions are not clipped; a NaN in their first element means that no rank takes the step.
+    """
+
+    decays = True  # whether weight decay is seen to here
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Take the step."""
+        taken = tf.cast(gradient, variable.dtype)
+        if self.decays and self.weight_decay and self._use_weight_decay(variable):
+            taken = taken + self.weight_decay * tf.convert_to_tensor(variable)
+        taken = tf.cast(learning_rate, variable.dtype) * taken
+        good = tf.math.is_finite(tf.reshape(taken, (-1,))[0])
+        self.assign_sub(variable, tf.where(good, taken, tf.zeros_like(taken)))
+
+    def clip(self, grads: list[Any]) -> list[Any]:
+        """This rank's gradients, clipped as `clipnorm` and its like say."""
+        return super()._clip_gradients(grads)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        return grads
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """With the step, where it is known whether that counts."""
+
+
+class _Ruled(_Distributed):
+    """What distinguishes it from an optimizer of averages: gradients stay this rank's own."""
+
+    def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        inner = getattr(self, "inner_optimizer", self)
+        clipped = inner.clip([tf.convert_to_tensor(grads[i]) for i in given])
+        for i, grad in zip(given, clipped, strict=True):
+            grads[i] = grad
+        super()._step(grads, variables)
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        """Keras' own, and this rank's moments, errors and stage; see `state_dict` in PyTorch."""
+        super().save_own_variables(store)  # type: ignore[misc]
+        if not self.built or not self.exchange.steps:
+            return
+        saved = checkpoint.snapshot(self.exchange)
+        for key, value in saved.pop("tensors").items():
+            store[MARK + key.replace("/", ":")] = value.numpy()
+        store[MARK] = np.frombuffer(json.dumps(saved).encode(), np.uint8)
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        """The inverse of `save_own_variables`."""
+        rest = {key: store[key] for key in store.keys() if not key.startswith(MARK)}  # noqa: SIM118
+        super().load_own_variables(rest)  # type: ignore[misc]
+        if MARK not in store.keys():  # noqa: SIM118
+            return
+        saved = json.loads(np.asarray(store[MARK]).tobytes())
+        names = [key for key in store.keys() if key.startswith(MARK) and key != MARK]  # noqa: SIM118
+        saved["tensors"] = {
+            key.removeprefix(MARK).replace(":", "/"): tf.constant(np.asarray(store[key]))
+            for key in names
+        }
+        self._averager.adopt(saved)
+
+
+class CompressedOptimizer(_Ruled, Directions):
+    """An optimizer whose ranks exchange what its paper says, instead of gradients.
+
+    Gradients are this rank's own until then: `clipnorm`, `clipvalue` and `global_clipnorm` clip
+    these, each rank by its own norm. If a gradient of some rank is not finite, no rank takes the
+    step, and nothing is forgotten. Under the mixed_float16 policy, which must be set before, the
+    result is a `LossScaleOptimizer` that does all this.
+
+    A saved model holds this rank's moments and errors: each rank must save its own to resume
+    exactly; where all load one rank's, errors begin anew. `hvd.save_state` and `hvd.load_state`
+    keep them on any number of ranks. `policy`, `process_set`, `skip` and `guard` are not saved.
+
+    Args:
+        learning_rate: a number or a schedule.
+        beta_1: decay rate of the first moment, beta_2 of the second, epsilon: beside the root, for
+            those that have them; None: the paper's.
+        weight_decay: taken off the weights in each step (decoupled, as everywhere in Keras).
+        gradient_accumulation_steps: batches whose gradients are averaged for one step.
+        policy: what moves it between its stages, instead of the paper's rule: `Accordion(...)`
+            without levels, or any policy over `accordion_hvd.optimizers`.
+        process_set: the ranks that exchange; others take steps of their own.
+        skip: patterns (as of file names) of variables that stay in the dense stage.
+        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard_every: steps between comparisons of the replicas, by default 100.
+        settings: the other arguments of the optimizer in `accordion_hvd.optimizers`.
+        options: what all Keras optimizers take.
+
+    Raises:
+        ValueError: an argument is not what it must be; the sentence says which.
+        TypeError: an argument that it does not have.
+    """
+
+    _rule: ClassVar[type[Rule]]
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Under mixed_float16 something else, which Keras will not wrap in loss scaling."""
+        if keras.config.dtype_policy().name != "mixed_float16":
+            return super().__new__(cls)
+        settings, plain, _ = cls._understood(*args, **options)
+        inner = Directions(**plain)
+        inner.decays = not settings.hyper["decays"]
+        return wrap(inner, settings, _Ruled)
+
+    def __init__(self, learning_rate: Any = 1e-3, **options: Any) -> None:
+        settings, plain, rule = self._understood(learning_rate, **options)
+        object.__setattr__(self, "_settings", settings)  # before Keras tracks attributes
+        super().__init__(**plain)
+        self.rule = rule
+        self.decays = not settings.hyper["decays"]
+
+    @classmethod
+    def _understood(
+        cls,
+        learning_rate: Any = 1e-3,
+        *,
+        policy: Any = None,
+        process_set: Any = hvd.global_process_set,
+        skip: Any = (),
+        guard: str | None = None,
+        guard_every: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        name: str | None = None,
+        **rest: Any,
+    ) -> tuple[Settings, dict[str, Any], Rule]:
+        """Settings, what Keras' own class takes, and the rule."""
+        known = {field.name for field in dataclasses.fields(cls._rule)}  # type: ignore[arg-type]
+        own = {key: rest.pop(key) for key in list(rest) if key in _FROM_KERAS | known}
+        rule = cls._rule(**_from_keras(own, cls._rule()))
+        passes = gradient_accumulation_steps or 1
+        check.integer(cls.__name__, "gradient_accumulation_steps", passes, least=1)
+        refusals.check_strategy()
+        decay = float(rest.get("weight_decay") or 0.0)
+        hyper = {"weight_decay": decay, "decoupled_weight_decay": True}
+        hyper["decays"] = rule.decays(True)
+        settings = Settings(
+            optimizers.staged(rule, policy), process_set, False, True, tuple(skip), guard,
+            guard_every, False, passes, True, hyper,
+        )  # fmt: skip
+        Guard(guard, guard_every)
+        name = name or keras.src.utils.naming.to_snake_case(cls.__name__)
+        return settings, {"learning_rate": learning_rate, "name": name, **rest}, rule
+
+    def get_config(self) -> dict[str, Any]:
+        """What `from_config` takes."""
+        passes = self._settings.passes
+        own = {"gradient_accumulation_steps": passes if passes > 1 else None}
+        return super().get_config() | own | _to_keras(self.rule)
+
+
+_FROM_KERAS = {"beta_1", "beta_2", "epsilon"}
+
+
+def _from_keras(given: dict[str, Any], default: Any) -> dict[str, Any]:
+    """A rule's arguments, from what Keras calls them."""
+    rest = {key: value for key, value in given.items() if key not in _FROM_KERAS}
+    if given.get("beta_1") is not None or given.get("beta_2") is not None:
+        betas = [given.get(key) for key in ("beta_1", "beta_2")]
+        pairs = zip(betas, default.betas, strict=True)
+        rest["betas"] = tuple(other if beta is None else beta for beta, other in pairs)
+    if given.get("epsilon") is not None:
+        rest["eps"] = given["epsilon"]
+    return rest
+
+
+def _to_keras(rule: Any) -> dict[str, Any]:
+    """The inverse of `_from_keras`."""
+    found = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    if "betas" in found:
+        found["beta_1"], found["beta_2"] = found.pop("betas")
+    if "eps" in found:
+        found["epsilon"] = found.pop("eps")
+    return found
+
+
+def _native(name: str) -> type[CompressedOptimizer]:
+    """The Keras optimizer for a rule."""
+    rule = getattr(optimizers, name)
+    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for what all of them take."
+    contents = {"_rule": rule, "__doc__": text, "__module__": __name__}
+    kind = type(name, (CompressedOptimizer,), contents)
+    return keras.saving.register_keras_serializable("accordion_hvd")(kind)
+
+
+NATIVE = {name: _native(name) for name in optimizers.NATIVE}
