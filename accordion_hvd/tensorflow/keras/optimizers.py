@@ -37,9 +37,15 @@ class Directions(keras.optimizers.Optimizer):
     """
 
     decays = True  # whether weight decay is seen to here
+    guided = False  # whether directions are found at all
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Take the step."""
+        """Take the step. Raises: RuntimeError where gradients would be taken for directions."""
+        if not self.guided:
+            raise RuntimeError(
+                "Directions is no optimizer of its own: use accordion_hvd.tensorflow.keras's (and "
+                "set the mixed_float16 policy before a model is loaded that was saved under it)."
+            )
         taken = tf.cast(gradient, variable.dtype)
         if self.decays and self.weight_decay and self._use_weight_decay(variable):
             taken = taken + self.weight_decay * tf.convert_to_tensor(variable)
@@ -60,6 +66,18 @@ class Directions(keras.optimizers.Optimizer):
 
 class _Ruled(_Distributed):
     """What distinguishes it from an optimizer of averages: gradients stay this rank's own."""
+
+    def _remember(self: Any, settings: Settings, rule: Rule) -> None:
+        self.rule = rule
+        inner = getattr(self, "inner_optimizer", self)
+        inner.decays, inner.guided = not settings.hyper["decays"], True
+
+    def get_config(self: Any) -> dict[str, Any]:
+        """What the `from_config` of its class takes."""
+        passes = self._settings.passes
+        own = {"gradient_accumulation_steps": passes if passes > 1 else None}
+        plain = Directions.get_config(getattr(self, "inner_optimizer", self))
+        return plain | own | _to_keras(self.rule)
 
     def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
         given = [i for i, grad in enumerate(grads) if grad is not None]
@@ -132,17 +150,18 @@ class CompressedOptimizer(_Ruled, Directions):
         """Under mixed_float16 something else, which Keras will not wrap in loss scaling."""
         if keras.config.dtype_policy().name != "mixed_float16":
             return super().__new__(cls)
-        settings, plain, _ = cls._understood(*args, **options)
-        inner = Directions(**plain)
-        inner.decays = not settings.hyper["decays"]
-        return wrap(inner, settings, _Ruled)
+        settings, plain, rule = cls._understood(*args, **options)
+        scaled: Any = wrap(Directions(**plain), settings, _Ruled)
+        scaled._remember(settings, rule)
+        for kind in (type(scaled), cls):  # saved under one name, by which this one is found again
+            keras.saving.register_keras_serializable("accordion_hvd", cls.__name__)(kind)
+        return scaled
 
     def __init__(self, learning_rate: Any = 1e-3, **options: Any) -> None:
         settings, plain, rule = self._understood(learning_rate, **options)
         object.__setattr__(self, "_settings", settings)  # before Keras tracks attributes
         super().__init__(**plain)
-        self.rule = rule
-        self.decays = not settings.hyper["decays"]
+        self._remember(settings, rule)
 
     @classmethod
     def _understood(
@@ -175,12 +194,6 @@ class CompressedOptimizer(_Ruled, Directions):
         Guard(guard, guard_every)
         name = name or keras.src.utils.naming.to_snake_case(cls.__name__)
         return settings, {"learning_rate": learning_rate, "name": name, **rest}, rule
-
-    def get_config(self) -> dict[str, Any]:
-        """What `from_config` takes."""
-        passes = self._settings.passes
-        own = {"gradient_accumulation_steps": passes if passes > 1 else None}
-        return super().get_config() | own | _to_keras(self.rule)
 
 
 _FROM_KERAS = {"beta_1", "beta_2", "epsilon"}
