@@ -18,6 +18,7 @@ SOME = [("gloo", 2), ("mpirun", 4)]  # each launcher, each number of ranks
 SUITES = {
     "core_checks.py": SOME,
     "torch_checks.py": EVERY,
+    "optimizer_checks.py": SOME,
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
 }

@@ -77,6 +77,7 @@ class OnebitAdam(Adam):
         room = xp.reshape(grad, xp.shape(state["m"]))
         if info.size == 1:
             m, own = xp.momentum(state["m"], betas[0], room), {}
+            room = xp.copy(room)  # to take m's step back takes the gradient
         else:
             room = xp.mixed(room, betas[0], state["m"])
             total = xp.accumulate(state["error"], room)

@@ -86,6 +86,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             optimizer, named_parameters, compression, backward_passes_per_step, op,
             gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
         )  # fmt: skip
+    if hasattr(optimizer, "exchange_owner"):
+        raise ValueError(f"{type(optimizer).__name__} is distributed already; wrap nothing twice.")
     names = refusals.check_names(optimizer.param_groups, named_parameters)
     refusals.check_parameters(names)
     policy = policy_of(compression)
