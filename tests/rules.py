@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd import Dense, DGC, FP16, ScaleCom, Threshold, TopK, TwoLevel
+from accordion_hvd import DGC, FP16, Dense, ScaleCom, Threshold, TopK, TwoLevel
 from accordion_hvd.ops import indices
 from accordion_hvd.optimizers import Adam, AMSGrad, CDAdam, OnebitAdam, Rule
 

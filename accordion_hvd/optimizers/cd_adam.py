@@ -48,9 +48,7 @@ class ExactCDAdam(AMSGrad):
         direction, state = self.stepped(mean, state, info, mean)
         return xp.reshape(direction, xp.shape(grad)), state
 
-    def stepped(
-        self, grad: Tensor, state: State, info: Info, room: Tensor
-    ) -> tuple[Tensor, State]:
+    def stepped(self, grad: Tensor, state: State, info: Info, room: Tensor) -> tuple[Tensor, State]:
         """The direction and the new state, given the gradient to go by, which stays as it is.
 
         Consumes the moments and then `room`, whose memory may hold the direction.
@@ -126,7 +124,7 @@ class CDAdam(ExactCDAdam):
         eps: at least 0; the paper's nu, where it is inside the root.
         bias_correction: whether moments that began at zero are scaled up.
         compressor: C; None for scaled signs, or a compressor that `contracts`, such as TopK(0.01),
-            which 1 / ratio steps suffice to make the replica of a steady gradient exact.
+            of which 100 messages tell all of a gradient that stays.
         exact_first: whether gradients travel as they are in the first exchange.
         refresh: after how many exchanges they do so again; 0: never.
     """
@@ -147,7 +145,7 @@ class CDAdam(ExactCDAdam):
             return
         why = _unfit(self.compressor)
         if why:
-            allowed = "None, or one that contracts what it keeps, such as TopK(0.01)"
+            allowed = "None (scaled signs), or one that contracts, such as TopK(0.01)"
             check.refuse(self, "compressor", self.compressor, f"{allowed}: this one {why}")
         object.__setattr__(self, "private", self.compressor.private)
         object.__setattr__(self, "stacks", self.compressor.stacks)
@@ -250,7 +248,7 @@ class CDAdam(ExactCDAdam):
         owed = xp.cast(-replica, xp.dtype(state["error"]))
         return self.compressor.with_residual(state, owed)
 
-    # ------------------------------------------------------------------------ stages and other ranks
+    # ----------------------------------------------------------------------- stages and other ranks
     def park(self, state: State) -> State:
         """G, replicas, and all that the compressor has learned."""
         return {key: value for key, value in state.items() if key not in MOMENTS}
