@@ -202,6 +202,8 @@ class Compressor(NotForStockHorovod):
             saves the pass over memory that else looks for them.
         reads: whether it is told the weights (`Info.parameter`).
         private: keys of the state that are of use to this rank alone.
+        contracts: whether what it keeps of x = error + gradient is always shorter than x by some
+            factor, at least in expectation, and what it sends depends on that sum alone.
         by_machine: whether it asks who shares a machine. Its state may then be that of a part of
             the tensor, and what other levels owe reaches it with the next gradient.
     """
@@ -213,6 +215,7 @@ class Compressor(NotForStockHorovod):
     checks: ClassVar[bool] = False
     reads: ClassVar[bool] = False
     private: ClassVar[tuple[str, ...]] = ("error",)
+    contracts: ClassVar[bool] = False
     by_machine: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.optimizers import Adam, AMSGrad, OnebitAdam, Rule
+from accordion_hvd import DGC, FP16, Dense, ScaleCom, Threshold, TopK, TwoLevel
+from accordion_hvd.ops import indices
+from accordion_hvd.optimizers import Adam, AMSGrad, CDAdam, OnebitAdam, Rule
 
 Array = np.ndarray
 Rounds = list[tuple[str, int]]
@@ -31,6 +33,7 @@ class Row:
             as (collective, bytes).
         discrete: rounding may turn a sign, so that fp32 trajectories part after some steps.
         moments: keys of the state that go along when the stage changes.
+        narrow: keys of the state that are fp32, whatever the weights are.
     """
 
     rule: Rule
@@ -38,6 +41,7 @@ class Row:
     rounds: Callable[[int, int, int], Rounds]
     discrete: bool = False
     moments: tuple[str, ...] = ("m", "v", "count")
+    narrow: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -106,6 +110,58 @@ class OnebitOracle(AdamOracle):
         return out
 
 
+@dataclass
+class CDOracle(AdamOracle):
+    """CD-Adam with one server that keeps its replica of the mean; its C goes by blocks."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    amsgrad: bool = True
+    exact: tuple[int, ...] = ()  # exchanges, from 1 on, in which all is told
+
+    def __post_init__(self) -> None:
+        self.length = 8 * math.ceil(self.size / (8 * self.ranks))
+        self.replicas = np.zeros((self.ranks, self.size))
+        self.mean, self.estimate = np.zeros(self.size), np.zeros(self.size)
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        if self.ranks == 1:
+            return super().step(gradients, lr)
+        if self.steps + 1 in self.exact:
+            self.replicas = gradients.copy()
+            self.mean, self.estimate = gradients.mean(0), gradients.mean(0)
+        else:
+            self.told(gradients)
+        return super().step(self.estimate[None], lr)
+
+    def told(self, gradients: Array) -> None:
+        sent = np.array([signed(x, "l1") for x in gradients - self.replicas])
+        self.replicas += sent
+        self.mean += sent.mean(0)
+        news = self.mean - self.estimate
+        pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
+        self.estimate += np.concatenate([signed(x, "l1") for x in pieces])
+
+    def direction(self, v: Array) -> Array:
+        return super().direction(v) if self.correct else self.m / np.sqrt(v + self.eps)
+
+
+@dataclass
+class CDTopKOracle(CDOracle):
+    """With top-k, which is fp32 and whose mean all ranks make themselves."""
+
+    ratio: float = 0.1
+
+    def told(self, gradients: Array) -> None:
+        news = np.zeros(self.size, np.float32)
+        for rank, gradient in enumerate(gradients.astype(np.float32)):
+            rest = gradient - self.replicas[rank].astype(np.float32)
+            index = np.argsort(-np.abs(rest))[: int(self.ratio * self.size)]
+            news[index] += rest[index] / np.float32(self.ranks)
+            rest[index] = 0
+            self.replicas[rank] = gradient - rest
+        self.estimate += news
+
+
 def signed(x: Array, scale: str) -> Array:
     """The vector's signs times its scale."""
     size = np.linalg.norm(x) / math.sqrt(x.size) if scale == "l2" else np.abs(x).mean()
@@ -138,6 +194,28 @@ def onebit(**options: Any) -> Row:
     return Row(OnebitAdam(warmup_steps=3, **options), oracle, signs_rounds, discrete=True)
 
 
+def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
+    def oracle(ranks: int, size: int) -> Any:
+        kind = CDTopKOracle if "compressor" in options else CDOracle
+        correct = options.get("bias_correction", True)
+        return kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct, exact=exact)
+
+    def chosen_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
+        count = int(0.1 * size)
+        payload = 4 * count + indices.packed_length(count, size)
+        return [("allgather", payload)] if ranks > 1 else []
+
+    sparse = "compressor" in options
+    return Row(
+        CDAdam(**options),
+        oracle,
+        chosen_rounds if sparse else signs_rounds,
+        discrete=True,
+        moments=("m", "v", "count", "vmax"),
+        narrow=("error",) if sparse else (),
+    )
+
+
 ROWS = [
     Row(Adam(), AdamOracle, dense_rounds),
     Row(
@@ -149,6 +227,9 @@ ROWS = [
     Row(AMSGrad(), lambda *n: AdamOracle(*n, amsgrad=True), dense_rounds),
     onebit(),
     onebit(bias_correction=False, scale="l1"),
+    cd_adam(),
+    cd_adam(bias_correction=False, eps=1e-4),
+    cd_adam(compressor=TopK(0.1)),
 ]
 """Every law of `test_optimizers.py` is checked for every row."""
 
@@ -157,5 +238,9 @@ REFUSED = [
     *[(AMSGrad, "eps", bad) for bad in (-1e-8, math.nan, "a", None, True)],
     *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
     *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
+    *[(CDAdam, "exact_first", bad) for bad in (1, None, "yes")],
+    *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
+    *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
+    *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

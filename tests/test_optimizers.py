@@ -77,7 +77,7 @@ def test_bytes(row: Row, ranks: int) -> None:
     payload = 0
     for rule, steps in kinds:
         rounds = row.rounds if rule is row.rule else rules.dense_rounds
-        if row.rule.policy().start("w") == 1 or rule == row.rule.dense() == row.rule:
+        if row.rule.policy().start("w") == 1 or len(row.rule.policy().levels("w")) == 1:
             rounds = row.rounds
         payload += steps * (flags + sum(moved for _, moved in rounds(size, ranks, 4)))
     assert stats["payload"] == payload
@@ -110,8 +110,9 @@ def test_state(row: Row) -> None:
     """What `init` names stays: keys, shapes, dtypes; moments are as wide as the weights."""
     for dtype, wide in (("float64", "float64"), ("float32", "float32"), ("float16", "float32")):
         spec = NUMPY.xp.spec(np.zeros(SHAPE, dtype))
+        kinds = {"count": "float64"} | dict.fromkeys(row.narrow, "float32")
         forms = {
-            key: (x.shape, "float64" if key == "count" else wide)
+            key: (x.shape, kinds.get(key, wide))
             for key, x in row.rule.init(spec, Info(rank=1, size=2)).items()
         }
         world = simulate(row.rule, 2)

@@ -30,6 +30,7 @@ class Int8(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    contracts: ClassVar[bool] = True
 
     block: int = 256
 

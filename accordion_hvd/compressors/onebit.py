@@ -26,6 +26,7 @@ class OneBit(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    contracts: ClassVar[bool] = True
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error` (n, m): what was not sent yet."""

@@ -47,6 +47,7 @@ class PowerSGD(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    contracts: ClassVar[bool] = True
     checks: ClassVar[bool] = True
 
     rank: int = 2

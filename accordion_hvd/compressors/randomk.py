@@ -28,6 +28,7 @@ class RandomK(Sparsifier):
     """
 
     stacks: ClassVar[str] = "alike"
+    contracts: ClassVar[bool] = True
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce of the chosen values."""

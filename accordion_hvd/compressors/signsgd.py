@@ -120,6 +120,7 @@ class EFSignSGD(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    contracts: ClassVar[bool] = True
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what signs have left, a vector with the gradient's elements."""

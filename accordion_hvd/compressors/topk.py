@@ -32,6 +32,7 @@ class TopK(Sparsifier):
     """
 
     stacks: ClassVar[str] = "alike"
+    contracts: ClassVar[bool] = True
 
     wire: str = "float32"
 

@@ -6,10 +6,24 @@ of the same names, which are what a training script uses.
 
 from accordion_hvd.optimizers.adam import Adam, AMSGrad
 from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.optimizers.birder import Birder
+from accordion_hvd.optimizers.cd_adam import CDAdam, CDAMSGrad
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
+from accordion_hvd.optimizers.sketched_amsgrad import SketchedAMSGrad
 from accordion_hvd.optimizers.stages import staged
 
-__all__ = ["AMSGrad", "Adam", "OnebitAdam", "Rule", "staged"]
+__all__ = [
+    "AMSGrad",
+    "Adam",
+    "Birder",
+    "CDAMSGrad",
+    "CDAdam",
+    "OnebitAdam",
+    "Rule",
+    "SketchedAMSGrad",
+    "staged",
+]
 
-NATIVE = [name for name in __all__ if name not in ("Rule", "staged")]
+ALIASES = {"CDAMSGrad": "CDAdam"}
+NATIVE = [name for name in __all__ if name not in ("Rule", "staged", *ALIASES)]
 """Those that each framework has an optimizer of the same name for."""

@@ -51,15 +51,23 @@ class Adam(Rule):
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
         """The direction and the new state, given the gradient to go by. Consumes all."""
+        state = self.moments(grad, state, info)
+        return self.direction(state, info, grad), state
+
+    def moments(self, grad: Tensor, state: State, info: Info) -> State:
+        """The new state, given the gradient to go by. Consumes the moments."""
         xp, betas = namespace(grad), self.setting(info, "betas")
         m = xp.momentum(state["m"], betas[0], grad)
         v = xp.second_moment(state["v"], betas[1], grad)
-        count = state["count"] + 1
-        state = {**state, "m": m, "v": v, "count": count}
-        largest = self._largest(state)
-        rates = self.rates(count, betas, xp.dtype(m))
-        eps = self.setting(info, "eps")
-        return xp.preconditioned(m, largest.get("vmax", v), rates, eps, grad), state | largest
+        state = {**state, "m": m, "v": v, "count": state["count"] + 1}
+        return state | self._largest(state)
+
+    def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
+        """Where to go by these moments; in the memory of `room`, if that fits. Consumes `room`."""
+        xp, m = namespace(room), state["m"]
+        rates = self.rates(state["count"], self.setting(info, "betas"), xp.dtype(m))
+        largest = state.get("vmax", state["v"])
+        return xp.preconditioned(m, largest, rates, self.setting(info, "eps"), room)
 
     def rates(self, count: Tensor, betas: tuple[float, float], dtype: str) -> list:
         """Inverse bias corrections of both moments."""

@@ -1,0 +1,322 @@
+"""CD-Adam: compressed distributed AMSGrad (Wang, Lin & Chen, AISTATS 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.ops import backend, namespace
+from accordion_hvd.optimizers.adam import AMSGrad
+from accordion_hvd.optimizers.signs import Chunks, averaged
+
+COMPRESSED, EXACT = range(2)
+"""Phases: what travels in an exchange."""
+
+MOMENTS = ("m", "v", "vmax", "count")
+
+
+@dataclass(frozen=True)
+class ExactCDAdam(AMSGrad):
+    """The dense stage of `CDAdam`: AMSGrad in the form that it has there.
+
+    As `AMSGrad`; with `bias_correction` off, eps is inside the root: u = m / sqrt(vmax + eps), the
+    paper's form. Coupled weight decay is added to the average, from the weights that all share.
+
+    Sent: an allreduce of the gradient.
+
+    Args:
+        betas: b1 and b2, in [0, 1).
+        eps: at least 0.
+        bias_correction: whether moments that began at zero are scaled up.
+    """
+
+    reads: ClassVar[bool] = True
+
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def decays(self, decoupled: bool) -> bool:
+        """Coupled weight decay is seen to here."""
+        return not decoupled
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allreduce."""
+        xp = namespace(grad)
+        mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)
+        direction, state = self.stepped(mean, state, info, mean)
+        return xp.reshape(direction, xp.shape(grad)), state
+
+    def stepped(self, grad: Tensor, state: State, info: Info, room: Tensor) -> tuple[Tensor, State]:
+        """The direction and the new state, given the gradient to go by, which stays as it is.
+
+        Consumes the moments and then `room`, whose memory may hold the direction.
+        """
+        state = self.moments(self._decayed(grad, info), state, info)
+        return self.direction(state, info, room), state
+
+    def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
+        """In the code's form or the paper's."""
+        if self.bias_correction:
+            return super().direction(state, info, room)
+        xp, eps = namespace(room), self.setting(info, "eps")
+        return xp.preconditioned(state["m"], state["vmax"] + eps, [1.0, 1.0], 0.0, room)
+
+    def _decayed(self, grad: Tensor, info: Info) -> Tensor:
+        """The gradient with that of coupled weight decay."""
+        decay = coupled_decay(info)
+        if not decay:
+            return grad
+        xp = namespace(grad)
+        if info.parameter is None:
+            check.refuse(self, "parameter of " + info.name, None, "told where weights decay")
+        weights = xp.cast(xp.reshape(info.parameter, xp.shape(grad)), xp.dtype(grad))
+        return grad + decay * weights
+
+
+@dataclass(frozen=True)
+class CDAdam(ExactCDAdam):
+    """AMSGrad on a gradient that all ranks know by what has changed in it, compressed both ways.
+
+    Each rank i and the server keep a replica h_i of rank i's gradient, and all ranks the same
+    estimate G of the mean gradient. In each exchange, with a compressor C (Algorithm 1):
+
+    1. rank i sends c_i = C(g_i - h_i), and h_i <- h_i + c_i;
+    2. the server, which keeps h = mean of h_i, has h <- h + mean of c_i, sends c = C(h - G) to all;
+    3. all have G <- G + c, and take an AMSGrad step on G: m <- b1 m + (1 - b1) G,
+       v <- b2 v + (1 - b2) G^2, vmax <- max(vmax, v), u = m' / (sqrt(vmax') + eps).
+
+    If C is a contraction, |C(x) - x|^2 <= pi |x|^2 with pi < 1, then h_i and G differ from what
+    they stand for by about how much gradients change, which vanishes as training settles; with
+    minibatches their noise is part of that change, so large local batches help. There is no
+    warm-up, and no error goes through the root.
+
+    The paper's: all this, b2 = 0.99, and without `bias_correction` u = m / sqrt(vmax + eps). The
+    authors' code, and the default: m' and vmax' are divided by 1 - b1^t and 1 - b2^t. Scaled signs
+    (the default C) are |x|_1 / d sgn(x) with sgn(0) = 1; the paper's server is spread over the
+    ranks (ours): each serves one chunk of the vector, whose signs have a scale of their own.
+    Another `compressor` has its own conversation in which all ranks get the mean of c_i; no server
+    then sends anything, so that C acts once and G is h itself (ours). What it keeps and sends is
+    fp32. On one rank nothing is compressed: AMSGrad.
+
+    Weight decay, where it is coupled, is added to G from the weights that all share, and so never
+    compressed; clip gradients before they come here, or not at all. vmax never falls: a bad first
+    estimate (G is zero before it) damps all later steps, which `exact_first` avoids; so does b2
+    well below 0.999.
+
+    Replicas are sums of all that was sent, of which each addition is rounded. `refresh` makes
+    them what they stand for.
+
+    Under `Accordion` critical regimes are exact (`ExactCDAdam`). Moments go along; replicas and G
+    wait, and catch up later as after any change of the gradient. Between two CDAdams that both
+    have a `compressor`, or both signs, replicas go along too.
+
+    On another number of ranks all replicas become the mean of the old ones; where only another
+    rank's state is at hand, G. h = mean of h_i then holds, as it must, if all ranks do so.
+
+    Sent with signs, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
+    allgather of d / (8 n), and two scales: a 32nd of fp32's. State: m, v, vmax, G, h_i, and a part
+    1 / n of h - G: 20 + 4 / n bytes an element in fp32.
+
+    Args:
+        betas: b1 and b2, in [0, 1).
+        eps: at least 0; the paper's nu, where it is inside the root.
+        bias_correction: whether moments that began at zero are scaled up.
+        compressor: C; None for scaled signs, or a compressor that `contracts`, such as TopK(0.01),
+            of which 100 messages tell all of a gradient that stays.
+        exact_first: whether gradients travel as they are in the first exchange.
+        refresh: after how many exchanges they do so again; 0: never.
+    """
+
+    private: ClassVar[tuple[str, ...]] = ("error", "server")
+
+    compressor: Compressor | None = None
+    exact_first: bool = False
+    refresh: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when an argument is not what it must be."""
+        super().__post_init__()
+        if not isinstance(self.exact_first, bool):
+            check.refuse(self, "exact_first", self.exact_first, "True or False")
+        check.integer(self, "refresh", self.refresh, least=0)
+        if self.compressor is None:
+            return
+        why = _unfit(self.compressor)
+        if why:
+            allowed = "None (scaled signs), or one that contracts, such as TopK(0.01)"
+            check.refuse(self, "compressor", self.compressor, f"{allowed}: this one {why}")
+        object.__setattr__(self, "private", self.compressor.private)
+        object.__setattr__(self, "stacks", self.compressor.stacks)
+
+    def dense(self) -> ExactCDAdam:
+        """Averages exactly."""
+        return ExactCDAdam(self.betas, self.eps, self.bias_correction)
+
+    def variant(self, step: int) -> int:
+        """Whether gradients travel as they are."""
+        again = step > 0 and self.refresh > 0 and step % self.refresh == 0
+        return EXACT if again or (step == 0 and self.exact_first) else COMPRESSED
+
+    @property
+    def phases(self) -> bool:
+        """Whether they ever do."""
+        return self.exact_first or self.refresh > 0
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """As `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of this rank's chunk.
+
+        With a `compressor` its own state, in which -h_i is what it owes, and no `server`.
+        """
+        state = super().init(spec, info) | {"estimate": spec.zeros((spec.size,), spec.wide)}
+        if self.compressor is not None:
+            return state | self.compressor.init(spec, info)
+        length = Chunks(spec.size, info.size).length
+        own = {"error": spec.zeros((spec.size,), spec.wide)}
+        return state | own | {"server": spec.zeros((length,), spec.wide)}
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """Signs to those who average them and back, or the compressor's rounds."""
+        xp, shape = namespace(grad), namespace(grad).shape(grad)
+        if info.size == 1:
+            room = xp.reshape(grad, xp.shape(state["m"]))
+            direction, state = self.stepped(room, state, info, room)
+        else:
+            state, room = yield from self._estimated(grad, state, info)
+            direction, state = self.stepped(state["estimate"], state, info, room)
+        return xp.reshape(direction, shape), state
+
+    def _estimated(
+        self, grad: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[State, Tensor]]:
+        """The state with a new estimate and new replicas, and memory that nobody needs."""
+        xp = namespace(grad)
+        if info.phase == EXACT:
+            fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
+            mean = yield Allreduce(fresh)
+            return self._exactly(state, xp.copy(mean), fresh), mean
+        talk = self._signed if self.compressor is None else self._compressed
+        news, state, room = yield from talk(grad, state, info)
+        return {**state, "estimate": xp.accumulate(state["estimate"], news)}, room
+
+    def _signed(
+        self, grad: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+        """What all are sent, by the server of each chunk; new replicas; free memory.
+
+        What the server lacks of its own h - G when it has sent C of that, is h - G then. So are
+        errors that are fed back, but for what each rank adds: there a gradient, here what it has
+        changed by. Thus `averaged`, with -h_i as error, has h_i <- h_i + c_i done when the
+        gradient is taken off again.
+        """
+        xp = namespace(grad)
+        fresh = xp.reshape(grad, xp.shape(state["error"]))
+        total = xp.accumulate(state["error"], fresh)
+        news, rest, server = yield from averaged(total, state["server"], info, "l1")
+        return news, {**state, "error": xp.subtract(rest, fresh), "server": server}, fresh
+
+    def _compressed(
+        self, grad: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+        """Likewise by the compressor, which owes -h_i, and so sends C(g_i - h_i)."""
+        xp, inner = namespace(grad), self.compressor
+        assert inner is not None
+        mine = {key: x for key, x in state.items() if key not in (*MOMENTS, "estimate")}
+        fresh = xp.cast(grad, xp.dtype(mine["error"]))
+        own = xp.copy(fresh)
+        news, mine = yield from inner.exchange(fresh, mine, info)
+        rest = inner.residual(mine)
+        mine = inner.with_residual(mine, xp.subtract(rest, xp.reshape(own, xp.shape(rest))))
+        news = xp.reshape(news, xp.shape(state["m"]))
+        return news, {**state, **mine}, news
+
+    def _exactly(self, state: State, mean: Tensor, replica: Tensor) -> State:
+        """The state where G = h = `mean`, and this rank's gradient is `replica`, which stays."""
+        xp = namespace(mean)
+        state = self._replaced({**state, "estimate": mean}, replica)
+        if "server" not in state:
+            return state
+        shape = xp.shape(state["server"])
+        return {**state, "server": xp.zeros(shape, xp.dtype(mean), xp.device(mean))}
+
+    def _replaced(self, state: State, replica: Tensor) -> State:
+        """The state with another h_i, which stays as it is."""
+        if self.compressor is None:
+            return {**state, "error": -replica}
+        xp = namespace(replica)
+        owed = xp.cast(-replica, xp.dtype(state["error"]))
+        return self.compressor.with_residual(state, owed)
+
+    # ----------------------------------------------------------------------- stages and other ranks
+    def park(self, state: State) -> State:
+        """G, replicas, and all that the compressor has learned."""
+        return {key: value for key, value in state.items() if key not in MOMENTS}
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """Moments; and G with replicas, where these mean the same."""
+        moments = {key: other_state[key] for key in MOMENTS if key in other_state}
+        state = {**state, **moments}
+        if not isinstance(other, CDAdam) or (other.compressor is None) != (self.compressor is None):
+            return state
+        copied = namespace(state["m"]).copy
+        state["estimate"] = copied(other_state["estimate"])
+        if self.compressor is None or other.compressor is None:
+            return {**state, **{key: copied(other_state[key]) for key in self.private}}
+        state = self.compressor.inherit(state, other.compressor, other_state)
+        owed = copied(other.compressor.residual(other_state))
+        return self.compressor.with_residual(state, owed)
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """What is alike is kept; all replicas become the mean of the old ones."""
+        state = super().regroup(states, spec, info)
+        if self.compressor is not None or "estimate" not in states[0]:
+            return self._settled(state, state["estimate"], info)
+        mean = sum(-old["error"] for old in states) / len(states)
+        return self._settled(state, mean, info)
+
+    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+        """What is alike is kept; all replicas become G. Every rank must do so."""
+        state = super().regroup([state], spec, info)
+        return self._settled(state, state["estimate"], info)
+
+    def _settled(self, state: State, replica: Tensor, info: Info) -> State:
+        """The state where all ranks have this replica."""
+        state = self._replaced(state, replica)
+        if self.compressor is not None:
+            return state
+        xp, lacks = namespace(replica), replica - state["estimate"]
+        chunks = Chunks(xp.shape(lacks)[0], info.size)
+        lacks = xp.padded(lacks, info.size * chunks.length)
+        start = info.rank * chunks.length
+        return {**state, "server": xp.copy(lacks[start : start + chunks.length])}
+
+
+CDAMSGrad = CDAdam
+"""Another name of it."""
+
+
+def coupled_decay(info: Info) -> Any:
+    """The weight decay of the tensor's group, if it goes through the moments, else 0."""
+    decoupled = info.hyper.get("decoupled_weight_decay", True)
+    coupled = info.hyper.get("coupled", not decoupled)
+    return info.hyper.get("weight_decay", 0.0) if coupled else 0.0
+
+
+def _unfit(compressor: Any) -> str:
+    """Why a compressor cannot serve; nothing if it can."""
+    if not isinstance(compressor, Compressor):
+        return "is no compressor"
+    if compressor.output != "gradient" or compressor.target != "gradient":
+        return "returns no averaged gradients"
+    if compressor.scope != "tensor" or compressor.by_machine:
+        return "does not keep what it owes tensor by tensor, rank by rank"
+    state = compressor.init(Spec((8, 8), "float32", backend("numpy")), Info())
+    if "error" not in state:
+        return "keeps nothing of what it does not send"
+    if not compressor.contracts:
+        return "does not say that it contracts"
+    if compressor.phases:
+        return "changes with the step"
+    taken = sorted({*MOMENTS, "estimate"} & set(state))
+    return f"has {taken[0]!r} in its state, as CDAdam has" if taken else ""

@@ -1,0 +1,507 @@
+"""CD-Adam's own laws: what ranks and servers hold, and what that is good for."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import laws
+import numpy as np
+import pytest
+from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, Ranks, installed, parameters, same_bits
+from rules import AdamOracle, CDOracle, signed
+
+from accordion_hvd import (
+    DGC,
+    FP16,
+    Allreduce,
+    Compressor,
+    EFSignSGD,
+    Info,
+    Int8,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    StepSchedule,
+    Threshold,
+    TopK,
+    compressors,
+    namespace,
+    optimizers,
+)
+from accordion_hvd.optimizers import AMSGrad, CDAdam
+from accordion_hvd.simulate import World, simulate
+
+SHAPE = (9, 11)
+INNER = (TopK(0.1), RandomK(0.2), PowerSGD(1), OneBit(), Int8(32), EFSignSGD())
+
+
+@dataclass(frozen=True)
+class Whole(Compressor):
+    """Sends all, and keeps nothing: in fp64, so that only the optimizer's own rounding is left."""
+
+    contracts: ClassVar[bool] = True
+
+    def init(self, spec: Any, info: Info) -> Any:
+        return {"error": spec.zeros((spec.size,), spec.wide)}
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        xp = namespace(grad)
+        total = xp.accumulate(state["error"], xp.reshape(grad, xp.shape(state["error"])))
+        mean = yield Allreduce(total)
+        return xp.reshape(mean, xp.shape(grad)), {"error": total - total}
+
+
+class Told(Ranks):
+    """Ranks that are told weights and settings of a group."""
+
+    weights: Any = None
+    hyper: dict[str, Any] = {}
+
+    def info(self, rank: int, step: Any = None) -> Info:
+        info = super().info(rank, step)
+        return dataclasses.replace(info, parameter=self.weights, hyper=self.hyper)
+
+
+def gradients_of(
+    ranks: int, steps: int, shape: Sequence[int] = SHAPE, seed: int = 0, dtype: str = "float64"
+) -> list[list[np.ndarray]]:
+    drawn = np.random.default_rng(seed).normal(size=(steps, ranks, *shape))
+    return [list(now) for now in drawn.astype(dtype)]
+
+
+def held(world: Ranks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The mean of the ranks' replicas, the servers' replica of it, and the estimate."""
+    states = [{k: world.framework.array(x) for k, x in s.items()} for s in world.states]
+    estimate = states[0]["estimate"]
+    for state in states:
+        assert same_bits(state["estimate"], estimate), "ranks hold different estimates"
+    mean = np.mean([-s["error"].reshape(-1).astype(np.float64) for s in states], 0)
+    lacks = np.zeros_like(estimate)
+    if "server" in states[0]:
+        lacks = np.concatenate([s["server"] for s in states])[: estimate.size]
+    return mean, estimate + lacks, estimate
+
+
+# ----------------------------------------------------------------------------- what is held by whom
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_server_knows_the_mean_of_the_replicas(framework: Framework, ranks: int) -> None:
+    world = Ranks(CDAdam(), ranks, framework)
+    for now in gradients_of(ranks, 12):
+        world.step([g * 10.0**rank for rank, g in enumerate(now)])
+        mean, known, _ = held(world)
+        np.testing.assert_allclose(known, mean, atol=1e-12 * 10.0**ranks)
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("inner", INNER, ids=repr)
+def test_the_estimate_is_the_mean_of_the_replicas(framework: Framework, inner: Compressor) -> None:
+    """With a compressor, whose mean of messages all ranks get."""
+    world = Ranks(CDAdam(compressor=inner), 3, framework)
+    for now in gradients_of(3, 8, dtype="float32"):
+        world.step(now)
+        mean, _, estimate = held(world)
+        np.testing.assert_allclose(estimate, mean, atol=2e-5)
+
+
+def test_replicas_are_kept_in_fp32_where_gradients_are_halves() -> None:
+    world = Ranks(CDAdam(), 2)
+    for now in gradients_of(2, 8, dtype="float16"):
+        world.step(now, "float16")
+        mean, known, _ = held(world)
+        np.testing.assert_allclose(known, mean, atol=2e-6)
+
+
+def test_no_state_is_the_gradient_s_memory() -> None:
+    for rule in (CDAdam(), CDAdam(compressor=TopK(0.1)), CDAdam(exact_first=True)):
+        world = Ranks(rule, 2, NUMPY)
+        for now in gradients_of(2, 3, dtype="float32"):
+            world.states = world.states or world.init(now[0])
+            results = world.exchange(now, world.states)
+            world.states = [state for _, state in results]
+            world.steps += 1
+            for grad, state in zip(now, world.states, strict=True):
+                assert not any(np.shares_memory(grad, x) for x in state.values())
+
+
+# -------------------------------------------------------------------------- what a contraction does
+def lost(rule: CDAdam, target: Sequence[np.ndarray], steps: int) -> np.ndarray:
+    """(steps, ranks): how far each replica of a gradient that stays is from it, relatively."""
+    world, found = Ranks(rule, len(target)), []
+    for _ in range(steps):
+        world.step([g.copy() for g in target])
+        off = [
+            s["error"].reshape(-1) + g.reshape(-1)
+            for s, g in zip(world.states, target, strict=True)
+        ]
+        sizes = [np.linalg.norm(g) for g in target]
+        found.append([np.linalg.norm(x) / size for x, size in zip(off, sizes, strict=True)])
+    return np.array(found)
+
+
+def test_signs_of_what_is_missing_approach_it() -> None:
+    """The first message leaves 1 - |g|_1^2 / (d |g|^2) of the square, and each one less."""
+    target = gradients_of(8, 1, (100,))[0]
+    found = lost(CDAdam(), target, 50)
+    told = [np.abs(g).sum() ** 2 / (g.size * (g**2).sum()) for g in target]
+    np.testing.assert_allclose(found[0], np.sqrt(1 - np.array(told)), rtol=1e-9)
+    np.testing.assert_allclose(found[[0, 9, 49], 0], [0.567, 0.061, 0.014], atol=5e-4)
+    assert (np.diff(found, axis=0) < 0).all(), "each message must bring replicas closer"
+
+
+def test_top_k_tells_all_of_a_steady_gradient_in_time() -> None:
+    target = gradients_of(2, 1, (100,), dtype="float32")[0]
+    found = lost(CDAdam(compressor=TopK(0.05)), target, 20)
+    assert (found[18] > 1e-3).all() and (found[19] < 1e-6).all()
+
+
+def test_the_shelf_says_what_contracts() -> None:
+    shelf = [getattr(compressors, name) for name in compressors.__all__]
+    assert {kind for kind in shelf if kind.contracts} == {type(x) for x in INNER}
+
+
+@pytest.mark.parametrize("inner", [*INNER, PowerSGD(3), TopK(0.01, "float16")], ids=repr)
+def test_what_contracts_is_a_contraction(inner: Compressor) -> None:
+    """On one rank, what is kept of a sum is shorter than it; and depends on that sum alone."""
+    rng = np.random.default_rng(1)
+    sparse = np.where(rng.random(SHAPE) < 0.05, rng.normal(size=SHAPE), 0)
+    for kind, x in {
+        "normal": rng.normal(size=SHAPE), "heavy": rng.standard_t(1.5, size=SHAPE),
+        "sparse": sparse, "constant": np.full(SHAPE, 0.3), "small": rng.normal(size=SHAPE) * 1e-6,
+    }.items():  # fmt: skip
+        x, ratios = x.astype(np.float32), []
+        for trial in range(4):
+            kept = []
+            for owed in (np.zeros_like(x), x * np.float32(0.25), x):
+                world = Ranks(inner, 1, name=f"w{trial}")
+                state = world.init(x)[0]
+                world.states = [inner.with_residual(state, owed.reshape(-1).copy())]
+                world.step([x - owed])
+                kept.append(world.residuals()[0])
+            scale = np.abs(x).max()
+            for other in kept[1:]:
+                np.testing.assert_allclose(other, kept[0], atol=1e-5 * scale)
+            ratios.append((kept[0] ** 2).sum() / (x**2).sum())
+        assert max(ratios) <= 1 + 1e-6, kind
+        assert np.mean(ratios) < 0.999, kind
+
+
+def test_threshold_is_none() -> None:
+    """A negative control: below its value it sends nothing, however often it is asked."""
+    world = Ranks(Threshold(1.0), 1)
+    x = np.full(SHAPE, 0.3, np.float32)
+    world.step([x])
+    owed = world.residuals()[0]
+    assert owed is not None and np.array_equal(owed, x.reshape(-1))
+
+
+# -------------------------------------------------------------------------------- what it comes to
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_without_loss_it_is_amsgrad(ranks: int) -> None:
+    """To the bit where all sums are exact; 1 / 3 is not."""
+    ours = Ranks(CDAdam(compressor=Whole()), ranks)
+    theirs = Ranks(AMSGrad((0.9, 0.99)), ranks)
+    for now in gradients_of(ranks, 10):
+        dyadic = [np.round(g * 1024) / 1024 for g in now]
+        mine, wanted = ours.step(dyadic)[0], theirs.step(dyadic)[0]
+        if ranks == 3:
+            np.testing.assert_allclose(mine, wanted, atol=1e-10)
+        else:
+            assert same_bits(mine, wanted)
+
+
+def test_one_rank_is_amsgrad() -> None:
+    for rule in (CDAdam(), CDAdam(compressor=TopK(0.01))):
+        ours, theirs = Ranks(rule, 1), Ranks(AMSGrad((0.9, 0.99)), 1)
+        for now in gradients_of(1, 5, dtype="float32"):
+            assert same_bits(ours.step(now)[0], theirs.step(now)[0])
+
+
+class Naive(CDOracle):
+    """Without replicas: gradients themselves are compressed, both ways."""
+
+    def told(self, gradients: np.ndarray) -> None:
+        self.replicas[:] = self.mean[:] = self.estimate[:] = 0
+        super().told(gradients)
+
+
+class ErrorFeedback(CDOracle):
+    """Errors of ranks and servers are added to the next gradients and means."""
+
+    def told(self, gradients: np.ndarray) -> None:
+        total = gradients + self.replicas
+        sent = np.array([signed(x, "l1") for x in total])
+        mine = sent.mean(0) + self.mean
+        pieces = [mine[i : i + self.length] for i in range(0, self.size, self.length)]
+        self.estimate = np.concatenate([signed(x, "l1") for x in pieces])
+        self.replicas, self.mean = total - sent, mine - self.estimate
+
+
+RANKS, SIZE, STEPS = 3, 24, 1500
+
+
+def settled(direction: Callable[[np.ndarray], np.ndarray]) -> float:
+    """The norm of the gradient after training on quadratics that differ from rank to rank."""
+    rng = np.random.default_rng(0)
+    curvature, centre = rng.uniform(0.5, 2, (RANKS, SIZE)), rng.normal(size=(RANKS, SIZE))
+    x = np.zeros(SIZE)
+    for step in range(STEPS):
+        lr = 0.02 * (1 if step < STEPS / 2 else 0.1 if step < STEPS * 3 / 4 else 0.01)
+        x = x - lr * direction(curvature * (x - centre))
+    return float(np.linalg.norm((curvature * (x - centre)).mean(0)))
+
+
+def of_rule(rule: CDAdam) -> Callable[[np.ndarray], np.ndarray]:
+    world = Ranks(rule, RANKS)
+    return lambda grads: world.step(list(grads.reshape(RANKS, 6, 4)))[0].reshape(-1)
+
+
+def test_it_settles_where_error_feedback_stalls() -> None:
+    """Signs of changes tell all in the end; errors fed back through a root do not, nor do signs."""
+    assert settled(of_rule(CDAdam())) < 1e-6
+    naive, feedback = Naive(RANKS, SIZE), ErrorFeedback(RANKS, SIZE)
+    assert settled(lambda grads: naive.step(grads, 0.0)) > 1
+    assert settled(lambda grads: feedback.step(grads, 0.0)) > 1e-3
+
+
+def test_top_k_settles_too() -> None:
+    assert settled(of_rule(CDAdam(compressor=TopK(0.05)))) < 1e-5
+
+
+def test_the_largest_moment_never_falls_and_is_what_divides() -> None:
+    world, before = Ranks(CDAdam(bias_correction=False, eps=1e-3), 2), np.zeros(99)
+    for step, now in enumerate(gradients_of(2, 12)):
+        found = world.step([g / (1 + step) for g in now])[0]
+        state = world.states[0]
+        assert (state["vmax"] >= before).all() and (state["vmax"] >= state["v"]).all()
+        before = state["vmax"].copy()
+        wanted = state["m"] / np.sqrt(state["vmax"] + 1e-3)
+        np.testing.assert_allclose(found.reshape(-1), wanted, rtol=1e-12)
+    assert (state["vmax"] > state["v"]).any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_32nd_is_sent(ranks: int) -> None:
+    """From the first step on, whatever the number of ranks."""
+    world, steps = simulate(CDAdam(), ranks), 3
+    for now in gradients_of(ranks, steps, (256, 256), dtype="float32"):
+        world.step([{"w": g} for g in now], lr=0.1)
+    stats = world.exchanges[0].stats()
+    assert 31.5 < stats["ratio"] <= 32
+    bits = 2 * (ranks - 1) / ranks * 256 * 256 / 8  # up and down
+    scales_and_flags = (ranks - 1) * (4 + 4 + 8)
+    assert stats["sent"] == steps * (bits + scales_and_flags)
+
+
+@pytest.mark.parametrize("rule, each", [(CDAdam(), 20 + 4 / 3), (CDAdam(compressor=TopK()), 20)])
+def test_bytes_of_state(rule: CDAdam, each: float) -> None:
+    spec = NUMPY.xp.spec(np.zeros(24000, np.float32))
+    state = rule.init(spec, Info(rank=1, size=3))
+    assert sum(x.nbytes for x in state.values()) == 24000 * each + 16
+
+
+# ---------------------------------------------------------------------------------- exact exchanges
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("inner", [None, TopK(0.1)], ids=repr)
+def test_exact_exchanges_begin_anew(framework: Framework, inner: Compressor | None) -> None:
+    """Replicas are the gradients then, and what others know of them agrees."""
+    shape, steps = (27, 43), 8
+    rule = CDAdam(compressor=inner, exact_first=True, refresh=5)
+    oracle = CDOracle(2, 27 * 43, exact=(1, 6))
+    world = simulate(rule, 2)
+    for step, now in enumerate(gradients_of(2, steps, shape)):
+        found = laws.step(world, framework, [{"w": g} for g in now])
+        wanted = oracle.step(np.array(now).reshape(2, -1), 0.0)
+        assert found[0] is not None and found[1] is not None
+        assert same_bits(found[0]["w"], found[1]["w"])
+        if inner is None or step == 0:
+            np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
+        if step in (0, 5):
+            for exchange, grad in zip(world.exchanges, now, strict=True):
+                state = exchange.slots[0].state
+                mine = -framework.array(state["error"]).reshape(-1)
+                np.testing.assert_allclose(mine, grad.reshape(-1), rtol=1e-7)
+                mean = np.mean(now, 0).reshape(-1)
+                np.testing.assert_allclose(framework.array(state["estimate"]), mean, atol=1e-12)
+
+
+def test_exact_exchanges_are_the_first_and_each_so_many_later() -> None:
+    assert [CDAdam().variant(step) for step in range(4)] == [0, 0, 0, 0]
+    assert [CDAdam(exact_first=True).variant(step) for step in range(4)] == [1, 0, 0, 0]
+    assert [CDAdam(refresh=2).variant(step) for step in range(5)] == [0, 0, 1, 0, 1]
+    assert not CDAdam().phases and CDAdam(refresh=2).phases
+
+
+def test_refreshing_takes_away_what_rounding_has_left() -> None:
+    """In fp32, after large gradients, small ones."""
+
+    def gap(refresh: int) -> float:
+        world = Ranks(CDAdam(refresh=refresh), 2)
+        for step, now in enumerate(gradients_of(2, 161, dtype="float32")):
+            world.step([g if step < 100 else g * np.float32(1e-6) for g in now])
+        mean, known, _ = held(world)
+        return float(np.abs(mean - known).max())
+
+    assert gap(160) < 1e-3 * gap(0)
+
+
+# ------------------------------------------------------------------------------------ weight decay
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("ranks, rule", [(2, CDAdam()), (2, CDAdam().dense()), (1, CDAdam())])
+@pytest.mark.parametrize(
+    "hyper, coupled",
+    [
+        ({"weight_decay": 0.1, "coupled": True}, True),
+        ({"weight_decay": 0.1, "decoupled_weight_decay": False}, True),
+        ({"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
+        ({"weight_decay": 0.1}, False),
+    ],
+)
+def test_decay_is_added_to_what_all_know(
+    framework: Framework, ranks: int, rule: Any, hyper: dict[str, Any], coupled: bool
+) -> None:
+    """As if the gradient had been reconstructed with it: nothing of it is compressed."""
+    world, plain = Told(rule, ranks, framework), Ranks(rule, ranks, framework)
+    weights = np.random.default_rng(5).normal(size=SHAPE)
+    world.weights, world.hyper = framework.tensor(weights), hyper
+    oracle = AdamOracle(1, weights.size, (0.9, 0.99), amsgrad=True)
+    for now in gradients_of(ranks, 5):
+        found, _ = world.step(now)[0], plain.step(now)
+        known = np.mean(now, 0).reshape(-1)
+        if ranks > 1 and isinstance(rule, CDAdam):
+            known = framework.array(plain.states[0]["estimate"])
+        wanted = oracle.step((known + coupled * 0.1 * weights.reshape(-1))[None], 0.0)
+        np.testing.assert_allclose(found.reshape(-1), wanted, atol=1e-10)
+    assert rule.reads and rule.decays(decoupled=False) and not rule.decays(decoupled=True)
+
+
+def test_decay_without_weights_is_refused() -> None:
+    world = Told(CDAdam(), 1)
+    world.hyper = {"weight_decay": 0.1, "coupled": True}
+    with pytest.raises(ValueError, match="CDAdam: parameter of w is None"):
+        world.step(gradients_of(1, 1)[0])
+
+
+# -------------------------------------------------------------------- other ranks and other stages
+@pytest.mark.parametrize("inner", [None, TopK(0.2), PowerSGD(1)], ids=repr)
+@pytest.mark.parametrize("old, new", [(3, 2), (2, 5), (4, 1), (1, 3)])
+@pytest.mark.parametrize("how", ["regroup", "foreign"])
+def test_another_number_of_ranks(inner: Compressor | None, old: int, new: int, how: str) -> None:
+    """All replicas agree with what the servers know, and the estimate is not lost."""
+    rule = CDAdam(compressor=inner)
+    before, after = Ranks(rule, old), Ranks(rule, new)
+    for now in gradients_of(old, 6, dtype="float32"):
+        before.step(now)
+    mean, _, estimate = held(before)
+    after.init(np.zeros(SHAPE, np.float32))
+    after.states = [
+        rule.regroup(copy.deepcopy(before.states), after.spec, after.info(rank))
+        if how == "regroup"
+        else rule.foreign(copy.deepcopy(before.states[-1]), after.spec, after.info(rank))
+        for rank in range(new)
+    ]
+    wanted = mean if how == "regroup" and inner is None else estimate
+    np.testing.assert_allclose(held(after)[0], wanted, atol=1e-6)
+    for now in gradients_of(new, 5, seed=3, dtype="float32"):
+        after.step(now)
+        found, known, _ = held(after)
+        np.testing.assert_allclose(found, known, atol=2e-5)
+
+
+def states_of(world: World) -> list[dict[str, np.ndarray]]:
+    return [dict(exchange.slots[0].state) for exchange in world.exchanges]
+
+
+def switched(first: Any, then: Any) -> tuple[World, list[Any], list[Any]]:
+    """A world that has gone from one level to the other, and the states before and after."""
+    world = simulate(StepSchedule({0: first, 99: then}, window=1), 2)
+    for now in gradients_of(2, 4, (27, 43), dtype="float32"):
+        world.step([{"w": g} for g in now], lr=0.1)
+    before = [{k: x.copy() for k, x in state.items()} for state in states_of(world)]
+    for exchange in world.exchanges:
+        exchange.switch(exchange.slots[0], 1)
+    return world, before, states_of(world)
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (CDAdam(), CDAdam((0.8, 0.99), exact_first=True)),
+        (CDAdam(compressor=TopK(0.1)), CDAdam(compressor=TopK(0.01))),
+        (CDAdam(compressor=TopK(0.1)), CDAdam(compressor=PowerSGD(2))),
+        (CDAdam(compressor=PowerSGD(1)), CDAdam(compressor=PowerSGD(2))),
+    ],
+)
+def test_replicas_go_along_to_another_compressor(first: CDAdam, then: CDAdam) -> None:
+    then = dataclasses.replace(then, betas=first.betas)  # what serves exempt tensors is alike
+    world, before, after = switched(first, then)
+    for old, new in zip(before, after, strict=True):
+        for key in ("m", "v", "vmax", "count", "estimate"):
+            assert np.array_equal(old[key], new[key]), key
+        np.testing.assert_array_equal(old["error"].reshape(-1), new["error"].reshape(-1))
+    for now in gradients_of(2, 3, (27, 43), seed=1, dtype="float32"):
+        world.step([{"w": g} for g in now], lr=0.1)
+    assert np.array_equal(states_of(world)[0]["estimate"], states_of(world)[1]["estimate"])
+
+
+@pytest.mark.parametrize(
+    "first, then", [(CDAdam(), CDAdam(compressor=TopK(0.1))), (CDAdam(), CDAdam().dense())]
+)
+def test_replicas_that_mean_something_else_wait(first: CDAdam, then: Any) -> None:
+    """And are as they were when they are wanted again, with the estimate that belongs to them."""
+    world, before, after = switched(first, then)
+    for new in after:
+        assert not any(new[key].any() for key in ("estimate", "error") if key in new)
+    for now in gradients_of(2, 3, (27, 43), seed=1, dtype="float32"):
+        world.step([{"w": g} for g in now], lr=0.1)
+    for exchange, old in zip(world.exchanges, before, strict=True):
+        exchange.switch(exchange.slots[0], 0)
+        for key in ("estimate", "error", "server"):
+            assert np.array_equal(exchange.slots[0].state[key], old[key]), key
+        assert exchange.slots[0].state["count"][0] == 7
+
+
+# --------------------------------------------------------------------------------- graphs, refusals
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@pytest.mark.parametrize(
+    "rule", [CDAdam(exact_first=True), CDAdam(compressor=RandomK(0.1))], ids=repr
+)
+def test_traced(rule: CDAdam) -> None:
+    """In a graph, the step a tensor: as in NumPy; traced once for each phase."""
+    import tensorflow as tf
+
+    ours, oracle, traces = Ranks(rule, 2, TENSORFLOW), Ranks(rule, 2), []
+
+    @tf.function(autograph=False)
+    def exchange(tensors: Any, states: Any, step: Any, phase: int) -> Any:
+        traces.append(phase)
+        return ours.exchange(tensors, states, step)
+
+    state = ours.init(tf.zeros(SHAPE, tf.float64))
+    for number, now in enumerate(gradients_of(2, 5)):
+        ours.steps = number
+        given = [tf.constant(g) for g in now], state, tf.constant(number, tf.int64)
+        results = exchange(*given, rule.variant(number))
+        state = [new for _, new in results]
+        for (mean, _), wanted in zip(results, oracle.step(now), strict=True):
+            np.testing.assert_allclose(mean.numpy(), wanted, atol=1e-10)
+    assert traces == ([1, 0] if rule.phases else [0])
+
+
+def test_refusals_say_why() -> None:
+    for bad, why in [
+        ("topk", "is no compressor"),
+        (DGC(), "returns no averaged gradients"),
+        (FP16(), "keeps nothing"),
+        (Threshold(0.1), "does not say that it contracts"),
+    ]:
+        with pytest.raises(ValueError, match=f"such as TopK\\(0.01\\): this one {why}"):
+            CDAdam(compressor=bad)
+
+
+def test_the_other_name() -> None:
+    assert optimizers.CDAMSGrad is CDAdam
