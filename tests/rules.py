@@ -156,7 +156,8 @@ class SketchedOracle(FlooredOracle):
         p = self.m + (self.lr / lr) * self.error
         found = self.candidates(lr * p, columns, asked)
         self.steps += 1
-        self.advance(np.where(np.isin(np.arange(self.size), found), gradients.mean(0), 0.0))
+        gathered = gradients + self.rule.bounded * (p - self.m)
+        self.advance(np.where(np.isin(np.arange(self.size), found), gathered.mean(0), 0.0))
         worth = p.mean(0)[found] / np.sqrt(self.vmax[found])
         chosen = found[np.argsort(-np.abs(worth), kind="stable")[:count]]
         out = np.zeros(self.size)
@@ -238,6 +239,7 @@ ROWS = [
     onebit(bias_correction=False, scale="l1"),
     sketched(ratio=0.02, columns=3.0, candidates=4),
     sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
+    sketched(ratio=0.02, columns=3.0, candidates=4, bounded=True),
     sketched(ratio=1.0),
 ]
 """Every law of `test_optimizers.py` is checked for every row."""
@@ -253,6 +255,7 @@ REFUSED = [
     *[(SketchedAMSGrad, "rows", bad) for bad in (0, 4, 2.5, None, True)],
     *[(SketchedAMSGrad, "columns", bad) for bad in (0, -1.0, math.inf, "a", None, True)],
     *[(SketchedAMSGrad, "candidates", bad) for bad in (0, 1.5, None, True)],
+    *[(SketchedAMSGrad, "bounded", bad) for bad in (2, None, "yes")],
     *[(SketchedAMSGrad, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -100,16 +100,20 @@ class SketchedAMSGrad(FlooredAMSGrad):
     regimes are in stage 1: m, v and vmax go on through both stages, errors wait for the next
     compressed regime.
 
-    Mind the delay: an element is moved about every size / k steps, by all that has gathered since,
-    over a vmax that has seen single gradients. As long as
-    a * (size / k) * curvature / sqrt(vmax) is well below 1 that is what AMSGrad does; beyond it the
-    step overshoots, vmax grows, and the loss stays high, or goes up at once if `eps` is small,
-    the sketch narrow and no warm-up gives vmax its size. Then lower the learning rate, or raise
-    `ratio`, `columns`, `eps` or `warmup_steps`. `report` says how far all that waits
-    would move the weights; it must not go on growing.
+    Mind the delay: an element moves about every size / k steps, by all that has gathered since,
+    over a vmax that has seen single gradients. While a * (size / k) * curvature / sqrt(vmax) is
+    well below 1 that is what AMSGrad does; beyond it steps overshoot and the loss stays high, or
+    goes up at once where `eps` is small and no warm-up has given vmax its size. Then lower the
+    learning rate, or raise `ratio`, `eps` or `warmup_steps`, or say `bounded=True` (ours): h is
+    then the mean of g + e / a, all that an element has gathered, so that no step is much larger
+    than a / sqrt(1 - b2); training gets slower, and cannot run away.
+    Mind the noise: a sketch of c columns is wrong by about |p| / sqrt(c) everywhere, and where
+    vmax is still `eps` (elements that hardly ever have a gradient) that looks large. If training
+    stalls, raise `eps` towards the squares of usual gradients, or `columns`. `report` says how far
+    all that waits would move the weights: it must not go on growing.
 
     Sent in stage 2, for k = ratio * size: an allreduce of 4 rows columns k bytes, and one of
-    8 candidates k (fp64: 16). At the defaults that is a SHARE of the gradient.
+    8 candidates k (fp64: 16). At the defaults that is a 16th of the gradient.
 
     State: as stage 1, and `error`.
 
@@ -120,15 +124,17 @@ class SketchedAMSGrad(FlooredAMSGrad):
         rows: of the sketch, odd and at least 1; 5 find nearly all large elements, 1 few.
         columns: of the sketch, in multiples of k, above 0; the more, the fewer mistakes.
         candidates: how many times k elements are asked for exactly, an integer of at least 1.
+        bounded: whether v learns from all that an element has gathered, not from g alone.
         warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
     """
 
     private: ClassVar[tuple[str, ...]] = ("m", "error")
 
-    ratio: float = 0.005
+    ratio: float = 0.0022
     rows: int = 5
-    columns: float = 2.0
-    candidates: int = 1
+    columns: float = 4.0
+    candidates: int = 4
+    bounded: bool = False
     warmup_steps: int | str = 100
 
     def __post_init__(self) -> None:
@@ -141,6 +147,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         if not check.is_number(self.columns) or self.columns <= 0:
             check.refuse(self, "columns", self.columns, "a number above 0")
         check.integer(self, "candidates", self.candidates, least=1)
+        check.one_of(self, "bounded", self.bounded, (True, False))
         if self.warmup_steps != "auto":
             check.integer(self, "warmup_steps", self.warmup_steps, least=0)
 
@@ -173,11 +180,14 @@ class SketchedAMSGrad(FlooredAMSGrad):
         seed, device = random.key("sketch", info.name, info.step), xp.device(grad)
         codes = count_sketch.hashes(xp, size, self.rows, columns, seed, device)
         sketch = xp.sketch(xp.cast(total, "float32"), codes, columns)
-        estimates = xp.unsketch((yield Allreduce(sketch, reuse=True)), codes, room)
+        table = yield Allreduce(sketch, reuse=True)
+        estimates = xp.unsketch(table, codes, room)
         scores = estimates / xp.cast(state["vmax"], "float32") ** 0.5
         candidates = xp.largest_index(scores, self.candidates * count)
-        asked = [xp.take(total, candidates), xp.cast(xp.take(fresh, candidates), wide)]
-        values = yield Allreduce(xp.concat(asked), reuse=True)
+        sums, gradients = xp.take(total, candidates), xp.cast(xp.take(fresh, candidates), wide)
+        if self.bounded:
+            gradients = gradients + (sums - xp.take(m, candidates) * rate) * inverse
+        values = yield Allreduce(xp.concat([sums, gradients]), reuse=True)
         steps, seen = xp.split(values, [xp.shape(candidates)[0]] * 2)
         gradient = xp.add_at(_zeros(xp, estimates, wide), candidates, seen)
         v = xp.second_moment(state["v"], b2, gradient)
