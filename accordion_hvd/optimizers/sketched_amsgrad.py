@@ -106,7 +106,8 @@ class SketchedAMSGrad(FlooredAMSGrad):
     goes up at once where `eps` is small and no warm-up has given vmax its size. Then lower the
     learning rate, or raise `ratio`, `eps` or `warmup_steps`, or say `bounded=True` (ours): h is
     then the mean of g + e / a, all that an element has gathered, so that no step is much larger
-    than a / sqrt(1 - b2); training gets slower, and cannot run away.
+    than a / sqrt(1 - b2); training is slower then, but does not run away.
+
     Mind the noise: a sketch of c columns is wrong by about |p| / sqrt(c) everywhere, and where
     vmax is still `eps` (elements that hardly ever have a gradient) that looks large. If training
     stalls, raise `eps` towards the squares of usual gradients, or `columns`. `report` says how far
