@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -172,29 +172,23 @@ class SketchedAMSGrad(FlooredAMSGrad):
         size = xp.shape(state["m"])[0]
         if info.size == 1 or not self.width(size):
             return (yield from self._exactly(grad, state, info))
-        count, columns, wide = self.kept(size), self.width(size), xp.dtype(state["m"])
+        wide = xp.dtype(state["m"])
         rate, inverse, still = _rates(xp, info.lr, wide)
         fresh, (b1, b2) = xp.reshape(grad, (-1,)), self.setting(info, "betas")
         m = xp.momentum(state["m"], b1, fresh)
         room = m * rate
         total = xp.accumulate(state["error"], room)
-        seed, device = random.key("sketch", info.name, info.step), xp.device(grad)
-        codes = count_sketch.hashes(xp, size, self.rows, columns, seed, device)
-        sketch = xp.sketch(xp.cast(total, "float32"), codes, columns)
-        table = yield Allreduce(sketch, reuse=True)
-        estimates = xp.unsketch(table, codes, room)
-        scores = estimates / xp.cast(state["vmax"], "float32") ** 0.5
-        candidates = xp.largest_index(scores, self.candidates * count)
+        candidates = yield from self._candidates(total, state["vmax"], room, info)
         sums, gradients = xp.take(total, candidates), xp.cast(xp.take(fresh, candidates), wide)
         if self.bounded:
             gradients = gradients + (sums - xp.take(m, candidates) * rate) * inverse
         values = yield Allreduce(xp.concat([sums, gradients]), reuse=True)
         steps, seen = xp.split(values, [xp.shape(candidates)[0]] * 2)
-        gradient = xp.add_at(_zeros(xp, estimates, wide), candidates, seen)
+        gradient = xp.add_at(xp.zeros((size,), wide, xp.device(m)), candidates, seen)
         v = xp.second_moment(state["v"], b2, gradient)
         vmax = xp.maximum(state["vmax"], v)
         steps = steps / xp.take(vmax, candidates) ** 0.5
-        chosen = xp.largest_index(xp.cast(steps, "float32"), count)
+        chosen = xp.largest_index(xp.cast(steps, "float32"), self.kept(size))
         index = xp.take(candidates, chosen)
         kept = xp.take(total, index) * still
         error = xp.add_at(xp.clear(total, index), index, kept)
@@ -202,6 +196,20 @@ class SketchedAMSGrad(FlooredAMSGrad):
         direction = xp.add_at(room, index, xp.take(steps, chosen) * inverse)
         new = {"m": m, "v": v, "vmax": vmax, "error": error, "count": state["count"] + 1}
         return xp.reshape(direction, xp.shape(grad)), new | {"apart": state["apart"] * 0 + 1}
+
+    def _candidates(
+        self, total: Tensor, vmax: Tensor, room: Tensor, info: Info
+    ) -> Generator[Any, Any, Tensor]:
+        """Where the mean of `total` over sqrt(vmax) is largest by its sketch. Consumes `room`."""
+        xp = namespace(total)
+        size = xp.shape(total)[0]
+        columns, device = self.width(size), xp.device(total)
+        seed = random.key("sketch", info.name, info.step)
+        codes = count_sketch.hashes(xp, size, self.rows, columns, seed, device)
+        sketch = xp.sketch(xp.cast(total, "float32"), codes, columns)
+        table = yield Allreduce(sketch, reuse=True)
+        scores = xp.unsketch(table, codes, room) / xp.cast(vmax, "float32") ** 0.5
+        return xp.largest_index(scores, self.candidates * self.kept(size))
 
     def _exactly(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """A step of stage 1, and with it all that is owed."""
