@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import DGC, FP16, Dense, ScaleCom, Threshold, TopK, TwoLevel
-from accordion_hvd.ops import indices
-from accordion_hvd.optimizers import Adam, AMSGrad, CDAdam, OnebitAdam, Rule
+from accordion_hvd.ops import count_sketch, indices, random
+from accordion_hvd.ops import numpy as xp
+from accordion_hvd.optimizers import Adam, AMSGrad, Birder, CDAdam, OnebitAdam, Rule, SketchedAMSGrad
 
 Array = np.ndarray
 Rounds = list[tuple[str, int]]
@@ -34,6 +35,7 @@ class Row:
         discrete: rounding may turn a sign, so that fp32 trajectories part after some steps.
         moments: keys of the state that go along when the stage changes.
         narrow: keys of the state that are fp32, whatever the weights are.
+        random: what a tensor draws depends on its name, or on those that it travels with.
     """
 
     rule: Rule
@@ -42,6 +44,7 @@ class Row:
     discrete: bool = False
     moments: tuple[str, ...] = ("m", "v", "count")
     narrow: tuple[str, ...] = ()
+    random: bool = False
 
     @property
     def name(self) -> str:
@@ -160,6 +163,69 @@ class CDTopKOracle(CDOracle):
             rest[index] = 0
             self.replicas[rank] = gradient - rest
         self.estimate += news
+class FlooredOracle:
+    """AMSGrad whose v begins at eps, of the ranks' mean."""
+
+    ranks: int
+    size: int
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.m, self.error = np.zeros((2, self.ranks, self.size))
+        self.v = self.vmax = np.full(self.size, self.eps)
+        self.lr = 0.0
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        self.steps += 1
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * gradients
+        self.advance(gradients.mean(0))
+        return self.m.mean(0) / np.sqrt(self.vmax)
+
+    def advance(self, gradient: Array) -> None:
+        self.v = self.betas[1] * self.v + (1 - self.betas[1]) * gradient**2
+        self.vmax = np.maximum(self.vmax, self.v)
+
+
+@dataclass
+class SketchedOracle(FlooredOracle):
+    """Dense steps, then the note's eight: errors carry the ratio of learning rates.
+
+    Which elements are candidates is a matter of the sketch's fp32 bits, so that is the product's.
+    """
+
+    rule: SketchedAMSGrad = field(default_factory=SketchedAMSGrad)
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        count = max(1, int(self.rule.ratio * self.size))
+        columns = min(max(1, int(self.rule.columns * count)), self.size)
+        asked = min(self.rule.candidates * count, self.size)
+        whole = self.rule.rows * columns + 2 * asked >= self.size
+        if self.ranks == 1 or whole or self.steps < self.rule.warmup_steps:
+            return super().step(gradients, lr)
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * gradients
+        p = self.m + (self.lr / lr) * self.error
+        found = self.candidates(lr * p, columns, asked)
+        self.steps += 1
+        gathered = gradients + self.rule.bounded * (p - self.m)
+        self.advance(np.where(np.isin(np.arange(self.size), found), gathered.mean(0), 0.0))
+        worth = p.mean(0)[found] / np.sqrt(self.vmax[found])
+        chosen = found[np.argsort(-np.abs(worth), kind="stable")[:count]]
+        out = np.zeros(self.size)
+        out[chosen] = p.mean(0)[chosen] / np.sqrt(self.vmax[chosen])
+        self.error, self.lr = p, lr
+        self.error[:, chosen] = 0
+        return out
+
+    def candidates(self, p: Array, columns: int, asked: int) -> Array:
+        seed = random.key("sketch", "w", self.steps)
+        codes = count_sketch.hashes(xp, self.size, self.rule.rows, columns, seed)
+        tables = [xp.sketch(mine.astype(np.float32), codes, columns) for mine in p]
+        mean = sum(tables[1:], tables[0]) / len(tables)
+        estimates = xp.unsketch(mean, codes, np.zeros(self.size, np.float32))
+        scores = np.abs(estimates) / np.sqrt(self.vmax.astype(np.float32))
+        return np.sort(np.argsort(-scores, kind="stable")[:asked])
 
 
 def signed(x: Array, scale: str) -> Array:
@@ -214,6 +280,22 @@ def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
         moments=("m", "v", "count", "vmax"),
         narrow=("error",) if sparse else (),
     )
+def sketched(**options: Any) -> Row:
+    """Kept, candidates and columns of 1161 elements are the same in the product and here."""
+    rule = SketchedAMSGrad(**{"warmup_steps": 3, "eps": 1e-4} | options)
+
+    def rounds(size: int, ranks: int, itemsize: int) -> Rounds:
+        k = max(1, int(rule.ratio * size))
+        table, asked = rule.rows * int(rule.columns * k), 2 * rule.candidates * k
+        if ranks == 1 or table + asked >= size:
+            return dense_rounds(size, ranks, itemsize)
+        return [("allreduce", 4 * table), ("allreduce", itemsize * asked)]
+
+    def oracle(ranks: int, size: int) -> SketchedOracle:
+        return SketchedOracle(ranks, size, rule.betas, rule.eps, rule=rule)
+
+    moments = ("m", "v", "vmax", "count")
+    return Row(rule, oracle, rounds, discrete=True, moments=moments, random=True)
 
 
 ROWS = [
@@ -230,6 +312,10 @@ ROWS = [
     cd_adam(),
     cd_adam(bias_correction=False, eps=1e-4),
     cd_adam(compressor=TopK(0.1)),
+    sketched(ratio=0.02, columns=3.0, candidates=4),
+    sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
+    sketched(ratio=0.02, columns=3.0, candidates=4, bounded=True),
+    sketched(ratio=1.0),
 ]
 """Every law of `test_optimizers.py` is checked for every row."""
 
@@ -242,5 +328,13 @@ REFUSED = [
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
     *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],
+    *[(SketchedAMSGrad, "betas", bad) for bad in ((0.9,), (1, 0.9), None)],
+    *[(SketchedAMSGrad, "eps", bad) for bad in (0, -1.0, 1e-31, math.nan, "a", None, True)],
+    *[(SketchedAMSGrad, "ratio", bad) for bad in (0, 1.5, -0.1, math.nan, "a", None, True)],
+    *[(SketchedAMSGrad, "rows", bad) for bad in (0, 4, 2.5, None, True)],
+    *[(SketchedAMSGrad, "columns", bad) for bad in (0, -1.0, math.inf, "a", None, True)],
+    *[(SketchedAMSGrad, "candidates", bad) for bad in (0, 1.5, None, True)],
+    *[(SketchedAMSGrad, "bounded", bad) for bad in (2, None, "yes")],
+    *[(SketchedAMSGrad, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

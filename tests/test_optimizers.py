@@ -137,14 +137,10 @@ def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None
         for i, world in enumerate(alone):
             one = laws.step(world, framework, [{"w": mine[i].copy()} for mine in gradients])[0]
             assert one is not None
-            if not stochastic(row):
+            if not row.random:
                 np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
-    assert len(together.exchanges[0].plan.units) == (1 if row.rule.stacks else 3)
-
-
-def stochastic(row: Row) -> bool:
-    """Whether what a tensor draws depends on its name."""
-    return getattr(row, "random", False)
+    shared = row.rule.stacks or row.rule.scope == "flat"
+    assert len(together.exchanges[0].plan.units) == (1 if shared else 3)
 
 
 @by_row
