@@ -202,8 +202,9 @@ class Compressor(NotForStockHorovod):
             saves the pass over memory that else looks for them.
         reads: whether it is told the weights (`Info.parameter`).
         private: keys of the state that are of use to this rank alone.
-        by_machine: whether it asks who shares a machine. Its state may then be that of a part of
-            the tensor, and what other levels owe reaches it with the next gradient.
+        by_machine: whether it asks who shares a machine.
+        in_parts: whether its state is then that of a part of the tensor (`whole`), and what other
+            levels owe reaches it with the next gradient.
     """
 
     target: ClassVar[str] = "gradient"
@@ -214,6 +215,7 @@ class Compressor(NotForStockHorovod):
     reads: ClassVar[bool] = False
     private: ClassVar[tuple[str, ...]] = ("error",)
     by_machine: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A compressor shows its first argument, and of the others those that were chosen."""

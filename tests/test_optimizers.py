@@ -73,12 +73,9 @@ def test_bytes(row: Row, ranks: int) -> None:
         directions(world, NUMPY, gradients, "float32", 0.1)
     stats = world.exchanges[0].stats()
     size, flags = int(np.prod(SHAPE)), 8
-    kinds = [(row.rule.dense(), dense), (row.rule, 4)]
+    first = rules.dense_rounds if row.rule.policy().start("w") < row.stage else row.rounds
     payload = 0
-    for rule, steps in kinds:
-        rounds = row.rounds if rule is row.rule else rules.dense_rounds
-        if row.rule.policy().start("w") == 1 or rule == row.rule.dense() == row.rule:
-            rounds = row.rounds
+    for rounds, steps in ((first, dense), (row.rounds, 4)):
         payload += steps * (flags + sum(moved for _, moved in rounds(size, ranks, 4)))
     assert stats["payload"] == payload
 
@@ -136,14 +133,9 @@ def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None
         for i, world in enumerate(alone):
             one = laws.step(world, framework, [{"w": mine[i].copy()} for mine in gradients])[0]
             assert one is not None
-            if not stochastic(row):
+            if not row.random:
                 np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
     assert len(together.exchanges[0].plan.units) == (1 if row.rule.stacks else 3)
-
-
-def stochastic(row: Row) -> bool:
-    """Whether what a tensor draws depends on its name."""
-    return getattr(row, "random", False)
 
 
 @by_row

@@ -6,6 +6,7 @@ of the same names, which are what a training script uses.
 
 from accordion_hvd.optimizers.adam import Adam, AMSGrad
 from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.optimizers.birder import Birder
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
 
-__all__ = ["AMSGrad", "Adam", "OnebitAdam", "Rule"]
+__all__ = ["AMSGrad", "Adam", "Birder", "OnebitAdam", "Rule"]
