@@ -205,6 +205,8 @@ class BirderOracle:
 def numbers(count: int, seed: int) -> Array:
     """The random numbers in (0, 1) that a seed means."""
     window = quantization.WINDOW
+    if not count:
+        return np.zeros(0)
     begins = random.words(namespace(np.zeros(1)), -(-count // window), seed) % quantization.TABLE
     return np.concatenate([quantization.table()[i : i + window] for i in begins])[:count]
 
