@@ -1,4 +1,4 @@
-"""Birder: an adaptive optimizer whose steps are random signs (Peng et al., NeurIPS 2023)."""
+"""Birder, a 1-bit adaptive optimizer whose steps are random signs (Peng et al., NeurIPS 2023)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Birder(Rule):
     The squared length of a step is lr^2 times its elements, however many ranks there are: the
     learning rate is one for Adam, or smaller, and must fall in the end.
 
-    From the paper as its abstract and summaries have it: the update, both randomisations, the
-    hierarchical exchange, no warm-up. Recalled: `beta`. Ours: what follows.
+    Recalled, for the paper's full text was not at hand: the update, both randomisations, how the
+    hierarchical exchange is built, `beta`. Ours: what follows.
 
     - Two steps in a row (2 k and 2 k + 1) read the same random numbers r as r and as 1 - r. Each
       step has the mean that it must, and over the two an element of u = 0 on all ranks (one whose
@@ -60,7 +60,7 @@ class Birder(Rule):
       packed bits ("bits"). Machines must have equally many ranks.
     - `feedback`: what a draw has lacked is added before the next one, by senders and owners of
       chunks (not for the mean over a machine). Steps are then not unbiased one by one, but their
-      sum stays within a few lr of the sum of u: less noise, for two more vectors' memory.
+      sum stays within a few lr of the sum of u: less noise, for 4 more bytes an element.
 
     Sent, of d elements on n ranks: an alltoall of d / 8 bytes, an allgather of d / (8 n). With
     `within`, over the network: these of d / L elements among N ranks; in a machine, an alltoall
