@@ -341,7 +341,7 @@ def test_regrouped_moments() -> None:
 
 # ------------------------------------------------------------------------------------- training
 def loss_after(
-    rule: Birder, steps: int = 500, lr: float = 2e-2, apart: float = 0.0, ranks: int = 8
+    rule: Birder, steps: int = 1000, lr: float = 1e-2, apart: float = 0.0, ranks: int = 8
 ) -> float:
     """Of a quadratic in 64 dimensions, curvatures 1 to e^3, noise 0.5; lr falls twice by 10."""
     rng, size = np.random.default_rng(9), 64
@@ -355,10 +355,10 @@ def loss_after(
 
 
 def test_converges_where_data_are_alike() -> None:
-    """On one machine or two; better with feedback. With independent draws it is 0.02 to 0.03."""
+    """On one machine or two; better with feedback; nearly as the exact mean of u does."""
     rules = [Birder(), Birder(within="half"), Birder(feedback=True), Birder(exact=True)]
     plain, machines, fed, exact = (loss_after(rule) for rule in rules)
-    assert exact < plain < 0.015 and exact < machines < 0.015
+    assert exact < plain < 5e-3 and exact < machines < 5e-3
     assert fed < plain
 
 
@@ -366,7 +366,7 @@ def test_different_data_are_a_bias_and_sharing_ends_it() -> None:
     """The known bias of normalisers that are each rank's own, in either stage, and the remedy."""
     assert loss_after(Birder(), apart=1.0) > 5
     assert loss_after(Birder(exact=True), apart=1.0) > 5
-    assert loss_after(Birder(shared=True), apart=1.0) < 0.2
+    assert loss_after(Birder(shared=True), apart=1.0) < 0.05
 
 
 @pytest.mark.parametrize("within", [None, "bits", "half"])
