@@ -204,8 +204,9 @@ class Compressor(NotForStockHorovod):
         private: keys of the state that are of use to this rank alone.
         contracts: whether what it keeps of x = error + gradient is always shorter than x by some
             factor, at least in expectation, and what it sends depends on that sum alone.
-        by_machine: whether it asks who shares a machine. Its state may then be that of a part of
-            the tensor, and what other levels owe reaches it with the next gradient.
+        by_machine: whether it asks who shares a machine.
+        in_parts: whether its state is then that of a part of the tensor (`whole`), and what other
+            levels owe reaches it with the next gradient.
     """
 
     target: ClassVar[str] = "gradient"
@@ -217,6 +218,7 @@ class Compressor(NotForStockHorovod):
     private: ClassVar[tuple[str, ...]] = ("error",)
     contracts: ClassVar[bool] = False
     by_machine: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A compressor shows its first argument, and of the others those that were chosen."""

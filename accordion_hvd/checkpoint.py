@@ -326,7 +326,7 @@ def _of_wholes(
 
 def _of_parts(slot: Slot) -> bool:
     """Whether its states may belong to parts of its tensor."""
-    return any(level.by_machine for level in slot.levels)
+    return any(level.in_parts for level in slot.levels)
 
 
 def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:

@@ -62,8 +62,9 @@ def require_equal(machines: Machines) -> None:
     counts = [len(members) for members in machines]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"TwoLevel: the machines have {', '.join(map(str, counts))} ranks, but must have "
-            "equally many: a mean over machines of their means would weigh some ranks more."
+            f"the machines have {', '.join(map(str, counts))} ranks, but to exchange machine by "
+            "machine they must have equally many: a mean over machines of their means would weigh "
+            "some ranks more."
         )
 
 

@@ -99,7 +99,7 @@ class Slot:
     def prepare(self, info: Info) -> None:
         """Make the state, if there is none yet or the rank has moved to another machine."""
         before = self.made
-        if before is not None and any(level.by_machine for level in self.levels):
+        if before is not None and any(level.in_parts for level in self.levels):
             if (before.machines, before.rank) != (info.machines, info.rank):
                 self._move(before)
         if self._stack is None and self._state is None:
@@ -144,13 +144,13 @@ class Slot:
         """The new level's state with what the old one owes, or that in `owed`."""
         new, part = self.compressor, old.residual(old_state)
         owes = new.residual(state) is not None
-        if owes and part is not None and new.by_machine and old.by_machine:
+        if owes and part is not None and new.in_parts and old.in_parts:
             return new.with_residual(state, part)  # the same part of the tensor, in the same units
         residual = self._debt(old, old_state, info)
         self.owed = None
         if residual is None:
             return state
-        if owes and not new.by_machine:
+        if owes and not new.in_parts:
             return new.with_residual(state, residual)
         self.owed = residual
         return state
@@ -199,7 +199,7 @@ class Memory:
 
     def open(self, info: Info, observe: bool) -> None:
         """Make what is missing; bring together what is not."""
-        if self._together() and not any(level.by_machine for level in self.slots[0].levels):
+        if self._together() and not any(level.in_parts for level in self.slots[0].levels):
             if self.seen is not None or not observe:
                 return
         for slot in self.slots:

@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import DGC, FP16, Dense, ScaleCom, Threshold, TopK, TwoLevel
-from accordion_hvd.ops import count_sketch, indices, random
+from accordion_hvd.ops import count_sketch, indices, namespace, quantization, random
 from accordion_hvd.ops import numpy as xp
-from accordion_hvd.optimizers import Adam, AMSGrad, Birder, CDAdam, OnebitAdam, Rule, SketchedAMSGrad
+from accordion_hvd.optimizers import (
+    Adam,
+    AMSGrad,
+    Birder,
+    CDAdam,
+    OnebitAdam,
+    Rule,
+    SketchedAMSGrad,
+)
 
 Array = np.ndarray
 Rounds = list[tuple[str, int]]
@@ -49,6 +57,11 @@ class Row:
     @property
     def name(self) -> str:
         return repr(self.rule)
+
+    @property
+    def stage(self) -> int:
+        """The rule's number among the stages of its own policy."""
+        return self.rule.policy().levels("w").index(self.rule)
 
 
 @dataclass
@@ -163,6 +176,8 @@ class CDTopKOracle(CDOracle):
             rest[index] = 0
             self.replicas[rank] = gradient - rest
         self.estimate += news
+
+
 class FlooredOracle:
     """AMSGrad whose v begins at eps, of the ranks' mean."""
 
@@ -247,6 +262,114 @@ def signs_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
     ]
 
 
+@dataclass
+class BirderOracle:
+    """Birder on machines of `local` ranks each, element by element, for the tensor "w"."""
+
+    ranks: int
+    size: int
+    rule: Birder
+    local: int = 1
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.m, self.b, self.errors = np.zeros((3, self.ranks, self.size))
+        self.owners = np.zeros(self.size)
+        self.length = 8 * math.ceil(self.size / (8 * self.ranks))
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        sizes = np.abs(gradients)
+        if self.rule.shared:
+            gradients, sizes = (np.broadcast_to(x.mean(0), x.shape) for x in (gradients, sizes))
+        self.m = self.rule.beta * self.m + (1 - self.rule.beta) * gradients
+        self.b = self.rule.beta * self.b + (1 - self.rule.beta) * sizes
+        below = self.b + self.rule.eps
+        u = np.where(below > 0, self.m / np.where(below > 0, below, 1), 0)
+        direction = u.mean(0) if self.rule.exact else self.chosen(u)
+        self.steps += 1
+        return direction
+
+    def chosen(self, u: Array) -> Array:
+        if self.rule.shared or self.ranks == 1:
+            return self.fed(u[0], self.errors[0], 0, "owner")
+        if self.rule.within == "half" and self.local > 1:
+            sent = u.astype(np.float16).astype(float)
+        else:
+            pairs = enumerate(zip(u, self.errors, strict=True))
+            sent = np.array([self.fed(x, error, rank, "worker") for rank, (x, error) in pairs])
+        out = np.empty(self.size)
+        for owner in range(self.ranks):
+            mine = slice(owner * self.length, (owner + 1) * self.length)
+            mean = self.of_machines(sent, owner)[mine] if self.local > 1 else sent[:, mine].mean(0)
+            out[mine] = self.fed(mean, self.owners[mine], owner, "owner")
+        return out
+
+    def of_machines(self, sent: Array, owner: int) -> Array:
+        """What the owner of a chunk finds, at the places of that chunk."""
+        means = sent.reshape(-1, self.local, self.size).mean(1)
+        if len(means) == 1:
+            return means[0]
+        peers = [k * self.local + owner % self.local for k in range(len(means))]
+        where = np.concatenate([np.arange(p * self.length, (p + 1) * self.length) for p in peers])
+        total = np.zeros(self.ranks * self.length)
+        for mean, peer in zip(means, peers, strict=True):
+            padded = np.zeros(total.size)
+            padded[: self.size] = mean
+            total[where] += self.drawn(padded[where], peer, "machine")
+        return total[: self.size] / len(means)
+
+    def fed(self, u: Array, error: Array, rank: int, stage: str) -> Array:
+        """A draw of `u`, and with feedback of the error, which is changed in place."""
+        wanted = u + (error if self.rule.feedback else 0.0)
+        sent = self.drawn(wanted, rank, stage)
+        error[:] = wanted - sent
+        return sent
+
+    def drawn(self, u: Array, rank: int, stage: str) -> Array:
+        r = numbers(u.size, random.key("birder", "w", self.steps // 2, rank, stage))
+        r = 1 - r if self.steps % 2 else r
+        return np.where(r > (1 - u) / 2, 1.0, -1.0)
+
+
+def numbers(count: int, seed: int) -> Array:
+    """The random numbers in (0, 1) that a seed means."""
+    window = quantization.WINDOW
+    if not count:
+        return np.zeros(0)
+    begins = random.words(namespace(np.zeros(1)), -(-count // window), seed) % quantization.TABLE
+    return np.concatenate([quantization.table()[i : i + window] for i in begins])[:count]
+
+
+def birder_rounds(rule: Birder, local: int = 1) -> Callable[[int, int, int], Rounds]:
+    """What a rank hands over, on machines of `local` ranks."""
+
+    def rounds(size: int, ranks: int, itemsize: int) -> Rounds:
+        if rule.shared:
+            return 2 * dense_rounds(size, ranks, itemsize) if ranks > 1 else []
+        if rule.exact or ranks == 1:
+            return dense_rounds(size, ranks, itemsize) if rule.exact else []
+        chunk, machines = math.ceil(size / (8 * ranks)), ranks // local
+        near = ranks * chunk * (16 if rule.within == "half" else 1)
+        inside = [("alltoall", near), ("allgather", machines * chunk)] if local > 1 else []
+        outside = [("alltoall", machines * chunk), ("allgather", chunk)] if machines > 1 else []
+        return inside + outside
+
+    return rounds
+
+
+def birder(**options: Any) -> Row:
+    rule = Birder(**options)
+    discrete = not rule.exact
+    return Row(
+        rule,
+        lambda *n: BirderOracle(*n, rule),
+        birder_rounds(rule),
+        discrete=discrete,
+        moments=("m", "b"),
+        random=discrete,
+    )
+
+
 def dense_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
     return [("allreduce", itemsize * size)]
 
@@ -280,6 +403,8 @@ def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
         moments=("m", "v", "count", "vmax"),
         narrow=("error",) if sparse else (),
     )
+
+
 def sketched(**options: Any) -> Row:
     """Kept, candidates and columns of 1161 elements are the same in the product and here."""
     rule = SketchedAMSGrad(**{"warmup_steps": 3, "eps": 1e-4} | options)
@@ -316,6 +441,10 @@ ROWS = [
     sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
     sketched(ratio=0.02, columns=3.0, candidates=4, bounded=True),
     sketched(ratio=1.0),
+    birder(),
+    birder(beta=0.8, shared=True, eps=0.01),
+    birder(beta=0.0, within="half", feedback=True),
+    birder(exact=True),
 ]
 """Every law of `test_optimizers.py` is checked for every row."""
 
@@ -323,6 +452,10 @@ REFUSED = [
     *[(Adam, "betas", bad) for bad in ((0.9,), (1, 0.9), (0.9, -0.1), 0.9, None, ("a", 0.9))],
     *[(AMSGrad, "eps", bad) for bad in (-1e-8, math.nan, "a", None, True)],
     *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
+    *[(Birder, "beta", bad) for bad in (1, -0.1, math.nan, "a", None, True, (0.9,))],
+    *[(Birder, "within", bad) for bad in ("fp16", 1, True)],
+    *[(Birder, "eps", bad) for bad in (-1.0, "a", None)],
+    *[(Birder, name, bad) for name in ("shared", "feedback", "exact") for bad in (1, None, "yes")],
     *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
     *[(CDAdam, "exact_first", bad) for bad in (1, None, "yes")],
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],

@@ -73,12 +73,9 @@ def test_bytes(row: Row, ranks: int) -> None:
         directions(world, NUMPY, gradients, "float32", 0.1)
     stats = world.exchanges[0].stats()
     size, flags = int(np.prod(SHAPE)), 8
-    kinds = [(row.rule.dense(), dense), (row.rule, 4)]
+    first = rules.dense_rounds if row.rule.policy().start("w") < row.stage else row.rounds
     payload = 0
-    for rule, steps in kinds:
-        rounds = row.rounds if rule is row.rule else rules.dense_rounds
-        if row.rule.policy().start("w") == 1 or len(row.rule.policy().levels("w")) == 1:
-            rounds = row.rounds
+    for rounds, steps in ((first, dense), (row.rounds, 4)):
         payload += steps * (flags + sum(moved for _, moved in rounds(size, ranks, 4)))
     assert stats["payload"] == payload
 

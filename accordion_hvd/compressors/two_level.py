@@ -52,6 +52,7 @@ class TwoLevel(Compressor):
 
     compressor: Compressor = PowerSGD()
     by_machine: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Raises: ValueError when `compressor` is none."""

@@ -217,6 +217,22 @@ def second_moment(v: Array, beta: float, x: Array) -> Array:
     return np.add(out, (1 - beta) * wide * wide, out=out)
 
 
+def absolute_moment(b: Array, beta: float, x: Array) -> Array:
+    """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`.
+
+    Rounds as `momentum` does: |m| <= b remains true, to the bit, where both are given the same.
+    """
+    return momentum(b, beta, np.abs(x))
+
+
+def bounded_ratio(m: Array, b: Array, eps: float = 0.0) -> Array:
+    """m / (b + eps) for |m| <= b, in memory of its own; within [-1, 1] in any case, 0 for 0 / 0."""
+    out = np.maximum(b + b.dtype.type(eps), b.dtype.type(quantization.SMALLEST))
+    with np.errstate(over="ignore"):
+        np.divide(m, out, out=out)
+    return np.clip(out, -1, 1, out=out)
+
+
 def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: Array) -> Array:
     """rates[0] * m / (sqrt(rates[1] * v) + eps), in m's dtype: Adam's direction.
 
@@ -576,6 +592,15 @@ def pack_signs(x: Array, turn: Any = None) -> Array:
     With a `turn` (a step), every other zero counts as negative, the others at the next turn.
     """
     return quantization.pack_signs(_flat(x), turn)
+
+
+def pack_random_signs(x: Array, seed: Any, turn: Any) -> Array:
+    """A random bit for each element of `x`, within [-1, 1]: 1 has the probability (1 + x) / 2.
+
+    Turns 0 and 1 of one `seed` (from `random.key`) are antithetic: the same random numbers r are
+    read as 1 - r, so that elements of zero get one bit of each kind. See `ops.quantization`.
+    """
+    return quantization.pack_random_signs(_flat(x), seed, turn)
 
 
 def pack_powers(x: Array, seed: Any) -> Array:

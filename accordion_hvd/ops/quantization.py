@@ -312,6 +312,24 @@ def _bounds(turn: int) -> np.ndarray:
     return np.tile(np.array(signs, np.float32) * np.float32(SMALLEST), BLOCK // 2)
 
 
+def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
+    """One random bit an element, 1 with the probability (1 + x) / 2, to 2^-17; eight a byte.
+
+    An element's number r of the table makes it 1 if r >= (1 - x) / 2; at odd turns r is read as
+    1 - r. Exact for -1 and 1: r is nearer to 1/2 than these.
+    """
+    packed = np.empty(-(-x.size // 8), np.uint8)
+    places, sign = _places(x.size, seed), np.float32(0.5 if turn == 0 else -0.5)
+    compare = np.greater_equal if turn == 0 else np.less
+    for start, block in _blocks(x):
+        values = np.multiply(block, sign, out=_scratch.values[: block.size])
+        _add_noise(values, start, places, table())
+        mask = compare(values, np.float32(0.5), out=_scratch.mask[: block.size])
+        first = start // 8
+        packed[first : first + -(-block.size // 8)] = np.packbits(mask, bitorder="little")
+    return packed
+
+
 # ---------------------------------------------------------------------------------- powers of two
 def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
     """Each element rounded stochastically to a power of two (or zero): its sign, its exponent.

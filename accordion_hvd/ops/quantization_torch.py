@@ -93,6 +93,12 @@ def pack_signs(x: Tensor, turn: int | None) -> Tensor:
     return pack((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
 
 
+def pack_random_signs(x: Tensor, seed: int, turn: int) -> Tensor:
+    """See `quantization.pack_random_signs`."""
+    values = _noise(quantization.table, x, seed) + x * (0.5 if turn == 0 else -0.5)
+    return pack((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
+
+
 def pack_powers(x: Tensor, seed: int) -> Tensor:
     """See `quantization.pack_powers`."""
     bits = x.view(torch.int32)

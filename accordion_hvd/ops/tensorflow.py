@@ -179,6 +179,16 @@ def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
     return beta * v + (1 - beta) * tf.square(tf.cast(x, v.dtype))
 
 
+def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
+    """beta * b + (1 - beta) * |x| in b's dtype."""
+    return momentum(b, beta, tf.abs(x))
+
+
+def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
+    """m / (b + eps), within [-1, 1], 0 for 0 / 0; see `accordion_hvd.ops.numpy`."""
+    return tf.clip_by_value(m / tf.maximum(b + eps, quantization.SMALLEST), -1, 1)
+
+
 def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like: Tensor) -> Tensor:
     """rates[0] * m / (sqrt(rates[1] * v) + eps); see `accordion_hvd.ops.numpy`."""
     return rates[0] * m / (tf.sqrt(rates[1] * v) + eps)
@@ -535,6 +545,16 @@ def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     given = [_flat(x, tf.float32)]
     if turn is not None:
         given.append(tf.cast(turn, tf.int64))
+    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8),))
+
+
+def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
+    """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
+
+    def run(x: np.ndarray, seed: np.ndarray, turn: np.ndarray) -> np.ndarray:
+        return quantization.pack_random_signs(x, int(seed), int(turn))
+
+    given = [_flat(x, tf.float32), tf.cast(seed, tf.int64), tf.cast(turn, tf.int64)]
     return _on_host(run, given, tf.uint8, (-(-_size(x) // 8),))
 
 

@@ -183,6 +183,22 @@ def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
     return v.mul_(beta).addcmul_(wide, wide, value=1 - beta)
 
 
+def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
+    """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`."""
+    if beta:
+        journal.record(lambda: b.sub_(x.abs(), alpha=1 - beta).div_(beta))
+    else:
+        saved = b.clone()
+        journal.record(lambda: b.copy_(saved))
+    return b.mul_(beta).add_(x.abs(), alpha=1 - beta)
+
+
+def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
+    """m / (b + eps), within [-1, 1], 0 for 0 / 0; see `accordion_hvd.ops.numpy`."""
+    out = torch.add(b, eps).clamp_min_(quantization.SMALLEST)
+    return torch.div(m, out, out=out).clamp_(-1, 1)
+
+
 def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like: Tensor) -> Tensor:
     """rates[0] * m / (sqrt(rates[1] * v) + eps); see `accordion_hvd.ops.numpy`."""
     fits = like.dtype == m.dtype and like.is_contiguous()
@@ -660,6 +676,13 @@ def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     if x.device.type == "cpu":
         return torch.from_numpy(quantization.pack_signs(_flat(x).numpy(), turn))
     return anywhere.pack_signs(_flat(x), turn)
+
+
+def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
+    """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(quantization.pack_random_signs(_flat(x).numpy(), seed, turn))
+    return anywhere.pack_random_signs(_flat(x), seed, turn)
 
 
 def pack_powers(x: Tensor, seed: Any) -> Tensor:

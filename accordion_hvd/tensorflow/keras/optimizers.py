@@ -231,3 +231,4 @@ def _native(name: str) -> type[CompressedOptimizer]:
 
 
 NATIVE = {name: _native(name) for name in optimizers.NATIVE}
+NATIVE |= {alias: NATIVE[name] for alias, name in optimizers.ALIASES.items()}

@@ -1,0 +1,279 @@
+"""Birder, a 1-bit adaptive optimizer whose steps are random signs (Peng et al., NeurIPS 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Conversation,
+    Info,
+    Machines,
+    Spec,
+    State,
+    Tensor,
+)
+from accordion_hvd.machines import consecutive, place
+from accordion_hvd.ops import namespace, random
+from accordion_hvd.optimizers.base import Rule, check_eps
+from accordion_hvd.optimizers.signs import Chunks
+
+WITHIN = (None, "bits", "half")
+
+
+@dataclass(frozen=True)
+class Birder(Rule):
+    """Each element steps by +lr or -lr, at random, such that the mean is an Adam-like direction.
+
+    On each rank i, with its own gradient g: m <- b1 m + (1 - b1) g, b <- b1 b + (1 - b1) |g|,
+    u_i = m / b. As |m| <= b, u is in [-1, 1], and one random bit says it without bias:
+    Q(u) = +1 with the probability (1 + u) / 2, else -1. Each rank sends Q(u_i), each averages what
+    came of its chunk and sends Q of that average to all. What all then hold is the step; its mean
+    is the ranks' mean of u_i. There is no warm-up, no scale, and on one rank the step is Q(u).
+
+    The squared length of a step is lr^2 times its elements, however many ranks there are: the
+    learning rate is one for Adam, or smaller, and must fall in the end.
+
+    Recalled, for the paper's full text was not at hand: the update, both randomisations, how the
+    hierarchical exchange is built, `beta`. Ours: what follows.
+
+    - Two steps in a row (2 k and 2 k + 1) read the same random numbers r as r and as 1 - r. Each
+      step has the mean that it must, and over the two an element of u = 0 on all ranks (one whose
+      gradient is always zero) returns to where it was; independent bits let it walk at random.
+    - An element with few gradients has u = +-1 long after the last one, for u knows no scale:
+      `eps`, in units of the gradient, ends that.
+    - `shared`: a rank's b weighs its own gradients, so that where shards of data differ between
+      ranks training ends where the sum of m_i / b_i is zero, and not the sum of gradients. Shuffle
+      the data, or share: then gradients and their magnitudes are averaged before m and b are
+      made, u is the same everywhere, and so are the random numbers. Only the step is still one
+      bit; exchanging costs twice as much as for Adam.
+    - `within`: the hierarchical exchange. With L ranks on each of N machines each rank averages
+      1 / L of its neighbours' u, and sends signs of that to the ranks of its place on the other
+      machines. Neighbours send fp16 values ("half", less noise: signs are drawn once less) or
+      packed bits ("bits"). Machines must have equally many ranks.
+    - `feedback`: what a draw has lacked is added before the next one, by senders and owners of
+      chunks (not for the mean over a machine). Steps are then not unbiased one by one, but their
+      sum stays within a few lr of the sum of u: less noise, for 4 more bytes an element.
+
+    Sent, of d elements on n ranks: an alltoall of d / 8 bytes, an allgather of d / (8 n). With
+    `within`, over the network: these of d / L elements among N ranks; in a machine, an alltoall
+    of d / 8 (2 d for "half") bytes and an allgather of d / (8 L). With `shared`: two allreduces.
+
+    Under `Accordion` critical regimes are in the stage `dense`, where the mean of u is exact
+    (fp32, an allreduce of 4 d bytes) and nothing is random; there are small and exempt tensors
+    too. m and b go along. This does not remove what `shared` removes.
+
+    State: m and b, each rank's own: 8 bytes an element.
+
+    Args:
+        beta: decay rate of both moments, in [0, 1).
+        within: None, "bits" or "half": how ranks of one machine exchange, if apart from others.
+        shared: whether m and b are the ranks' means.
+        feedback: whether what a draw has lacked is added before the next one.
+        eps: added to b; at least 0. Above 0 the steps depend on the gradients' scale.
+        exact: whether u is averaged as it is: the dense stage.
+    """
+
+    GROUP: ClassVar[tuple[str, ...]] = ("beta", "eps")
+
+    beta: float = 0.95
+    within: str | None = None
+    shared: bool = False
+    feedback: bool = False
+    eps: float = 0.0
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when an argument is not what it must be."""
+        if not check.is_number(self.beta) or not 0 <= self.beta < 1:
+            check.refuse(self, "beta", self.beta, "a number in [0, 1)")
+        check_eps(self, self.eps)
+        check.one_of(self, "within", self.within, WITHIN)
+        for name in ("shared", "feedback", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                check.refuse(self, name, getattr(self, name), "True or False")
+        alone = self.shared or self.exact  # no bits travel
+        own = ("error", "server") if self.feedback and not alone else ()
+        object.__setattr__(self, "private", (*(() if self.shared else MOMENTS), *own))
+        object.__setattr__(self, "stacks", "" if own else "alike")
+        object.__setattr__(self, "by_machine", self.within is not None and not alone)
+
+    def dense(self) -> Birder:
+        """The exact mean of u."""
+        return replace(self, within=None, feedback=False, exact=True)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """`m` and `b`, (size,); with feedback, what draws lacked: `error`, and `server` (chunk)."""
+        sizes = {"m": spec.size, "b": spec.size}
+        if "error" in self.private:
+            sizes |= {"error": spec.size, "server": Chunks(spec.size, info.size).length}
+        return {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """Moments; u, or its mean; the step."""
+        xp, beta = namespace(grad), self.setting(info, "beta")
+        given = magnitude = xp.reshape(grad, xp.shape(state["m"]))
+        if self.shared and info.size > 1:
+            given = xp.cast(given, xp.dtype(state["m"]))
+            magnitude = xp.maximum(given, -given)
+            given, magnitude = yield Allreduce(given, reuse=True), Allreduce(magnitude, reuse=True)
+        m = xp.momentum(state["m"], beta, given)
+        b = xp.absolute_moment(state["b"], beta, magnitude)
+        u = xp.bounded_ratio(m, b, self.setting(info, "eps"))
+        if self.exact:
+            u = u if self.shared else (yield Allreduce(u, reuse=True))
+            return xp.reshape(u, xp.shape(grad)), {"m": m, "b": b}
+        room = grad if info.size > 1 else xp.copy(grad)  # alone, taking back needs the gradient
+        if self.shared or info.size == 1:
+            signs, owed = drawn(u, state, replace(info, rank=0), "owner", "error")
+        else:
+            signs, owed = yield from self._averaged(u, state, info)
+        return _values(xp, [signs], room), {**state, **owed, "m": m, "b": b}
+
+    def _averaged(
+        self, u: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[Tensor, State]]:
+        """Signs whose mean is the ranks' mean of `u`, packed; what draws lacked.
+
+        Rank r owns chunk r, whoever shares its machine. Within a machine, each averages the chunks
+        of all ranks that have its place.
+        """
+        xp, width = namespace(u), math.prod(namespace(u).shape(u))
+        chunk = Chunks(width, info.size).length
+        owed: State = {}
+        plan = Places.of(info.machines if self.by_machine else (), info)
+        if plan.neighbours > 1 and self.within == "half":
+            u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), chunk * info.size)
+            theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.near)
+            mean = _mean(xp, theirs, xp.dtype(state["m"]))
+        else:
+            signs, owed = drawn(u, state, info, "worker", "error")
+            signs = xp.padded(signs, chunk * info.size // 8)
+            if plan.neighbours > 1:
+                theirs = yield Alltoall(plan.arranged(xp, signs, plan.neighbours), group=plan.near)
+                mean = _mean_of_signs(xp, theirs, xp.dtype(state["m"]))
+        if plan.machines > 1:
+            if plan.neighbours > 1:
+                signs, _ = drawn(mean, {}, info, "machine")
+            theirs = yield Alltoall(xp.reshape(signs, (plan.machines, -1)), group=plan.far)
+            mean = _mean_of_signs(xp, theirs, xp.dtype(state["m"]))
+        signs, lacked = drawn(mean, state, info, "owner", "server")
+        for group, number in ((plan.far, plan.machines), (plan.near, plan.neighbours)):
+            if number > 1:
+                parts = yield Allgather(signs, group=group)
+                signs = xp.concat(list(parts))
+        return plan.restored(xp, signs)[: math.ceil(width / 8)], {**owed, **lacked}
+
+    def inherit(self, state: State, other: Any, other_state: State) -> State:
+        """Take over the moments of this optimizer's other stage."""
+        if not isinstance(other, Birder):
+            return state
+        return {**state, **{key: other_state[key] for key in MOMENTS}}
+
+    def park(self, state: State) -> State:
+        """Errors wait here; moments go along."""
+        return {key: x for key, x in state.items() if key in self.private and key not in MOMENTS}
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """Means of the ranks' m and b, which keep |m| <= b; all that draws owed as everyone's."""
+        if self.shared:
+            return super().regroup(states, spec, info)
+        number, made = len(states), self.init(spec, info)
+        made |= {key: sum(state[key] for state in states) / number for key in MOMENTS}
+        if "error" in made and number > 1:
+            owed = sum(state["error"] for state in states) / number
+            server = namespace(owed).concat([state["server"] for state in states])
+            made["error"] = owed + server[: spec.size]
+        return made
+
+
+MOMENTS = ("m", "b")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Who exchanges with whom.
+
+    Attributes:
+        near, far: the ranks of this rank's machine, and those of its place on all; None for all.
+        neighbours, machines: how many these are.
+        order: all ranks, those of the first place on all machines first, and so on.
+    """
+
+    near: tuple[int, ...] | None
+    far: tuple[int, ...] | None
+    neighbours: int
+    machines: int
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, machines: Machines, info: Info) -> Places:
+        """Those of this rank; without machines, each rank has one of its own."""
+        machines = machines or consecutive(info.size, 1)
+        here, columns = place(machines, info.rank, info.size), zip(*machines, strict=True)
+        order = tuple(rank for column in columns for rank in sorted(column))
+        groups = [None if len(x) == info.size else tuple(sorted(x)) for x in (here.near, here.far)]
+        return cls(groups[0], groups[1], len(here.near), len(here.far), order)
+
+    def arranged(self, xp: ModuleType, x: Tensor, rows: int) -> Tensor:
+        """The vector's equal pieces, one for each rank, in that order; as a matrix."""
+        return xp.reshape(_permuted(xp, x, self.order), (rows, -1))
+
+    def restored(self, xp: ModuleType, x: Tensor) -> Tensor:
+        """The inverse of `arranged`, as a vector."""
+        return _permuted(xp, x, [self.order.index(rank) for rank in range(len(self.order))])
+
+
+def _permuted(xp: ModuleType, x: Tensor, order: Sequence[int]) -> Tensor:
+    """A vector's equal pieces in another order."""
+    if list(order) == list(range(len(order))):
+        return x
+    pieces = xp.unstack(xp.reshape(x, (len(order), -1)))
+    return xp.concat([pieces[rank] for rank in order])
+
+
+def drawn(
+    u: Tensor, state: State, info: Info, stage: str, owed: str = ""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random signs for `u`, packed. With `owed` in the state: for both together; and what lacks.
+
+    The random numbers depend on the pair of steps, the tensor's name, the rank and the stage.
+    """
+    xp, error = namespace(u), state.get(owed)
+    if error is not None:
+        u = u + xp.reshape(error, xp.shape(u))
+    seed = random.key("birder", info.name, info.step // 2, info.rank, stage)
+    signs = xp.pack_random_signs(u, seed, info.step % 2)
+    if error is None:
+        return signs, {}
+    sent = _values(xp, [signs], xp.zeros(xp.shape(u), "float32", xp.device(u)))
+    return signs, {owed: xp.reshape(u - xp.cast(sent, xp.dtype(u)), xp.shape(error))}
+
+
+def _values(xp: ModuleType, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of packed signs, as -1 and 1, in the shape of `like`, which it consumes; fp32, exact.
+
+    Below 2^24 parts, that is.
+    """
+    two = xp.full((1,), 2.0, "float32", xp.device(like))
+    return xp.sum_quantized(parts, [two] * len(parts), math.prod(xp.shape(like)), 1, 0.5, like)
+
+
+def _mean_of_signs(xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
+    """Of each element of the rows, which are packed signs."""
+    parts = xp.unstack(rows)
+    room = xp.zeros((8 * xp.shape(parts[0])[0],), "float32", xp.device(rows))
+    return xp.cast(_values(xp, parts, room), dtype) * (1 / len(parts))
+
+
+def _mean(xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
+    """Of each element of the rows, added in their order."""
+    parts = [xp.cast(row, dtype) for row in xp.unstack(rows)]
+    return sum(parts[1:], parts[0]) * (1 / len(parts))

@@ -1,0 +1,404 @@
+"""Birder: what is random in it, what is not, and what it does for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import laws
+import numpy as np
+import pytest
+from frameworks import (
+    NUMPY,
+    POISONED,
+    TENSORFLOW,
+    TORCH,
+    Framework,
+    Ranks,
+    combined,
+    installed,
+    parameters,
+    same_bits,
+)
+from rules import BirderOracle, birder_rounds
+
+from accordion_hvd import Accordion, StepSchedule
+from accordion_hvd.base import Info
+from accordion_hvd.machines import consecutive
+from accordion_hvd.ops import numpy as xp
+from accordion_hvd.ops import quantization, random
+from accordion_hvd.optimizers import Birder
+from accordion_hvd.simulate import simulate
+
+HALVES = np.array([-1, -0.999, -0.5, -0.01, 0, 0.3, 0.75, 1])
+PLACES = [(3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (4, 4)]
+"""Numbers of ranks, and of ranks on a machine."""
+
+
+def placed(rule: Birder, ranks: int, local: int, framework: Framework = NUMPY) -> Ranks:
+    world = Ranks(rule, ranks, framework)
+    world.machines = consecutive(ranks, local)
+    return world
+
+
+def signs(packed: np.ndarray, count: int) -> np.ndarray:
+    return quantization.unpack(packed, 1, count) * 2.0 - 1
+
+
+# ------------------------------------------------------------------------------------- one draw
+Draw = Callable[[np.ndarray, int, int], np.ndarray]
+
+
+def check_unbiased(draw: Draw) -> None:
+    """200 000 draws, over positions and over seeds: means and variances to sampling error."""
+    count = 200_000
+    for u in HALVES:
+        bound = 4 * np.sqrt((1 - u**2) / count) + 2**-16
+        for turn in (0, 1):
+            found = signs(draw(np.full(count, u, np.float32), 7, turn), count)
+            assert abs(found.mean() - u) < bound
+            assert abs(found.var() - (1 - u**2)) < 2 * bound
+    x = np.float32(HALVES)
+    for turn in (0, 1):
+        seeds = [random.key("unbiased", seed) for seed in range(5_000)]
+        found = np.mean([signs(draw(x, seed, turn), x.size) for seed in seeds], 0)
+        assert (np.abs(found - x) <= 4 * np.sqrt((1 - x**2) / len(seeds)) + 2**-16).all()
+
+
+def test_a_random_bit_is_unbiased() -> None:
+    check_unbiased(xp.pack_random_signs)
+
+
+def test_plain_signs_are_found_out() -> None:
+    """Majority votes of signs: what the method is not."""
+    with pytest.raises(AssertionError):
+        check_unbiased(lambda x, seed, turn: xp.pack_signs(x))
+
+
+@pytest.mark.parametrize("size", [1, 13, 150_001])
+def test_two_turns_are_antithetic(size: int) -> None:
+    """Bit by bit in double precision; zeros get one of each, and opposites the opposite."""
+    x = np.random.default_rng(size).uniform(-1, 1, size).astype(np.float32)
+    x[::3] = 0
+    window, begins = quantization.WINDOW, random.words(xp, -(-size // quantization.WINDOW), 9)
+    starts = begins % quantization.TABLE
+    r = np.concatenate([quantization.table()[i : i + window] for i in starts])[:size].astype(float)
+    first, second = (signs(xp.pack_random_signs(x, 9, turn), size) for turn in (0, 1))
+    clear = np.abs(np.abs(r - 0.5) - np.abs(x / 2)) > 1e-6
+    np.testing.assert_array_equal(first[clear], np.where(r >= (1 - x) / 2, 1, -1)[clear])
+    np.testing.assert_array_equal(second[clear], np.where(1 - r >= (1 - x) / 2, 1, -1)[clear])
+    np.testing.assert_array_equal((first + second)[x == 0], 0)
+    np.testing.assert_array_equal(second, -signs(xp.pack_random_signs(-x, 9, 0), size))
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_certain_bits_are_certain(turn: int) -> None:
+    x = np.tile(np.float32([-1, 1, np.nextafter(np.float32(1), np.float32(2))]), 100_000)
+    for seed in range(5):
+        np.testing.assert_array_equal(
+            signs(xp.pack_random_signs(x, random.key(seed), turn), x.size), np.sign(x)
+        )
+
+
+# -------------------------------------------------------------------------------------- moments
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("shared", [False, True])
+def test_m_never_exceeds_b(framework: Framework, shared: bool) -> None:
+    """A thousand steps (in NumPy) whose scales vary wildly."""
+    rng = np.random.default_rng(0)
+    world = Ranks(Birder(shared=shared), 2, framework)
+    for _ in range(1000 if framework is NUMPY else 100):
+        scale = 10.0 ** rng.uniform(-18, 18, (2, 1, 41))
+        steps = world.step(list(np.float32(rng.normal(size=(2, 3, 41)) * scale)))
+        assert all(same_bits(mine, steps[0]) for mine in steps)
+        for state in world.states:
+            m, b = (framework.array(state[key]) for key in ("m", "b"))
+            excess = 1e-6 if shared or framework is TENSORFLOW else 0.0
+            assert (np.abs(m) <= b * (1 + excess)).all()
+            assert np.isfinite(b).all()
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH)))
+def test_a_step_taken_back_leaves_ratios_within_bounds(framework: Framework) -> None:
+    """Rounding errors of what is taken back may exceed what m and b were."""
+    world = simulate(Birder(), 2)
+    rng = np.random.default_rng(1)
+    for step in range(8):
+        grads = rng.normal(size=(2, 40, 30)) * (1e20 if step == 4 else 1e-5)
+        if step == 4:
+            grads[1, 0, 0] = np.inf
+        found = laws.step(world, framework, [{"w": np.float32(g)} for g in grads])
+        if step == 4:
+            assert found == [None, None]
+        else:
+            assert all((np.abs(mine["w"]) == 1).all() for mine in found if mine)
+
+
+@pytest.mark.parametrize("ranks, local", [(1, 1), (3, 1), (4, 2), (129, 1)])
+def test_steady_gradients_give_their_signs(ranks: int, local: int) -> None:
+    """From the first step on, and with more ranks than an 8-bit count has room for."""
+    g = np.random.default_rng(2).normal(size=200)
+    for within in (None, "bits", "half"):
+        world = placed(Birder(within=within), ranks, local)
+        for _ in range(3):
+            for step in world.step([g.copy() * (1 + r) for r in range(ranks)]):
+                np.testing.assert_array_equal(step, np.sign(g))
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_scale_does_not_matter(local: int) -> None:
+    rng = np.random.default_rng(3)
+    worlds = [placed(Birder(within="bits"), 4, local) for _ in range(2)]
+    for _ in range(20):
+        grads = rng.normal(size=(4, 500))
+        one, other = (w.step(list(grads * f)) for w, f in zip(worlds, (1, 1000), strict=True))
+        np.testing.assert_array_equal(one[0], other[0])
+
+
+# --------------------------------------------------------------------------------- conversations
+def check_mean(rule: Birder, ranks: int, local: int, steps: int = 200) -> None:
+    """The mean of what all ranks hold is the ranks' mean of u, for m and b that stay."""
+    kinds, alike = 16, 64
+    u = np.random.default_rng(4).uniform(-1, 1, (ranks, kinds))
+    u[:, :3] = 1, -1, 0
+    u[0, 3], u[1:, 3] = 1, -1
+    world, total = placed(rule, ranks, local), np.zeros(kinds)
+    world.step(list(np.zeros((ranks, kinds * alike))))
+    states = [{"m": np.repeat(mine, alike), "b": np.ones(kinds * alike)} for mine in u]
+    for _ in range(steps):
+        world.states = [{**old, **copied(s)} for old, s in zip(world.states, states, strict=True)]
+        found = world.step(list(np.zeros((ranks, kinds * alike))))
+        assert all(same_bits(mine, found[0]) for mine in found)
+        assert (np.abs(found[0]) == 1).all()
+        total += found[0].reshape(kinds, alike).mean(1)
+    mean = u.mean(0)
+    rounding = 2**-12 if rule.within == "half" else 2**-15
+    bound = 4.5 * np.sqrt((1 - mean**2) / (steps * alike)) + rounding
+    assert (np.abs(total / steps - mean) <= bound).all()
+
+
+def copied(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {key: x.copy() for key, x in state.items()}
+
+
+@pytest.mark.parametrize("within", [None, "bits", "half"])
+@pytest.mark.parametrize("ranks, local", PLACES)
+def test_both_draws_together_are_unbiased(ranks: int, local: int, within: str | None) -> None:
+    if local > 1 or within is None:
+        check_mean(Birder(within=within), ranks, local)
+
+
+def test_signs_of_averages_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xp, "pack_random_signs", lambda x, seed, turn: xp.pack_signs(x))
+    with pytest.raises(AssertionError):
+        check_mean(Birder(), 3, 1, steps=20)
+
+
+SOME = {NUMPY: PLACES, POISONED: PLACES[2:3], TORCH: PLACES[2:], TENSORFLOW: PLACES[2:4]}
+
+
+@pytest.mark.parametrize("framework, places", combined(SOME))
+@pytest.mark.parametrize("within", ["bits", "half"])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_machines(
+    framework: Framework, places: tuple[int, int], within: str, feedback: bool
+) -> None:
+    """What all ranks get is what a loop over machines, places and chunks gives, in any framework.
+
+    Vectors that do not fill their chunks, or fill fewer than there are, included.
+    """
+    ranks, local = places
+    rule = Birder(within=within, feedback=feedback)
+    for size in (1161, 7):
+        world, oracle = (
+            placed(rule, ranks, local, framework),
+            BirderOracle(ranks, size, rule, local),
+        )
+        rng = np.random.default_rng(size)
+        for _ in range(5):
+            grads = rng.normal(size=(ranks, size)) ** 3
+            wanted = oracle.step(grads, 0.1)
+            for mine in world.step(list(grads)):
+                np.testing.assert_array_equal(mine, wanted)
+
+
+def test_machines_need_not_have_neighbouring_ranks() -> None:
+    """Ranks by host in any order: all agree, and the mean is right."""
+    u = np.random.default_rng(5).uniform(-1, 1, 600)
+    for within in ("bits", "half"):
+        world = placed(Birder(within=within, beta=0.99), 6, 3)
+        world.machines = ((0, 4, 5), (1, 2, 3))
+        world.step([np.sign(u)] * 6)
+        found = world.step([np.sign(u)] * 6)
+        assert all(same_bits(mine, found[0]) for mine in found)
+        np.testing.assert_array_equal(found[0], np.sign(u))
+
+
+@pytest.mark.parametrize("within", ["bits", "half"])
+@pytest.mark.parametrize("ranks, local", [(4, 2), (6, 3), (4, 4), (4, 1)])
+def test_bytes_by_machine(ranks: int, local: int, within: str) -> None:
+    """And how many of them leave a machine: the L-th part of what they would without places."""
+    rule, size, steps = Birder(within=within), 27 * 43, 3
+    world = simulate(rule, ranks, local_size=local)
+    for seed in range(steps):
+        rng = np.random.default_rng(seed)
+        world.step([{"w": rng.normal(size=(27, 43)).astype(np.float32)} for _ in range(ranks)])
+    stats, machines = world.exchanges[0].stats(), ranks // local
+    rounds = birder_rounds(rule, local)(size, ranks, 4)
+    assert stats["payload"] == steps * (8 + sum(moved for _, moved in rounds))
+    chunk = -(-size // (8 * ranks))
+    between = 2 * (machines - 1) * chunk
+    flags = stats["between"] - steps * between
+    assert 0 <= flags <= steps * 8 * ranks
+
+
+def test_uneven_machines_are_refused() -> None:
+    given = [{"w": np.ones((40, 30), np.float32)} for _ in range(3)]
+    with pytest.raises(ValueError, match="the machines have 2, 1 ranks, but to exchange"):
+        simulate(Birder(within="bits"), 3, local_size=2).step(given)
+    assert simulate(Birder(), 3, local_size=2).step(given)[0] is not None
+
+
+def test_moments_stay_when_ranks_move() -> None:
+    """Unlike states of parts of tensors: an elastic job may find its ranks on other machines."""
+    worlds = [simulate(Birder(within="half", beta=0.5), 4, local_size=n) for n in (2, 2)]
+    rng = np.random.default_rng(6)
+    for step in range(4):
+        grads = rng.normal(size=(4, 40, 30)).astype(np.float32)
+        for number, world in enumerate(worlds):
+            if step == 2 and number:
+                for exchange in world.exchanges:
+                    exchange.communicator.machines = consecutive(4, 4)
+            world.step([{"w": g.copy()} for g in grads])
+    for one, other in zip(*(world.exchanges for world in worlds), strict=True):
+        for key in ("m", "b"):
+            assert same_bits(one.slots[0].state[key], other.slots[0].state[key])
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@pytest.mark.parametrize("within", [None, "half"])
+def test_traced(within: str | None) -> None:
+    """In a graph, traced once, the step a tensor: what NumPy gives."""
+    import tensorflow as tf
+
+    rule = Birder(within=within, feedback=True)
+    ours, oracle, traces = Ranks(rule, 4, TENSORFLOW), Ranks(rule, 4, NUMPY), []
+
+    @tf.function(autograph=False)
+    def exchange(tensors: Any, states: Any, step: Any) -> Any:
+        traces.append(1)
+        return ours.exchange(tensors, states, step)
+
+    states, rng = ours.init(tf.zeros(300, tf.float64)), np.random.default_rng(7)
+    for number in range(4):
+        grads = rng.normal(size=(4, 300))
+        results = exchange([tf.constant(g) for g in grads], states, tf.constant(number, tf.int64))
+        states = [state for _, state in results]
+        for (mine, _), wanted in zip(results, oracle.step(list(grads)), strict=True):
+            np.testing.assert_array_equal(mine.numpy(), wanted)
+    assert len(traces) == 1
+
+
+# ------------------------------------------------------------------------------------- stages
+def test_stages_share_moments() -> None:
+    """A critical regime averages u exactly, from the moments of the steps before."""
+    rule = Birder(beta=0.7)
+    assert Accordion(low=rule.dense(), high=rule).output == "update"
+    world = simulate(StepSchedule({0: rule.dense(), 3: rule, 6: rule.dense()}, window=1), 2)
+    oracles = [BirderOracle(2, 1200, r) for r in (rule.dense(), rule)]
+    rng, stages = np.random.default_rng(8), []
+    for step in range(8):
+        grads = rng.normal(size=(2, 40, 30))
+        for oracle in oracles:
+            oracle.steps = step
+        wanted = [oracle.step(grads.reshape(2, -1), 0.1) for oracle in oracles]
+        found = world.step([{"w": g} for g in grads], 0.1)
+        stages.append("exact" not in world.exchanges[0].levels()["w"])
+        assert found[1] is not None
+        mine = found[1]["w"].reshape(-1)
+        np.testing.assert_allclose(mine, wanted[stages[-1]], atol=1e-12)
+    assert stages == 3 * [False] + 3 * [True] + 2 * [False]
+
+
+def test_regrouped_moments() -> None:
+    """On another number of ranks: means of both, so that bounds and the mean direction hold."""
+    rule = Birder(feedback=True)
+    world = Ranks(rule, 3)
+    for seed in range(5):
+        world.step(list(np.random.default_rng(seed).normal(size=(3, 100))))
+    spec = xp.spec(np.zeros(100))
+    made = [rule.regroup(world.states, spec, Info(rank=r, size=4)) for r in range(4)]
+    for state in made:
+        for key in ("m", "b"):
+            np.testing.assert_allclose(state[key], np.mean([s[key] for s in world.states], 0))
+        assert (np.abs(state["m"]) <= state["b"]).all()
+    owed = np.mean([s["error"] for s in world.states], 0)
+    owed += np.concatenate([s["server"] for s in world.states])[:100]
+    np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), owed)
+    alone = rule.foreign(world.states[1], spec, Info(rank=0, size=1))
+    assert same_bits(alone["m"], world.states[1]["m"]) and not alone["error"].any()
+
+
+# ------------------------------------------------------------------------------------- training
+def loss_after(
+    rule: Birder, steps: int = 1000, lr: float = 1e-2, apart: float = 0.0, ranks: int = 8
+) -> float:
+    """Of a quadratic in 64 dimensions, curvatures 1 to e^3, noise 0.5; lr falls twice by 10."""
+    rng, size = np.random.default_rng(9), 64
+    curvature, optima = np.exp(np.linspace(0, 3, size)), apart * rng.normal(size=(ranks, size))
+    x, world = rng.normal(size=size), Ranks(rule, ranks)
+    for step in range(steps):
+        rate = lr * (1.0 if step < steps / 2 else 0.1 if step < 0.8 * steps else 0.01)
+        noise = 0.5 * rng.normal(size=(ranks, size))
+        x -= rate * world.step(list(curvature * (x - optima) + noise))[0]
+    return float(0.5 * (curvature * (x - optima.mean(0)) ** 2).sum())
+
+
+def test_converges_where_data_are_alike() -> None:
+    """On one machine or two; better with feedback; nearly as the exact mean of u does."""
+    rules = [Birder(), Birder(within="half"), Birder(feedback=True), Birder(exact=True)]
+    plain, machines, fed, exact = (loss_after(rule) for rule in rules)
+    assert exact < plain < 5e-3 and exact < machines < 5e-3
+    assert fed < plain
+
+
+def test_different_data_are_a_bias_and_sharing_ends_it() -> None:
+    """The known bias of normalisers that are each rank's own, in either stage, and the remedy."""
+    assert loss_after(Birder(), apart=1.0) > 5
+    assert loss_after(Birder(exact=True), apart=1.0) > 5
+    assert loss_after(Birder(shared=True), apart=1.0) < 0.05
+
+
+@pytest.mark.parametrize("within", [None, "bits", "half"])
+def test_elements_without_gradients_return(within: str | None) -> None:
+    """Not a random walk: after two steps they are where they were; others go where they must."""
+    world, rng = placed(Birder(within=within), 4, 2), np.random.default_rng(10)
+    moved = np.zeros(400)
+    for step in range(101):
+        grads = rng.normal(size=(4, 400)) + 1
+        grads[:, ::2] = 0
+        moved += world.step(list(grads))[0]
+        assert (np.abs(moved[::2]) == (step + 1) % 2).all()
+    assert moved[1::2].min() > 0
+
+
+def test_feedback_tracks_the_sum() -> None:
+    """Sums of steps stay within a few steps of sums of u, instead of drifting from them."""
+    for within in (None, "half"):
+        rule = Birder(feedback=True, within=within)
+        world, exact = (placed(r, 4, 4) for r in (rule, rule.dense()))
+        rng, apart = np.random.default_rng(11), np.zeros(300)
+        for _ in range(100):
+            grads = rng.normal(size=(4, 300)) + 0.3
+            apart += world.step(list(grads))[0] - exact.step(list(grads))[0]
+            assert np.abs(apart).max() <= 4.01
+
+
+def test_eps_ends_what_one_gradient_began() -> None:
+    """u knows no scale: without eps an element goes on for ever after its only gradient."""
+    for eps, on in ((0.0, True), (1e-3, False)):
+        world, late = Ranks(Birder(eps=eps), 2), np.zeros(100)
+        for step in range(300):
+            grads = np.full((2, 100), 1.0 if step == 0 else 0.0)
+            late += world.step(list(grads))[0] * (step >= 200)
+        assert (late == 100).all() if on else (np.abs(late) <= 10).all()
