@@ -178,6 +178,7 @@ class CDTopKOracle(CDOracle):
         self.estimate += news
 
 
+@dataclass
 class FlooredOracle:
     """AMSGrad whose v begins at eps, of the ranks' mean."""
 
