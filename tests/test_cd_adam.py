@@ -355,7 +355,6 @@ def test_refreshing_takes_away_what_rounding_has_left() -> None:
 @pytest.mark.parametrize(
     "hyper, coupled",
     [
-        ({"weight_decay": 0.1, "coupled": True}, True),
         ({"weight_decay": 0.1, "decoupled_weight_decay": False}, True),
         ({"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
         ({"weight_decay": 0.1}, False),
@@ -381,7 +380,7 @@ def test_decay_is_added_to_what_all_know(
 
 def test_decay_without_weights_is_refused() -> None:
     world = Told(CDAdam(), 1)
-    world.hyper = {"weight_decay": 0.1, "coupled": True}
+    world.hyper = {"weight_decay": 0.1, "decoupled_weight_decay": False}
     with pytest.raises(ValueError, match="CDAdam: parameter of w is None"):
         world.step(gradients_of(1, 1)[0])
 

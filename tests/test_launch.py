@@ -21,6 +21,7 @@ SUITES = {
     "optimizer_checks.py": SOME,
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
+    "keras_optimizer_checks.py": [("mpirun", 2)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

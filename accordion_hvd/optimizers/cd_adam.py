@@ -299,8 +299,7 @@ CDAMSGrad = CDAdam
 def coupled_decay(info: Info) -> Any:
     """The weight decay of the tensor's group, if it goes through the moments, else 0."""
     decoupled = info.hyper.get("decoupled_weight_decay", True)
-    coupled = info.hyper.get("coupled", not decoupled)
-    return info.hyper.get("weight_decay", 0.0) if coupled else 0.0
+    return 0.0 if decoupled else info.hyper.get("weight_decay", 0.0)
 
 
 def _unfit(compressor: Any) -> str:

@@ -29,7 +29,10 @@ from accordion_hvd.simulate import simulate
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE
-EARLY = {"OnebitAdam": {"warmup_steps": 3}}
+EARLY: dict[str, dict[str, Any]] = {
+    "OnebitAdam": {"warmup_steps": 3},
+    "SketchedAMSGrad": {"warmup_steps": 3, "ratio": 0.02},
+}
 """Settings with which the stages change within a few steps."""
 
 

@@ -1,0 +1,211 @@
+"""What the optimizers of `accordion_hvd.tensorflow.keras` promise, checked on real ranks."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+import keras
+import numpy as np
+import tensorflow as tf
+from keras_checks import assert_equal_ranks, everywhere, in_graph, raises, weights
+
+import accordion_hvd.tensorflow.keras as hvd
+from accordion_hvd import Accordion, optimizers
+from accordion_hvd.simulate import simulate
+
+INIT = hvd.init
+NAMES = optimizers.NATIVE
+EARLY: dict[str, dict[str, Any]] = {
+    "OnebitAdam": {"warmup_steps": 3},
+    "SketchedAMSGrad": {"warmup_steps": 3, "ratio": 0.02},
+}
+"""Settings with which the stages change within a few steps."""
+
+
+def made(name: str, **options: Any) -> Any:
+    return getattr(hvd, name)(**{"learning_rate": 1e-2} | EARLY.get(name, {}) | options)
+
+
+def network(seed: int = 0, dtype: str | None = None) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(48, activation="relu", dtype=dtype) for _ in range(2)]
+    return keras.Sequential([keras.Input((32,)), *layers, keras.layers.Dense(1, dtype="float32")])
+
+
+def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(hvd.rank() if rank is None else rank)
+    x = rng.standard_normal((64, 32), np.float32)
+    return x, np.maximum(x[:, :1], 0.2) * 2 + 1
+
+
+def fit(model: Any, epochs: int = 2, callback: bool = True) -> list[float]:
+    """Four batches an epoch; returns the losses."""
+    mine = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if callback else []
+    options: dict[str, Any] = {"batch_size": 16, "verbose": 0, "shuffle": False}
+    return model.fit(*data(), epochs=epochs, callbacks=mine, **options).history["loss"]
+
+
+def check_weights_are_equal_after_fit() -> None:
+    """Traced, with and without the callback that makes graphs anew; eagerly."""
+    for name in NAMES:
+        for callback, eager in ((True, False), (False, False), (True, True)):
+            model = network()
+            model.compile(made(name), loss="mse", run_eagerly=eager)
+            losses = fit(model, 4, callback)
+            assert_equal_ranks(model, (name, callback, eager))
+            assert losses[-1] < losses[0], (name, losses)
+            served = set(model.optimizer.exchange.levels().values())
+            assert repr(model.optimizer.rule) in served, served
+
+
+def check_steps_follow_the_simulation() -> None:
+    """In fp64: the same ranks, simulated in one process, take the same steps."""
+    start = np.random.default_rng(0).normal(size=(40, 30))
+    for name in NAMES:
+        rule = getattr(optimizers, name)(**EARLY.get(name, {}))
+        for graph in (False, True):
+            variable, optimizer = tf.Variable(start, name="w"), made(name)
+            world, twin = simulate(rule, hvd.size()), start.copy()
+            step = in_graph(graph, lambda g, o=optimizer, v=variable: o.apply([g], [v]))
+            for number in range(6):
+                rng = np.random.default_rng(number)
+                gradients = rng.normal(size=(hvd.size(), *start.shape))
+                step(tf.constant(gradients[hvd.rank()]))
+                named = optimizer.exchange.tensors[0].name
+                found = world.step([{named: g} for g in gradients], lr=1e-2)[0]
+                twin -= 1e-2 * found[named]
+            apart = np.abs(variable.numpy() - twin).max()
+            assert apart < 1e-7, (name, graph, apart)  # Keras' learning rate is fp32
+
+
+def check_adam_is_keras_on_the_mean() -> None:
+    start = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
+    for options, kind in (
+        ({"weight_decay": 0.1}, keras.optimizers.AdamW),
+        ({"beta_1": 0.8}, keras.optimizers.Adam),
+    ):
+        options |= {"epsilon": 1e-12}  # which Keras adds before the bias correction
+        ours, theirs = made("Adam", **options), kind(1e-2, **options)
+        one, two = tf.Variable(start), tf.Variable(start)
+        for number in range(5):
+            gradients = np.random.default_rng(number).normal(size=(hvd.size(), *start.shape))
+            gradients = gradients.astype(np.float32)
+            ours.apply([tf.constant(gradients[hvd.rank()])], [one])
+            theirs.apply([tf.constant(gradients.mean(0))], [two])
+        np.testing.assert_allclose(one.numpy(), two.numpy(), atol=2e-5)
+
+
+def check_settings_of_keras() -> None:
+    """Schedules, clipping of this rank's gradients, accumulation, averages of weights."""
+    falling = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
+    for name in NAMES:
+        model = network()
+        options: dict[str, Any] = {"learning_rate": falling, "clipnorm": 0.5, "use_ema": True}
+        model.compile(made(name, **options, gradient_accumulation_steps=2), loss="mse")
+        fit(model, 4)
+        assert_equal_ranks(model, name)
+        assert model.optimizer.exchange.steps == 8
+    small, large = tf.Variable(np.zeros((40, 30))), tf.Variable(np.zeros((40, 30)))
+    gradient = np.random.default_rng(1).normal(size=(40, 30))
+    for variable, factor in ((small, 1.0), (large, 1000.0)):
+        optimizer = made("CDAdam", clipnorm=1e-3, epsilon=1e-3)
+        optimizer.apply([tf.constant(gradient * factor)], [variable])
+    np.testing.assert_allclose(small.numpy(), large.numpy(), rtol=1e-5)
+
+
+def check_steps_that_are_not_finite_count_nowhere() -> None:
+    for name in NAMES:
+        for graph in (False, True):
+            start = np.random.default_rng(0).normal(size=(40, 30))
+            variable, optimizer = tf.Variable(start), made(name, weight_decay=0.1)
+            step = in_graph(graph, lambda g, o=optimizer, v=variable: o.apply([g], [v]))
+            for number in range(6):
+                gradient = np.random.default_rng(number + hvd.rank()).normal(size=start.shape)
+                before = variable.numpy()
+                if number == 4 and hvd.rank() == 0:
+                    gradient[3, 3] = np.inf
+                step(tf.constant(gradient))
+                assert (number == 4) == np.array_equal(before, variable.numpy()), (name, graph)
+            rows = everywhere(variable.numpy())
+            assert (rows == rows[0]).all() and np.isfinite(rows).all()
+            assert optimizer.exchange.skipped == 1
+
+
+def check_mixed_precision() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        for name in NAMES:
+            model = network()
+            model.compile(made(name), loss="mse")
+            assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            fit(model, 3)
+            assert_equal_ranks(model, name)
+        resume("OnebitAdam")
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def check_accordion_moves_between_stages() -> None:
+    for name in NAMES:
+        rule = getattr(optimizers, name)()
+        if rule.dense() == rule:
+            continue
+        model = network()
+        model.compile(made(name, policy=Accordion(interval=1)), loss="mse")
+        fit(model, 4)
+        assert_equal_ranks(model, name)
+        assert len(model.optimizer.exchange.policy.history) > 2
+
+
+def check_each_rank_resumes_from_its_own() -> None:
+    for name in NAMES:
+        resume(name)
+
+
+def resume(name: str) -> None:
+    """Saved as a whole model by each rank, and loaded again."""
+    folder = Path(tempfile.mkdtemp())
+    model = network()
+    model.compile(made(name), loss="mse")
+    fit(model, 2)
+    model.save(folder / "model.keras")
+    fit(model, 2)
+    again = keras.models.load_model(folder / "model.keras")
+    fit(again, 2)
+    np.testing.assert_array_equal(weights(model), weights(again), err_msg=name)
+    assert_equal_ranks(again, name)
+    shutil.rmtree(folder)
+
+
+def check_one_ranks_model_serves_all() -> None:
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else "", 0)
+    for name in NAMES:
+        model = network()
+        model.compile(made(name), loss="mse")
+        fit(model, 2)
+        if hvd.rank() == 0:
+            model.save(Path(folder) / f"{name}.keras")
+        everywhere(0.0)
+        again = keras.models.load_model(Path(folder) / f"{name}.keras")
+        fit(again, 2)
+        assert_equal_ranks(again, name)
+    everywhere(0.0)
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+
+
+def check_refusals() -> None:
+    raises(ValueError, "warmup_steps is -1", lambda: hvd.OnebitAdam(warmup_steps=-1))
+    raises(ValueError, "gradient_accumulation_steps is 0.5", lambda: made(
+        "Adam", gradient_accumulation_steps=0.5))  # fmt: skip
+    raises(ValueError, "betas is (0.9, 1.5)", lambda: made("Adam", beta_2=1.5))
+    raises(ValueError, "only one stage", lambda: made("Adam", policy=Accordion()))
+    raises(ValueError, "distributed already", lambda: hvd.DistributedOptimizer(made("Adam")))
+
+
+if __name__ == "__main__":
+    harness.main(globals())
