@@ -95,6 +95,7 @@ class OnebitAdam(Adam):
         room = xp.mixed(room, beta, state["m"])
         total = xp.accumulate(state["error"], room)
         m, error, server = yield from averaged(total, state["server"], info, self.scale)
+        m = xp.masked(m, state["v"])  # else it would be divided by eps in a stage 1 to come
         return m, {"error": error, "server": server}, room
 
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:

@@ -44,7 +44,7 @@ class ZeroOneAdam(Adam):
     multiplies x, u, the sum of lr, and a factor p of y by f, so that x_i = p y - u_i / (...) holds
     throughout, the average of the ranks' weights is what they get back, and m is an average of
     momenta. Ours, too: bias corrections of m and v (`bias_correction=False` is the reference);
-    elements whose variance is zero at the freeze move by weight decay alone; a rank that is alone
+    elements whose variance is zero move by weight decay alone; a rank that is alone
     never compresses and never resynchronises: it is Adam whose variance follows the schedule. At a
     drop of the learning rate, errors of larger steps make m larger for about 1 / (1 - b1) steps.
 
@@ -152,6 +152,7 @@ class ZeroOneAdam(Adam):
         if info.phase == EXACT:
             mean = yield Allreduce(grad, reuse=True)
             direction, state = self.update(mean, state, info)
+            direction = namespace(grad).masked(direction, state["v"])  # m may be signs there
         else:
             if info.size > 1:
                 total = namespace(grad).accumulate(state["error"], grad)

@@ -324,10 +324,16 @@ class Averager:
         if self._exchange is None or not self._agreed or self.alone:
             return
         steps = self.exchange.steps
+        if self._asks(steps):
+            self._compare(steps, self._sums())
+
+    def _asks(self, steps: int) -> bool:
+        """Whether a step since the last look asks for one; not while ranks' weights may differ."""
+        if not self.exchange.span:
+            return False
         due = any(self.guard.due(step) for step in range(self._guarded + 1, steps + 1))
         self._guarded = steps
-        if due:
-            self._compare(steps, self._sums())
+        return due
 
     def _guard_before(self) -> None:
         """Look, before a step, at what the steps before have made of the weights.
@@ -346,6 +352,9 @@ class Averager:
         clock = self.exchange._clock.read_value()
         asked = [tf.equal(clock, step) for step in guards.EARLY]
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
+        due = tf.reduce_any(tf.stack(asked))
+        if self.exchange.drifting:
+            due = call_back(lambda step: self._asks(int(step)), [clock], [tf.bool])[0]
 
         def look(step: Tensor, sums: Tensor) -> Tensor:
             self._run_directly(few_threads())
@@ -355,7 +364,7 @@ class Averager:
         def compare() -> Tensor:
             return call_back(look, [clock, self._sums()], [tf.int64])[0]
 
-        tf.cond(tf.reduce_any(tf.stack(asked)), compare, lambda: clock)
+        tf.cond(due, compare, lambda: clock)
 
     def _replicated(self) -> list[Any]:
         return [v for v in self.variables() if key_of(v) not in self.local]
