@@ -273,9 +273,7 @@ def step(
     return found
 
 
-def weights_of(
-    world: World, gradients: list[dict[str, np.ndarray]]
-) -> list[dict[str, np.ndarray]]:
+def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
     """Each rank's weights where the world's methods read some, alike at first; else none."""
     policy = world._policies[0]
     if not any(level.reads for level in (*policy.levels("w"), policy.plain())):

@@ -191,7 +191,8 @@ def test_another_number_of_ranks_goes_on_between_synchronisations(old: int, new:
     for key in ("m", "u"):
         for mine in made:
             np.testing.assert_allclose(mine[key], np.mean([s[key] for s in states], 0))
-    np.testing.assert_allclose(owes(made) if new > 1 else made[0]["error"], owes(states), atol=1e-15)
+    now = owes(made) if new > 1 else made[0]["error"]
+    np.testing.assert_allclose(now, owes(states), atol=1e-15)
     assert all(np.array_equal(mine["anchor"], states[0]["anchor"]) for mine in made)
 
 

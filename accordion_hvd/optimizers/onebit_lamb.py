@@ -52,7 +52,7 @@ class Lamb(Adam):
             check.refuse(self, "coeff_beta", self.coeff_beta, "a number in [0, 1)")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As `Adam`; for each tensor `coeff`, k, and `weight`, how much of it is known (up to 1)."""
+        """As `Adam`; for each tensor `coeff`, k, and `weight`, the part of it known."""
         layers = (max(len(info.sizes), 1),)
         both = {key: spec.zeros(layers, spec.wide) for key in ("coeff", "weight")}
         return super().init(spec, info) | both
