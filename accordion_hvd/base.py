@@ -254,6 +254,13 @@ class Compressor(NotForStockHorovod):
         """
         return 0
 
+    def synchronous(self, step: int) -> bool:
+        """Whether the ranks' weights are alike once it has served `step` exchanges that counted.
+
+        As `variant`, a pure function; methods whose ranks take steps of their own say when not.
+        """
+        return True
+
     @property
     def phases(self) -> bool:
         """Whether `variant` ever changes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Compressor, Conversation, Info, Spec, State, Tensor
 from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.decisions import Decisions, level_of, levels_of
@@ -57,6 +58,7 @@ class Exchange:
         self._each_step = 0.0  # bytes of all tensors
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self.slots: list[Slot] = []
+        self.slot_of: dict[int, Slot] = {}  # by number of the tensor
         self.tensors: list[TensorInfo] = []
         self._plan: Plan | None = None
         self._memory: list[Memory] = []  # one for each unit of the plan
@@ -93,6 +95,7 @@ class Exchange:
             slot = Slot(replace(bucket, members=moved), levels, spec, level)
             slot.since = self.counted
             self.slots.append(slot)
+            self.slot_of |= dict.fromkeys(moved, slot)
         self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
 
@@ -352,6 +355,29 @@ class Exchange:
         """What the slot's algorithm calls the phase that it is in."""
         compressor = slot.compressor
         return compressor.variant(self.counted - slot.since) if compressor.phases else 0
+
+    @property
+    def drifting(self) -> list[Slot]:
+        """Slots under whose methods the ranks' weights differ at times."""
+        plain = Compressor.synchronous
+        return [s for s in self.slots if type(s.compressor).synchronous is not plain]
+
+    @property
+    def span(self) -> int:
+        """Exchanges at whose end the ranks' weights are alike now and were not before: 0 if not.
+
+        1 with methods that keep them alike; else the number of those since they last were, without
+        skipped ones. A function of the clock alone, so equal on all ranks.
+        """
+        drifting = self.drifting
+
+        def alike(back: int) -> bool:
+            turns = ((s.compressor, self.counted - s.since - back) for s in drifting)
+            return all(method.synchronous(max(turn, 0)) for method, turn in turns)
+
+        if not drifting:
+            return 1
+        return next(n for n in itertools.count(1) if alike(n)) if alike(0) else 0
 
     def prepare(self, slot: Slot) -> None:
         """Make the memory that a slot lacks."""

@@ -57,9 +57,16 @@ class Guard:
         check.integer("DistributedOptimizer", "guard_every", steps, least=1)
         self.mode, self.every = mode, int(steps)
 
-    def due(self, step: int) -> bool:
-        """Whether to check after exchange number `step` (from 1)."""
-        return self.mode != "off" and (step in EARLY or step % self.every == 0)
+    def due(self, step: int, span: int = 1) -> bool:
+        """Whether to check after exchange number `step` (from 1).
+
+        Args:
+            step: the exchange.
+            span: how many exchanges, this one the last, are to be checked now (`Exchange.span`):
+                where weights differ between ranks for some steps, a check waits until they do not.
+        """
+        asked = (n in EARLY or n % self.every == 0 for n in range(step - span + 1, step + 1))
+        return self.mode != "off" and any(asked)
 
     def compare(
         self, communicator: Communicator, step: int, names: Sequence[str], sums: Tensor

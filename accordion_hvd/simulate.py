@@ -155,7 +155,10 @@ class World:
         self.exchanges: list[Exchange] = []
 
     def step(
-        self, gradients: Sequence[Mapping[str, Tensor]], lr: float = 0.0
+        self,
+        gradients: Sequence[Mapping[str, Tensor]],
+        lr: float = 0.0,
+        weights: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[dict[str, Tensor] | None]:
         """One exchange.
 
@@ -163,6 +166,7 @@ class World:
             gradients: for each rank, name to tensor; names and shapes alike on all. Their memory
                 may be used.
             lr: the learning rate now.
+            weights: for each rank, name to tensor, for methods that read them.
 
         Returns:
             For each rank, name to mean; None for all if some gradient was not finite.
@@ -170,9 +174,12 @@ class World:
         if not self.exchanges:
             self._build(gradients[0])
         self._decide(lr)
-        for exchange, mine in zip(self.exchanges, gradients, strict=True):
+        told = weights or [{} for _ in gradients]
+        for exchange, mine, theirs in zip(self.exchanges, gradients, told, strict=True):
             exchange.open(lr)
-            exchange.give([mine[tensor.name] for tensor in exchange.tensors])
+            names = [tensor.name for tensor in exchange.tensors]
+            read = [theirs[name] for name in names] if weights else []
+            exchange.give([mine[name] for name in names], read)
         self._hub.turn([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 

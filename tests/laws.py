@@ -252,11 +252,38 @@ def bytes_are_counted(case: Case, framework: Framework, ranks: int) -> None:
 def step(
     world: World, framework: Framework, gradients: list[dict[str, np.ndarray]], lr: float = 0.1
 ) -> list[dict[str, np.ndarray] | None]:
-    """One step of a simulated world, from and to NumPy."""
+    """One step of a simulated world, from and to NumPy; weights take it, if they are read."""
+    weights = weights_of(world, gradients)
     with framework.running():
         tensors = [{k: framework.tensor(g) for k, g in mine.items()} for mine in gradients]
-        means = world.step(tensors, lr=lr)
-        return [None if m is None else {k: framework.array(x) for k, x in m.items()} for m in means]
+        told = [{k: framework.tensor(x) for k, x in mine.items()} for mine in weights]
+        means = world.step(tensors, lr=lr, weights=told or None)
+        found = [
+            None if m is None else {k: framework.array(x) for k, x in m.items()} for m in means
+        ]
+    for exchange, mine, moves in zip(world.exchanges, weights, found, strict=bool(weights)):
+        assigned = {
+            member: slot.compressor.ASSIGNS
+            for slot in exchange.slots
+            for member in slot.bucket.members
+        }
+        for i, name in enumerate(mine if moves else ()):
+            move = moves[name] if moves else None
+            mine[name] = move if assigned[i] else mine[name] - np.asarray(lr * move, move.dtype)
+    return found
+
+
+def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+    """Each rank's weights where the world's methods read some, alike at first; else none."""
+    policy = world._policies[0]
+    if not any(level.reads for level in (*policy.levels("w"), policy.plain())):
+        return []
+    kept = vars(world).setdefault("weights", [])
+    if not kept:
+        for mine in gradients:
+            drawn = {k: np.random.default_rng(7).normal(size=g.shape) for k, g in mine.items()}
+            kept.append({k: x.astype(mine[k].dtype) for k, x in drawn.items()})
+    return kept
 
 
 def states(world: World, framework: Framework) -> list[Any]:

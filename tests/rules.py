@@ -21,9 +21,12 @@ from accordion_hvd.optimizers import (
     AMSGrad,
     Birder,
     CDAdam,
+    Lamb,
     OnebitAdam,
+    OnebitLamb,
     Rule,
     SketchedAMSGrad,
+    ZeroOneAdam,
 )
 
 Array = np.ndarray
@@ -37,7 +40,9 @@ class Row:
     Attributes:
         rule: the configuration.
         oracle: given the number of ranks and of elements, something with
-            `step(gradients (ranks, elements), lr) -> direction (elements,)`.
+            `step(gradients (ranks, elements), lr) -> direction (elements,)`; of rules that read
+            weights, it is told these (`weights`, (ranks, elements)) before; of rules that assign
+            them, it gives the new ones instead.
         rounds: of elements, ranks and an item's size in bytes: what a rank hands over in a step,
             as (collective, bytes).
         discrete: rounding may turn a sign, so that fp32 trajectories part after some steps.
@@ -244,6 +249,118 @@ class SketchedOracle(FlooredOracle):
         return np.sort(np.argsort(-scores, kind="stable")[:asked])
 
 
+@dataclass
+class LambOracle(OnebitOracle):
+    """LAMB for `dense` steps; then 1-bit LAMB, equalised by a factor that must not matter."""
+
+    decay: float = 0.0
+    weights: Any = None
+    k: float = 0.0
+    known: float = 0.0
+    last: float = 1.0
+    equal: float = 3.7
+    fresh: Any = None
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        x, before = self.weights[0], self.m
+        if self.steps < self.dense:
+            whole = AdamOracle.step(self, gradients, lr) + self.decay * x
+            norms = np.linalg.norm(x), np.linalg.norm(whole)
+            c = min(max(norms[0] / norms[1], 0.01), 10.0) if min(norms) > 0 else 1.0
+            if c != 1.0:
+                self.k, self.known = 0.9 * self.k + 0.1 * c, 0.9 * self.known + 0.1
+            return c * whole
+        if self.fresh is None:
+            self.fresh = self.v.copy()
+        self.steps += 1
+        local = (self.betas[0] * self.m + (1 - self.betas[0]) * gradients) * self.equal
+        self.m = (self.average(local) if self.ranks > 1 else local[0]) / self.equal
+        guess = (self.m - self.betas[0] * before) / (1 - self.betas[0])
+        self.fresh = self.betas[1] * self.fresh + (1 - self.betas[1]) * guess**2
+        part = np.where(self.v > 0, self.direction(self.v), 0.0)
+        whole = part + self.decay * x
+        share = min(1.0, np.linalg.norm(part) / np.linalg.norm(whole)) if self.decay else 1.0
+        r = self.largest() * share + 1 - share
+        r = min(max(r, 0.5), 4.0)
+        self.last = min(max(r, 0.9 * self.last), 1.1 * self.last)
+        return (self.k / self.known if self.correct else self.k) * self.last * whole
+
+    def largest(self) -> float:
+        old, new = self.v, self.fresh
+        if self.correct:
+            old = old / (1 - self.betas[1] ** self.frozen)
+            new = new / (1 - self.betas[1] ** self.steps)
+        return float(np.max(((np.sqrt(old) + self.eps) / (np.sqrt(new) + self.eps))[self.v > 0]))
+
+
+@dataclass
+class ZeroOneOracle(OnebitOracle):
+    """0/1 Adam as the paper has it, with the schedules' counters of the reference."""
+
+    freeze: int = 3
+    kappa: int = 16
+    scaler: int = 10**9
+    clipper: int = 16
+    decay: float = 0.0
+    weights: Any = None
+    anchor: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.interval, self.updates, self.local, self.counter = 1, 0, 1, 0
+        self.u = np.zeros((self.ranks, self.size))
+        self.span, self.updated, self.kept = 0.0, 0, 1.0
+        self.log: list[str] = []
+
+    def rest(self, lr: float) -> tuple[float, float, Array]:
+        """The first correction, what weight decay leaves, and the denominator."""
+        first = 1 / (1 - self.betas[0] ** self.steps) if self.correct else 1.0
+        v = self.v / (1 - self.betas[1] ** self.updated) if self.correct else self.v
+        return first, 1 - lr * self.decay, np.sqrt(v) + self.eps
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        self.steps += 1
+        if self.steps <= self.freeze:
+            return self.together(gradients, lr)
+        if self.steps == self.freeze + 1:
+            self.workers[:], self.servers[:], self.anchor = 0, 0, self.weights[0]
+            self.m = np.tile(self.m, (self.ranks, 1))
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * gradients
+        first, left, root = self.rest(lr)
+        x = left * self.weights - lr * first * self.m / root
+        self.u = left * self.u + lr * first * self.m
+        self.span, self.kept = left * self.span + lr * first, left * self.kept
+        sync = (self.steps - self.freeze) % self.local == 0
+        self.log.append("sync" if sync else "local")
+        self.counter += 1
+        if self.counter == self.scaler:
+            self.counter, self.local = 0, min(2 * self.local, self.clipper)
+        if sync and self.ranks > 1:
+            total = self.average(self.u)
+            self.anchor = self.kept * self.anchor - total / root
+            x = np.tile(self.anchor, (self.ranks, 1))
+            self.m = np.tile(total / self.span, (self.ranks, 1))
+            self.u, self.span, self.kept = 0 * self.u, 0.0, 1.0
+        return x
+
+    def together(self, gradients: Array, lr: float) -> Array:
+        exact = self.steps % self.interval == 0
+        if exact or self.ranks == 1:
+            mean = gradients.mean(0)
+        else:
+            mean = self.average(gradients)
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * mean
+        if exact:
+            self.v = self.betas[1] * self.v + (1 - self.betas[1]) * mean**2
+            self.updated += 1
+            self.updates += 1
+            if self.updates == self.kappa:
+                self.updates, self.interval = 0, 2 * self.interval
+        self.log.append("exact" if exact else "signs")
+        first, left, root = self.rest(lr)
+        return left * self.weights - lr * first * self.m / root
+
+
 def signed(x: Array, scale: str) -> Array:
     """The vector's signs times its scale."""
     size = np.linalg.norm(x) / math.sqrt(x.size) if scale == "l2" else np.abs(x).mean()
@@ -424,6 +541,28 @@ def sketched(**options: Any) -> Row:
     return Row(rule, oracle, rounds, discrete=True, moments=moments, random=True)
 
 
+def lamb(**options: Any) -> Row:
+    def oracle(ranks: int, size: int) -> Any:
+        made = LambOracle(ranks, size, correct=options.get("bias_correction", True))
+        made.scale = options.get("scale", "l2")
+        return made
+
+    moments = ("m", "v", "count", "coeff", "weight")
+    rule = OnebitLamb(warmup_steps=3, **options)
+    return Row(rule, oracle, signs_rounds, discrete=True, moments=moments)
+
+
+def zero_one(**options: Any) -> Row:
+    """The stage in which ranks step alike; `test_zero_one_adam.py` has the others."""
+
+    def oracle(ranks: int, size: int) -> Any:
+        made = ZeroOneOracle(ranks, size, correct=options.get("bias_correction", True))
+        made.scale = options.get("scale", "l2")
+        return made
+
+    return Row(ZeroOneAdam(var_freeze_step=3, **options), oracle, signs_rounds, discrete=True)
+
+
 ROWS = [
     Row(Adam(), AdamOracle, dense_rounds),
     Row(
@@ -446,6 +585,16 @@ ROWS = [
     birder(beta=0.8, shared=True, eps=0.01),
     birder(beta=0.0, within="half", feedback=True),
     birder(exact=True),
+    Row(
+        Lamb(),
+        lambda *n: LambOracle(*n, dense=10**9),
+        dense_rounds,
+        moments=("m", "v", "count", "coeff", "weight"),
+    ),
+    lamb(),
+    lamb(bias_correction=False, scale="l1"),
+    zero_one(),
+    zero_one(bias_correction=False, scale="l1"),
 ]
 """Every law of `test_optimizers.py` is checked for every row."""
 
@@ -470,5 +619,24 @@ REFUSED = [
     *[(SketchedAMSGrad, "candidates", bad) for bad in (0, 1.5, None, True)],
     *[(SketchedAMSGrad, "bounded", bad) for bad in (2, None, "yes")],
     *[(SketchedAMSGrad, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
+    *[(Lamb, "min_coeff", bad) for bad in (0, -1.0, math.inf, "a", None, True)],
+    *[(Lamb, "max_coeff", bad) for bad in (0, 0.001, math.inf, "a", None)],
+    *[(Lamb, "coeff_beta", bad) for bad in (1, -0.1, "a", None)],
+    *[(OnebitLamb, "warmup_steps", bad) for bad in (0, -1, 1.5, "soon", None, True)],
+    *[(OnebitLamb, "factor_min", bad) for bad in (0, -1, None)],
+    *[(OnebitLamb, "factor_max", bad) for bad in (0.1, "a")],
+    *[(OnebitLamb, "factor_threshold", bad) for bad in (0, 1, -0.1, None)],
+    *[(OnebitLamb, "scale", bad) for bad in ("max", None)],
+    *[
+        (ZeroOneAdam, name, bad)
+        for name in ("var_freeze_step", "var_update_scaler")
+        for bad in (0, -1, 1.5, "auto", None, True)
+    ],
+    *[
+        (ZeroOneAdam, name, bad)
+        for name in ("local_step_scaler", "local_step_clipper")
+        for bad in (0, 1.5, None)
+    ],
+    *[(ZeroOneAdam, "scale", bad) for bad in ("max", None)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import laws
 import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
@@ -19,6 +20,7 @@ from accordion_hvd.guard import (
     explain_disagreement,
     gather,
 )
+from accordion_hvd.optimizers import ZeroOneAdam
 from accordion_hvd.policy import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
 
@@ -59,6 +61,30 @@ def test_when_it_looks() -> None:
 def test_wrong_arguments(mode: str, every: Any) -> None:
     with pytest.raises(ValueError, match="DistributedOptimizer: guard"):
         Guard(mode, every)
+
+
+def test_it_waits_until_weights_are_alike() -> None:
+    """Each check that falls where ranks step on their own comes at the next synchronisation."""
+    rule = ZeroOneAdam(var_freeze_step=3, local_step_scaler=2, local_step_clipper=4)
+    world, guard = simulate(rule, 2), Guard(every=5)
+    looks, spans, seen = [], [], []
+    rng = np.random.default_rng(0)
+    for step in range(1, 41):
+        gradients = [{"w": rng.normal(size=(40, 50))} for _ in range(2)]
+        if step == 17:  # skipped, with weights apart
+            gradients[1]["w"][:] = np.nan
+        laws.step(world, NUMPY, gradients)
+        span = {exchange.span for exchange in world.exchanges}
+        assert len(span) == 1
+        spans += span
+        first, second = (mine["w"] for mine in laws.weights_of(world, gradients))
+        seen.append(np.array_equal(first, second))
+        looks += [step] * guard.due(step, *span)
+    assert [span > 0 for span in spans] == seen
+    steps = [n for n in range(1, 41) if guard.due(n)]
+    assert len(looks) == len(steps) and not seen[steps[3] - 1]
+    for look, step in zip(looks, steps, strict=True):
+        assert look == next(n for n in range(step, 50) if seen[n - 1])
 
 
 class Told(SimulatedCommunicator):

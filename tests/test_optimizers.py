@@ -53,7 +53,11 @@ def test_follows_its_oracle(row: Row, framework: Framework, ranks: int, dtype: s
     now = zip(gradients_of(ranks, steps), rates(steps), strict=True)
     for gradients, lr in now:
         given = gradients.astype(dtype).astype(np.float64)
-        wanted = oracle.step(given.reshape(ranks, -1), lr).reshape(SHAPE)
+        if row.rule.reads:
+            read = laws.weights_of(world, [{"w": g.astype(dtype)} for g in gradients])
+            oracle.weights = np.array([x["w"].reshape(-1) for x in read], np.float64)
+        wanted = oracle.step(given.reshape(ranks, -1), lr)
+        wanted = wanted.reshape(-1, *SHAPE)[0]
         found = directions(world, framework, gradients, dtype, lr)
         assert len(found) == ranks
         for mine in found:
@@ -73,7 +77,8 @@ def test_bytes(row: Row, ranks: int) -> None:
         directions(world, NUMPY, gradients, "float32", 0.1)
     stats = world.exchanges[0].stats()
     size, flags = int(np.prod(SHAPE)), 8
-    first = rules.dense_rounds if row.rule.policy().start("w") < row.stage else row.rounds
+    early = row.rule.policy().start("w") < row.stage or row.rule.phases
+    first = rules.dense_rounds if early else row.rounds
     payload = 0
     for rounds, steps in ((first, dense), (row.rounds, 4)):
         payload += steps * (flags + sum(moved for _, moved in rounds(size, ranks, 4)))

@@ -9,8 +9,10 @@ from accordion_hvd.optimizers.base import Rule
 from accordion_hvd.optimizers.birder import Birder
 from accordion_hvd.optimizers.cd_adam import CDAdam, CDAMSGrad
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
+from accordion_hvd.optimizers.onebit_lamb import Lamb, OnebitLamb
 from accordion_hvd.optimizers.sketched_amsgrad import SketchedAMSGrad
 from accordion_hvd.optimizers.stages import staged
+from accordion_hvd.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "AMSGrad",
@@ -18,9 +20,12 @@ __all__ = [
     "Birder",
     "CDAMSGrad",
     "CDAdam",
+    "Lamb",
     "OnebitAdam",
+    "OnebitLamb",
     "Rule",
     "SketchedAMSGrad",
+    "ZeroOneAdam",
     "staged",
 ]
 

@@ -22,6 +22,11 @@ class Rule(Compressor):
 
     Attributes:
         GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
+        DECAYS: whether decoupled weight decay (`decay`) is in what comes out, so that whoever
+            takes the step must not apply any.
+        ASSIGNS: whether what comes out are the new weights themselves, to be assigned, instead
+            of a direction: how ranks whose weights differ for some steps get equal bits again.
+            See `synchronous`.
     """
 
     output: ClassVar[str] = "update"
@@ -29,6 +34,8 @@ class Rule(Compressor):
     private: ClassVar[tuple[str, ...]] = ()
 
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
+    DECAYS: ClassVar[bool] = False
+    ASSIGNS: ClassVar[bool] = False
 
     def dense(self) -> Rule:
         """The stage in which gradients are averaged exactly; by default itself."""
@@ -36,7 +43,7 @@ class Rule(Compressor):
 
     def decays(self, decoupled: bool) -> bool:
         """Whether it sees to such weight decay itself, which then nobody else must."""
-        return False
+        return self.DECAYS and decoupled
 
     def plain(self) -> Compressor:
         """Small and exempt tensors are always in the dense stage."""
@@ -45,6 +52,12 @@ class Rule(Compressor):
     def setting(self, info: Info, name: str) -> Any:
         """A field, or what the tensor's parameter group has in its place."""
         return info.hyper.get(name, getattr(self, name))
+
+    @staticmethod
+    def decay(info: Info) -> float:
+        """The tensor's decoupled weight decay, for rules that say `DECAYS`."""
+        decoupled = info.hyper.get("decoupled_weight_decay", True)
+        return (info.hyper.get("weight_decay") or 0.0) if decoupled else 0.0
 
     def residual(self, state: State) -> None:
         """None: errors are not in units of the gradient, so no other method can take them up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from accordion_hvd import check
 from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.signs import SCALES, Chunks, averaged
+from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged, settled
 
 
 @dataclass(frozen=True)
@@ -74,32 +74,32 @@ class OnebitAdam(Adam):
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Stage 2: two rounds, signs to those who average them, and signs of averages to all."""
         xp, betas = namespace(grad), self.setting(info, "betas")
-        room = xp.reshape(grad, xp.shape(state["m"]))
-        if info.size == 1:
-            m, own = xp.momentum(state["m"], betas[0], room), {}
-            room = xp.copy(room)  # to take m's step back takes the gradient
-        else:
-            room = xp.mixed(room, betas[0], state["m"])
-            total = xp.accumulate(state["error"], room)
-            m, error, server = yield from averaged(total, state["server"], info, self.scale)
-            own = {"error": error, "server": server}
-        count = _advanced(state["count"])
+        m, own, room = yield from self.shared(grad, state, info)
+        count = advanced(state["count"])
         eps, rates = self.setting(info, "eps"), self.rates(count, betas, xp.dtype(m))
         direction = xp.preconditioned(m, state["v"], rates, eps, room)
         direction = xp.masked(direction, state["v"])
         return xp.reshape(direction, xp.shape(grad)), {**state, "m": m, "count": count} | own
 
+    def shared(
+        self, grad: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+        """Stage 2's momentum on all ranks, errors, and memory that may be used; consumes `grad`.
+
+        On one rank `state["m"]` is consumed, too.
+        """
+        xp, beta = namespace(grad), self.setting(info, "betas")[0]
+        room = xp.reshape(grad, xp.shape(state["m"]))
+        if info.size == 1:
+            # To take m's step back takes the gradient, whose memory is therefore not room.
+            return xp.momentum(state["m"], beta, room), {}, xp.copy(room)
+        room = xp.mixed(room, beta, state["m"])
+        total = xp.accumulate(state["error"], room)
+        m, error, server = yield from averaged(total, state["server"], info, self.scale)
+        m = xp.masked(m, state["v"])  # else it would be divided by eps in a stage 1 to come
+        return m, {"error": error, "server": server}, room
+
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """All that ranks owed, worker errors' mean and server errors, as every rank's error."""
-        if len(states) == 1:
-            return super().regroup(states, spec, info)
-        owed = sum(state["error"] for state in states) / len(states)
-        server = namespace(owed).concat([state["server"] for state in states])
-        return super().regroup(states, spec, info) | {"error": owed + server[: spec.size]}
-
-
-def _advanced(count: Tensor) -> Tensor:
-    """One more update of m, none of v."""
-    xp = namespace(count)
-    one = xp.cast(1 - xp.arange(2, xp.device(count)), "float64")
-    return count + one
+        made = super().regroup(states, spec, info)
+        return made if len(states) == 1 else made | {"error": settled(states, spec.size)}

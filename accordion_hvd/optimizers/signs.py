@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd.base import Allgather, Alltoall, Info, Tensor
+from accordion_hvd.base import Allgather, Alltoall, Info, State, Tensor
 from accordion_hvd.ops import namespace
 
 SCALES = ("l2", "l1")
@@ -65,7 +65,7 @@ def averaged(
     """
     xp, shape = namespace(total), xp_shape(total)
     chunks = Chunks(shape[-1], info.size)
-    steps = _steps(xp, total, chunks.size, scale)
+    steps = _steps(total, chunks.size, scale)
     signs = xp.pack_signs(total)
     sent = _cut(xp, signs, total, chunks)
     theirs, factors = yield Alltoall(sent), Allgather(steps)
@@ -73,7 +73,7 @@ def averaged(
     error = _minus(xp, total, signs, steps, chunks.size)
     mine = _values(xp, xp.unstack(theirs), factors, chunks.length, xp_shape(server), server)
     mine = _within(xp, mine + server, chunks.held(info.rank))
-    steps = _steps(xp, mine, max(chunks.held(info.rank), 1), scale)
+    steps = _steps(mine, max(chunks.held(info.rank), 1), scale)
     signs = xp.pack_signs(mine)
     parts, factors = yield Allgather(signs), Allgather(steps)
     server = _within(xp, _minus(xp, mine, signs, steps, chunks.length), chunks.held(info.rank))
@@ -85,21 +85,23 @@ def xp_shape(x: Tensor) -> tuple[int, ...]:
     return namespace(x).shape(x)
 
 
-def _steps(xp: ModuleType, x: Tensor, count: int, scale: str) -> Tensor:
+def _steps(x: Tensor, count: int, scale: str) -> Tensor:
     """For each row of `x` twice its scale, the distance of its two values; of `count` elements."""
-    norms = _norms(xp, x, scale)
-    return norms * (2 / (math.sqrt(count) if scale == "l2" else count))
+    return norms(x, scale) * (2 / (math.sqrt(count) if scale == "l2" else count))
 
 
-def _norms(xp: ModuleType, x: Tensor, kind: str) -> Tensor:
-    width = xp_shape(x)[-1]
+def norms(x: Tensor, kind: str) -> Tensor:
+    """Of each row of `x` (or of the vector) the "l1", "l2" or "max" norm, as a vector."""
+    xp, width = namespace(x), xp_shape(x)[-1]
     if xp.dtype(x) != "float64":
         return xp.bucket_norms(x, width, kind)
     rows = xp.reshape(x, (-1, 1, width))
-    if kind == "l1":
-        rows = xp.maximum(rows, -rows)
-        return xp.reshape(rows @ xp.full((width, 1), 1.0, "float64", xp.device(x)), (-1,))
-    return xp.reshape(rows @ xp.transpose(rows), (-1,)) ** 0.5
+    if kind == "l2":
+        return xp.reshape(rows @ xp.transpose(rows), (-1,)) ** 0.5
+    rows = xp.maximum(rows, -rows)
+    if kind == "max":
+        return xp.stack([xp.maximum_of([xp.reshape(row, (-1,))]) for row in xp.unstack(rows)])
+    return xp.reshape(rows @ xp.full((width, 1), 1.0, "float64", xp.device(x)), (-1,))
 
 
 def _cut(xp: ModuleType, signs: Tensor, total: Tensor, chunks: Chunks) -> Tensor:
@@ -156,3 +158,16 @@ def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
     """`x` with zeros behind the first `held` elements of each row."""
     width = xp_shape(x)[-1]
     return x if held == width else xp.padded(x[..., :held], width)
+
+
+def settled(states: Sequence[State], size: int) -> Tensor:
+    """All that ranks owe, in vectors of `size`: worker errors' mean, and server errors (NumPy)."""
+    owed = sum(state["error"] for state in states) / len(states)
+    server = namespace(owed).concat([state["server"] for state in states])
+    return owed + server[:size]
+
+
+def advanced(count: Tensor) -> Tensor:
+    """One more update of the first moment, none of the second."""
+    xp = namespace(count)
+    return count + xp.cast(1 - xp.arange(2, xp.device(count)), "float64")

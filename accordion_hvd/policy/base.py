@@ -160,13 +160,20 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
 
     Raises:
         TypeError: one is no compressor.
-        ValueError: they differ in target, output or scope, or in what serves exempt tensors.
+        ValueError: they differ in target, output or scope, or in what serves exempt tensors; or
+            under one, the ranks' weights differ at times, when no other may follow.
     """
     for level in levels:
         if not isinstance(level, Compressor):
             raise TypeError(
                 f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
             )
+    alone = [x for x in levels if type(x).synchronous is not Compressor.synchronous]
+    if alone and len({repr(level) for level in levels}) > 1:
+        raise ValueError(
+            f"{type(owner).__name__}: under {alone[0]!r} the ranks' weights differ between its "
+            "synchronisations, so it cannot take turns with others; name it alone."
+        )
     for aspect in ("target", "output", "scope"):
         choosy = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
         values = {repr(level): getattr(level, aspect) for level in choosy}

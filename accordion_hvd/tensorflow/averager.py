@@ -14,7 +14,7 @@ import tensorflow as tf
 import accordion_hvd
 from accordion_hvd import checkpoint
 from accordion_hvd import guard as guards
-from accordion_hvd.base import Tensor
+from accordion_hvd.base import Compressor, Tensor
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
 from accordion_hvd.machines import meet
@@ -224,11 +224,15 @@ class Averager:
         weights = self._weights()
         if tf.executing_eagerly():
             means = self._eagerly(full, float(rate()), weights)
-        elif self._traceable and (self.managed or not self.exchange.switching):
+        elif self._lasting and (self.managed or not self.exchange.switching):
             means = self._within(full, rate, weights)
         else:
             means = self._called_back(full, rate, weights)
         return [mean * self.communicator.size for mean in means] if self.total else list(means)
+
+    def serving(self, variable: Any) -> Compressor:
+        """What serves a variable now."""
+        return self.exchange.slot_of[self._member[key_of(variable)]].compressor
 
     def _weights(self) -> list[Tensor]:
         """The variables' values, where some conversation reads them."""
@@ -253,12 +257,17 @@ class Averager:
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
-        if self._traceable and not directly and self._ready():
+        if self._lasting and not directly and self._ready():
             exchange.tick(lr)
             means = self._function(list(grads), tf.constant(lr, tf.float32), list(weights))
             exchange.account()
             return list(means)
         return self._unfused(grads, lr, weights)
+
+    @property
+    def _lasting(self) -> bool:
+        """Whether a graph is worth its trace: what it does can be traced, and lasts for a while."""
+        return self._traceable and not self.exchange.drifting
 
     def _run_directly(self, directly: bool) -> None:
         if isinstance(self.communicator, HorovodCommunicator):
@@ -368,10 +377,16 @@ class Averager:
         if self._exchange is None or not self._agreed or self.alone:
             return
         steps = self.exchange.steps
+        if self._asks(steps):
+            self._compare(steps, self._sums())
+
+    def _asks(self, steps: int) -> bool:
+        """Whether a step since the last look asks for one; not while ranks' weights may differ."""
+        if not self.exchange.span:
+            return False
         due = any(self.guard.due(step) for step in range(self._guarded + 1, steps + 1))
         self._guarded = steps
-        if due:
-            self._compare(steps, self._sums())
+        return due
 
     def _guard_before(self) -> None:
         """Look, before a step, at what the steps before have made of the weights.
@@ -390,6 +405,9 @@ class Averager:
         clock = self.exchange._clock.read_value()
         asked = [tf.equal(clock, step) for step in guards.EARLY]
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
+        due = tf.reduce_any(tf.stack(asked))
+        if self.exchange.drifting:
+            due = call_back(lambda step: self._asks(int(step)), [clock], [tf.bool])[0]
 
         def look(step: Tensor, sums: Tensor) -> Tensor:
             self._run_directly(few_threads())
@@ -399,7 +417,7 @@ class Averager:
         def compare() -> Tensor:
             return call_back(look, [clock, self._sums()], [tf.int64])[0]
 
-        tf.cond(tf.reduce_any(tf.stack(asked)), compare, lambda: clock)
+        tf.cond(due, compare, lambda: clock)
 
     def _replicated(self) -> list[Any]:
         return [v for v in self.variables() if key_of(v) not in self.local]

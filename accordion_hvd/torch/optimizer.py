@@ -315,7 +315,7 @@ class _Distributed:
 
     def _compare_replicas(self: Any) -> None:
         step, self._exchanged_step = self._exchanged_step, 0
-        if not step or not self._guard.due(step):
+        if not step or not self._guard.due(step, self._reducer.exchange.span):
             return
         names, parameters = zip(*self._names, strict=True)
         sums = [xp.checksum(parameter) for parameter in parameters]

@@ -149,14 +149,15 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             grads = [p.grad for p in chosen]
             if scale is not None and grads:
                 torch._foreach_mul_(grads, scale.reciprocal())  # a power of two: exact
-            if group["weight_decay"] and grads and not self._decays(group):
-                if not group["decoupled_weight_decay"]:
-                    torch._foreach_add_(grads, chosen, alpha=group["weight_decay"])
+            if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                rest = [p for p in chosen if not self._serving(p).decays(False)]
+                for p in rest:
+                    p.grad.add_(p, alpha=group["weight_decay"])
         if self._max_norm is not None:
             self._clip(self._max_norm)
 
-    def _decays(self, group: dict[str, Any]) -> bool:
-        return self.rule.decays(group["decoupled_weight_decay"])
+    def _serving(self, parameter: torch.Tensor) -> Rule:
+        return cast(Rule, self._reducer.serving(parameter))
 
     def _clip(self, limit: float) -> None:
         """Scale all ranks' gradients by one factor; see `max_grad_norm`."""
@@ -176,12 +177,15 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def _take(self) -> None:
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            if not chosen:
-                continue
             lr, decay = float(group["lr"]), group["weight_decay"]
-            if decay and group["decoupled_weight_decay"] and not self._decays(group):
-                torch._foreach_mul_(chosen, 1 - lr * decay)
-            torch._foreach_add_(chosen, [p.grad for p in chosen], alpha=-lr)
+            for p in [p for p in chosen if self._serving(p).ASSIGNS]:
+                p.copy_(p.grad)
+            moved = [p for p in chosen if not self._serving(p).ASSIGNS]
+            if decay and group["decoupled_weight_decay"]:
+                for p in [p for p in moved if not self._serving(p).decays(True)]:
+                    p.mul_(1 - lr * decay)
+            if moved:
+                torch._foreach_add_(moved, [p.grad for p in moved], alpha=-lr)
 
     def synchronize(self) -> None:
         """Refuse. Raises: RuntimeError, as there are no averaged gradients to wait for."""

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import accordion_hvd
 from accordion_hvd import checkpoint, simulate
 from accordion_hvd import guard as guards
-from accordion_hvd.base import Allgather, Allreduce, Conversation
+from accordion_hvd.base import Allgather, Allreduce, Compressor, Conversation
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
@@ -114,6 +114,13 @@ class Reducer:
         """Exchange the gradients of these parameters too, as soon as they need one."""
         self._names |= {parameter: name for name, parameter in named}
         self._look_for_new()
+
+    def serving(self, parameter: torch.Tensor) -> Compressor:
+        """What serves a parameter now; it must need a gradient."""
+        self._look_for_new()
+        slots, number = self.exchange.slot_of, self._watched[parameter].number
+        assert number is not None
+        return slots[number].compressor
 
     def _look_for_new(self) -> None:
         """Layers may be unfrozen at any time."""

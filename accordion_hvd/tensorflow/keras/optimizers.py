@@ -36,22 +36,24 @@ class Directions(keras.optimizers.Optimizer):
     Directions are not clipped; a NaN in their first element means that no rank takes the step.
     """
 
-    decays = True  # whether weight decay is seen to here
-    guided = False  # whether directions are found at all
+    serving: Any = None  # tells what found a variable's direction
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Take the step. Raises: RuntimeError where gradients would be taken for directions."""
-        if not self.guided:
+        if self.serving is None:
             raise RuntimeError(
                 "Directions is no optimizer of its own: use accordion_hvd.tensorflow.keras's (and "
                 "set the mixed_float16 policy before a model is loaded that was saved under it)."
             )
-        taken = tf.cast(gradient, variable.dtype)
-        if self.decays and self.weight_decay and self._use_weight_decay(variable):
-            taken = taken + self.weight_decay * tf.convert_to_tensor(variable)
-        taken = tf.cast(learning_rate, variable.dtype) * taken
+        rule, old = self.serving(variable), tf.convert_to_tensor(variable)
+        new = taken = tf.cast(gradient, variable.dtype)
+        if not rule.ASSIGNS:
+            decay = 0.0 if rule.decays(True) else self.weight_decay
+            if decay and self._use_weight_decay(variable):
+                taken = taken + decay * old
+            new = old - tf.cast(learning_rate, variable.dtype) * taken
         good = tf.math.is_finite(tf.reshape(taken, (-1,))[0])
-        self.assign_sub(variable, tf.where(good, taken, tf.zeros_like(taken)))
+        self.assign(variable, tf.where(good, new, old))
 
     def clip(self, grads: list[Any]) -> list[Any]:
         """This rank's gradients, clipped as `clipnorm` and its like say."""
@@ -67,10 +69,9 @@ class Directions(keras.optimizers.Optimizer):
 class _Ruled(_Distributed):
     """What distinguishes it from an optimizer of averages: gradients stay this rank's own."""
 
-    def _remember(self: Any, settings: Settings, rule: Rule) -> None:
+    def _remember(self: Any, rule: Rule) -> None:
         self.rule = rule
-        inner = getattr(self, "inner_optimizer", self)
-        inner.decays, inner.guided = not settings.hyper["decays"], True
+        getattr(self, "inner_optimizer", self).serving = self._averager.serving
 
     def get_config(self: Any) -> dict[str, Any]:
         """What the `from_config` of its class takes."""
@@ -152,7 +153,7 @@ class CompressedOptimizer(_Ruled, Directions):
             return super().__new__(cls)
         settings, plain, rule = cls._understood(*args, **options)
         scaled: Any = wrap(Directions(**plain), settings, _Ruled)
-        scaled._remember(settings, rule)
+        scaled._remember(rule)
         for kind in (type(scaled), cls):  # saved under one name, by which this one is found again
             keras.saving.register_keras_serializable("accordion_hvd", cls.__name__)(kind)
         return scaled
@@ -161,7 +162,7 @@ class CompressedOptimizer(_Ruled, Directions):
         settings, plain, rule = self._understood(learning_rate, **options)
         object.__setattr__(self, "_settings", settings)  # before Keras tracks attributes
         super().__init__(**plain)
-        self._remember(settings, rule)
+        self._remember(rule)
 
     @classmethod
     def _understood(
@@ -186,7 +187,6 @@ class CompressedOptimizer(_Ruled, Directions):
         refusals.check_strategy()
         decay = float(rest.get("weight_decay") or 0.0)
         hyper = {"weight_decay": decay, "decoupled_weight_decay": True}
-        hyper["decays"] = rule.decays(True)
         settings = Settings(
             optimizers.staged(rule, policy), process_set, False, True, tuple(skip), guard,
             guard_every, False, passes, True, hyper,

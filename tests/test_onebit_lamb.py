@@ -1,0 +1,120 @@
+"""LAMB's ratios, tensor by tensor, and what 1-bit LAMB makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import laws
+import numpy as np
+import pytest
+from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, combined
+from rules import LambOracle
+
+from accordion_hvd.base import Info
+from accordion_hvd.optimizers import Lamb, OnebitAdam, OnebitLamb
+from accordion_hvd.simulate import World, simulate
+
+SHAPES = {"w": (27, 43), "v": (27, 43), "bias": (27,), "norm": (5, 2), "scale": (1,)}
+"""Two that are compressed, in one call, and three that are packed into one vector."""
+
+
+def draw(rng: Any, ranks: int) -> list[dict[str, np.ndarray]]:
+    return [
+        {k: rng.normal(size=s) * (i + 1) for i, (k, s) in enumerate(SHAPES.items())}
+        for _ in range(ranks)
+    ]
+
+
+def decaying(world: World, framework: Framework, like: dict[str, Any], decay: Any) -> None:
+    world._build({k: framework.tensor(x) for k, x in like.items()})
+    for exchange in world.exchanges:
+        exchange.hyper = {"": {"weight_decay": decay}}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, None])
+@pytest.mark.parametrize(
+    "framework, ranks", combined({NUMPY: (1, 3), TORCH: (2,), TENSORFLOW: (2,)})
+)
+def test_each_tensor_has_ratios_of_its_own(framework: Framework, ranks: int, decay: Any) -> None:
+    """Stacked, packed, with weight decay: as an oracle for each tensor says, all weights moving."""
+    world, rng = simulate(OnebitLamb(warmup_steps=4), ranks), np.random.default_rng(1)
+    told: dict[str, Any] = {"decay": decay or 0.0}
+    oracles = {
+        k: LambOracle(ranks, int(np.prod(s)), dense=4 if k in "wv" else 99, **told)
+        for k, s in SHAPES.items()
+    }
+    for step in range(9):
+        now, lr = draw(rng, ranks), 0.1 / (1 + step // 4)
+        if not step:
+            decaying(world, framework, now[0], decay)
+        read = laws.weights_of(world, now)
+        if not step:
+            for mine in read:
+                mine["bias"][:] = 0.0  # a norm of 0: its ratio is 1, and not recorded
+        for name, oracle in oracles.items():
+            oracle.weights = np.array([mine[name].reshape(-1) for mine in read])
+        found = laws.step(world, framework, now, lr)
+        for name, oracle in oracles.items():
+            wanted = oracle.step(np.array([mine[name].reshape(-1) for mine in now]), lr)
+            for mine in found:
+                assert mine is not None
+                ours = mine[name].reshape(-1)
+                np.testing.assert_allclose(ours, wanted, atol=1e-9 * np.abs(wanted).max())
+    assert oracles["w"].last != 1.0 and oracles["w"].k != oracles["v"].k
+
+
+def test_the_factor_is_bounded_and_changes_slowly() -> None:
+    """Gradients that vanish after the switch: v~ falls, r rises by a tenth a step to its bound."""
+    rule = OnebitLamb((0.5, 0.5), warmup_steps=3, factor_max=2.0)
+    world, rng, factors = simulate(rule, 2), np.random.default_rng(0), []
+    for step in range(20):
+        size = 1.0 if step < 3 else 1e-3
+        laws.step(world, NUMPY, [{"w": size * rng.normal(size=(32, 40))} for _ in range(2)])
+        state = world.exchanges[0].slots[0].state
+        factors.append(float(state["factor"][0]) if "factor" in state else 1.0)
+    changes = np.array(factors[1:]) / np.array(factors[:-1])
+    assert changes.max() <= 1.1 + 1e-12 and max(factors) == pytest.approx(2.0)
+    frozen = np.array(factors[3:8])
+    np.testing.assert_allclose(frozen, 1.1 ** np.arange(1, 6), rtol=0.11)
+
+
+def test_groups_may_have_bounds_of_their_own() -> None:
+    """As the tutorial's `max_coeff` for some layers."""
+    rng = np.random.default_rng(0)
+    gradient, weights = rng.normal(size=(2, 32, 40))
+    state = Lamb().init(NUMPY.xp.spec(gradient), Info())
+    told = Info(parameter=weights * 100, hyper={"max_coeff": 0.3})
+    for info, wanted in ((told, 0.3), (replace(told, hyper={}), 10.0)):
+        talk = Lamb().exchange(gradient.copy(), {k: x.copy() for k, x in state.items()}, info)
+        request = next(talk)
+        with pytest.raises(StopIteration) as end:
+            talk.send(request.tensor)
+        np.testing.assert_allclose(np.abs(end.value.value[0]), wanted, rtol=1e-4)
+
+
+def test_variance_begins_anew_with_each_second_stage() -> None:
+    """v~ is v then, and r is 1."""
+    rule, spec = OnebitLamb(), NUMPY.xp.spec(np.zeros((32, 40)))
+    rng = np.random.default_rng(0)
+    dense = {k: rng.normal(size=x.shape) for k, x in rule.dense().init(spec, Info()).items()}
+    state = rule.inherit(rule.init(spec, Info()), rule.dense(), dense)
+    assert np.array_equal(state["fresh"], dense["v"]) and state["fresh"] is not dense["v"]
+    assert state["factor"] == 1 and state["since"] == 0
+    for key in ("m", "v", "count", "coeff", "weight"):
+        assert np.array_equal(state[key], dense[key])
+
+
+def test_it_is_a_variant_of_1_bit_adam() -> None:
+    """The same momenta and errors, bit for bit: the ratio changes steps alone."""
+    worlds = simulate(OnebitAdam(warmup_steps=2), 3), simulate(OnebitLamb(warmup_steps=2), 3)
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        now = [{"w": rng.normal(size=(32, 40))} for _ in range(3)]
+        for world in worlds:
+            laws.step(world, NUMPY, [{k: x.copy() for k, x in mine.items()} for mine in now])
+    for first, second in zip(*(world.exchanges for world in worlds), strict=True):
+        ours, theirs = first.slots[0].state, second.slots[0].state
+        for key in ("m", "v", "error", "server", "count"):
+            assert np.array_equal(ours[key], theirs[key])
+    assert worlds[0].exchanges[0].stats()["sent"] == worlds[1].exchanges[0].stats()["sent"]
