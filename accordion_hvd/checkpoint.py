@@ -98,6 +98,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
         "buckets": [
             {
                 "name": s.bucket.name,
+                "seed": s.name,
                 "shape": list(s.bucket.shape),
                 "level": s.level,
                 "served": exchange.counted - s.since,
@@ -174,6 +175,7 @@ def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, 
     for i, slot in enumerate(exchange.slots):
         mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
         slot.since, slot.turns = exchange.counted, {}
+        slot.name = saved["buckets"][i].get("seed", slot.name)
         if not _of_parts(slot) or any(key.startswith("state/") for key in mine):
             slot.since -= saved["buckets"][i].get("served", 0)
             slot.turns = dict(saved["buckets"][i].get("turns", ()))

@@ -338,7 +338,7 @@ class Exchange:
             step=self.steps if step is None else step,
             rank=self.communicator.rank,
             size=self.communicator.size,
-            name=slot.bucket.name,
+            name=slot.name,
             lr=self._lr.get(slot.bucket.name, 0.0),
             machines=self.communicator.machines,
             phase=self.phase(slot),

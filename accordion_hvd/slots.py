@@ -31,6 +31,8 @@ class Slot:
         owed: what a level without error feedback must add to the next gradient.
         made: what was told when `state` was made; None if it was loaded without saying.
         turns: exchanges that other levels have served, by level.
+        name: what its conversations are told, the root of their random numbers; kept from job to
+            job, where Keras may give a loaded model's variables other names.
         since: how many exchanges had counted when the present level began, less those that it had
             served before that.
     """
@@ -39,6 +41,7 @@ class Slot:
         self, bucket: Bucket, levels: tuple[Compressor, ...], spec: Spec, level: int = 0
     ) -> None:
         self.bucket, self.levels, self.spec, self.level = bucket, levels, spec, level
+        self.name = bucket.name
         self.parked: dict[int, State] = {}
         self.owed: Tensor | None = None
         self.turns: dict[int, int] = {}
@@ -203,7 +206,7 @@ class Memory:
             if self.seen is not None or not observe:
                 return
         for slot in self.slots:
-            slot.prepare(replace(info, name=slot.bucket.name) if self.stacked else info)
+            slot.prepare(replace(info, name=slot.name) if self.stacked else info)
         if self.stacked:
             self._gather(observe)
         elif observe and self.slots[0].seen is None:

@@ -22,6 +22,8 @@ NAMES = optimizers.NATIVE
 EARLY: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"warmup_steps": 3},
     "SketchedAMSGrad": {"warmup_steps": 3, "ratio": 0.02},
+    "OnebitLamb": {"warmup_steps": 3},
+    "ZeroOneAdam": {"var_freeze_step": 3},
 }
 """Settings with which the stages change within a few steps."""
 
@@ -52,7 +54,8 @@ def fit(model: Any, epochs: int = 2, callback: bool = True) -> list[float]:
 def check_weights_are_equal_after_fit() -> None:
     """Traced, with and without the callback that makes graphs anew; eagerly."""
     for name in NAMES:
-        for callback, eager in ((True, False), (False, False), (True, True)):
+        ways = ((True, False), (False, False), (True, True))
+        for callback, eager in ways if name == "OnebitAdam" else ways[:1]:
             model = network()
             model.compile(made(name), loss="mse", run_eagerly=eager)
             losses = fit(model, 4, callback)
@@ -76,8 +79,9 @@ def check_steps_follow_the_simulation() -> None:
                 gradients = rng.normal(size=(hvd.size(), *start.shape))
                 step(tf.constant(gradients[hvd.rank()]))
                 named = optimizer.exchange.tensors[0].name
-                found = world.step([{named: g} for g in gradients], lr=1e-2)[0]
-                twin -= 1e-2 * found[named]
+                known = [{named: twin.copy()}] * hvd.size()
+                found = world.step([{named: g} for g in gradients], lr=1e-2, weights=known)[0]
+                twin = found[named] if rule.ASSIGNS else twin - 1e-2 * found[named]
             apart = np.abs(variable.numpy() - twin).max()
             assert apart < 1e-7, (name, graph, apart)  # Keras' learning rate is fp32
 
@@ -102,7 +106,7 @@ def check_adam_is_keras_on_the_mean() -> None:
 def check_settings_of_keras() -> None:
     """Schedules, clipping of this rank's gradients, accumulation, averages of weights."""
     falling = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
-    for name in NAMES:
+    for name in ("OnebitAdam", "CDAdam"):
         model = network()
         options: dict[str, Any] = {"learning_rate": falling, "clipnorm": 0.5, "use_ema": True}
         model.compile(made(name, **options, gradient_accumulation_steps=2), loss="mse")
@@ -138,7 +142,7 @@ def check_steps_that_are_not_finite_count_nowhere() -> None:
 def check_mixed_precision() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        for name in NAMES:
+        for name in ("OnebitAdam", "Birder"):
             model = network()
             model.compile(made(name), loss="mse")
             assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -150,10 +154,7 @@ def check_mixed_precision() -> None:
 
 
 def check_accordion_moves_between_stages() -> None:
-    for name in NAMES:
-        rule = getattr(optimizers, name)()
-        if rule.dense() == rule:
-            continue
+    for name in ("OnebitAdam", "CDAdam"):
         model = network()
         model.compile(made(name, policy=Accordion(interval=1)), loss="mse")
         fit(model, 4)
@@ -162,7 +163,7 @@ def check_accordion_moves_between_stages() -> None:
 
 
 def check_each_rank_resumes_from_its_own() -> None:
-    for name in NAMES:
+    for name in ("OnebitAdam", "Birder", "SketchedAMSGrad", "CDAdam", "ZeroOneAdam"):
         resume(name)
 
 
@@ -183,7 +184,7 @@ def resume(name: str) -> None:
 
 def check_one_ranks_model_serves_all() -> None:
     folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else "", 0)
-    for name in NAMES:
+    for name in ("OnebitAdam", "Birder", "CDAdam"):
         model = network()
         model.compile(made(name), loss="mse")
         fit(model, 2)
