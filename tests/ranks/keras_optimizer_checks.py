@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
@@ -183,7 +184,7 @@ def resume(name: str) -> None:
 
 
 def check_one_ranks_model_serves_all() -> None:
-    folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else "", 0)
+    folder = stock.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else "", 0)
     for name in ("OnebitAdam", "Birder", "CDAdam"):
         model = network()
         model.compile(made(name), loss="mse")
