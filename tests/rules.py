@@ -601,7 +601,7 @@ ROWS = [
 REFUSED = [
     *[(Adam, "betas", bad) for bad in ((0.9,), (1, 0.9), (0.9, -0.1), 0.9, None, ("a", 0.9))],
     *[(AMSGrad, "eps", bad) for bad in (-1e-8, math.nan, "a", None, True)],
-    *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 1.5, "soon", None, True)],
+    *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 0, 1.5, "soon", None, True)],
     *[(Birder, "beta", bad) for bad in (1, -0.1, math.nan, "a", None, True, (0.9,))],
     *[(Birder, "within", bad) for bad in ("fp16", 1, True)],
     *[(Birder, "eps", bad) for bad in (-1.0, "a", None)],

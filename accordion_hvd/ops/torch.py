@@ -210,6 +210,8 @@ def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like:
 
 def masked(x: Tensor, v: Tensor) -> Tensor:
     """`x`, zero where `v` is not above 0. Consumes `x`."""
+    if v.device.type == "cpu" and v.numel() and v.min() > 0:  # ten times as fast as to fill
+        return x
     return x.masked_fill_(v <= 0, 0)
 
 

@@ -35,7 +35,7 @@ class OnebitAdam(Adam):
     allgather of d / (8 n), and two scales.
 
     Args:
-        warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
+        warmup_steps: steps of stage 1, at least 1, or "auto": see `policy.WarmUp`.
         betas: b1 and b2, in [0, 1).
         eps: at least 0.
         bias_correction: whether moments that began at zero are scaled up.
@@ -52,7 +52,7 @@ class OnebitAdam(Adam):
         """Raises: ValueError when an argument is not what it must be."""
         super().__post_init__()
         if self.warmup_steps != "auto":
-            check.integer(self, "warmup_steps", self.warmup_steps, least=0)
+            check.integer(self, "warmup_steps", self.warmup_steps, least=1)  # v must be something
         check.one_of(self, "scale", self.scale, SCALES)
 
     def dense(self) -> Adam:
@@ -74,7 +74,7 @@ class OnebitAdam(Adam):
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Stage 2: two rounds, signs to those who average them, and signs of averages to all."""
         xp, betas = namespace(grad), self.setting(info, "betas")
-        m, own, room = yield from self.shared(grad, state, info)
+        m, own, room = yield from self.shared(grad, state, info, into=state["m"])
         count = advanced(state["count"])
         eps, rates = self.setting(info, "eps"), self.rates(count, betas, xp.dtype(m))
         direction = xp.preconditioned(m, state["v"], rates, eps, room)
@@ -82,20 +82,22 @@ class OnebitAdam(Adam):
         return xp.reshape(direction, xp.shape(grad)), {**state, "m": m, "count": count} | own
 
     def shared(
-        self, grad: Tensor, state: State, info: Info
+        self, grad: Tensor, state: State, info: Info, into: Tensor = None
     ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
         """Stage 2's momentum on all ranks, errors, and memory that may be used; consumes `grad`.
 
-        On one rank `state["m"]` is consumed, too.
+        The momentum may be in the memory of `into`; on one rank it is in that of `state["m"]`.
         """
         xp, beta = namespace(grad), self.setting(info, "betas")[0]
         room = xp.reshape(grad, xp.shape(state["m"]))
         if info.size == 1:
             # To take m's step back takes the gradient, whose memory is therefore not room.
-            return xp.momentum(state["m"], beta, room), {}, xp.copy(room)
+            m = xp.momentum(state["m"], beta, room)
+            return xp.masked(m, state["v"]), {}, xp.copy(room)
         room = xp.mixed(room, beta, state["m"])
         total = xp.accumulate(state["error"], room)
-        m, error, server = yield from averaged(total, state["server"], info, self.scale)
+        own = total, state["server"], info, self.scale
+        m, error, server = yield from averaged(*own, room=into)
         m = xp.masked(m, state["v"])  # else it would be divided by eps in a stage 1 to come
         return m, {"error": error, "server": server}, room
 

@@ -41,7 +41,7 @@ class Chunks:
 
 
 def averaged(
-    total: Tensor, server: Tensor, info: Info, scale: str = "l2"
+    total: Tensor, server: Tensor, info: Info, scale: str = "l2", room: Tensor = None
 ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
     """Average `total` over the ranks at one bit an element (the conversation's part of it).
 
@@ -58,6 +58,7 @@ def averaged(
         server: what this rank's chunk owes, (length,) or (number, length) of `Chunks`.
         info: rank and number of ranks.
         scale: "l2" or "l1".
+        room: like `total`; memory that may hold the result, consumed after the first `yield`.
 
     Returns:
         What all ranks have then, like `total`; what this rank's total lacks of it, likewise; what
@@ -77,7 +78,7 @@ def averaged(
     signs = xp.pack_signs(mine)
     parts, factors = yield Allgather(signs), Allgather(steps)
     server = _within(xp, _minus(xp, mine, signs, steps, chunks.length), chunks.held(info.rank))
-    return _joined(xp, parts, factors, chunks, error), error, server
+    return _joined(xp, parts, factors, chunks, error, room), error, server
 
 
 def xp_shape(x: Tensor) -> tuple[int, ...]:
@@ -116,14 +117,21 @@ def _cut(xp: ModuleType, signs: Tensor, total: Tensor, chunks: Chunks) -> Tensor
 
 
 def _joined(
-    xp: ModuleType, parts: Sequence[Tensor], steps: Sequence[Tensor], chunks: Chunks, like: Tensor
+    xp: ModuleType,
+    parts: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    chunks: Chunks,
+    like: Tensor,
+    room: Tensor,
 ) -> Tensor:
-    """The vectors whose chunks' signs and steps came from the ranks."""
+    """The vectors whose chunks' signs and steps came from the ranks; `room` as in `averaged`."""
     shape = xp_shape(like)
     number, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
     rows = xp.reshape(xp.concat(list(parts)), (chunks.ranks, number, -1))
     signs = xp.reshape(xp.swapped(rows), (-1,))
     factors = xp.reshape(xp.transpose(xp.stack(list(steps))), (-1,))
+    if number == 1 and room is not None and xp.dtype(room) == "float32":
+        return xp.sum_quantized([signs], [factors], chunks.length, 1, 0.5, room)
     whole = _values(xp, [signs], [factors], chunks.length, (number, width), like)
     return xp.reshape(whole[:, : chunks.size], shape)
 
