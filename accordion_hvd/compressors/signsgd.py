@@ -39,11 +39,15 @@ class SignSGD(Compressor):
     The paper's server becomes an alltoall, in which each rank counts one slice's votes, and an
     allgather (ours). A rank can outvote no other, whatever it sends.
 
+    All tensors get signs, small and exempt ones too (`plain`), since a learning rate for signs is
+    none for gradients: with means beside signs, biases and norms would hardly move.
+
     Sent, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an allgather of
     d / (8 n); so traffic does not grow with the ranks.
 
     Args:
-        momentum: in [0, 1); 0 is SignSGD, the paper's Signum has 0.9.
+        momentum: in [0, 1); 0 is SignSGD, the paper's Signum has 0.9. Levels of one policy must
+            agree in it.
     """
 
     output: ClassVar[str] = "update"
@@ -76,6 +80,10 @@ class SignSGD(Compressor):
         two = xp.full((1,), 2.0, "float32", xp.device(signs))
         size = math.prod(xp.shape(grad))
         return xp.sum_quantized([signs], [two], size, 1, 0.5, grad), state
+
+    def plain(self) -> Compressor:
+        """Signs, as for all others."""
+        return self
 
 
 def majority(xp: ModuleType, votes: Sequence[Tensor], step: Any) -> Tensor:
