@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import accordion_hvd.check as check  # `from` would ask the package, and that for compressors
 from accordion_hvd.ops import namespace
 
 Tensor = Any
@@ -208,8 +209,21 @@ class Compressor(NotForStockHorovod):
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
 
+    def accept(self, spec: Spec, name: str) -> None:
+        """See that a tensor like `spec` can be served; asked before anything is exchanged.
+
+        Raises:
+            ValueError: `name` is not of real floating-point numbers, has no elements, or 2^31.
+        """
+        check.real(self, name, spec.dtype)
+        check.elements(self, name, spec.shape)
+
     def init(self, spec: Spec, info: Info) -> State:
-        """The state before the first exchange of a tensor like `spec`; names every key."""
+        """The state before the first exchange of a tensor like `spec`; names every key.
+
+        What subclasses return begins with `super().init(spec, info)`, which asks `accept`.
+        """
+        self.accept(spec, info.name)
         return {}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:

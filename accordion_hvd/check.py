@@ -49,6 +49,27 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         refuse(owner, name, value, "one of " + ", ".join(repr(item) for item in allowed))
 
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+NUMBERED = 2**31
+"""Elements from which int32 does not number them all."""
+
+
+def real(owner: Any, name: str, dtype: str) -> None:
+    """Raise ValueError unless tensor `name` is of real floating-point numbers."""
+    if dtype not in FLOATS:
+        refuse(owner, f"dtype of {name or 'a tensor'}", dtype, "one of " + ", ".join(FLOATS))
+
+
+def elements(owner: Any, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless tensor `name` has elements, and int32 numbers them."""
+    what, size = name or "a tensor", math.prod(shape)
+    if size == 0:
+        refuse(owner, f"shape of {what}", shape, "one with at least one element")
+    if size >= NUMBERED:
+        allowed = "below 2^31 (positions are int32); name it in skip=, and it travels dense"
+        refuse(owner, f"size of {what}", size, allowed)
+
+
 def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
     """Raise ValueError: what `name` of `owner` is and what it may be."""
     kind = owner if isinstance(owner, str) else type(owner).__name__

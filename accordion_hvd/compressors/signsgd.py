@@ -62,7 +62,8 @@ class SignSGD(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`momentum` in the gradient's shape, if there is any."""
-        return {"momentum": spec.zeros(spec.shape)} if self.momentum else {}
+        state = super().init(spec, info)
+        return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Slices of signs to those who count them; what has won to all."""
@@ -131,7 +132,7 @@ class EFSignSGD(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what signs have left, a vector with the gradient's elements."""
-        return {"error": spec.zeros((spec.size,))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allgather of signs and of a scale for each tensor."""

@@ -29,18 +29,11 @@ class Sparsifier(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return {"error": spec.zeros((countable(self, spec, info),))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def kept(self, size: int) -> int:
         """How many of `size` elements are sent: rounded down, but at least one."""
         return max(1, int(self.ratio * size))
-
-
-def countable(owner: Compressor, spec: Spec, info: Info) -> int:
-    """The elements of a tensor. Raises: ValueError when int32 does not number them."""
-    if spec.size >= 2**31:
-        check.refuse(owner, "size of " + info.name, spec.size, "below 2^31 (indices are int32)")
-    return spec.size
 
 
 def encode(index: Tensor, values: Tensor, size: int) -> Tensor:

@@ -63,12 +63,17 @@ class TwoLevel(Compressor):
         stacks = "any" if self.compressor.stacks == "any" else ""
         object.__setattr__(self, "stacks", stacks)
 
+    def accept(self, spec: Spec, name: str) -> None:
+        """What `compressor` accepts."""
+        self.compressor.accept(spec, name)
+
     def init(self, spec: Spec, info: Info) -> State:
         """The state of `compressor` for this rank's slice; nothing where all share a machine.
 
         Raises:
             ValueError: machines have different numbers of ranks.
         """
+        self.accept(spec, info.name)
         here = _place(info)
         if len(here.near) == 1:
             return self.compressor.init(spec, info)

@@ -39,7 +39,7 @@ def _consume(array: Array) -> Array:
 
 
 def spec(x: Array) -> Spec:
-    """Shape, dtype and device of `x`."""
+    """Shape, dtype and device of `x`. Raises: ValueError when it is sparse."""
     import accordion_hvd.ops.numpy as xp
 
     return Spec(tuple(x.shape), str(x.dtype), xp)

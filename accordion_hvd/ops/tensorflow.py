@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.base import Spec, Tensor
 from accordion_hvd.ops import bins, count_sketch, indices, quantization, selection
 from accordion_hvd.ops import numpy as oracle
@@ -28,6 +29,8 @@ def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.tensorflow as xp
 
+    if isinstance(x, (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)):
+        check.refuse("TensorFlow", "a gradient", type(x).__name__, "a dense tensor")
     return Spec(shape(x), dtype(x), xp)
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from accordion_hvd import check
 from accordion_hvd.base import Spec
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
 from accordion_hvd.ops import numpy as oracle
@@ -21,6 +22,8 @@ def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.torch as xp
 
+    if x.layout != torch.strided:
+        check.refuse(x, "layout", x.layout, "torch.strided (dense)")
     return Spec(tuple(x.shape), dtype(x), xp, x.device)
 
 
