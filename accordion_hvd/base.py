@@ -50,11 +50,14 @@ class Allreduce(Request):
         wire: for "mean", the dtype in which values travel ("float16", "bfloat16") instead of
             their own; they are added in fp32 or better where the engine allows it.
         reuse: the conversation will not read `tensor` again, so its memory may hold the result.
+        sender: who alone adds something else than zeros to a "sum", where there is a `decode`: an
+            integer, or a scalar tensor in a graph.
     """
 
     op: str = field(default="mean", kw_only=True)
     wire: str | None = field(default=None, kw_only=True)
     reuse: bool = field(default=False, kw_only=True)
+    sender: Any = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)

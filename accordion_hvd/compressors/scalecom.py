@@ -101,7 +101,7 @@ class ScaleCom(Sparsifier):
         if not check.is_integer(leader):  # in a graph
             mine = xp.pack_index(self._choice(fresh, owed), size)
             mine = _words(mine) * xp.cast(leader == info.rank, "int32")
-            return (yield Allreduce(mine, op="sum", decode=read))
+            return (yield Allreduce(mine, op="sum", sender=leader, decode=read))
         if leader == info.rank:
             mine = xp.pack_index(self._choice(fresh, owed), size)
         else:

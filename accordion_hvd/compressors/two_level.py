@@ -12,6 +12,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from accordion_hvd import check
 from accordion_hvd.base import (
     Allgather,
@@ -211,4 +213,14 @@ def _addressed(request: Request, group: tuple[int, ...]) -> Request:
     members = group if request.group is None else tuple(group[rank] for rank in request.group)
     if isinstance(request, Broadcast):
         return replace(request, group=members, root=group[request.root])
+    if isinstance(request, Allreduce) and request.sender is not None:
+        return replace(request, group=members, sender=_member(group, request.sender))
     return replace(request, group=members)
+
+
+def _member(group: tuple[int, ...], number: Any) -> Any:
+    """The rank of one of a group, by its number in it."""
+    if check.is_integer(number):
+        return group[number]
+    xp = namespace(number)
+    return xp.take(xp.asarray(np.array(group)), number)

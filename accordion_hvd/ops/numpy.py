@@ -308,10 +308,11 @@ def misplaced(index: Array, size: int) -> Array:
     return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
 
 
-def insist(x: Any, doubts: Array, senders: Sequence[int]) -> Any:
+def insist(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
     """`x` (tensors in lists and tuples), if no element of the vector `doubts` differs from 0.
 
-    `senders` says for each element whose tensor it is about; in a graph, the refusal is part of it.
+    `senders` says for each element whose tensor it is about (a rank; in a graph also as a scalar
+    tensor); in a graph, the refusal is part of it.
 
     Raises:
         PayloadError: one differs.

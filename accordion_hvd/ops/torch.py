@@ -413,7 +413,7 @@ def _misplaced(index: Tensor, size: int) -> Tensor:
     return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
 
 
-def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
     """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
     return oracle.insist(x, to_numpy(doubts), senders)
 
