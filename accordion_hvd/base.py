@@ -258,6 +258,11 @@ class Compressor(NotForStockHorovod):
         """Whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
 
+    @property
+    def settling(self) -> int:
+        """Steps that it serves before it costs what it will cost; a `Gate` judges it after them."""
+        return 0
+
     def plain(self) -> Compressor:
         """What serves the tensors of a model that are too small to be compressed, or exempt.
 

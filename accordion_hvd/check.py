@@ -37,6 +37,12 @@ def ratio(owner: Any, name: str, value: Any) -> None:
         refuse(owner, name, value, "a number in (0, 1]")
 
 
+def below_one(owner: Any, name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a number in [0, 1)."""
+    if not is_number(value) or not 0 <= value < 1:
+        refuse(owner, name, value, "a number in [0, 1)")
+
+
 def at_least(owner: Any, name: str, value: Any, *, least: float) -> None:
     """Raise ValueError unless `value` is a number (infinity too) of at least `least`."""
     if not (is_number(value) or value == math.inf) or value < least:

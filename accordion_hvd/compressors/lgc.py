@@ -21,7 +21,7 @@ from accordion_hvd.base import (
     Tensor,
 )
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
-from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.compressors.sparsifier import Sparsifier, places
 from accordion_hvd.ops import namespace
 
 DENSE, TRAINING, SHIPPING, CODED = range(4)
@@ -95,6 +95,11 @@ class LGC(Sparsifier):
             return DENSE
         left = self.dense + self.training - step
         return TRAINING if left > 1 else SHIPPING if left == 1 else CODED
+
+    @property
+    def settling(self) -> int:
+        """Until there are codes."""
+        return self.dense + self.training
 
     def init(self, spec: Spec, info: Info) -> State:
         """What is kept.
@@ -189,9 +194,9 @@ class LGC(Sparsifier):
         """What the leader's code and each rank's innovation say of each rank ("server")."""
         xp = namespace(values)
         index, (count,) = self._innovation(values, state), xp.shape(values)
-        read = partial(_places, count=xp.shape(index)[0], size=count)
-        places = Allgather(xp.pack_index(index, count), decode=read)
-        pairs = zip(*(yield places, Allgather(xp.take(values, index))), strict=True)
+        read = partial(places, count=xp.shape(index)[0], size=count)
+        told = Allgather(xp.pack_index(index, count), decode=read)
+        pairs = zip(*(yield told, Allgather(xp.take(values, index))), strict=True)
         news = signals_of([_placed(place, part, count) for place, part in pairs], scale)
         networks, codes = self._networks(info.size, state), xp.stack([code] * info.size)
         return _vectors(networks.decode(state["weights"], codes, news), scale, values)
@@ -263,13 +268,6 @@ def _said(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], T
     xp, index = namespace(payload), payload[:count]
     scale, rest = _floats(payload[count : count + 1]), _floats(payload[count + 1 :])
     return (index, scale, rest), xp.misplaced(xp.take(index, xp.argsort(index)), size)
-
-
-def _places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """`count` positions below `size`."""
-    xp = namespace(payload)
-    index = xp.unpack_index(payload, count, size)
-    return index, xp.misplaced(index, size)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -57,8 +57,7 @@ class SignSGD(Compressor):
 
     def __post_init__(self) -> None:
         """Raises: ValueError when momentum is outside [0, 1)."""
-        if not check.is_number(self.momentum) or not 0 <= self.momentum < 1:
-            check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
         """`momentum` in the gradient's shape, if there is any."""

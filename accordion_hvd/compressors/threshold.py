@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allgather, Compressor, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.compressors.sparsifier import decode, encode
+from accordion_hvd.compressors.sparsifier import decode, encode, mean_of
 from accordion_hvd.ops import namespace
 
 
@@ -56,7 +56,4 @@ class Threshold(Compressor):
         error = xp.clear(total, index)
         payload = encode(index, values, size)
         parts = yield Allgather(payload, uneven=True, decode=partial(decode, size=size))
-        mean = xp.reshape(xp.emptied(grad), (-1,))
-        for places, part in parts:
-            mean = xp.add_at(mean, places, part / info.size)
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}

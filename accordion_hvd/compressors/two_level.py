@@ -109,6 +109,11 @@ class TwoLevel(Compressor):
         """Those of `compressor`."""
         return self.compressor.phases
 
+    @property
+    def settling(self) -> int:
+        """That of `compressor`."""
+        return self.compressor.settling
+
     def plain(self) -> Compressor:
         """That of `compressor`."""
         return self.compressor.plain()

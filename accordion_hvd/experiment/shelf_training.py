@@ -62,7 +62,7 @@ class Task:
 
 TASKS = {
     "digits": Task("scikit-learn's digits", None, 1, 20, 16, 0.1, (1,)),
-    "cifar10": Task("CIFAR-10", 6_000, 2, 6, 16, 0.05, (1,)),
+    "cifar10": Task("CIFAR-10", 6_000, 2, 4, 16, 0.05, (1,)),
 }
 """By the name of the image set."""
 
