@@ -323,7 +323,7 @@ def test_bytes_on_the_wire_are_those_of_stats(token: str, tmp_path: Path) -> Non
     rows = {word: (float(wire), float(said)) for word, wire, said in map(split, out.splitlines())}
     assert list(rows) == list(WORDS)
     for word, (wire, said) in rows.items():
-        control = 200_000  # Horovod's own messages in 4 steps of 3 ranks
+        control = 350_000  # Horovod's own messages in 4 steps of 3 ranks, on slow machines
         assert said < wire < 1.05 * said + control, (word, wire, said)
 
 

@@ -274,6 +274,9 @@ gradients (small tensors, warm-ups and all), "at last" that of the last epoch al
 NOTES = """
 - Trainings are short and networks small, which is hard on what waits long before it is sent: a
   hundredth of the elements a step needs some hundred steps to get through them once.
+- At the same ratio `TopK` and `DGC` move more elements a step than `ScaleCom`, `RandomK`, `LGC` and
+  `SketchedSGD`, which agree on theirs: each rank has its own. What these send does not grow with
+  the ranks (see compressors.md).
 - Nothing is tuned for single ways but what their papers ask for: warm-ups, a first tenth without
   compression (ScaleCom, LGC), learning rates for signs.
 """

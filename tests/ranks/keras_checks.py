@@ -182,14 +182,11 @@ def check_sparse_methods_in_fit() -> None:
 
 
 def check_other_methods_in_fit() -> None:
-    """One layer each for what may stand side by side; LGC in all its phases."""
+    """One layer each for what may stand side by side; LGC from its training's last step on."""
     layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit()]
     several = Fixed(Dense(), overrides={f"*layer{i}*": c for i, c in enumerate(layers)})
-    codes = {"dense": 1, "training": 2, "innovation": 0.005}
-    for compression in (
-        several, SignSGD(0.9), SketchedSGD(0.02, columns=5),
-        LGC(0.05, "ring", **codes), LGC(0.05, "server", **codes),
-    ):  # fmt: skip
+    codes = LGC(0.05, dense=0, training=1)
+    for compression in (several, SignSGD(0.9), SketchedSGD(0.02, columns=5), codes):
         keras.utils.set_random_seed(0)
         hidden = [keras.layers.Dense(40, "relu", name=f"layer{i}") for i in range(len(layers))]
         model = keras.Sequential([keras.Input((32,)), *hidden, keras.layers.Dense(1)])
