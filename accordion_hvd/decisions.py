@@ -122,7 +122,9 @@ class Decisions:
 
     # ------------------------------------------------------------------------------- for the gate
     def measure(self, step: Step) -> None:
-        """Add up what a step's conversations took."""
+        """Add up what a step's conversations took, once all has settled."""
+        if self._settling():
+            return
         slots = self._exchange.slots
         for index, unit in enumerate(self._exchange.plan.units):
             whole = max(sum(slots[i].bucket.size for i in unit.buckets), 1)

@@ -83,24 +83,32 @@ class Exchange:
             ValueError: one of them cannot be exchanged (`Compressor.accept`).
         """
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
+        for bucket in buckets:
+            spec = self._spec(bucket, tensors)
+            for level in self._levels(bucket):
+                level.accept(spec, bucket.name)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
-        self.slots += [self._slot(bucket, tensors[bucket.members[0]].kind) for bucket in buckets]
+        self.slots += [self._slot(bucket, self._spec(bucket, tensors)) for bucket in buckets]
         self.tensors.extend(tensors)
         self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
 
-    def _slot(self, bucket: Bucket, kind: str) -> Slot:
-        """For a bucket of tensors that come after those that are there."""
-        spec = Spec(bucket.shape, bucket.dtype, self.xp, kind or None)
-        levels: tuple[Compressor, ...] = (self.policy.plain() if bucket.size else Dense(),)
-        level = 0
+    def _spec(self, bucket: Bucket, tensors: Sequence[TensorInfo]) -> Spec:
+        """What a bucket of these tensors is like."""
+        device = tensors[bucket.members[0]].kind or None
+        return Spec(bucket.shape, bucket.dtype, self.xp, device)
+
+    def _levels(self, bucket: Bucket) -> tuple[Compressor, ...]:
+        """What may serve a bucket."""
         if bucket.compress:
-            levels = levels_of(self.policy, bucket.name)
-            level = level_of(self.policy, bucket.name)
-        for served in levels:
-            served.accept(spec, bucket.name)
+            return levels_of(self.policy, bucket.name)
+        return (self.policy.plain() if bucket.size else Dense(),)
+
+    def _slot(self, bucket: Bucket, spec: Spec) -> Slot:
+        """For a bucket of tensors that come after those that are there."""
+        level = level_of(self.policy, bucket.name) if bucket.compress else 0
         moved = tuple(len(self.tensors) + member for member in bucket.members)
-        slot = Slot(replace(bucket, members=moved), levels, spec, level)
+        slot = Slot(replace(bucket, members=moved), self._levels(bucket), spec, level)
         slot.since = self.counted
         return slot
 

@@ -12,8 +12,11 @@ from laws import check_conservation
 
 from accordion_hvd import Dense, Info, TopK
 from accordion_hvd.base import Compressor, Spec
+from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.compressors.half import _Half
-from accordion_hvd.simulate import simulate
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.policy import as_policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
 
 FEW = {type(case.compressor): case for case in CASES}
 """One row of each compressor."""
@@ -149,3 +152,12 @@ def test_frozen_integers_do_not_matter() -> None:
 
     named = [("w", torch.ones(40, 50)), ("q", torch.ones(40, 50, dtype=torch.int8))]
     assert [t.name for t in Idle(named, as_policy(TopK(0.1))).exchange.tensors] == ["w"]
+
+
+def test_a_refusal_leaves_the_policy_free() -> None:
+    """Whoever exempts what was refused may go on with the same policy."""
+    policy, link = as_policy(TopK(0.1)), SimulatedCommunicator(Hub(1), 0, NUMPY.xp)
+    good, bad = TensorInfo("w", (40, 50), "float32"), TensorInfo("i", (40, 50), "int32")
+    with pytest.raises(ValueError, match="dtype of i is 'int32'"):
+        Exchange(link, policy, [good, bad])
+    assert Exchange(link, policy, [good]).levels() == {"w": "TopK(ratio=0.1)"}

@@ -129,9 +129,7 @@ class Gate:
     @property
     def measuring(self) -> bool:
         """Whether the present step's costs are wanted."""
-        if self._way != WANTED or self._last is None:
-            return False
-        return self._last[0] + self.steps >= self._until  # not before what serves has settled
+        return self._way == WANTED
 
     def tick(self, step: int) -> None:
         """Exchange number `step` is about to begin."""
