@@ -23,7 +23,8 @@ NETBENCH = runs/netbench
 # It is no failure (5) if PYTEST_ARGS chooses tests of one part only.
 PYTEST = $(IN_VENV) NEED_LAUNCHERS=1 sh -c '$(RUN) -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels bench-shelf \
+	doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -61,6 +62,9 @@ bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy
 
 bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
 	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md
+
+bench-shelf: setup ## train with each compressor, for docs/shelf.md (half an hour)
+	@$(IN_VENV) $(RUN) scripts/train_shelf.py --output docs/shelf.md
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import accordion_hvd.check as check  # `from` would ask the package, and that for compressors
 from accordion_hvd.ops import namespace
 
 Tensor = Any
@@ -49,11 +50,14 @@ class Allreduce(Request):
         wire: for "mean", the dtype in which values travel ("float16", "bfloat16") instead of
             their own; they are added in fp32 or better where the engine allows it.
         reuse: the conversation will not read `tensor` again, so its memory may hold the result.
+        sender: who alone adds something else than zeros to a "sum", where there is a `decode`: an
+            integer, or a scalar tensor in a graph.
     """
 
     op: str = field(default="mean", kw_only=True)
     wire: str | None = field(default=None, kw_only=True)
     reuse: bool = field(default=False, kw_only=True)
+    sender: Any = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +230,21 @@ class Compressor(NotForStockHorovod):
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
 
+    def accept(self, spec: Spec, name: str) -> None:
+        """See that a tensor like `spec` can be served; asked before anything is exchanged.
+
+        Raises:
+            ValueError: `name` is not of real floating-point numbers, has no elements, or 2^31.
+        """
+        check.real(self, name, spec.dtype)
+        check.elements(self, name, spec.shape)
+
     def init(self, spec: Spec, info: Info) -> State:
-        """The state before the first exchange of a tensor like `spec`; names every key."""
+        """The state before the first exchange of a tensor like `spec`; names every key.
+
+        What subclasses return begins with `super().init(spec, info)`, which asks `accept`.
+        """
+        self.accept(spec, info.name)
         return {}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
@@ -265,6 +282,11 @@ class Compressor(NotForStockHorovod):
     def phases(self) -> bool:
         """Whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
+
+    @property
+    def settling(self) -> int:
+        """Steps that it serves before it costs what it will cost; a `Gate` judges it after them."""
+        return 0
 
     def plain(self) -> Compressor:
         """What serves the tensors of a model that are too small to be compressed, or exempt.

@@ -37,6 +37,12 @@ def ratio(owner: Any, name: str, value: Any) -> None:
         refuse(owner, name, value, "a number in (0, 1]")
 
 
+def below_one(owner: Any, name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a number in [0, 1)."""
+    if not is_number(value) or not 0 <= value < 1:
+        refuse(owner, name, value, "a number in [0, 1)")
+
+
 def at_least(owner: Any, name: str, value: Any, *, least: float) -> None:
     """Raise ValueError unless `value` is a number (infinity too) of at least `least`."""
     if not (is_number(value) or value == math.inf) or value < least:
@@ -47,6 +53,27 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         refuse(owner, name, value, "one of " + ", ".join(repr(item) for item in allowed))
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+NUMBERED = 2**31
+"""Elements from which int32 does not number them all."""
+
+
+def real(owner: Any, name: str, dtype: str) -> None:
+    """Raise ValueError unless tensor `name` is of real floating-point numbers."""
+    if dtype not in FLOATS:
+        refuse(owner, f"dtype of {name or 'a tensor'}", dtype, "one of " + ", ".join(FLOATS))
+
+
+def elements(owner: Any, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless tensor `name` has elements, and int32 numbers them."""
+    what, size = name or "a tensor", math.prod(shape)
+    if size == 0:
+        refuse(owner, f"shape of {what}", shape, "one with at least one element")
+    if size >= NUMBERED:
+        allowed = "below 2^31 (positions are int32); name it in skip=, and it travels dense"
+        refuse(owner, f"size of {what}", size, allowed)
 
 
 def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:

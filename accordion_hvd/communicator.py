@@ -148,7 +148,7 @@ class Pending:
     def _decoded(self) -> list[Any]:
         """The results as requests' `decode` reads them, once nothing in them is in doubt."""
         xp, results = self._communicator.xp, list(self._results)
-        senders: list[int] = []
+        senders: list[Any] = []
         doubts: list[Tensor] = []
         for i, decode, ranks, several in self._readers:
             read = []
@@ -177,8 +177,8 @@ class Pending:
             answer = self._communicator.wait(handle)
 
 
-def _senders(request: Request, communicator: Communicator) -> Sequence[int]:
-    """Whose tensors an answer holds; for a sum, rank 0 stands for all."""
+def _senders(request: Request, communicator: Communicator) -> Sequence[Any]:
+    """Whose tensors an answer holds."""
     if isinstance(request, Allgather):
         return request.group or range(communicator.size)
-    return [request.root] if isinstance(request, Broadcast) else [0]
+    return [request.root if isinstance(request, Broadcast) else getattr(request, "sender", None)]

@@ -82,7 +82,8 @@ class Decisions:
             link = yield from probe(vector, exchange.xp, exchange.communicator.size)
         decision = None
         if exchange.communicator.rank == 0:
-            decision = gate.decide(exchange.steps, wanted, self._names(), self._costs(), link)
+            known = self._names(), self._costs(), link, self._settling()
+            decision = gate.decide(exchange.steps, wanted, *known)
         decision = yield from self._shared(decision)
         changes = gate.apply(decision, wanted)
         if changes and decision["verdict"] and exchange.communicator.rank == 0:
@@ -133,7 +134,9 @@ class Decisions:
 
     # ------------------------------------------------------------------------------- for the gate
     def measure(self, step: Step) -> None:
-        """Add up what a step's conversations took."""
+        """Add up what a step's conversations took, once all has settled."""
+        if self._settling():
+            return
         slots = self._exchange.slots
         for index, unit in enumerate(self._exchange.plan.units):
             whole = max(sum(slots[i].bucket.size for i in unit.buckets), 1)
@@ -160,6 +163,18 @@ class Decisions:
         slots = self._exchange.slots
         names = (slot.bucket.name for slot in slots if slot.bucket.compress)
         return {name: self._exchange.policy.level(name) for name in names}
+
+    def _settling(self) -> int:
+        """Steps until all that the policy wants has settled (`Compressor.settling`)."""
+        exchange, wanted, left = self._exchange, self._wanted(), [0]
+        for slot in exchange.slots:
+            if slot.bucket.compress:
+                level = wanted[slot.bucket.name]
+                served = exchange.counted - slot.since
+                if slot.level != level:
+                    served = slot.turns.get(level, 0)
+                left.append(slot.levels[level].settling - served)
+        return max(left)
 
     def _names(self) -> dict[str, str]:
         """Bucket -> the policy's compressor."""

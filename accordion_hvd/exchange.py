@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.base import Compressor, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.buckets import TensorInfo, fingerprint, make_buckets
+from accordion_hvd.buckets import Bucket, TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
+from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.decisions import Decisions, level_of, levels_of
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.advice import Advice
@@ -80,24 +81,40 @@ class Exchange:
         """Exchange these tensors too, from now on.
 
         Every rank must do so before the same exchange. What is there stays as it is.
+
+        Raises:
+            ValueError: one of them cannot be exchanged (`Compressor.accept`).
         """
-        offset = len(self.tensors)
-        self.tensors.extend(tensors)
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
-        self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
-        dense = self.policy.plain()
         for bucket in buckets:
-            levels = levels_of(self.policy, bucket.name) if bucket.compress else (dense,)
-            level = level_of(self.policy, bucket.name) if bucket.compress else 0
-            moved = tuple(offset + member for member in bucket.members)
-            device = tensors[bucket.members[0]].kind or None
-            spec = Spec(bucket.shape, bucket.dtype, self.xp, device)
-            slot = Slot(replace(bucket, members=moved), levels, spec, level)
-            slot.since = self.counted
-            self.slots.append(slot)
-            self.slot_of |= dict.fromkeys(moved, slot)
+            spec = self._spec(bucket, tensors)
+            for level in self._levels(bucket):
+                level.accept(spec, bucket.name)
+        self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
+        self.slots += [self._slot(bucket, self._spec(bucket, tensors)) for bucket in buckets]
+        self.tensors.extend(tensors)
         self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
+
+    def _spec(self, bucket: Bucket, tensors: Sequence[TensorInfo]) -> Spec:
+        """What a bucket of these tensors is like."""
+        device = tensors[bucket.members[0]].kind or None
+        return Spec(bucket.shape, bucket.dtype, self.xp, device)
+
+    def _levels(self, bucket: Bucket) -> tuple[Compressor, ...]:
+        """What may serve a bucket."""
+        if bucket.compress:
+            return levels_of(self.policy, bucket.name)
+        return (self.policy.plain() if bucket.size else Dense(),)
+
+    def _slot(self, bucket: Bucket, spec: Spec) -> Slot:
+        """For a bucket of tensors that come after those that are there."""
+        level = level_of(self.policy, bucket.name) if bucket.compress else 0
+        moved = tuple(len(self.tensors) + member for member in bucket.members)
+        slot = Slot(replace(bucket, members=moved), self._levels(bucket), spec, level)
+        slot.since = self.counted
+        self.slot_of |= dict.fromkeys(moved, slot)
+        return slot
 
     @property
     def plan(self) -> Plan:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from accordion_hvd import check
 from accordion_hvd.base import Machines, Tensor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator, Group, Pending
@@ -170,9 +171,17 @@ class World:
 
         Returns:
             For each rank, name to mean; None for all if some gradient was not finite.
+
+        Raises:
+            ValueError: gradients are missing, or not what they were; nothing has happened then.
         """
+        if len(gradients) != len(self._policies):
+            ranks = len(self._policies)
+            check.refuse(self, "number of gradients", len(gradients), f"{ranks}, one a rank")
         if not self.exchanges:
             self._build(gradients[0])
+        for mine in gradients:
+            self._compare(mine)
         self._decide(lr)
         told = weights or [{} for _ in gradients]
         for exchange, mine, theirs in zip(self.exchanges, gradients, told, strict=True):
@@ -190,13 +199,26 @@ class World:
 
     def _build(self, gradients: Mapping[str, Tensor]) -> None:
         xp = namespace(next(iter(gradients.values())))
-        tensors = [TensorInfo(k, xp.shape(v), xp.dtype(v)) for k, v in gradients.items()]
+        specs = {name: xp.spec(x) for name, x in gradients.items()}
+        tensors = [TensorInfo(name, spec.shape, spec.dtype) for name, spec in specs.items()]
         ranks = range(self._hub.ranks)
         self._links = [SimulatedCommunicator(self._hub, rank, xp) for rank in ranks]
         self.exchanges = [
             Exchange(link, policy, tensors, skip=self._skip)
             for link, policy in zip(self._links, self._policies, strict=True)
         ]
+
+    def _compare(self, gradients: Mapping[str, Tensor]) -> None:
+        """See that they are what all ranks have agreed on."""
+        known = self.exchanges[0].tensors
+        if set(gradients) != {tensor.name for tensor in known}:
+            names = [tensor.name for tensor in known]
+            check.refuse(self, "names of gradients", list(gradients), f"those of rank 0, {names}")
+        for tensor in known:
+            spec = namespace(gradients[tensor.name]).spec(gradients[tensor.name])
+            if (spec.shape, spec.dtype) != (tensor.shape, tensor.dtype):
+                found, wanted = (f"{x.dtype} {x.shape}" for x in (spec, tensor))
+                check.refuse(self, f"gradient of {tensor.name}", found, f"{wanted}, as at first")
 
     def _decide(self, lr: float) -> None:
         if all([e.due(e.rates(lr)) for e in self.exchanges]):

@@ -6,7 +6,15 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, NotForStockHorovod, State
+from accordion_hvd.base import (
+    Allreduce,
+    Compressor,
+    Conversation,
+    Info,
+    NotForStockHorovod,
+    Spec,
+    State,
+)
 from accordion_hvd.compressors import Dense
 from accordion_hvd.policy import Fixed, Policy, as_policy
 
@@ -17,6 +25,9 @@ class Stock(Compressor):
 
     scope: ClassVar[str] = "each"
     compression: Any = None
+
+    def accept(self, spec: Spec, name: str) -> None:
+        """Whatever Horovod takes."""
 
     def exchange(self, grad: Any, state: State, info: Info) -> Conversation:
         """Compress, one allreduce, decompress."""

@@ -98,7 +98,7 @@ NOTES = """
 - `TwoLevel` is shown with L = 2 ranks on each of m machines; the first term of its bytes stays
   within a machine.
 - Biases, norms and other small tensors are not compressed: they add 2 (n - 1) / n * 4 bytes an
-  element.
+  element. (`SignSGD` sends signs of theirs, too: 2 (n - 1) / n bits an element.)
 """
 
 

@@ -578,6 +578,57 @@ def test_nothing_is_lost_at_a_switch(
             return  # without state, a bad step is not taken back
 
 
+KEEPERS = list(
+    {
+        type(level): level
+        for level in (c.compressor for c in reversed(CASES) if c.feedback and not c.loss)
+        if level.output == "gradient" and level.scope == "tensor"
+    }.values()
+)
+"""What keeps an error and may stand beside gradients: a row of each class."""
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("other", KEEPERS, ids=repr)
+def test_nothing_is_lost_between_any_two(other: Compressor, turned: bool) -> None:
+    pair = (TopK(0.1), other)
+    test_nothing_is_lost_at_a_switch(pair[turned], pair[1 - turned], POISONED)
+
+
+def test_levels_are_the_whole_shelf() -> None:
+    """All that agree in what they declare go together; what returns updates, with its like only."""
+    names = {type(level).__name__ for level in KEEPERS}
+    assert names >= {"Threshold", "AdaComp", "ScaleCom", "Int8", "EFSignSGD", "OneBit", "TwoLevel"}
+    for case in CASES:
+        level = case.compressor
+        Accordion(low=level, high=level)
+        if level.output == "gradient":
+            Accordion(low=Dense(), high=level)
+            Accordion(low=level, high=FP16())
+        else:
+            with pytest.raises(ValueError, match="levels must agree in output"):
+                Accordion(low=Dense(), high=level)
+
+
+@pytest.mark.parametrize(
+    ("framework", "dtype"), combined({TORCH: ["float16", "bfloat16"], TENSORFLOW: ["bfloat16"]})
+)
+def test_nothing_is_lost_of_halves(framework: Framework, dtype: str) -> None:
+    """Errors are fp32, whatever gradients are, also when they change hands; means are rounded."""
+    ulp = {"float16": 2**-11, "bfloat16": 2**-8}[dtype]
+    for low, high in zip(KEEPERS, [*KEEPERS[1:], KEEPERS[0]], strict=True):
+        world, total, lost = simulate(Alternating(low, high, [2, 4, 5]), 2), 0.0, 2e-5
+        for gradients in several(2, 7):
+            halves = [{k: framework.tensor(g, dtype) for k, g in m.items()} for m in gradients]
+            exact = np.mean([framework.array(mine["w"]) for mine in halves], 0, np.float64)
+            (mean, *_) = world.step(halves)
+            assert mean is not None
+            total = total + (exact - framework.array(mean["w"])).reshape(-1)
+            lost += ulp * np.abs(framework.array(mean["w"])).max()
+        gap = np.abs(total - owed(world, framework, "w")).max()
+        assert gap <= lost < 0.3, (low, high, gap, lost)
+
+
 def test_a_switch_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     monkeypatch.setattr(TopK, "with_residual", lambda self, state, residual: state)

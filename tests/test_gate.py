@@ -10,8 +10,9 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import several, step
 
-from accordion_hvd import BF16, FP16, Accordion, Dense, Fixed, Gate, PowerSGD, TopK
+from accordion_hvd import BF16, FP16, LGC, Accordion, Dense, Fixed, Gate, PowerSGD, TopK
 from accordion_hvd.policy import gate as gates
 from accordion_hvd.policy.gate import Cost, Link
 from accordion_hvd.simulate import simulate
@@ -238,6 +239,43 @@ def test_words_and_refusals() -> None:
     world.step([{"w": NUMPY.tensor(np.ones((40, 40), np.float32))} for _ in range(2)])
     with pytest.raises(RuntimeError, match="needs a gate"):
         world.exchanges[0].advice()
+
+
+def test_what_has_to_settle_is_judged_when_it_has(clocked: Callable[..., World]) -> None:
+    """For its first steps the compressor sends all; over slow links it pays all the same."""
+    verdicts = []
+    for settling in (40, 0):
+        world = clocked([1e-3] * 6, 0.02, 125e6)
+        world.served_so_far = 0  # type: ignore[attr-defined]
+        plain, decide = world.seconds, world.gate.decide
+
+        def seconds(served: list[str], world: Any = world, plain: Any = plain) -> float:
+            world.served_so_far += served[0] == "wanted"
+            early = world.served_so_far <= 40 and served[0] == "wanted"
+            return plain(served) + (0.98 * 6e6 / world.bandwidth if early else 0.0)
+
+        def decided(*args: Any, world: Any = world, decide: Any = decide, **more: Any) -> Any:
+            left = max(0, settling - world.served_so_far) if settling else 0  # noqa: B023
+            return decide(*args, left, **more)
+
+        world.seconds, world.gate.decide = seconds, decided  # type: ignore[method-assign]
+        world.run(120)
+        verdicts.append(world.served()[0])
+    assert verdicts[0] == "wanted" and verdicts[1] != "wanted", verdicts
+
+
+def test_codes_are_what_lgc_is_judged_by() -> None:
+    """Not the gradients that it sends at first."""
+    lgc = LGC(0.05, dense=6, training=3)
+    world, seen = simulate(Fixed(lgc, gate=Gate(steps=2, every=50)), 2), []
+    for gradients in several(2, 30):
+        step(world, NUMPY, gradients)
+        seen.append(world.exchanges[0].levels()["w+1"])
+    assert seen[:12] == [repr(lgc)] * 12 and set(seen) >= {"FP16()", "Dense()"}
+    (row,) = world.exchanges[0].advice().tensors
+    assert row.sent < 0.2 * row.dense, row
+    (slot, *_) = world.exchanges[0].slots
+    assert lgc.variant(slot.turns.get(0, world.exchanges[0].counted - slot.since)) == 3
 
 
 @pytest.mark.parametrize("compressor", [Dense(), FP16(), BF16()], ids=repr)

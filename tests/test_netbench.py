@@ -273,6 +273,64 @@ def test_horovod_on_limited_links(backend: str, token: str, tmp_path: Path) -> N
         assert 12e6 <= number < 14e6
 
 
+COUNTED = """
+import os, sys
+sys.path.insert(0, {root!r})
+os.environ["HOROVOD_CYCLE_TIME"] = "20"  # ms; whoever waits sends a message in each cycle
+from pathlib import Path
+import torch
+import accordion_hvd.torch as hvd
+from accordion_hvd.netbench.network import read_counters
+hvd.init()
+
+def sent():
+    return read_counters(Path("/proc/self/net/dev").read_text())[1], exchange.stats()["sent"]
+
+def total(values, name):
+    return hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=hvd.Sum, name=name)
+
+for word in sys.argv[1:]:
+    matrix = torch.nn.Parameter(torch.zeros(1000, 400))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([matrix], lr=0.0), [("w", matrix)], compression=word
+    )
+    chance = torch.Generator().manual_seed(hvd.rank())
+    for step in range(7):
+        if step == 3:  # all is agreed on, and phases are over
+            exchange = optimizer.exchange
+            total([0.0], word + ".start")
+            before = sent()
+        matrix.grad = torch.randn(1000, 400, generator=chance)
+        optimizer.step()
+    wire, said = total([now - then for now, then in zip(sent(), before)], word + ".end").tolist()
+    if hvd.rank() == 0:
+        print(word, wire, said, sep=";")
+"""
+WORDS = ("dense", "fp16", "topk:0.05", "scalecom:0.05", "powersgd:8", "sketchedsgd:0.005", "qsgd:4",
+         "terngrad", "signsgd", "efsignsgd", "lgc:0.05,dense=1,training=1")  # fmt: skip
+
+
+@pytest.mark.launch
+def test_bytes_on_the_wire_are_those_of_stats(token: str, tmp_path: Path) -> None:
+    """Summed over three hosts, as network cards count them: headers and control messages more."""
+    pytest.importorskip("torch")
+    pytest.importorskip("horovod")
+    program = tmp_path / "program.py"
+    program.write_text(COUNTED.format(root=str(ROOT)))
+    words = ["run", "--hosts", "3", "--", "python", str(program), *WORDS]
+    status, out, err = rig(token, *words, limit=250)
+    assert status == 0, out + err
+    rows = {word: (float(wire), float(said)) for word, wire, said in map(split, out.splitlines())}
+    assert list(rows) == list(WORDS)
+    for word, (wire, said) in rows.items():
+        control = 350_000  # Horovod's own messages in 4 steps of 3 ranks, on slow machines
+        assert said < wire < 1.05 * said + control, (word, wire, said)
+
+
+def split(line: str) -> list[str]:
+    return line.split(";")
+
+
 @pytest.mark.launch
 def test_links_carry_what_they_are_told(token: str) -> None:
     """Rank 0 receives from rank 1, and says how many bytes a second."""

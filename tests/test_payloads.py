@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,17 @@ import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, installed, parameters
 from laws import several, states, step
 
-from accordion_hvd import DGC, AdaComp, Compressor, Info, ScaleCom, Threshold, TopK
+from accordion_hvd import (
+    DGC,
+    LGC,
+    AdaComp,
+    Compressor,
+    Info,
+    ScaleCom,
+    Threshold,
+    TopK,
+    TwoLevel,
+)
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.check import PayloadError
 from accordion_hvd.ops import namespace
@@ -25,30 +36,51 @@ Spoil = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Spoiled(Compressor):
-    """Another compressor; one rank's payload is spoiled in one step."""
+    """Another compressor; one rank's payload is spoiled in one step, in one of its rounds."""
 
     inner: Compressor
     spoil: Spoil
     rank: int = ODD
+    round: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scope", self.inner.scope)
+
+    @property
+    def phases(self) -> bool:
+        return self.inner.phases
+
+    def variant(self, step: int) -> int:
+        return self.inner.variant(step)
 
     def init(self, spec: Any, info: Info) -> Any:
         return self.inner.init(spec, info)
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         talk, xp = self.inner.exchange(grad, state, info), namespace(grad)
+        leads = isinstance(self.inner, (ScaleCom, LGC)) and not self.round
+        mine = info.rank == (info.step % info.size if leads else self.rank)
         asked = next(talk)
-        odd = ScaleCom if isinstance(self.inner, ScaleCom) else None
-        sender = info.step % info.size if odd else self.rank
-        if not isinstance(info.step, int):  # in a graph
-            spoiled = self.spoil(xp, asked.tensor)
-            asked = replace(asked, tensor=xp.either(info.step == BAD_STEP, spoiled, asked.tensor))
-        elif info.rank == sender and info.step == BAD_STEP:
-            asked = replace(asked, tensor=self.spoil(xp, asked.tensor))
-        while True:
+        for number in itertools.count():
+            if number == self.round:
+                asked = self.spoiled(asked, xp, info.step, mine)
             try:
                 asked = talk.send((yield asked))
             except StopIteration as stop:
                 return stop.value
+
+    def spoiled(self, asked: Any, xp: Any, step: Any, mine: Any) -> Any:
+        """The round's first request, if this is its step and its rank."""
+        if isinstance(asked, tuple):
+            return self.spoiled(asked[0], xp, step, mine), *asked[1:]
+        if not isinstance(step, int):  # in a graph
+            spoiled = self.spoil(xp, asked.tensor)
+            return replace(asked, tensor=xp.either(step == BAD_STEP, spoiled, asked.tensor))
+        return (
+            replace(asked, tensor=self.spoil(xp, asked.tensor))
+            if mine and step == BAD_STEP
+            else asked
+        )
 
 
 def ones(xp: Any, payload: Any) -> Any:
@@ -61,6 +93,16 @@ def ones(xp: Any, payload: Any) -> Any:
 def none(xp: Any, payload: Any) -> Any:
     """All zeros: every position the same, or none."""
     return xp.zeros(xp.shape(payload), "uint8", xp.device(payload))
+
+
+def same_word(xp: Any, payload: Any) -> Any:
+    """All alike: a position twice."""
+    return xp.zeros(xp.shape(payload), xp.dtype(payload))
+
+
+def negative(xp: Any, payload: Any) -> Any:
+    """Positions outside."""
+    return xp.cast(-xp.cast(payload, "int64") - 1, "int32")
 
 
 def longer(xp: Any, payload: Any) -> Any:
@@ -116,6 +158,40 @@ def test_another_size_is_refused(method: Compressor, spoil: Spoil, framework: Fr
     check_unchanged(world, framework, before)
 
 
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize(
+    ("method", "spoil", "round_"),
+    [
+        (LGC(0.05, dense=1, training=3), negative, 0),  # the second phase
+        (LGC(0.05, dense=0, training=2), same_word, 0),  # the third
+        (LGC(0.05, "server", dense=0, training=2), negative, 0),
+        (LGC(0.05, "server", dense=0, training=2, innovation=0.005), ones, 1),
+        (LGC(0.05, "server", dense=0, training=2, innovation=0.005), none, 1),
+    ],
+    ids=str,
+)
+def test_a_leader_and_an_innovator_are_named(
+    method: Compressor, spoil: Spoil, round_: int, framework: Framework
+) -> None:
+    world, before, gradients = world_before(Spoiled(method, spoil, round=round_), framework)
+    sender = ODD if round_ else BAD_STEP % 3
+    with pytest.raises(PayloadError, match=f"rank {sender} has sent does not decode: "):
+        step(world, framework, gradients)
+    check_unchanged(world, framework, before)
+
+
+def test_between_machines_the_sender_is_a_rank() -> None:
+    """Not the number of its machine."""
+    for method, sender in ((ScaleCom(0.1), 4), (LGC(0.05, dense=0, training=2), 4)):
+        bad = negative if isinstance(method, LGC) else none
+        world = simulate(TwoLevel(Spoiled(method, bad)), 6, local_size=2)
+        gradients = several(6, BAD_STEP + 1)
+        for now in gradients[:BAD_STEP]:
+            step(world, NUMPY, now)
+        with pytest.raises(PayloadError, match=rf"rank ({sender}|{sender + 1}) has sent"):
+            step(world, NUMPY, gradients[BAD_STEP])
+
+
 def test_the_unspoiled_goes_through() -> None:
     """Negative control: the same wrapper, spoiling nothing."""
     world, _, gradients = world_before(Spoiled(TopK(0.1), lambda xp, payload: payload), NUMPY)
@@ -123,7 +199,9 @@ def test_the_unspoiled_goes_through() -> None:
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
-@pytest.mark.parametrize("method", [TopK(0.1), DGC(0.1), ScaleCom(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [TopK(0.1), DGC(0.1), ScaleCom(0.1), LGC(0.1, dense=0, training=5)], ids=repr
+)
 def test_a_graph_refuses_too(method: Compressor) -> None:
     """The sentence names the rank; variables that hold state are not assigned."""
     import tensorflow as tf

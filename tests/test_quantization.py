@@ -8,7 +8,7 @@ from typing import Any
 import laws
 import numpy as np
 import pytest
-from cases import Case, majority_of, matrix
+from cases import Case, coded, majority_of, matrix
 from frameworks import (
     NUMPY,
     TENSORFLOW,
@@ -319,6 +319,35 @@ def test_signum_obeys_the_laws(framework: Framework) -> None:
     laws.consumed_is_not_used_again(case, framework, 2)
 
 
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_small_and_exempt_tensors_get_signs_too(momentum: float, framework: Framework) -> None:
+    """One learning rate fits all: the votes of Signum, and a bit an element up and down."""
+    ranks, shapes = 3, {"w": (24, 50), "head": (40, 30), "b": (24,), "s": (3, 5)}
+    world = simulate(SignSGD(momentum), ranks, skip=["head"])
+    flat = sum(int(np.prod(shapes[name])) for name in ("head", "b", "s"))
+    momenta = [{k: np.zeros(s) for k, s in shapes.items()} for _ in range(ranks)]
+    for number in range(4):
+        rng = np.random.default_rng(number)
+        gradients = [
+            {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+            for _ in range(ranks)
+        ]
+        momenta = [
+            {k: momentum * m[k] + g[k] for k in shapes}
+            for m, g in zip(momenta, gradients, strict=True)
+        ]
+        for mean in laws.step(world, framework, gradients):
+            assert mean is not None
+            for name in shapes:
+                votes = [m[name] for m in momenta]
+                np.testing.assert_array_equal(mean[name], majority_of(votes, number))
+    sizes = [-(-coded((size,), 1) // ranks) for size in (24 * 50, flat)]
+    for exchange in world.exchanges:
+        flags = exchange.stats()["payload"] - 4 * sum((ranks + 1) * width for width in sizes)
+        assert flags == 4 * 8 * len(exchange.plan.groups)
+
+
 def test_efsignsgd_follows_the_paper() -> None:
     """Algorithm 1, with the learning rate left out of the error."""
     ranks = 3
@@ -401,7 +430,8 @@ def test_levels_of_accordion() -> None:
     assert accuracy(Accordion(low=Int8(), high=EFSignSGD(), window=20), 0.5) > 0.9
     with pytest.raises(ValueError, match="output"):
         Accordion(low=Dense(), high=SignSGD())
-    Accordion(low=SignSGD(), high=SignSGD(0.9))
+    with pytest.raises(ValueError, match="exempt tensors"):
+        Accordion(low=SignSGD(), high=SignSGD(0.9))
 
 
 @functools.cache

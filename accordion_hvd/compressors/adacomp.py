@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allgather, Compressor, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.compressors.sparsifier import Chosen, countable
+from accordion_hvd.compressors.sparsifier import Chosen, mean_of
 from accordion_hvd.ops import bins, namespace
 
 
@@ -46,7 +46,7 @@ class AdaComp(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return {"error": spec.zeros((countable(self, spec, info),))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allgather of scales, positions and signs, of another length on each rank."""
@@ -61,10 +61,7 @@ class AdaComp(Compressor):
         (places, sent), _ = read(payload)
         error = xp.add_at(total, places, -sent)
         parts = yield Allgather(payload, uneven=True, decode=read)
-        mean = xp.reshape(xp.emptied(grad), (-1,))
-        for places, sent in parts:
-            mean = xp.add_at(mean, places, sent / info.size)
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}
 
 
 def _decode(payload: Tensor, shape: tuple[int, ...], width: int) -> tuple[Chosen, Tensor]:

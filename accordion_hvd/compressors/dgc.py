@@ -18,7 +18,7 @@ from accordion_hvd.base import (
     State,
     Tensor,
 )
-from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode
+from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode, mean_of
 from accordion_hvd.ops import namespace
 
 STAGES = 4
@@ -65,8 +65,7 @@ class DGC(Sparsifier):
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
         super().__post_init__()
-        if not check.is_number(self.momentum) or not 0 <= self.momentum < 1:
-            check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(self, "momentum", self.momentum)
         check.integer(self, "warmup", self.warmup, least=0)
         if self.clip is not None and (not check.is_number(self.clip) or self.clip <= 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
@@ -113,10 +112,7 @@ class DGC(Sparsifier):
             fresh = xp.reshape(xp.clear(xp.reshape(fresh, (-1,)), index), shape)
         read = partial(decode, size=size, count=xp.shape(index)[0])
         parts = yield Allgather(encode(index, values, size), decode=read)
-        mean = xp.reshape(xp.emptied(grad), (-1,))
-        for places, part in parts:
-            mean = xp.add_at(mean, places, part / info.size)
-        return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
+        return mean_of(parts, grad), self._state(error, fresh)
 
     def plain(self) -> Compressor:
         """Plain momentum, for tensors that are not compressed."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd import check
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
 
 
 class _Half(Compressor):
     stacks: ClassVar[str] = "any"
     wire: ClassVar[str]
+
+    def accept(self, spec: Spec, name: str) -> None:
+        """See that `name` has real floating-point numbers; any number of them, none too."""
+        check.real(self, name, spec.dtype)
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce of 16-bit values; no state, so what rounding loses is lost."""

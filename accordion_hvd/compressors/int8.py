@@ -40,7 +40,7 @@ class Int8(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what rounding has left, a vector with the gradient's elements."""
-        return {"error": spec.zeros((spec.size,))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allgather of codes and steps."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -19,7 +21,7 @@ from accordion_hvd.base import (
     Tensor,
 )
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
-from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.compressors.sparsifier import Sparsifier, places
 from accordion_hvd.ops import namespace
 
 DENSE, TRAINING, SHIPPING, CODED = range(4)
@@ -94,6 +96,11 @@ class LGC(Sparsifier):
         left = self.dense + self.training - step
         return TRAINING if left > 1 else SHIPPING if left == 1 else CODED
 
+    @property
+    def settling(self) -> int:
+        """Until there are codes."""
+        return self.dense + self.training
+
     def init(self, spec: Spec, info: Info) -> State:
         """What is kept.
 
@@ -111,8 +118,10 @@ class LGC(Sparsifier):
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce; or the leader's positions, then everybody's values or codes."""
-        xp = namespace(grad)
-        total = xp.accumulate(state["error"], xp.reshape(grad, (-1,)))
+        xp, owed = namespace(grad), state["error"]
+        if self._innovates and info.phase == CODED:
+            owed = xp.copy(owed)  # innovations, which come last, may not decode
+        total = xp.accumulate(owed, xp.reshape(grad, (-1,)))
         if info.phase == DENSE:
             mean = yield Allreduce(total)
             return xp.reshape(mean, xp.shape(grad)), {**state, "error": xp.emptied(total)}
@@ -155,9 +164,10 @@ class LGC(Sparsifier):
             networks = self._networks(info.size, state)
             says.append(_bits(networks.encode(state["weights"], signals_of([values], scale))))
         said = xp.cast(xp.concat(says), "int64") * _leader(xp, info, xp.device(total))[info.rank]
-        said = yield Allreduce(xp.cast(said, "int32"), op="sum", reuse=True)
-        code = _floats(said[count + 1 :]) if len(says) > 2 else None
-        return said[:count], _floats(said[count : count + 1]), code
+        read = partial(_said, count=count, size=math.prod(xp.shape(total)))
+        leader, said = info.step % info.size, xp.cast(said, "int32")
+        index, scale, code = yield Allreduce(said, op="sum", reuse=True, sender=leader, decode=read)
+        return index, scale, code if len(says) > 2 else None
 
     def _largest(self, total: Tensor, info: Info) -> Tensor:
         """Where the largest of each tensor are, in the order of their values."""
@@ -184,10 +194,9 @@ class LGC(Sparsifier):
         """What the leader's code and each rank's innovation say of each rank ("server")."""
         xp = namespace(values)
         index, (count,) = self._innovation(values, state), xp.shape(values)
-        sent = Allgather(xp.pack_index(index, count)), Allgather(xp.take(values, index))
-        packed, parts = yield sent
-        places = [xp.unpack_index(theirs, *xp.shape(index), count) for theirs in packed]
-        pairs = zip(places, parts, strict=True)
+        read = partial(places, count=xp.shape(index)[0], size=count)
+        told = Allgather(xp.pack_index(index, count), decode=read)
+        pairs = zip(*(yield told, Allgather(xp.take(values, index))), strict=True)
         news = signals_of([_placed(place, part, count) for place, part in pairs], scale)
         networks, codes = self._networks(info.size, state), xp.stack([code] * info.size)
         return _vectors(networks.decode(state["weights"], codes, news), scale, values)
@@ -252,6 +261,13 @@ def _leader(xp: ModuleType, info: Info, device: Any) -> Tensor:
     """1 for the rank whose turn it is, 0 for others (int64): a function of the step."""
     behind = (info.step - xp.arange(info.size, device)) % info.size
     return (info.size - behind) // info.size
+
+
+def _said(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Of what a leader says: `count` different positions below `size`, a scale, and the rest."""
+    xp, index = namespace(payload), payload[:count]
+    scale, rest = _floats(payload[count : count + 1]), _floats(payload[count + 1 :])
+    return (index, scale, rest), xp.misplaced(xp.take(index, xp.argsort(index)), size)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class OneBit(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error` (n, m): what was not sent yet."""
-        return {"error": spec.zeros(matrix_shape(spec.shape))}
+        return super().init(spec, info) | {"error": spec.zeros(matrix_shape(spec.shape))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allgather of bits and of the columns' values."""

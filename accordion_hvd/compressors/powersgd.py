@@ -62,10 +62,11 @@ class PowerSGD(Compressor):
         p and q are the last step's mean. To subtract it with the next gradient's addition, and
         not at once, saves two passes over memory.
         """
+        state = super().init(spec, info)
         n, m = matrix_shape(spec.shape)
         rank = min(self.rank, n, m)
         q = spec.normal((rank, m), seed=info.name)
-        return {"error": spec.zeros((n, m)), "p": spec.zeros((rank, n)), "q": q}
+        return state | {"error": spec.zeros((n, m)), "p": spec.zeros((rank, n)), "q": q}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Two rounds: the average P, then the average Q."""

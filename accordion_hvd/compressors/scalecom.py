@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allreduce, Broadcast, Conversation, Info, State, Tensor
-from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.compressors.sparsifier import Sparsifier, places
 from accordion_hvd.ops import indices, namespace
 
 _GUIDE = ((196.0, 25), (128.0, 50), (0.0, 400))
@@ -101,7 +101,7 @@ class ScaleCom(Sparsifier):
         if not check.is_integer(leader):  # in a graph
             mine = xp.pack_index(self._choice(fresh, owed), size)
             mine = _words(mine) * xp.cast(leader == info.rank, "int32")
-            return (yield Allreduce(mine, op="sum", decode=read))
+            return (yield Allreduce(mine, op="sum", sender=leader, decode=read))
         if leader == info.rank:
             mine = xp.pack_index(self._choice(fresh, owed), size)
         else:
@@ -129,5 +129,4 @@ def _decode(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Positions, of what a broadcast or a sum of `_words` has brought."""
     xp = namespace(payload)
     packed = xp.to_bytes(payload)[: indices.packed_length(count, size)]
-    index = xp.unpack_index(packed, count, size)
-    return index, xp.misplaced(index, size)
+    return places(packed, count, size)

@@ -39,11 +39,15 @@ class SignSGD(Compressor):
     The paper's server becomes an alltoall, in which each rank counts one slice's votes, and an
     allgather (ours). A rank can outvote no other, whatever it sends.
 
+    All tensors get signs, small and exempt ones too (`plain`), since a learning rate for signs is
+    none for gradients: with means beside signs, biases and norms would hardly move.
+
     Sent, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an allgather of
     d / (8 n); so traffic does not grow with the ranks.
 
     Args:
-        momentum: in [0, 1); 0 is SignSGD, the paper's Signum has 0.9.
+        momentum: in [0, 1); 0 is SignSGD, the paper's Signum has 0.9. Levels of one policy must
+            agree in it.
     """
 
     output: ClassVar[str] = "update"
@@ -53,12 +57,12 @@ class SignSGD(Compressor):
 
     def __post_init__(self) -> None:
         """Raises: ValueError when momentum is outside [0, 1)."""
-        if not check.is_number(self.momentum) or not 0 <= self.momentum < 1:
-            check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
         """`momentum` in the gradient's shape, if there is any."""
-        return {"momentum": spec.zeros(spec.shape)} if self.momentum else {}
+        state = super().init(spec, info)
+        return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Slices of signs to those who count them; what has won to all."""
@@ -76,6 +80,10 @@ class SignSGD(Compressor):
         two = xp.full((1,), 2.0, "float32", xp.device(signs))
         size = math.prod(xp.shape(grad))
         return xp.sum_quantized([signs], [two], size, 1, 0.5, grad), state
+
+    def plain(self) -> Compressor:
+        """Signs, as for all others."""
+        return self
 
 
 def majority(xp: ModuleType, votes: Sequence[Tensor], step: Any) -> Tensor:
@@ -124,7 +132,7 @@ class EFSignSGD(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what signs have left, a vector with the gradient's elements."""
-        return {"error": spec.zeros((spec.size,))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allgather of signs and of a scale for each tensor."""

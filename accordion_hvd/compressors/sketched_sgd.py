@@ -58,8 +58,7 @@ class SketchedSGD(Sparsifier):
         if not check.is_number(self.columns) or self.columns < 1:
             check.refuse(self, "columns", self.columns, "a number of at least 1")
         check.integer(self, "candidates", self.candidates, least=1)
-        if not check.is_number(self.momentum) or not 0 <= self.momentum < 1:
-            check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: v, a vector with the gradient's elements; `momentum`: u, likewise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accordion_hvd import check
@@ -29,18 +30,11 @@ class Sparsifier(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return {"error": spec.zeros((countable(self, spec, info),))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def kept(self, size: int) -> int:
         """How many of `size` elements are sent: rounded down, but at least one."""
         return max(1, int(self.ratio * size))
-
-
-def countable(owner: Compressor, spec: Spec, info: Info) -> int:
-    """The elements of a tensor. Raises: ValueError when int32 does not number them."""
-    if spec.size >= 2**31:
-        check.refuse(owner, "size of " + info.name, spec.size, "below 2^31 (indices are int32)")
-    return spec.size
 
 
 def encode(index: Tensor, values: Tensor, size: int) -> Tensor:
@@ -67,8 +61,24 @@ def decode(
     if count is None:
         count = _count(xp.shape(payload)[0], size, item)
     values = xp.from_bytes(payload[: item * count], wire, (count,))
-    index = xp.unpack_index(payload[item * count :], count, size)
-    return (index, values), xp.misplaced(index, size)
+    index, doubt = places(payload[item * count :], count, size)
+    return (index, values), doubt
+
+
+def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """`count` ascending positions below `size`, of `ops.pack_index`, as a `Request` wants it."""
+    xp = namespace(payload)
+    index = xp.unpack_index(payload, count, size)
+    return index, xp.misplaced(index, size)
+
+
+def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
+    """The mean of what all ranks have chosen, fp32; consumes `like`, whose shape it has."""
+    xp, sent = namespace(like), list(parts)
+    shape, mean = xp.shape(like), xp.reshape(xp.emptied(like), (-1,))
+    for index, values in sent:
+        mean = xp.add_at(mean, index, xp.cast(values, "float32") / len(sent))
+    return xp.reshape(mean, shape)
 
 
 def _count(length: int, size: int, item: int) -> int:

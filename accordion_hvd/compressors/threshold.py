@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allgather, Compressor, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.compressors.sparsifier import countable, decode, encode
+from accordion_hvd.compressors.sparsifier import decode, encode, mean_of
 from accordion_hvd.ops import namespace
 
 
@@ -42,7 +42,7 @@ class Threshold(Compressor):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return {"error": spec.zeros((countable(self, spec, info),))}
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allgather of positions and values, of another length on each rank."""
@@ -56,7 +56,4 @@ class Threshold(Compressor):
         error = xp.clear(total, index)
         payload = encode(index, values, size)
         parts = yield Allgather(payload, uneven=True, decode=partial(decode, size=size))
-        mean = xp.reshape(xp.emptied(grad), (-1,))
-        for places, part in parts:
-            mean = xp.add_at(mean, places, part / info.size)
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}

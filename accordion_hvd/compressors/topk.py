@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allgather, Conversation, Info, State, Tensor
-from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode
+from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode, mean_of
 from accordion_hvd.ops import namespace
 
 _LARGEST = {"float16": 65504.0, "float32": math.inf}
@@ -55,10 +55,7 @@ class TopK(Sparsifier):
             error = xp.add_at(error, index, values - xp.cast(sent, "float32"))
         read = partial(decode, size=size, wire=self.wire, count=xp.shape(sent)[0])
         parts = yield Allgather(encode(index, sent, size), decode=read)
-        mean = xp.reshape(xp.emptied(grad), (-1,))
-        for places, part in parts:
-            mean = xp.add_at(mean, places, xp.cast(part, "float32") / info.size)
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}
 
     def _rounded(self, values: Tensor) -> Tensor:
         """As they travel; what fp16 cannot hold waits in the error."""

@@ -12,6 +12,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from accordion_hvd import check
 from accordion_hvd.base import (
     Allgather,
@@ -64,12 +66,17 @@ class TwoLevel(Compressor):
         stacks = "any" if self.compressor.stacks == "any" else ""
         object.__setattr__(self, "stacks", stacks)
 
+    def accept(self, spec: Spec, name: str) -> None:
+        """What `compressor` accepts."""
+        self.compressor.accept(spec, name)
+
     def init(self, spec: Spec, info: Info) -> State:
         """The state of `compressor` for this rank's slice; nothing where all share a machine.
 
         Raises:
             ValueError: machines have different numbers of ranks.
         """
+        self.accept(spec, info.name)
         here = _place(info)
         if len(here.near) == 1:
             return self.compressor.init(spec, info)
@@ -102,6 +109,11 @@ class TwoLevel(Compressor):
     def phases(self) -> bool:
         """Those of `compressor`."""
         return self.compressor.phases
+
+    @property
+    def settling(self) -> int:
+        """That of `compressor`."""
+        return self.compressor.settling
 
     def plain(self) -> Compressor:
         """That of `compressor`."""
@@ -207,4 +219,14 @@ def _addressed(request: Request, group: tuple[int, ...]) -> Request:
     members = group if request.group is None else tuple(group[rank] for rank in request.group)
     if isinstance(request, Broadcast):
         return replace(request, group=members, root=group[request.root])
+    if isinstance(request, Allreduce) and request.sender is not None:
+        return replace(request, group=members, sender=_member(group, request.sender))
     return replace(request, group=members)
+
+
+def _member(group: tuple[int, ...], number: Any) -> Any:
+    """The rank of one of a group, by its number in it."""
+    if check.is_integer(number):
+        return group[number]
+    xp = namespace(number)
+    return xp.take(xp.asarray(np.array(group)), number)

@@ -83,12 +83,11 @@ class Settings:
             check.integer(who, "limit", self.limit, least=1)
         for key in ("seed", "shift"):
             check.integer(who, key, getattr(self, key), least=0)
-        for key in ("lr", "momentum", "weight_decay"):
+        for key in ("lr", "weight_decay"):
             check.at_least(who, key, getattr(self, key), least=0)
         if not check.is_number(self.lr) or not self.lr > 0:
             check.refuse(who, "lr", self.lr, "a number above 0")
-        if self.momentum >= 1:
-            check.refuse(who, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(who, "momentum", self.momentum)
         check.ratio(who, "drop", self.drop)
         self._check_drops(who)
         if not re.fullmatch(r"[\w.+-]+", self.name) or set(self.name) == {"."}:

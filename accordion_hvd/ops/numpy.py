@@ -40,7 +40,7 @@ def _consume(array: Array) -> Array:
 
 
 def spec(x: Array) -> Spec:
-    """Shape, dtype and device of `x`."""
+    """Shape, dtype and device of `x`. Raises: ValueError when it is sparse."""
     import accordion_hvd.ops.numpy as xp
 
     return Spec(tuple(x.shape), str(x.dtype), xp)
@@ -388,10 +388,11 @@ def misplaced(index: Array, size: int) -> Array:
     return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
 
 
-def insist(x: Any, doubts: Array, senders: Sequence[int]) -> Any:
+def insist(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
     """`x` (tensors in lists and tuples), if no element of the vector `doubts` differs from 0.
 
-    `senders` says for each element whose tensor it is about; in a graph, the refusal is part of it.
+    `senders` says for each element whose tensor it is about (a rank; in a graph also as a scalar
+    tensor); in a graph, the refusal is part of it.
 
     Raises:
         PayloadError: one differs.

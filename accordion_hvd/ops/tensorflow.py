@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.base import Spec, Tensor
 from accordion_hvd.ops import bins, count_sketch, indices, quantization, selection
 from accordion_hvd.ops import numpy as oracle
@@ -28,6 +29,8 @@ def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.tensorflow as xp
 
+    if isinstance(x, (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)):
+        check.refuse("TensorFlow", "a gradient", type(x).__name__, "a dense tensor")
     return Spec(shape(x), dtype(x), xp)
 
 
@@ -336,12 +339,12 @@ def misplaced(index: Tensor, size: int) -> Tensor:
     return tf.reshape(tf.cast(outside | tf.reduce_any(index[1:] <= index[:-1]), tf.float32), (1,))
 
 
-def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
     """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
     if not symbolic(doubts):
         return oracle.insist(x, doubts.numpy(), senders)
     doubted = tf.not_equal(doubts, 0)
-    who = tf.boolean_mask(tf.constant(senders), doubted)
+    who = tf.boolean_mask(tf.stack([tf.cast(rank, tf.int64) for rank in senders]), doubted)
     right = tf.logical_not(tf.reduce_any(doubted))
     refusal = tf.debugging.Assert(right, ["what these ranks have sent does not decode:", who])
     with tf.control_dependencies([refusal]):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from accordion_hvd import check
 from accordion_hvd.base import Spec
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
 from accordion_hvd.ops import numpy as oracle
@@ -21,6 +22,8 @@ def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.torch as xp
 
+    if x.layout != torch.strided:
+        check.refuse(x, "layout", x.layout, "torch.strided (dense)")
     return Spec(tuple(x.shape), dtype(x), xp, x.device)
 
 
@@ -475,7 +478,7 @@ def _misplaced(index: Tensor, size: int) -> Tensor:
     return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
 
 
-def insist(x: Any, doubts: Tensor, senders: Sequence[int]) -> Any:
+def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
     """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
     return oracle.insist(x, to_numpy(doubts), senders)
 

@@ -36,11 +36,8 @@ class Adam(Rule):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`m` and `v`, vectors with the gradient's elements; `count`: updates of each, fp64."""
-        moment = (spec.size,)
-        count = spec.zeros((2,), "float64")
-        return {"m": spec.zeros(moment, spec.wide), "v": spec.zeros(moment, spec.wide)} | {
-            "count": count
-        }
+        moments = {key: spec.zeros((spec.size,), spec.wide) for key in ("m", "v")}
+        return super().init(spec, info) | moments | {"count": spec.zeros((2,), "float64")}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce."""

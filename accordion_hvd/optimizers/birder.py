@@ -114,7 +114,8 @@ class Birder(Rule):
         sizes = {"m": spec.size, "b": spec.size}
         if "error" in self.private:
             sizes |= {"error": spec.size, "server": Chunks(spec.size, info.size).length}
-        return {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
+        own = {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
+        return super().init(spec, info) | own
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Moments; u, or its mean; the step."""

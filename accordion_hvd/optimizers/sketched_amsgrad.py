@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
-from accordion_hvd.compressors.sparsifier import countable
 from accordion_hvd.ops import count_sketch, namespace, random
 from accordion_hvd.optimizers.base import Rule, check_betas
 
@@ -54,10 +53,11 @@ class FlooredAMSGrad(Rule):
 
         `count`: updates of m and v, fp64; `apart`: 1 where ranks differ in m, else 0.
         """
-        size, eps = countable(self, spec, info), self.setting(info, "eps")
+        size, eps = spec.size, self.setting(info, "eps")
         start = {"m": 0.0, "v": eps, "vmax": eps}
         full = {k: spec.xp.full((size,), x, spec.wide, spec.device) for k, x in start.items()}
-        return full | {"count": spec.zeros((2,), "float64"), "apart": spec.zeros((1,), spec.wide)}
+        rest = {"count": spec.zeros((2,), "float64"), "apart": spec.zeros((1,), spec.wide)}
+        return super().init(spec, info) | full | rest
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """One allreduce."""

@@ -61,7 +61,8 @@ class Gate:
     Ways are tried in turns of a few steps: as wanted, with each fallback for all tensors, and then
     a mixture that keeps the compressor where the bytes it spares cost more time than it takes. A
     lossy way is chosen only if it is 3 % faster than a less lossy one. Rank 0 measures and decides;
-    all ranks follow at the same step.
+    all ranks follow at the same step. What has phases (`LGC`) is judged by its last one: its first
+    turn lasts until then (`Compressor.settling`).
 
     Args:
         steps: that are timed in a turn, at least 2; one more comes before and is not.
@@ -147,6 +148,7 @@ class Gate:
         names: Mapping[str, str],
         costs: Mapping[str, Cost],
         link: Link | None,
+        settling: int = 0,
     ) -> dict[str, Any]:
         """What comes next, for all ranks to `apply`.
 
@@ -156,6 +158,7 @@ class Gate:
             names: bucket -> the wanted compressor.
             costs: bucket -> what it took in the trial that ends, if that was of the wanted way.
             link: as measured just now, if it was.
+            settling: steps for which the wanted compressors must yet serve to be judged fairly.
         """
         pattern = tuple(wanted.items())
         if link is not None and self._has_changed(link):
@@ -166,11 +169,12 @@ class Gate:
         if pattern != self._pattern:
             self._way = ""
         trials = self._trials(pattern)
-        if self._way:
-            trials.seconds.setdefault(self._way, []).append(statistics.median(self._times[1:]))
-        if self._way == WANTED:
-            trials.costs = dict(costs)
-        return self._next(step, trials, names)
+        if self._way and not (self._way == WANTED and settling):
+            times = self._times[-self.steps :]
+            trials.seconds.setdefault(self._way, []).append(statistics.median(times))
+            if self._way == WANTED:
+                trials.costs = dict(costs)
+        return self._next(step, trials, names, settling)
 
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
         """Put a decision into force; whether levels may change."""
@@ -205,11 +209,13 @@ class Gate:
             self._known[pattern] = fresh
         return self._known[pattern]
 
-    def _next(self, step: int, trials: _Trials, names: Mapping[str, str]) -> dict[str, Any]:
+    def _next(
+        self, step: int, trials: _Trials, names: Mapping[str, str], settling: int
+    ) -> dict[str, Any]:
         way = self._untried(trials, names)
         if way is not None:
             assignment = self._assign(way, trials, names)
-            until = step + self.steps + 2
+            until = step + self.steps + 2 + (settling if way == WANTED else 0)
             return {"until": until, "way": way, "assignment": assignment, "verdict": ""}
         trials.best, self._judged = self._choose(trials), trials
         self._usual = min(trials.seconds.get(trials.best, [math.nan]))

@@ -384,6 +384,7 @@ class Idle:
     in_flight = pending = finished = False
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:
+        named = [(name, p) for name, p in named if p.is_floating_point()]
         tensors = [TensorInfo(n, tuple(p.shape), xp.dtype(p), str(p.device)) for n, p in named]
         self.communicator = simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
         self._make = lambda: Exchange(self.communicator, policy, list(reversed(tensors)))

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,28 @@ from accordion_hvd import (
     BF16,
     DGC,
     FP16,
+    LGC,
+    QSGD,
     Accordion,
     AdaComp,
+    AdaQS,
     Allgather,
     Allreduce,
     Compressor,
     Dense,
+    EFSignSGD,
     Fixed,
     Gate,
+    Int8,
+    Natural,
+    OneBit,
     PowerSGD,
     RandomK,
     ScaleCom,
+    SignSGD,
+    SketchedSGD,
+    StepSchedule,
+    TernGrad,
     Threshold,
     TopK,
     TwoLevel,
@@ -167,6 +179,24 @@ def check_sparse_methods_in_fit() -> None:
             assert_equal_ranks(model, compression)
             assert np.abs(weights(model) - start).max() > 1e-4
             assert opt.exchange.stats()["steps"] == 4, opt.exchange.stats()
+
+
+def check_other_methods_in_fit() -> None:
+    """One layer each for what may stand side by side; LGC from its training's last step on."""
+    layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit()]
+    several = Fixed(Dense(), overrides={f"*layer{i}*": c for i, c in enumerate(layers)})
+    codes = LGC(0.05, dense=0, training=1)
+    for compression in (several, SignSGD(0.9), SketchedSGD(0.02, columns=5), codes):
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(40, "relu", name=f"layer{i}") for i in range(len(layers))]
+        model = keras.Sequential([keras.Input((32,)), *hidden, keras.layers.Dense(1)])
+        start = weights(model)
+        opt = fit(model, compression, optimizer=SGD(0.01), guard_every=3)
+        assert_equal_ranks(model, compression)
+        assert np.isfinite(weights(model)).all() and np.abs(weights(model) - start).max() > 1e-4
+        assert opt.exchange.stats()["steps"] == 4, opt.exchange.stats()
+        served = set(opt.exchange.levels().values())
+        assert compression is not several or served >= set(map(repr, layers)), served
 
 
 def check_updates_contain_the_momentum() -> None:
@@ -768,17 +798,17 @@ def check_config() -> None:
 
 def check_state_survives_a_restart() -> None:
     """Errors, levels and windows are restored into variables that graphs know."""
-    for switching in (False, True):
+    for policy in RESTARTED:
         folder = hvd.broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8), 0)
         where = folder.numpy().tobytes().decode()
         grads = np.random.default_rng(hvd.rank()).standard_normal((6, 32, 40)).astype("f")
-        variable, opt, run = restartable(switching)
+        variable, opt, run = restartable(policy)
         for grad in grads[:5]:
             run(tf.constant(grad))
         hvd.save_state(where, only=[opt])
         kept = variable.numpy()
         run(tf.constant(grads[5]))
-        twin, other, again = restartable(switching)
+        twin, other, again = restartable(policy)
         again(tf.constant(grads[0]))  # traced before the state is restored
         hvd.load_state(where, only=[other])
         twin.assign(kept)
@@ -831,12 +861,19 @@ def check_resuming_fit_equals_not_stopping() -> None:
     raises(RuntimeError, "ranks [1]", lambda: hvd.load_state(folder, only=[again.optimizer]))
 
 
-def restartable(switching: bool) -> Any:
+RESTARTED: list[Callable[[], Any]] = [
+    lambda: TopK(0.05),
+    lambda: Accordion(low=PowerSGD(2), high=TopK(0.05), window=2, interval=1, threshold=9.0),
+    lambda: AdaQS([PowerSGD(1), PowerSGD(2)], window=3, probes=1, drop=1.0),
+    lambda: StepSchedule({0: PowerSGD(2), 3: TopK(0.05)}, window=1),
+    lambda: LGC(0.05, dense=1, training=4),  # shipped in the step after the restart
+    lambda: LGC(0.05, "server", dense=1, training=2, innovation=0.005),
+]
+
+
+def restartable(policy: Callable[[], Any]) -> Any:
     variable = keras.Variable(tf.zeros((32, 40)), name="w")
-    policy: Any = TopK(0.05)
-    if switching:
-        policy = Accordion(low=PowerSGD(2), high=TopK(0.05), window=2, interval=1, threshold=9.0)
-    opt = hvd.DistributedOptimizer(SGD(1.0), compression=policy, guard="off")
+    opt = hvd.DistributedOptimizer(SGD(1.0), compression=policy(), guard="off")
     opt.build([variable])
     return variable, opt, stepper(True, opt, variable)
 

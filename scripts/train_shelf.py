@@ -1,0 +1,13 @@
+"""Train with each compressor and write docs/shelf.md; see `accordion_hvd.experiment`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from accordion_hvd.experiment.shelf_training import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()
