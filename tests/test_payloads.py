@@ -168,7 +168,7 @@ def test_another_size_is_refused(method: Compressor, spoil: Spoil, framework: Fr
         (LGC(0.05, "server", dense=0, training=2, innovation=0.005), ones, 1),
         (LGC(0.05, "server", dense=0, training=2, innovation=0.005), none, 1),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_leader_and_an_innovator_are_named(
     method: Compressor, spoil: Spoil, round_: int, framework: Framework
