@@ -156,6 +156,21 @@ ESTRANGED = (
 )
 
 
+def all_own(told: Sequence[np.ndarray]) -> bool:
+    """Whether each rank had its own state, where each tells that and its number of exchanges.
+
+    Raises:
+        RuntimeError: on every rank, if some have gone further than others.
+    """
+    own, steps = np.stack(told).T.tolist()
+    if len(set(steps)) > 1:
+        raise RuntimeError(
+            f"ranks 0, 1, ... go on after {steps} steps: load the optimizer's state on all of them "
+            "(or, in PyTorch, on one and call broadcast_optimizer_state)."
+        )
+    return all(own)
+
+
 def estrange(exchange: Exchange) -> None:
     """Forget what belongs to this rank alone, as ranks do that have adopted another's state."""
     saved = snapshot(exchange)

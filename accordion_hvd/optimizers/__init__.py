@@ -11,7 +11,7 @@ from accordion_hvd.optimizers.cd_adam import CDAdam, CDAMSGrad
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
 from accordion_hvd.optimizers.onebit_lamb import Lamb, OnebitLamb
 from accordion_hvd.optimizers.sketched_amsgrad import SketchedAMSGrad
-from accordion_hvd.optimizers.stages import staged
+from accordion_hvd.optimizers.stages import refuse_rules, staged
 from accordion_hvd.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -26,9 +26,10 @@ __all__ = [
     "Rule",
     "SketchedAMSGrad",
     "ZeroOneAdam",
+    "refuse_rules",
     "staged",
 ]
 
 ALIASES = {"CDAMSGrad": "CDAdam"}
-NATIVE = [name for name in __all__ if name not in ("Rule", "staged", *ALIASES)]
+NATIVE = [name for name in __all__ if name[0].isupper() and name not in ("Rule", *ALIASES)]
 """Those that each framework has an optimizer of the same name for."""

@@ -27,3 +27,18 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
     if policy.output != "update":
         check.refuse(rule, "policy", policy, "one whose levels are accordion_hvd.optimizers")
     return policy
+
+
+def refuse_rules(policy: Policy, module: str) -> None:
+    """See that no level is an optimizer of ours, which is told more than a wrapper knows.
+
+    Raises:
+        ValueError: one is; the sentence says what to write.
+    """
+    rules = [level for level in policy.levels("") if isinstance(level, Rule)]
+    if rules:
+        name = type(rules[-1]).__name__
+        raise ValueError(
+            f"DistributedOptimizer: compression is {policy!r}, but {name} is an optimizer: use "
+            f"{module}.{name} in the place of another one."
+        )

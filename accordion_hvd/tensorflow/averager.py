@@ -164,8 +164,9 @@ class Averager:
 
     def _agree_on_state(self) -> None:
         """If a rank has adopted what was another's, all forget what was theirs alone."""
-        gathered = guards.gather(self.communicator, xp.asarray(np.array([self._own], np.uint8)))
-        if np.min(self.communicator.run("accordion.adopted", gathered)):
+        mine = np.array([self._own, self.exchange.steps], np.int64)
+        gathered = guards.gather(self.communicator, xp.asarray(mine))
+        if checkpoint.all_own(self.communicator.run("accordion.adopted", gathered)):
             return
         if self._own:
             checkpoint.estrange(self.exchange)

@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from accordion_hvd import check
+from accordion_hvd.optimizers import refuse_rules
 from accordion_hvd.policy import Policy
 from accordion_hvd.stock import is_ours
 
@@ -38,6 +39,8 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
     """Raise ValueError for what does not fit gradients, or an optimizer with momentum."""
     if policy.target != "gradient":
         check.refuse(WHO, "compression", policy, "one whose target is the gradient")
+    if policy.output == "update":
+        refuse_rules(policy, "accordion_hvd.tensorflow.keras")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = getattr(inner, "momentum", 0) or any(hasattr(inner, name) for name in _OF_OWN_RULES)
     if policy.output == "update" and own:

@@ -65,6 +65,8 @@ def broadcast_optimizer_state(
     state = _fill(outline, received, root_rank, mine)
     if not mine:
         optimizer.load_state_dict(state)
+    elif hasattr(optimizer, "doubt"):
+        optimizer.doubt()  # others may have to be told that all was theirs
 
 
 class _Place:

@@ -243,6 +243,10 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         torch.optim.Optimizer.load_state_dict(self, rest)
         self._reducer.adopt(state_dict["exchange"])
 
+    def doubt(self) -> None:
+        """Another rank has been given this one's state: see before the next step who has what."""
+        self._reducer.doubt()
+
     def __reduce__(self) -> Any:
         """Refuse. Raises: TypeError, since process sets and policies belong to one process."""
         raise TypeError(

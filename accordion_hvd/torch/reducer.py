@@ -225,14 +225,19 @@ class Reducer:
             self.policy._bound = None
         else:
             self._own = checkpoint.adopt(self.exchange, saved)
+        self.doubt()
+
+    def doubt(self) -> None:
+        """Before the next exchange, ranks see again whether they mean the same."""
         self._agreed = False
 
     _own = True  # what was adopted was this rank's
 
     def _agree_on_state(self, device: Any) -> None:
         """If a rank has adopted what was another's, all forget what was theirs alone."""
-        flag = torch.tensor([not self._own], dtype=torch.int32, device=device)
-        if not self.communicator.run("accordion.adopted", _any(flag))[0]:
+        mine = torch.tensor([self._own, self.exchange.steps], device=device)
+        gathered = guards.gather(self.communicator, mine)
+        if checkpoint.all_own(self.communicator.run("accordion.adopted", gathered)):
             return
         if self._own:
             checkpoint.estrange(self.exchange)

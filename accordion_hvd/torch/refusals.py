@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd import check
+from accordion_hvd.optimizers import refuse_rules
 from accordion_hvd.policy import Policy
 
 WHO = "DistributedOptimizer"
@@ -118,6 +119,7 @@ def check_output(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         check.refuse(WHO, "compression", policy, "one whose target is the gradient")
     if policy.output != "update":
         return
+    refuse_rules(policy, "accordion_hvd.torch")
     for group in optimizer.param_groups:
         if group.get("momentum") or not _OF_OWN_RULES.isdisjoint(group):
             raise ValueError(

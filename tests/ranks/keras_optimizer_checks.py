@@ -206,6 +206,8 @@ def check_refusals() -> None:
         "Adam", gradient_accumulation_steps=0.5))  # fmt: skip
     raises(ValueError, "betas is (0.9, 1.5)", lambda: made("Adam", beta_2=1.5))
     raises(ValueError, "only one stage", lambda: made("Adam", policy=Accordion()))
+    raises(ValueError, "Birder is an optimizer", lambda: hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=optimizers.Birder()))  # fmt: skip
     raises(ValueError, "distributed already", lambda: hvd.DistributedOptimizer(made("Adam")))
 
 

@@ -352,6 +352,16 @@ def check_one_ranks_state_serves_all() -> None:
         assert fresh.exchange.steps == 6
         train(model, fresh, 3)
         assert_same(model)
+    optimizer = made("CDAdam", model)
+    train(model, optimizer, 3)
+    hvd.broadcast_optimizer_state(optimizer, hvd.size() - 1)  # in the middle of a training
+    train(model, optimizer, 2)
+    assert_same(model)
+    state, late = optimizer.state_dict(), made("CDAdam", model)
+    if hvd.rank() == 0:
+        late.load_state_dict(state)
+    with refused(RuntimeError, "go on after [5, 0", "on all of them"):
+        train(model, late, 1)
     with refused(ValueError, "no 'exchange'"):
         made("Adam", model).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
 
@@ -387,6 +397,9 @@ def check_refusals() -> None:
         optimizer.synchronize()
     with refused(TypeError, "state_dict()"):
         pickle.dumps(optimizer)
+    with refused(ValueError, "OnebitAdam is an optimizer", "accordion_hvd.torch.OnebitAdam"):
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        hvd.DistributedOptimizer(plain, compression=optimizers.OnebitAdam())
     with refused(ValueError, "distributed already"):
         hvd.DistributedOptimizer(optimizer)
     with refused(TypeError, "momentum"):
