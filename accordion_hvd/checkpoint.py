@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -255,6 +256,19 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
         _compare(owner.exchange, row)
         load = functools.partial(_load, directory, ranks, f"{number}/")
         restore(owner.exchange, _arrays(owner.exchange, row, load, ranks), row)
+        if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
+            _tell(owner.exchange, ranks)
+
+
+def _tell(exchange: Exchange, ranks: int) -> None:
+    """Say what becomes of optimizers' errors on another number of ranks."""
+    rules = {slot.compressor for slot in exchange.slots if isinstance(slot.compressor, Rule)}
+    kinds = {type(rule).__name__: rule.REGROUPED for rule in rules if rule.private}
+    size = exchange.communicator.size
+    for name, text in sorted(kinds.items()):
+        waiting = "; what waited in another stage is dropped"
+        print(f"{name}: saved on {ranks} ranks, goes on with {size}: {text}{waiting}.",
+              file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _manifest(directory: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Rule(Compressor):
 
     Attributes:
         GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
+        REGROUPED: what `regroup` does with what ranks had of their own, in words.
         DECAYS: whether decoupled weight decay (`decay`) is in what comes out, so that whoever
             takes the step must not apply any.
         ASSIGNS: whether what comes out are the new weights themselves, to be assigned, instead
@@ -34,6 +35,7 @@ class Rule(Compressor):
     private: ClassVar[tuple[str, ...]] = ()
 
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
+    REGROUPED: ClassVar[str] = "nothing is lost"
     DECAYS: ClassVar[bool] = False
     ASSIGNS: ClassVar[bool] = False
 

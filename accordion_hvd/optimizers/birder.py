@@ -81,6 +81,7 @@ class Birder(Rule):
         exact: whether u is averaged as it is: the dense stage.
     """
 
+    REGROUPED: ClassVar[str] = "m and b are the ranks' means"
     GROUP: ClassVar[tuple[str, ...]] = ("beta", "eps")
 
     beta: float = 0.95

@@ -129,6 +129,7 @@ class CDAdam(ExactCDAdam):
         refresh: after how many exchanges they do so again; 0: never.
     """
 
+    REGROUPED: ClassVar[str] = "all replicas are the ranks' mean"
     private: ClassVar[tuple[str, ...]] = ("error", "server")
 
     compressor: Compressor | None = None

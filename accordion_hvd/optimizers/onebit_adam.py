@@ -43,6 +43,7 @@ class OnebitAdam(Adam):
             few elements are large.
     """
 
+    REGROUPED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
     private: ClassVar[tuple[str, ...]] = ("error", "server")
 
     warmup_steps: int | str = "auto"

@@ -129,6 +129,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
     """
 
+    REGROUPED: ClassVar[str] = "momentum and what is owed are the ranks' means"
     private: ClassVar[tuple[str, ...]] = ("m", "error")
 
     ratio: float = 0.0022
