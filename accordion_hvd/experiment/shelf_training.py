@@ -233,6 +233,9 @@ def _described(task: Task, outcomes: Sequence[Outcome]) -> str:
     if len(plain) > 1:
         text += f" Over seeds, uncompressed trainings end within {max(plain) - min(plain):.1f}"
         text += " points."
+    missing = len({way.word for way in WAYS} - {o.word for o in outcomes})
+    if missing:
+        text += f" {missing} of {len(WAYS)} ways have not been trained with yet: they have no row."
     return text
 
 

@@ -815,7 +815,8 @@ def check_state_survives_a_restart() -> None:
         again(tf.constant(grads[5]))
         np.testing.assert_allclose(twin.numpy(), variable.numpy(), rtol=1e-5, atol=1e-6)
         assert other.exchange.steps == 6
-        assert other.exchange.policy.history == opt.exchange.policy.history
+        ours, theirs = (repr(o.exchange.policy.history) for o in (other, opt))  # NaN among it
+        assert ours == theirs
 
 
 def check_resuming_fit_equals_not_stopping() -> None:
@@ -866,7 +867,7 @@ RESTARTED: list[Callable[[], Any]] = [
     lambda: Accordion(low=PowerSGD(2), high=TopK(0.05), window=2, interval=1, threshold=9.0),
     lambda: AdaQS([PowerSGD(1), PowerSGD(2)], window=3, probes=1, drop=1.0),
     lambda: StepSchedule({0: PowerSGD(2), 3: TopK(0.05)}, window=1),
-    lambda: LGC(0.05, dense=1, training=4),  # shipped in the step after the restart
+    lambda: LGC(0.05, dense=1, training=5),  # shipped in the step after the restart
     lambda: LGC(0.05, "server", dense=1, training=2, innovation=0.005),
 ]
 
