@@ -276,7 +276,8 @@ def step(
 def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
     """Each rank's weights where the world's methods read some, alike at first; else none."""
     policy = world._policies[0]
-    if not any(level.reads for level in (*policy.levels("w"), policy.plain())):
+    levels = (*policy.levels("w"), policy.plain()) if policy.output == "update" else ()
+    if not any(level.reads for level in levels):
         return []
     kept = vars(world).setdefault("weights", [])
     if not kept:
