@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from launch import END, available, checks_of, command_for, launch
 
-EVERY = [("gloo", 2), ("mpirun", 2), ("gloo", 4), ("mpirun", 4)]
-SOME = [("gloo", 2), ("mpirun", 4)]  # each launcher, each number of ranks
+BOTH = [("gloo", 2), ("mpirun", 4)]  # each launcher, each number of ranks
 SUITES = {
-    "core_checks.py": SOME,
-    "torch_checks.py": EVERY,
-    "optimizer_checks.py": SOME,
-    "tf_checks.py": SOME,
-    "keras_checks.py": SOME,
+    "core_checks.py": BOTH,
+    "torch_checks.py": BOTH,
+    "optimizer_checks.py": BOTH,
+    "tf_checks.py": BOTH,
+    "keras_checks.py": BOTH,
     "keras_optimizer_checks.py": [("mpirun", 2)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
