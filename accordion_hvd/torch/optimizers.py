@@ -142,17 +142,18 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def _prepare(self) -> None:
         """Unscale, decay, clip: this rank's gradients as the rule wants them."""
         scale = getattr(self, "grad_scale", None)  # a GradScaler's, while it calls
+        self._reducer.watch([])  # layers may have been unfrozen
         for group in self.param_groups:
-            chosen = [p for p in group["params"] if p.grad is not None]
+            chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
             for p in chosen:
                 p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
             grads = [p.grad for p in chosen]
             if scale is not None and grads:
                 torch._foreach_mul_(grads, scale.reciprocal())  # a power of two: exact
             if group["weight_decay"] and not group["decoupled_weight_decay"]:
-                rest = [p for p in chosen if not self._serving(p).decays(False)]
-                for p in rest:
-                    p.grad.add_(p, alpha=group["weight_decay"])
+                for p in chosen:
+                    if not self._serving(p).decays(False):
+                        p.grad.add_(p, alpha=group["weight_decay"])
         if self._max_norm is not None:
             self._clip(self._max_norm)
 
@@ -178,11 +179,13 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
             lr, decay = float(group["lr"]), group["weight_decay"]
-            for p in [p for p in chosen if self._serving(p).ASSIGNS]:
-                p.copy_(p.grad)
-            moved = [p for p in chosen if not self._serving(p).ASSIGNS]
-            if decay and group["decoupled_weight_decay"]:
-                for p in [p for p in moved if not self._serving(p).decays(True)]:
+            decoupled, moved = bool(decay and group["decoupled_weight_decay"]), []
+            for p, rule in ((p, self._serving(p)) for p in chosen):
+                if rule.ASSIGNS:
+                    p.copy_(p.grad)
+                    continue
+                moved.append(p)
+                if decoupled and not rule.decays(True):
                     p.mul_(1 - lr * decay)
             if moved:
                 torch._foreach_add_(moved, [p.grad for p in moved], alpha=-lr)

@@ -116,8 +116,7 @@ class Reducer:
         self._look_for_new()
 
     def serving(self, parameter: torch.Tensor) -> Compressor:
-        """What serves a parameter now; it must need a gradient."""
-        self._look_for_new()
+        """What serves a parameter now, which needed a gradient at the last look (`watch`)."""
         slots, number = self.exchange.slot_of, self._watched[parameter].number
         assert number is not None
         return slots[number].compressor
