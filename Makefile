@@ -20,13 +20,15 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 # horovodrun and mpirun find each other, and their Python, on PATH.
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
+OPTBENCH = runs/optbench
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy \
+	bench-optimizers bench-kernels doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
-		do printf '  make %-14s %s\n' "$$t" "$$d"; done
+		do printf '  make %-16s %s\n' "$$t" "$$d"; done
 
 setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
@@ -55,6 +57,12 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; 45 minutes)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
+
+bench-optimizers: setup ## compressed optimizers against Adam, for docs/optimizers.md (links: root)
+	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py run --output $(OPTBENCH)/accuracy.json
+	@test "$$(id -u)" != 0 || $(IN_VENV) $(RUN) scripts/netbench.py bench --ways 'optimizer .*' \
+		--rates 50mbit 200mbit --output $(OPTBENCH)/links.json
+	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py report $(OPTBENCH)/*.json
 
 bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
 	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md

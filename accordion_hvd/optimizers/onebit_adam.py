@@ -10,7 +10,7 @@ from accordion_hvd import check
 from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.signs import SCALES, Chunks, averaged
+from accordion_hvd.optimizers.signs import SCALES, Chunks, averaged, norms, xp_shape
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class OnebitAdam(Adam):
 
     warmup_steps: int | str = "auto"
     scale: str = "l2"
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
@@ -54,6 +55,8 @@ class OnebitAdam(Adam):
         if self.warmup_steps != "auto":
             check.integer(self, "warmup_steps", self.warmup_steps, least=0)
         check.one_of(self, "scale", self.scale, SCALES)
+        if not check.is_number(self.floor) or not 0 <= self.floor <= 1:
+            check.refuse(self, "floor", self.floor, "a number in [0, 1]")
 
     def dense(self) -> Adam:
         """Stage 1."""
@@ -85,7 +88,8 @@ class OnebitAdam(Adam):
             own = {"error": error, "server": server}
         count = _advanced(state["count"])
         eps, rates = self.setting(info, "eps"), self.rates(count, betas, xp.dtype(m))
-        direction = xp.preconditioned(m, state["v"], rates, eps, room)
+        v = floored(state["v"], self.floor) if info.size > 1 else state["v"]
+        direction = xp.preconditioned(m, v, rates, eps, room)
         direction = xp.masked(direction, state["v"])
         return xp.reshape(direction, xp.shape(grad)), {**state, "m": m, "count": count} | own
 
@@ -96,6 +100,15 @@ class OnebitAdam(Adam):
         owed = sum(state["error"] for state in states) / len(states)
         server = namespace(owed).concat([state["server"] for state in states])
         return super().regroup(states, spec, info) | {"error": owed + server[: spec.size]}
+
+
+def floored(v: Tensor, floor: float) -> Tensor:
+    """`v`, each element at least `floor` times the mean of its vector (the last dimension)."""
+    if not floor:
+        return v
+    xp, shape = namespace(v), xp_shape(v)
+    means = xp.reshape(norms(v, "l1"), (*shape[:-1], 1)) * (1 / shape[-1])
+    return xp.maximum(v, xp.cast(means * floor, xp.dtype(v)))
 
 
 def _advanced(count: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def averaged(
     """
     xp, shape = namespace(total), xp_shape(total)
     chunks = Chunks(shape[-1], info.size)
-    steps = _steps(xp, total, chunks.size, scale)
+    steps = _steps(total, chunks.size, scale)
     signs = xp.pack_signs(total)
     sent = _cut(xp, signs, total, chunks)
     theirs, factors = yield Alltoall(sent), Allgather(steps)
@@ -73,7 +73,7 @@ def averaged(
     error = _minus(xp, total, signs, steps, chunks.size)
     mine = _values(xp, xp.unstack(theirs), factors, chunks.length, xp_shape(server), server)
     mine = _within(xp, mine + server, chunks.held(info.rank))
-    steps = _steps(xp, mine, max(chunks.held(info.rank), 1), scale)
+    steps = _steps(mine, max(chunks.held(info.rank), 1), scale)
     signs = xp.pack_signs(mine)
     parts, factors = yield Allgather(signs), Allgather(steps)
     server = _within(xp, _minus(xp, mine, signs, steps, chunks.length), chunks.held(info.rank))
@@ -85,14 +85,14 @@ def xp_shape(x: Tensor) -> tuple[int, ...]:
     return namespace(x).shape(x)
 
 
-def _steps(xp: ModuleType, x: Tensor, count: int, scale: str) -> Tensor:
+def _steps(x: Tensor, count: int, scale: str) -> Tensor:
     """For each row of `x` twice its scale, the distance of its two values; of `count` elements."""
-    norms = _norms(xp, x, scale)
-    return norms * (2 / (math.sqrt(count) if scale == "l2" else count))
+    return norms(x, scale) * (2 / (math.sqrt(count) if scale == "l2" else count))
 
 
-def _norms(xp: ModuleType, x: Tensor, kind: str) -> Tensor:
-    width = xp_shape(x)[-1]
+def norms(x: Tensor, kind: str) -> Tensor:
+    """Of each row of `x` (or of the vector) the "l1" or "l2" norm, as a vector."""
+    xp, width = namespace(x), xp_shape(x)[-1]
     if xp.dtype(x) != "float64":
         return xp.bucket_norms(x, width, kind)
     rows = xp.reshape(x, (-1, 1, width))

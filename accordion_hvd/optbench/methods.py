@@ -1,0 +1,81 @@
+"""Which optimizers are compared, in which settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accordion_hvd import optimizers
+from accordion_hvd.optimizers import Rule
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer in the settings of the benchmark.
+
+    Attributes:
+        optimizer: its name in `accordion_hvd.optimizers` and its frameworks' modules.
+        beside: the uncompressed method that it is compared with; none for those themselves.
+        lr: the highest learning rate, by task: the best of `grid` with the seeds for tuning.
+        grid: learning rates that were tried.
+        settings: other arguments than defaults.
+        tasks: others of a task.
+        warm: exact steps in the beginning, as a part of all, where it takes `warmup_steps`.
+    """
+
+    optimizer: str
+    beside: str
+    lr: dict[str, float]
+    grid: tuple[float, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    warm: float = 0.0
+
+    def arguments(self, task: str, steps: int) -> dict[str, Any]:
+        """All arguments but the learning rate for a training of some steps."""
+        warm = {"warmup_steps": round(self.warm * steps)} if self.warm else {}
+        return {**self.settings, **warm, **self.tasks.get(task, {})}
+
+    def exact(self, task: str, steps: int) -> int:
+        """How many steps travel uncompressed in the beginning."""
+        arguments = self.arguments(task, steps)
+        return int(arguments.get("warmup_steps", arguments.get("exact_first", 0)))
+
+    def rule(self, task: str, steps: int) -> Rule:
+        """The algorithm itself."""
+        return getattr(optimizers, self.optimizer)(**self.arguments(task, steps))
+
+
+GRID = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+LOWER = (0.5e-3, 1e-3, 2e-3, 4e-3)
+
+METHODS = {
+    "Adam": Method(
+        "Adam", "", {"convex": 4e-3, "digits": 4e-3, "characters": 8e-3}, GRID,
+    ),
+    "AMSGrad": Method(
+        "AMSGrad", "", {"convex": 4e-3, "digits": 4e-3, "characters": 8e-3}, GRID,
+    ),
+    "OnebitAdam": Method(
+        "OnebitAdam", "Adam", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID, warm=0.2,
+    ),
+    "Birder": Method(
+        "Birder", "Adam", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER,
+    ),
+    "SketchedAMSGrad": Method(
+        "SketchedAMSGrad", "AMSGrad", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        {"betas": (0.9, 0.999), "ratio": 0.0115, "rows": 3, "columns": 1.0, "candidates": 1,
+         "bounded": True}, warm=0.2,
+    ),
+    "CDAdam": Method(
+        "CDAdam", "AMSGrad", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        {"exact_first": True},
+    ),
+}  # fmt: skip
+"""By name on the page."""
+
+SEEDS = (1, 2, 3)
+"""Reported."""
+
+TUNING = (11,)
+"""For the choice of learning rates, and never reported."""
