@@ -372,7 +372,7 @@ def section(found: Row, task: str) -> str:
 def settings(found: Row) -> list[list[str]]:
     """Head and rows."""
     rows = [["optimizer", "arguments", *(found["tasks"][task]["title"] for task in found["tasks"])]]
-    for name, way in METHODS.items():
+    for name in METHODS:
         mine = [run for run in found["runs"] if run["method"] == name]
         if not mine:
             continue
@@ -398,9 +398,9 @@ def timing(found: Row) -> str:
     parts = [
         "## On limited links",
         f"`netbench.py bench`: model `{given['model']}`, {model['parameters']:,} parameters in "
-        f"{model['tensors']} tensors, batches of {given['batch']} on each of {given['hosts']} hosts, "
-        "whose links are limited; after the warm-up. *times Adam*: how many times as fast as "
-        "uncompressed Adam through the same machinery, within a repetition.",
+        f"{model['tensors']} tensors, batches of {given['batch']} on each of {given['hosts']} "
+        "hosts, whose links are limited; after the warm-up. *times Adam*: how many times as fast "
+        "as uncompressed Adam through the same machinery, within a repetition.",
         report.as_markdown(links(found)),
     ]
     return "\n\n".join(parts)

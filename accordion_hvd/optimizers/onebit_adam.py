@@ -41,6 +41,10 @@ class OnebitAdam(Adam):
         bias_correction: whether moments that began at zero are scaled up.
         scale: "l2" keeps the norm of what is sent; "l1" is the least squares one, and better where
             few elements are large.
+        floor: in stage 2 an element's variance counts as at least so many times the mean of its
+            tensor's, in [0, 1]. A sign moves all elements by the same momentum, which is divided
+            by a root: elements that hardly ever had a gradient in stage 1 are thrown far away,
+            and with them the loss (ours; 0 is the reference).
     """
 
     private: ClassVar[tuple[str, ...]] = ("error", "server")
