@@ -194,6 +194,9 @@ def test_nothing_is_trained_twice(tmp_path: Path) -> None:
     found["runs"].append(jobs[0])
     assert [command.has(found, job) for job in jobs[:2]] == [True, False]
     assert not command.has(found, {**jobs[0], "lr": 1.0})
+    command.add(found, {**jobs[0], "lr": 1.0})
+    assert found["runs"] == [{**jobs[0], "lr": 1.0}]
+    command.add(found, jobs[0])
     Path(options.output).write_text(json.dumps(found))
     assert command.read(Path(options.output), "run", 4)["runs"] == [jobs[0]]
     with pytest.raises(command.Refusal, match="ranks 4, not 2"):

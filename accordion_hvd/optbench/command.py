@@ -10,6 +10,7 @@ Results are written after each training. What a file has already is not trained 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -30,6 +31,9 @@ FORMAT = 1
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 KEY = ("task", "method", "seed", "lr", "settings")
 """What makes two trainings the same one."""
+
+PLACE = KEY[:3]
+"""What there is one training of on the page."""
 
 
 class Refusal(Exception):
@@ -82,23 +86,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Row]:
-    """The trainings that are asked for: all methods with one seed, then with the next."""
-    for task in options.tasks:
-        for seed in options.seeds:
-            for name in options.methods:
-                way = METHODS[name]
-                rates = (way.lr[task],) if options.action == "run" else way.grid
-                settings = way.arguments(task, TASKS[task].steps)
-                told = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-                for lr in rates:
-                    yield {
-                        "task": task,
-                        "method": name,
-                        "seed": seed,
-                        "lr": lr,
-                        "settings": told,
-                        "warm": way.exact(task, TASKS[task].steps),
-                    }
+    """The trainings that are asked for: everything with one seed, then with the next."""
+    for seed in options.seeds:
+        for task, name in itertools.product(options.tasks, options.methods):
+            way, steps = METHODS[name], TASKS[task].steps
+            job: Row = {"task": task, "method": name, "seed": seed}
+            job |= {"settings": way.told(task, steps), "warm": way.exact(task, steps)}
+            for lr in (way.lr[task],) if options.action == "run" else way.grid:
+                yield job | {"lr": lr}
 
 
 def launch(options: argparse.Namespace, script: Path) -> None:
@@ -150,7 +145,7 @@ def work(options: argparse.Namespace, jobs: Sequence[Row]) -> None:
         row["equal"] = len(set(digests)) == 1
         del made
         if rank == 0:
-            found["runs"].append(row)
+            add(found, row)
             found["tasks"][job["task"]] = facts(job["task"])
             results.write_json(path, found)
             say(told(row, f"{number}/{len(missing)}"))
@@ -178,6 +173,14 @@ def read(path: Path, action: str, ranks: int) -> Row:
                 "another file with --output."
             )
     return found
+
+
+def add(found: Row, row: Row) -> None:
+    """Add a training; what was reported with other settings goes."""
+    if found["action"] == "run":
+        place = [row[key] for key in PLACE]
+        found["runs"] = [run for run in found["runs"] if [run[key] for key in PLACE] != place]
+    found["runs"].append(row)
 
 
 def has(found: Row, job: Row) -> bool:

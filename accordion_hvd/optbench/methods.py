@@ -7,6 +7,7 @@ from typing import Any
 
 from accordion_hvd import optimizers
 from accordion_hvd.optimizers import Rule
+from accordion_hvd.policy import StepSchedule
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Method:
         grid: learning rates that were tried.
         settings: other arguments than defaults.
         tasks: others of a task.
-        warm: exact steps in the beginning, as a part of all, where it takes `warmup_steps`.
+        warm: exact steps in the beginning, as a part of all.
     """
 
     optimizer: str
@@ -32,14 +33,29 @@ class Method:
     warm: float = 0.0
 
     def arguments(self, task: str, steps: int) -> dict[str, Any]:
-        """All arguments but the learning rate for a training of some steps."""
-        warm = {"warmup_steps": round(self.warm * steps)} if self.warm else {}
+        """All arguments but learning rate and policy for a training of some steps."""
+        known = hasattr(getattr(optimizers, self.optimizer), "warmup_steps")
+        warm = {"warmup_steps": round(self.warm * steps)} if self.warm and known else {}
         return {**self.settings, **warm, **self.tasks.get(task, {})}
+
+    def policy(self, task: str, steps: int) -> StepSchedule | None:
+        """What begins with exact steps an optimizer that has no warm-up of its own."""
+        rule = self.rule(task, steps)
+        if not self.warm or hasattr(rule, "warmup_steps"):
+            return None
+        return StepSchedule({0: rule.dense(), round(self.warm * steps): rule}, window=1)
 
     def exact(self, task: str, steps: int) -> int:
         """How many steps travel uncompressed in the beginning."""
-        arguments = self.arguments(task, steps)
-        return int(arguments.get("warmup_steps", arguments.get("exact_first", 0)))
+        first = self.arguments(task, steps).get("exact_first", False)
+        return round(self.warm * steps) + int(first)
+
+    def told(self, task: str, steps: int) -> str:
+        """All that is not a default, but the learning rate."""
+        given = [f"{key}={value!r}" for key, value in self.arguments(task, steps).items()]
+        if self.policy(task, steps):
+            given.append(f"exact stage for {round(self.warm * steps)} steps")
+        return ", ".join(given)
 
     def rule(self, task: str, steps: int) -> Rule:
         """The algorithm itself."""
@@ -57,19 +73,19 @@ METHODS = {
         "AMSGrad", "", {"convex": 4e-3, "digits": 4e-3, "characters": 8e-3}, GRID,
     ),
     "OnebitAdam": Method(
-        "OnebitAdam", "Adam", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID, warm=0.2,
+        "OnebitAdam", "Adam", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID, {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
         "Birder", "Adam", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER,
     ),
     "SketchedAMSGrad": Method(
         "SketchedAMSGrad", "AMSGrad", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
-        {"betas": (0.9, 0.999), "ratio": 0.0115, "rows": 3, "columns": 1.0, "candidates": 1,
+        {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
          "bounded": True}, warm=0.2,
     ),
     "CDAdam": Method(
         "CDAdam", "AMSGrad", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
-        {"exact_first": True},
+        {"exact_first": True}, warm=0.2,
     ),
 }  # fmt: skip
 """By name on the page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def final(run: Row) -> float:
 
 
 def _number(loss: float | None) -> float:
-    return float("inf") if loss is None else loss
+    return math.inf if loss is None else loss
 
 
 def pairs(found: Row, task: str, method: str, least: float = 0.0) -> list[float]:
@@ -187,7 +188,7 @@ def rates(tuning: Row, task: str) -> list[list[str]]:
     for name in methods(tuning, task):
         losses = {run["lr"]: final(run) for run in runs(tuning, task, name)}
         cells = [f"{losses[lr]:.4f}" if lr in losses else "-" for lr in tried]
-        rows.append([name, f"{METHODS[name].lr[task]:g}", *cells])
+        rows.append([name, f"{METHODS[name].lr.get(task, math.nan):g}", *cells])
     return rows
 
 

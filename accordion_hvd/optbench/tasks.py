@@ -73,7 +73,7 @@ class Task:
 
 # --------------------------------------------------------------------------------- a convex problem
 FEATURES = 1024
-DECAY = 1e-3
+DECAY = 1e-2
 
 
 def convex() -> Problem:
@@ -231,13 +231,13 @@ TASKS = {
         "a convex problem",
         f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, with "
         f"{DECAY:g} / 2 times the squared weights; its optimum was found by L-BFGS in fp64.",
-        "training loss, all examples", convex, steps=400, batch=64, every=20, rise=20,
+        "training loss, all examples", convex, steps=400, batch=256, every=20, rise=20,
     ),
     "digits": Task(
         "digits",
         f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by {SMOOTHING}, "
         "so that the least loss that there is has a value other than 0.",
-        "training loss, all examples", digits, steps=400, batch=64, every=20, rise=20,
+        "training loss, all examples", digits, steps=400, batch=128, every=20, rise=20,
     ),
     "characters": Task(
         "a Transformer on characters",

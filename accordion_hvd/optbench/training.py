@@ -62,7 +62,8 @@ class Real:
         self.net = _network(task, seed)
         way = METHODS[method]
         made = getattr(ours, way.optimizer)
-        arguments = way.arguments(task, TASKS[task].steps)
+        length = TASKS[task].steps
+        arguments = way.arguments(task, length) | {"policy": way.policy(task, length)}
         self.optimizer = made(self.net.named_parameters(), lr=lr, **arguments)
         self._batches = batches(task, seed, hvd.rank())
 
@@ -93,8 +94,9 @@ class Simulated:
 
     def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
         self.net, self._name = _network(task, seed), task
-        rule = METHODS[method].rule(task, TASKS[task].steps)
-        self._world = simulate(staged(rule), RANKS)
+        way, length = METHODS[method], TASKS[task].steps
+        policy = staged(way.rule(task, length), way.policy(task, length))
+        self._world = simulate(policy, RANKS)
         self._batches = [batches(task, seed, rank) for rank in range(RANKS)]
 
     @property
