@@ -167,6 +167,26 @@ def test_settings_are_understood(name: str) -> None:
     assert name in contestants.RULES and name in page.STATE and name in page.COLOURS
 
 
+def test_links_know_the_optimizers() -> None:
+    chosen = contestants.choose("torch", ["optimizer .*"])
+    assert chosen == ["compute only", *(f"optimizer {name}" for name in contestants.RULES)]
+    assert all(contestants.group(way) == contestants.HOROVOD for way in chosen[1:])
+    assert not set(chosen[1:]) & set(contestants.choose("torch", []))
+    with pytest.raises(ValueError, match="matches none"):
+        contestants.choose("keras", ["optimizer Adam"])
+
+
+def test_exact_steps_come_first_where_they_are_wanted() -> None:
+    begins = methods.Method("CDAdam", "AMSGrad", {}, (), {"exact_first": True}, warm=0.1)
+    policy = begins.policy("digits", 50)
+    assert (
+        policy is not None and list(policy.schedule) == [0, 5] and begins.exact("digits", 50) == 6
+    )
+    assert begins.told("digits", 50) == "exact_first=True, exact stage for 5 steps"
+    own = methods.Method("OnebitAdam", "Adam", {}, (), warm=0.1)
+    assert own.policy("digits", 50) is None and own.told("digits", 50) == "warmup_steps=5"
+
+
 def test_simulated_training_learns_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     short = tasks.Task("t", "", "", tasks.digits, steps=12, batch=16, every=6, rise=2)
     monkeypatch.setitem(tasks.TASKS, "short", short)

@@ -66,25 +66,22 @@ GRID = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 LOWER = (0.5e-3, 1e-3, 2e-3, 4e-3)
 
 METHODS = {
-    "Adam": Method(
-        "Adam", "", {"convex": 4e-3, "digits": 4e-3, "characters": 8e-3}, GRID,
-    ),
-    "AMSGrad": Method(
-        "AMSGrad", "", {"convex": 4e-3, "digits": 4e-3, "characters": 8e-3}, GRID,
-    ),
+    "Adam": Method("Adam", "", {"convex": 8e-3, "digits": 4e-3, "characters": 8e-3}, GRID),
+    "AMSGrad": Method("AMSGrad", "", {"convex": 8e-3, "digits": 4e-3, "characters": 8e-3}, GRID),
     "OnebitAdam": Method(
-        "OnebitAdam", "Adam", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID, {"floor": 0.01}, warm=0.2,
+        "OnebitAdam", "Adam", {"convex": 8e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
         "Birder", "Adam", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER,
     ),
     "SketchedAMSGrad": Method(
-        "SketchedAMSGrad", "AMSGrad", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        "SketchedAMSGrad", "AMSGrad", {"convex": 8e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
         {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
          "bounded": True}, warm=0.2,
     ),
     "CDAdam": Method(
-        "CDAdam", "AMSGrad", {"convex": 4e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        "CDAdam", "AMSGrad", {"convex": 8e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
         {"exact_first": True}, warm=0.2,
     ),
 }  # fmt: skip
