@@ -123,6 +123,16 @@ def test_grids_and_times_join_the_page(tmp_path: Path) -> None:
     assert "Loss in the end by learning rate" in written and "compute only" not in written
 
 
+def test_a_better_rate_of_the_grid_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = {**made(("Adam",)), "action": "tune"}
+    tuning["runs"] += [{**run, "lr": 0.02, "loss": [1.0, 0.01]} for run in tuning["runs"]]
+    assert page.tried(tuning, "one", "Adam") == pytest.approx({0.01: 0.3, 0.02: 0.01})
+    told = "two: Adam is best at lr 0.02 (loss 0.01000)"
+    assert command.advice(tuning)[1:] == [told] and command.advice(made()) == []
+    monkeypatch.setitem(METHODS["Adam"].lr, "two", 0.02)
+    assert told not in command.advice(tuning)
+
+
 # ----------------------------------------------------------------------------- tasks and methods
 def test_the_optimum_is_one() -> None:
     draw = np.random.default_rng(0)

@@ -150,7 +150,18 @@ def work(options: argparse.Namespace, jobs: Sequence[Row]) -> None:
             results.write_json(path, found)
             say(told(row, f"{number}/{len(missing)}"))
     if rank == 0:
-        say(f"results: {path}")
+        say("\n".join([*advice(found), f"results: {path}"]))
+
+
+def advice(found: Row) -> list[str]:
+    """Where a grid has a better learning rate than `METHODS`; nothing for real trainings."""
+    lines = []
+    for task, name in itertools.product(found["tasks"], METHODS):
+        losses = page.tried(found, task, name) if found["action"] == "tune" else {}
+        best = min(losses, key=lambda lr: losses[lr], default=None)
+        if best is not None and best != METHODS[name].lr.get(task):
+            lines.append(f"{task}: {name} is best at lr {best:g} (loss {losses[best]:.5f})")
+    return lines
 
 
 def read(path: Path, action: str, ranks: int) -> Row:

@@ -181,13 +181,21 @@ STATE = {
 }
 
 
+def tried(tuning: Row, task: str, method: str) -> dict[float, float]:
+    """The loss in the end by learning rate, medians over seeds."""
+    losses: dict[float, list[float]] = {}
+    for run in runs(tuning, task, method):
+        losses.setdefault(run["lr"], []).append(final(run))
+    return {lr: statistics.median(losses[lr]) for lr in sorted(losses)}
+
+
 def rates(tuning: Row, task: str) -> list[list[str]]:
     """Head and rows: the loss in the end by learning rate."""
-    tried = sorted({run["lr"] for run in tuning["runs"] if run["task"] == task})
-    rows = [["optimizer", "chosen", *(f"{lr:g}" for lr in tried)]]
+    grid = sorted({run["lr"] for run in tuning["runs"] if run["task"] == task})
+    rows = [["optimizer", "chosen", *(f"{lr:g}" for lr in grid)]]
     for name in methods(tuning, task):
-        losses = {run["lr"]: final(run) for run in runs(tuning, task, name)}
-        cells = [f"{losses[lr]:.4f}" if lr in losses else "-" for lr in tried]
+        losses = tried(tuning, task, name)
+        cells = [f"{losses[lr]:.4f}" if lr in losses else "-" for lr in grid]
         rows.append([name, f"{METHODS[name].lr.get(task, math.nan):g}", *cells])
     return rows
 
