@@ -213,7 +213,11 @@ def test_the_schedule_falls_to_nothing() -> None:
 
 def test_nothing_is_trained_twice(tmp_path: Path) -> None:
     options = command.parse(["run", "--tasks", "digits", "--output", str(tmp_path / "x.json")])
+    options.tuning = str(tmp_path / "tuning.json")
     jobs = list(command.wanted(options))
+    tuned = {**jobs[0], "lr": 0.5, "loss": [0.1]}
+    Path(options.tuning).write_text(json.dumps({"runs": [tuned, {**tuned, "lr": 1, "loss": [9]}]}))
+    assert next(command.wanted(options)) == {**jobs[0], "lr": 0.5}
     assert len(jobs) == len(METHODS) * len(methods.SEEDS)
     found = command.read(Path(options.output), "run", 4)
     found["runs"].append(jobs[0])

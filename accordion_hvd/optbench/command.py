@@ -78,6 +78,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         file = "accuracy" if name == "run" else "tuning"
         one.add_argument("--output", default=f"runs/optbench/{file}.json")
         one.add_argument("-np", type=int, default=4, help="ranks")
+        if name == "run":
+            one.add_argument(
+                "--tuning", default="runs/optbench/tuning.json",
+                help="what `tune` wrote: its best learning rates are taken, where it has any",
+            )  # fmt: skip
         one.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     reports = actions.add_parser("report", help="a page and a picture")
     reports.add_argument("files", nargs="+")
@@ -87,13 +92,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def wanted(options: argparse.Namespace) -> Iterator[Row]:
     """The trainings that are asked for: everything with one seed, then with the next."""
+    tuning = Path(options.tuning) if options.action == "run" else Path()
+    found = results.read_json(tuning) if tuning.is_file() else None
     for seed in options.seeds:
         for task, name in itertools.product(options.tasks, options.methods):
             way, steps = METHODS[name], TASKS[task].steps
             job: Row = {"task": task, "method": name, "seed": seed}
             job |= {"settings": way.told(task, steps), "warm": way.exact(task, steps)}
-            for lr in (way.lr[task],) if options.action == "run" else way.grid:
+            once = (best(found, task, name) if found else None) or way.lr[task]
+            for lr in (once,) if options.action == "run" else way.grid:
                 yield job | {"lr": lr}
+
+
+def best(tuning: Row, task: str, method: str) -> float | None:
+    """The learning rate of the least loss; None if none was tried."""
+    losses = page.tried(tuning, task, method)
+    return min(losses, key=lambda lr: losses[lr], default=None)
 
 
 def launch(options: argparse.Namespace, script: Path) -> None:
@@ -157,10 +171,10 @@ def advice(found: Row) -> list[str]:
     """Where a grid has a better learning rate than `METHODS`; nothing for real trainings."""
     lines = []
     for task, name in itertools.product(found["tasks"], METHODS):
-        losses = page.tried(found, task, name) if found["action"] == "tune" else {}
-        best = min(losses, key=lambda lr: losses[lr], default=None)
-        if best is not None and best != METHODS[name].lr.get(task):
-            lines.append(f"{task}: {name} is best at lr {best:g} (loss {losses[best]:.5f})")
+        lr = best(found, task, name) if found["action"] == "tune" else None
+        if lr is not None and lr != METHODS[name].lr.get(task):
+            loss = page.tried(found, task, name)[lr]
+            lines.append(f"{task}: {name} is best at lr {lr:g} (loss {loss:.5f})")
     return lines
 
 

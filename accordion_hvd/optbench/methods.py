@@ -17,8 +17,8 @@ class Method:
     Attributes:
         optimizer: its name in `accordion_hvd.optimizers` and its frameworks' modules.
         beside: the uncompressed method that it is compared with; none for those themselves.
-        lr: the highest learning rate, by task: the best of `grid` with the seeds for tuning.
-        grid: learning rates that were tried.
+        lr: the highest learning rate, by task, where tuning has told none.
+        grid: learning rates to try.
         settings: other arguments than defaults.
         tasks: others of a task.
         warm: exact steps in the beginning, as a part of all.
@@ -62,7 +62,7 @@ class Method:
         return getattr(optimizers, self.optimizer)(**self.arguments(task, steps))
 
 
-GRID = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+GRID = (2e-3, 4e-3, 8e-3, 16e-3)
 LOWER = (0.5e-3, 1e-3, 2e-3, 4e-3)
 
 METHODS = {
@@ -73,15 +73,15 @@ METHODS = {
         {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
-        "Birder", "Adam", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER,
+        "Birder", "Adam", {"convex": 2e-3, "digits": 1e-3, "characters": 1e-3}, LOWER,
     ),
     "SketchedAMSGrad": Method(
-        "SketchedAMSGrad", "AMSGrad", {"convex": 8e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        "SketchedAMSGrad", "AMSGrad", {"convex": 2e-3, "digits": 4e-3, "characters": 2e-3}, LOWER,
         {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
          "bounded": True}, warm=0.2,
     ),
     "CDAdam": Method(
-        "CDAdam", "AMSGrad", {"convex": 8e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        "CDAdam", "AMSGrad", {"convex": 1e-3, "digits": 1e-3, "characters": 1e-3}, LOWER,
         {"exact_first": True}, warm=0.2,
     ),
 }  # fmt: skip

@@ -192,11 +192,11 @@ def tried(tuning: Row, task: str, method: str) -> dict[float, float]:
 def rates(tuning: Row, task: str) -> list[list[str]]:
     """Head and rows: the loss in the end by learning rate."""
     grid = sorted({run["lr"] for run in tuning["runs"] if run["task"] == task})
-    rows = [["optimizer", "chosen", *(f"{lr:g}" for lr in grid)]]
+    rows = [["optimizer", "best", *(f"{lr:g}" for lr in grid)]]
     for name in methods(tuning, task):
         losses = tried(tuning, task, name)
         cells = [f"{losses[lr]:.4f}" if lr in losses else "-" for lr in grid]
-        rows.append([name, f"{METHODS[name].lr.get(task, math.nan):g}", *cells])
+        rows.append([name, f"{min(losses, key=lambda lr: losses[lr]):g}", *cells])
     return rows
 
 
@@ -294,7 +294,7 @@ def write(files: Sequence[Row], folder: Path) -> list[Path]:
         *([timing(by["links"])] if "links" in by else []),
         "## State", STATES, report.as_markdown(states(found)),
         "## Settings", SETTINGS, report.as_markdown(settings(found)),
-        *([chosen(by["tune"])] if "tune" in by else []),
+        chosen(by["tune"]) if "tune" in by else TRIED,
         METHOD,
     ]  # fmt: skip
     text = folder / "optimizers.md"
@@ -326,8 +326,12 @@ tensors, which travel dense, need less. The network's own weights and gradients 
 """
 
 SETTINGS = """
-Arguments that are not defaults. Learning rates are the best of a grid for each task, by the loss in
-the end, with seeds that are not reported (`scripts/bench_optimizers.py tune`, on simulated ranks).
+Arguments that are not defaults, and the highest learning rate of each task.
+"""
+
+TRIED = """
+Learning rates were chosen in trials on simulated ranks, with a seed that is not reported; not all
+of a grid was tried everywhere (`scripts/bench_optimizers.py tune` does that).
 """
 
 METHOD = """
@@ -395,7 +399,12 @@ def settings(found: Row) -> list[list[str]]:
 def chosen(tuning: Row) -> str:
     """What the grids gave."""
     seeds = sorted({run["seed"] for run in tuning["runs"]})
-    parts = ["### Loss in the end by learning rate", f"Seed(s) for tuning: {seeds}."]
+    told = ", ".join(map(str, seeds))
+    parts = [
+        "### Loss in the end by learning rate",
+        "Learning rates are the best of a grid for each task, with seeds that are not reported "
+        f"({told}), on simulated ranks (`scripts/bench_optimizers.py tune`).",
+    ]
     for task, given in tuning["tasks"].items():
         parts += [f"{given['title']}:", report.as_markdown(rates(tuning, task))]
     return "\n\n".join(parts)
