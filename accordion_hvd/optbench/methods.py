@@ -73,7 +73,8 @@ METHODS = {
         {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
-        "Birder", "Adam", {"convex": 2e-3, "digits": 1e-3, "characters": 1e-3}, LOWER,
+        "Birder", "Adam", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER,
+        {"feedback": True},
     ),
     "SketchedAMSGrad": Method(
         "SketchedAMSGrad", "AMSGrad", {"convex": 2e-3, "digits": 4e-3, "characters": 2e-3}, LOWER,

@@ -175,7 +175,7 @@ STATE = {
     "Adam": "m, v",
     "AMSGrad": "m, v, vmax",
     "OnebitAdam": "m, v, error, this rank's part of the server error",
-    "Birder": "m, b",
+    "Birder": "m, b, error, this rank's part of the owners' (without `feedback` only m, b)",
     "SketchedAMSGrad": "m, v, vmax, error",
     "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's",
 }
