@@ -82,7 +82,7 @@ METHODS = {
          "bounded": True}, warm=0.2,
     ),
     "CDAdam": Method(
-        "CDAdam", "AMSGrad", {"convex": 1e-3, "digits": 1e-3, "characters": 1e-3}, LOWER,
+        "CDAdam", "AMSGrad", {"convex": 1e-3, "digits": 2e-3, "characters": 1e-3}, LOWER,
         {"exact_first": True}, warm=0.2,
     ),
 }  # fmt: skip

@@ -161,7 +161,7 @@ def table(found: Row, task: str) -> list[list[str]]:
 def states(found: Row) -> list[list[str]]:
     """Head and rows: bytes of state for each parameter."""
     tasks = list(found["tasks"])
-    rows = [["optimizer", "stands for", *(found["tasks"][task]["title"] for task in tasks)]]
+    rows = [["optimizer", "what it keeps", *(found["tasks"][task]["title"] for task in tasks)]]
     for name in METHODS:
         cells = []
         for task in tasks:
