@@ -22,14 +22,15 @@ IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
 # It is no failure (5) if PYTEST_ARGS chooses tests of one part only.
 PYTEST = $(IN_VENV) NEED_LAUNCHERS=1 sh -c '$(RUN) -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
+OPTBENCH = runs/optbench
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels bench-shelf \
-	doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy bench-optimizers \
+	bench-kernels bench-shelf doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
-		do printf '  make %-14s %s\n' "$$t" "$$d"; done
+		do printf '  make %-16s %s\n' "$$t" "$$d"; done
 
 setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
@@ -59,6 +60,12 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; 45 minutes)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
+
+bench-optimizers: setup ## compressed optimizers against Adam, for docs/optimizers.md (links: root)
+	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py run --output $(OPTBENCH)/accuracy.json
+	@test "$$(id -u)" != 0 || $(IN_VENV) $(RUN) scripts/netbench.py bench --ways 'optimizer .*' \
+		--rates 50mbit 200mbit --output $(OPTBENCH)/links.json
+	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py report $(OPTBENCH)/*.json
 
 bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
 	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md

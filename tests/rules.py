@@ -105,6 +105,7 @@ class OnebitOracle(AdamOracle):
     """Adam for three steps, then 1-bit Adam, with the server's chunks one after the other."""
 
     scale: str = "l2"
+    floor: float = 0.0
     dense: int = 3
 
     def __post_init__(self) -> None:
@@ -118,7 +119,8 @@ class OnebitOracle(AdamOracle):
         self.steps += 1
         fresh = self.betas[0] * self.m + (1 - self.betas[0]) * gradients
         self.m = self.average(fresh) if self.ranks > 1 else fresh[0]
-        return np.where(self.v > 0, self.direction(self.v), 0.0)
+        least = self.floor * self.v.mean() if self.ranks > 1 else 0.0
+        return np.where(self.v > 0, self.direction(np.maximum(self.v, least)), 0.0)
 
     def average(self, fresh: Array) -> Array:
         total = fresh + self.workers
@@ -495,7 +497,7 @@ def dense_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
 def onebit(**options: Any) -> Row:
     def oracle(ranks: int, size: int) -> Any:
         made = OnebitOracle(ranks, size, correct=options.get("bias_correction", True))
-        made.scale = options.get("scale", "l2")
+        made.scale, made.floor = options.get("scale", "l2"), options.get("floor", 0.0)
         return made
 
     return Row(OnebitAdam(warmup_steps=3, **options), oracle, signs_rounds, discrete=True)
@@ -574,6 +576,7 @@ ROWS = [
     Row(AMSGrad(), lambda *n: AdamOracle(*n, amsgrad=True), dense_rounds),
     onebit(),
     onebit(bias_correction=False, scale="l1"),
+    onebit(floor=0.7),
     cd_adam(),
     cd_adam(bias_correction=False, eps=1e-4),
     cd_adam(compressor=TopK(0.1)),
@@ -607,6 +610,7 @@ REFUSED = [
     *[(Birder, "eps", bad) for bad in (-1.0, "a", None)],
     *[(Birder, name, bad) for name in ("shared", "feedback", "exact") for bad in (1, None, "yes")],
     *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
+    *[(OnebitAdam, "floor", bad) for bad in (-0.1, 1.5, "a", None)],
     *[(CDAdam, "exact_first", bad) for bad in (1, None, "yes")],
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],

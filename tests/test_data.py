@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd import data
-from accordion_hvd.data import cifar10, files
+from accordion_hvd.data import cifar10, files, text
 from accordion_hvd.data.base import DataError, Dataset, Shard, Split
 
 Array = np.ndarray
@@ -373,3 +374,22 @@ def test_shift_moves_pictures() -> None:
     assert moved.shape == images.shape and (moved.sum((1, 2, 3)) == 1).all()
     places = {tuple(np.argwhere(picture[..., 0])[0]) for picture in moved}
     assert places == {(y, x) for y in (1, 2, 3) for x in (1, 2, 3)}
+
+
+# ------------------------------------------------------------------------------- Tiny Shakespeare
+def test_text(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"to be, or not to be: " * 10
+    (home / "tinyshakespeare").mkdir()
+    (home / "tinyshakespeare" / "input.txt").write_bytes(content)
+    with pytest.raises(DataError, match="is not Tiny Shakespeare"):
+        text.load_tinyshakespeare()
+    monkeypatch.setattr(text, "MD5", hashlib.md5(content, usedforsecurity=False).hexdigest())
+    found = text.load_tinyshakespeare()
+    assert (len(found.train), len(found.test)) == (189, 21) and found.alphabet == " ,:benort"
+    codes = np.concatenate([found.train, found.test])
+    assert "".join(found.alphabet[code] for code in codes) == content.decode()
+
+
+def test_text_that_is_nowhere() -> None:
+    with pytest.raises(DataError, match=r"Tiny Shakespeare is not in .* with a copy\.$"):
+        text.load_tinyshakespeare()

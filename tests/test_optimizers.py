@@ -208,6 +208,20 @@ def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
     assert not any(s["server"].any() for s in made)
 
 
+@pytest.mark.parametrize("floor, least, most", [(0.0, 1e3, np.inf), (0.01, 0.0, 30.0)])
+def test_a_floor_keeps_quiet_elements_from_running_away(
+    floor: float, least: float, most: float
+) -> None:
+    """A sign moves all elements alike, and is divided by a root that is tiny for some."""
+    rule = optimizers.OnebitAdam(warmup_steps=3, floor=floor)
+    world, quiet = simulate(rule, 2), np.arange(SHAPE[1]) % 7 == 0
+    for gradients in gradients_of(2, 8):
+        gradients[..., quiet] *= 1e-8
+        found = directions(world, NUMPY, gradients, "float64", 0.1)[0]
+    assert least <= np.abs(found[:, quiet]).max() <= most
+    assert np.abs(found[:, ~quiet]).max() < 30
+
+
 def test_every_optimizer_has_a_row() -> None:
     shelf = {getattr(optimizers, name) for name in optimizers.NATIVE}
     assert shelf == {type(row.rule) for row in ROWS}

@@ -105,8 +105,17 @@ def _fingerprint(sources: Sequence[Path]) -> str:
     return hashlib.blake2b(repr((FORMAT, rows)).encode(), digest_size=8).hexdigest()
 
 
-def fetched(url: str, md5: str, what: str) -> Path:
+INSTEAD = ", or use --data digits, which needs none"
+
+
+def fetched(url: str, md5: str, what: str, instead: str = INSTEAD) -> Path:
     """The file at `url`, downloaded once into the cache.
+
+    Args:
+        url: where it is.
+        md5: its MD5 sum.
+        what: it is, in words.
+        instead: what else one can do where it cannot be had.
 
     Raises:
         DataError: it cannot be had, or is not what it should be.
@@ -130,7 +139,7 @@ def fetched(url: str, md5: str, what: str) -> Path:
             looked = f" is not in ACCORDION_DATA ({where}) and" if where else ""
             raise DataError(
                 f"data: {what}{looked} could not be fetched from {url} ({reason}); set "
-                "ACCORDION_DATA to a folder with a copy, or use --data digits, which needs none."
+                f"ACCORDION_DATA to a folder with a copy{instead}."
             ) from None
         finally:
             part.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """The ways to exchange gradients that are measured, by name.
 
-`ours <word>` is this package with a compression as of `accordion_hvd.words.parse`; all other names
-are those below. Ways are held by two launches: one over Horovod, and a plain one without, so that
-Horovod's threads, which talk even when there is nothing to do, take nothing from the others.
+`ours <word>` is this package with a compression as of `accordion_hvd.words.parse`, and
+`optimizer <name>` one of its optimizers; all other names are those below. Ways are held by two
+launches: one over Horovod, and a plain one without, so that Horovod's threads, which talk even when
+there is nothing to do, take nothing from the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from accordion_hvd.policy import Accordion
 from accordion_hvd.words import parse
 
 COMPUTE = "compute only"
-STOCK, DDP, OURS = "Horovod", "DDP", "ours "
+STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
 FP16 = " fp16"
 ACCORDION = "accordion"
 STEADY = "Accordion(low=PowerSGD(4), high=PowerSGD(1), threshold=1e9)"
@@ -40,6 +41,19 @@ WAYS = {
     ),
 }  # fmt: skip
 """By framework; all of them are measured unless some are chosen."""
+
+RULES: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "AMSGrad": {},
+    "OnebitAdam": {"warmup_steps": 4},
+    "Birder": {},
+    "SketchedAMSGrad": {"warmup_steps": 4},
+    "CDAdam": {},
+}
+"""Optimizers that are measured when asked for (as `optimizer OnebitAdam`), in PyTorch.
+
+Their exact stage is over before anything is measured.
+"""
 
 HOROVOD, PLAIN = "horovod", "plain"
 
@@ -89,6 +103,8 @@ def choose(framework: str, wanted: Sequence[str]) -> list[str]:
     """
     known = WAYS[framework]
     chosen = [COMPUTE] if wanted else list(known)
+    if framework == "torch":
+        known = (*known, *(OPTIMIZER + name for name in RULES))
     for pattern in wanted:
         if pattern in known:
             found = [pattern]

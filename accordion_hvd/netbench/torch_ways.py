@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accordion_hvd.netbench import contestants
-from accordion_hvd.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OURS
+from accordion_hvd.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OPTIMIZER, OURS
 from accordion_hvd.netbench.torch_models import MODELS, describe
 
 BATCHES = 32
@@ -122,6 +122,12 @@ def contestant(way: str, net: Any) -> tuple[Any, Any]:
 
         word = contestants.compression(way)
         return net, ours.DistributedOptimizer(plain, named, compression=word, guard="off")
+    if way.startswith(OPTIMIZER):
+        import accordion_hvd.torch as ours
+
+        name = way.removeprefix(OPTIMIZER)
+        rule = contestants.RULES[name]
+        return net, getattr(ours, name)(named, lr=1e-4, guard="off", **rule)
     import horovod.torch as hvd
 
     wire = hvd.Compression.fp16 if way.endswith(FP16) else hvd.Compression.none

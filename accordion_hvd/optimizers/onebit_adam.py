@@ -10,7 +10,15 @@ from accordion_hvd import check
 from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged, settled
+from accordion_hvd.optimizers.signs import (
+    SCALES,
+    Chunks,
+    advanced,
+    averaged,
+    norms,
+    settled,
+    xp_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,10 @@ class OnebitAdam(Adam):
         bias_correction: whether moments that began at zero are scaled up.
         scale: "l2" keeps the norm of what is sent; "l1" is the least squares one, and better where
             few elements are large.
+        floor: in stage 2 an element's variance counts as at least so many times the mean of its
+            tensor's, in [0, 1]. A sign moves all elements by the same momentum, which is divided
+            by a root: elements that hardly ever had a gradient in stage 1 are thrown far away,
+            and with them the loss (ours; 0 is the reference).
     """
 
     REGROUPED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
@@ -48,6 +60,7 @@ class OnebitAdam(Adam):
 
     warmup_steps: int | str = "auto"
     scale: str = "l2"
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
@@ -55,6 +68,8 @@ class OnebitAdam(Adam):
         if self.warmup_steps != "auto":
             check.integer(self, "warmup_steps", self.warmup_steps, least=1)  # v must be something
         check.one_of(self, "scale", self.scale, SCALES)
+        if not check.is_number(self.floor) or not 0 <= self.floor <= 1:
+            check.refuse(self, "floor", self.floor, "a number in [0, 1]")
 
     def dense(self) -> Adam:
         """Stage 1."""
@@ -78,7 +93,8 @@ class OnebitAdam(Adam):
         m, own, room = yield from self.shared(grad, state, info, into=state["m"])
         count = advanced(state["count"])
         eps, rates = self.setting(info, "eps"), self.rates(count, betas, xp.dtype(m))
-        direction = xp.preconditioned(m, state["v"], rates, eps, room)
+        v = floored(state["v"], self.floor) if info.size > 1 else state["v"]
+        direction = xp.preconditioned(m, v, rates, eps, room)
         direction = xp.masked(direction, state["v"])
         return xp.reshape(direction, xp.shape(grad)), {**state, "m": m, "count": count} | own
 
@@ -106,3 +122,12 @@ class OnebitAdam(Adam):
         """All that ranks owed, worker errors' mean and server errors, as every rank's error."""
         made = super().regroup(states, spec, info)
         return made if len(states) == 1 else made | {"error": settled(states, spec.size)}
+
+
+def floored(v: Tensor, floor: float) -> Tensor:
+    """`v`, each element at least `floor` times the mean of its vector (the last dimension)."""
+    if not floor:
+        return v
+    xp, shape = namespace(v), xp_shape(v)
+    means = xp.reshape(norms(v, "l1"), (*shape[:-1], 1)) * (1 / shape[-1])
+    return xp.maximum(v, xp.cast(means * floor, xp.dtype(v)))
