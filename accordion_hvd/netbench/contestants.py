@@ -45,7 +45,7 @@ WAYS = {
 RULES: dict[str, dict[str, Any]] = {
     "Adam": {},
     "AMSGrad": {},
-    "OnebitAdam": {"warmup_steps": 4},
+    "OnebitAdam": {"warmup_steps": 4, "floor": 0.1},  # or it runs away after so few
     "Birder": {},
     "SketchedAMSGrad": {"warmup_steps": 4},
     "CDAdam": {},

@@ -71,6 +71,8 @@ class Torch:
             loss.backward()
             optimizer.step()
         spent, busy = time.perf_counter() - began, time.process_time() - busy
+        if way.startswith(OPTIMIZER) and optimizer.exchange.skipped:
+            raise RuntimeError(f"{way!r} has left out steps, which send less: it has diverged.")
         return {"ms": 1000 * spent / count, "cpu_ms": 1000 * busy / count, "loss": loss.item()}
 
     def warm(self, way: str, count: int) -> None:
