@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import accordion_hvd
+from accordion_hvd import guard as guards
 from accordion_hvd.base import Allreduce, Conversation, Info, Spec
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
@@ -151,31 +152,33 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
     return own
 
 
-ESTRANGED = (
-    "{!r}: on some rank the state of another was loaded; what ranks had of their own (errors, "
-    "replicas) begins anew."
-)
+def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
+    """If a rank has adopted what was another's, all forget what was theirs alone; collective.
 
-
-def all_own(told: Sequence[np.ndarray]) -> bool:
-    """Whether each rank had its own state, where each tells that and its number of exchanges.
+    Args:
+        exchange: whose state it is.
+        own: whether this rank's was its own.
+        device: where the exchange's tensors are.
 
     Raises:
         RuntimeError: on every rank, if some have gone further than others.
     """
-    own, steps = np.stack(told).T.tolist()
+    link = exchange.communicator
+    mine = link.xp.asarray(np.array([own, exchange.steps], np.int64), device)
+    told = link.run("accordion.adopted", guards.gather(link, mine))
+    whose, steps = np.stack(told).T.tolist()
     if len(set(steps)) > 1:
         raise RuntimeError(
             f"ranks 0, 1, ... go on after {steps} steps: load the optimizer's state on all of them "
             "(or, in PyTorch, on one and call broadcast_optimizer_state)."
         )
-    return all(own)
-
-
-def estrange(exchange: Exchange) -> None:
-    """Forget what belongs to this rank alone, as ranks do that have adopted another's state."""
-    saved = snapshot(exchange)
-    adopt(exchange, {**saved, "rank": -1})
+    if all(whose):
+        return
+    if own:
+        adopt(exchange, {**snapshot(exchange), "rank": -1})  # as if it were another's
+    if link.rank == 0:
+        text = "on some rank the state of another was loaded; what ranks had of their own"
+        print(f"{exchange.policy!r}: {text} (errors, replicas) begins anew.", file=sys.stderr)
 
 
 def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accordion_hvd.base import Compressor, NotForStockHorovod
 
@@ -31,6 +31,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         by_machine: whether one of its levels asks who shares a machine.
         history: the rows of all decisions so far.
         gate: lets it have its way only where that saves time; None: always.
+        KEPT: attributes that checkpoints hold besides; subclasses add theirs.
         watches: the key of states whose sums of magnitudes it decides by, instead of gradients'.
     """
 
@@ -41,6 +42,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     by_machine: bool = False
     gate: Gate | None = None
     watches: str | None = None
+    KEPT: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.history: list[Row] = []
@@ -119,12 +121,15 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
-        return {"history": list(self.history), "current": dict(self.current)}
+        kept = {key: getattr(self, key) for key in self.KEPT}
+        return {"history": list(self.history), "current": dict(self.current)} | kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.history[:] = [dict(row) for row in state["history"]]
         self.current = dict(state["current"])
+        for key in self.KEPT:
+            setattr(self, key, state[key])
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle remembers everything, but serves nobody yet."""

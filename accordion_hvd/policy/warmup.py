@@ -30,6 +30,7 @@ class WarmUp(Policy):
     """
 
     watches = "v"
+    KEPT = ("_step", "_done", "_sums", "_lr")
 
     def __init__(self, first: Any, then: Any, steps: int | str = "auto") -> None:
         super().__init__()
@@ -88,19 +89,6 @@ class WarmUp(Policy):
             return
         self._sums = [*self._sums[1 - LOOKS :], rows[0]["sum"]]
         self._lr = [*self._lr[1 - LOOKS :], {row["name"]: row["lr"] for row in rows}]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The stage, and what led to it."""
-        kept = {key: getattr(self, key) for key in self.KEPT}
-        return super().state_dict() | kept
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        super().load_state_dict(state)
-        for key in self.KEPT:
-            setattr(self, key, state[key])
-
-    KEPT = ("_step", "_done", "_sums", "_lr")
 
     def __repr__(self) -> str:
         """As it is written."""

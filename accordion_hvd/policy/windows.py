@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.policy.base import Policy
@@ -17,9 +17,6 @@ class Windowed(Policy):
 
     Args:
         window: optimizer steps in a window; None: `end_window` is called where one ends.
-
-    Attributes:
-        KEPT: attributes that checkpoints hold; subclasses add theirs.
     """
 
     KEPT: ClassVar[tuple[str, ...]] = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr")
@@ -66,16 +63,6 @@ class Windowed(Policy):
         """The window ends here. Before the first step: windows will be ended by hand."""
         self._by_hand = True
         self._ended = self._steps > 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """All decisions, and where it is in its windows."""
-        return super().state_dict() | {key: getattr(self, key) for key in self.KEPT}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        super().load_state_dict(state)
-        for key in self.KEPT:
-            setattr(self, key, state[key])
 
     def _roll(self) -> None:
         """The next window begins."""

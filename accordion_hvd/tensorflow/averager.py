@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -161,18 +160,6 @@ class Averager:
         self._agreed = False
 
     _own = True  # what was adopted was this rank's
-
-    def _agree_on_state(self) -> None:
-        """If a rank has adopted what was another's, all forget what was theirs alone."""
-        mine = np.array([self._own, self.exchange.steps], np.int64)
-        gathered = guards.gather(self.communicator, xp.asarray(mine))
-        if checkpoint.all_own(self.communicator.run("accordion.adopted", gathered)):
-            return
-        if self._own:
-            checkpoint.estrange(self.exchange)
-        if self.communicator.rank == 0:
-            print(checkpoint.ESTRANGED.format(self.policy), file=sys.stderr, flush=True)
-        self._own = True
 
     def renew(self) -> None:
         """The ranks have changed (an elastic job): ask Horovod again who exchanges."""
@@ -364,7 +351,8 @@ class Averager:
             guards.require_agreement(self.communicator, "\n".join(lines))
             meet(self.communicator, self.policy)
             if self.hyper is not None:
-                self._agree_on_state()
+                checkpoint.agree_on_origin(self.exchange, self._own)
+                self._own = True
             if mine.size:
                 gathered = guards.gather(self.communicator, xp.asarray(mine))
                 table = self.communicator.run("accordion.present", gathered)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -232,18 +231,6 @@ class Reducer:
 
     _own = True  # what was adopted was this rank's
 
-    def _agree_on_state(self, device: Any) -> None:
-        """If a rank has adopted what was another's, all forget what was theirs alone."""
-        mine = torch.tensor([self._own, self.exchange.steps], device=device)
-        gathered = guards.gather(self.communicator, mine)
-        if checkpoint.all_own(self.communicator.run("accordion.adopted", gathered)):
-            return
-        if self._own:
-            checkpoint.estrange(self.exchange)
-        if self.communicator.rank == 0:
-            print(checkpoint.ESTRANGED.format(self.policy), file=sys.stderr, flush=True)
-        self._own = True
-
     def reset(self) -> None:
         """Forget what is under way."""
         if self._exchange is not None:
@@ -366,7 +353,8 @@ class Reducer:
         guards.require_agreement(self.communicator, text, device)
         meet(self.communicator, self.policy, device)
         if self.settings is not None:
-            self._agree_on_state(device)
+            checkpoint.agree_on_origin(self.exchange, self._own, device)
+            self._own = True
         if not self.sparse_as_dense and order:
             flags = [p.grad is not None and p.grad.is_sparse for p in order]
             mine = torch.tensor(flags, dtype=torch.int32, device=device)
