@@ -219,9 +219,10 @@ def test_alltoall_of_uneven_shares(framework: Framework, ranks: int) -> None:
     assert calls == 2
     for rank, mine in enumerate(results):
         for came, dtype in zip(mine, ("float32", "uint8"), strict=True):
-            assert all(
-                same_bits(x, parts(peer, dtype)[rank]) for peer, x in enumerate(came)
-            ) and len(came) == ranks
+            assert (
+                all(same_bits(x, parts(peer, dtype)[rank]) for peer, x in enumerate(came))
+                and len(came) == ranks
+            )
 
 
 def test_uneven_shares_are_counted_and_checked() -> None:

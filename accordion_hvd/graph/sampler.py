@@ -82,7 +82,7 @@ class Block:
 
 
 Blocks = tuple[Block, ...]
-"""From the input on: the first one's sources need features, the last one's targets are the batch."""
+"""From the input on: the first needs its sources' features, the last gives the batch's values."""
 
 
 class _Layer(NamedTuple):
