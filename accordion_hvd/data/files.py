@@ -105,8 +105,14 @@ def _fingerprint(sources: Sequence[Path]) -> str:
     return hashlib.blake2b(repr((FORMAT, rows)).encode(), digest_size=8).hexdigest()
 
 
-def fetched(url: str, md5: str, what: str) -> Path:
+def fetched(url: str, md5: str | None, what: str, instead: str = "digits") -> Path:
     """The file at `url`, downloaded once into the cache.
+
+    Args:
+        url: where it is.
+        md5: what its MD5 sum must be; None where nobody has published one.
+        what: it is, in words.
+        instead: a set that needs no download.
 
     Raises:
         DataError: it cannot be had, or is not what it should be.
@@ -118,7 +124,7 @@ def fetched(url: str, md5: str, what: str) -> Path:
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
             digest = _download(url, part)
-            if digest != md5:
+            if md5 is not None and digest != md5:
                 raise DataError(
                     f"data: {url} has the MD5 sum {digest}, but must have {md5}; it was cut short "
                     "or changed. Try again, or set ACCORDION_DATA to a folder with a good copy."
@@ -129,8 +135,8 @@ def fetched(url: str, md5: str, what: str) -> Path:
             where = os.environ.get("ACCORDION_DATA")
             looked = f" is not in ACCORDION_DATA ({where}) and" if where else ""
             raise DataError(
-                f"data: {what}{looked} could not be fetched from {url} ({reason}); set "
-                "ACCORDION_DATA to a folder with a copy, or use --data digits, which needs none."
+                f"data: {what}{looked} could not be fetched from {url} ({reason}); set ACCORDION_DATA"
+                f" to a folder with a copy, or use --data {instead}, which needs none."
             ) from None
         finally:
             part.unlink(missing_ok=True)
