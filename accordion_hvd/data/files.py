@@ -135,8 +135,9 @@ def fetched(url: str, md5: str | None, what: str, instead: str = "digits") -> Pa
             where = os.environ.get("ACCORDION_DATA")
             looked = f" is not in ACCORDION_DATA ({where}) and" if where else ""
             raise DataError(
-                f"data: {what}{looked} could not be fetched from {url} ({reason}); set ACCORDION_DATA"
-                f" to a folder with a copy, or use --data {instead}, which needs none."
+                f"data: {what}{looked} could not be fetched from {url} ({reason}); set "
+                f"ACCORDION_DATA to a folder with a copy, or use --data {instead}, "
+                "which needs none."
             ) from None
         finally:
             part.unlink(missing_ok=True)

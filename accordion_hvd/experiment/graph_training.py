@@ -92,6 +92,7 @@ class Comparison:
         sizes = [self.store.features, *[settings.width] * (depth - 1), self.data.classes]
         network: Network = self.frame.build(settings, sizes, seed)
         rows, batches = list[Row](), self._batches(sampler, seed)
+        self.counted = self.store.stats()
         for epoch in range(settings.epochs):
             rows.append({"epoch": epoch, **self._epoch(network, sampler, batches, epoch)})
             last = epoch + 1 == settings.epochs
@@ -118,7 +119,7 @@ class Comparison:
         self, network: Network, sampler: SkewedSampler, batches: Iterator[Any], epoch: int
     ) -> Row:
         """One pass over the training nodes; counts are of all ranks, seconds of the slowest."""
-        before, began, loss = self.store.stats(), time.perf_counter(), 0.0
+        began, loss = time.perf_counter(), 0.0
         for step, (targets, blocks, x) in enumerate(itertools.islice(batches, self.steps)):
             share = self.size / self._batch_of_all(step)
             loss += network.step(blocks, x, self.data.labels[targets], share) / self.steps
@@ -126,7 +127,8 @@ class Comparison:
                 inputs = np.linalg.norm(x, axis=1)
                 sampler.observe(blocks, [inputs, *[None] * (sampler.hops - 1)])
         seconds, after = time.perf_counter() - began, self.store.stats()
-        here = {key: after[key] - before[key] for key in (*COUNTED, "waited")}
+        here = {key: after[key] - self.counted[key] for key in (*COUNTED, "waited")}
+        self.counted = after  # a fetch that has begun counts when it ends, in the next epoch
         counts = self._summed([loss / self.size, *(here[key] for key in COUNTED)])
         slowest = self.frame.largest(np.array([seconds, here["waited"]]))
         return dict(zip(("loss", *COUNTED, "seconds", "waited"), [*counts, *slowest], strict=True))
