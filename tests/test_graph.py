@@ -205,7 +205,7 @@ def test_the_variance_budget(seed: int) -> None:
 def test_probabilities(size: Any, mode: str) -> None:
     """q sums to 1, local nodes are s times as likely, the remote share is (1 - c) / kappa."""
     graph, owner = blocks_of_nodes()
-    sampler = SkewedSampler(graph, owner, 1, **size, budget=2, mode=mode, most=1e9)
+    sampler = SkewedSampler(graph, owner, 1, **size, budget=2, mode=mode, rule="tight", most=1e9)
     targets = np.flatnonzero(owner == 1)[:30]
     for nodes, p, q in distributions(sampler, targets):
         near = owner[nodes] == 1
@@ -244,6 +244,24 @@ def lists_of(sampler: SkewedSampler, start: int, stop: int, local: Array, skew: 
     return Lists(np.array([start]), degree, skew, local, sampler._near_places)
 
 
+@by_size
+def test_the_budget_is_kept_by_what_is_drawn_from(size: Any) -> None:
+    """M(q) = D M(p) for features of equal norm, in every distribution that has both kinds."""
+    graph, owner = blocks_of_nodes()
+    sampler = SkewedSampler(graph, owner, 1, **size, budget=2, most=1e9)
+    matrix, seen = dense(graph) - np.diag(graph.own), 0
+    targets = np.flatnonzero(owner == 1)[:30]
+    several = distributions(sampler, targets)
+    for number, (nodes, p, q) in enumerate(several):
+        rows = targets[graph.degrees[targets] > 4][[number]] if sampler.by_node else targets
+        squares = (matrix[np.ix_(rows, nodes)] ** 2).sum(0)
+        if 0 < p[owner[nodes] == 1].sum() < 1:
+            seen += 1
+            ratio = (squares / q).sum() / (squares / p).sum()
+            assert ratio == pytest.approx(2, rel=1e-6)
+    assert seen >= (10 if sampler.by_node else 1)
+
+
 @by_mode
 @by_size
 def test_the_trace_says_what_was_drawn(size: Any, mode: str) -> None:
@@ -275,7 +293,7 @@ def test_unbiased(size: Any, mode: str, reweight: bool) -> None:
     """The mean of many estimates is A h; without re-weighting (the negative control) it is not."""
     graph, owner = blocks_of_nodes(120, 14)
     sampler = SkewedSampler(
-        graph, owner, 0, **size, budget=4, mode=mode, reweight=reweight, rule="measured"
+        graph, owner, 0, **size, budget=4, mode=mode, reweight=reweight, rule="tight"
     )
     some = [7, *np.flatnonzero(owner == 0)[:12], *np.flatnonzero(owner == 2)[:4]]
     targets = np.unique(some)

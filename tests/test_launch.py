@@ -20,6 +20,7 @@ SUITES = {
     "torch_checks.py": EVERY,
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
+    "graph_checks.py": SOME,
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

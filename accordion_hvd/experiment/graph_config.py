@@ -31,7 +31,7 @@ class GraphSettings:
         mode: bernoulli or iid.
         skews: values of s to train with; 1 is the base sampler, with which the others are compared.
         budgets: values of D to train with.
-        rule: how s follows from D (tight, measured, worst).
+        rule: how s follows from D (measured, tight, worst).
         most: no s is larger.
         warmup: epochs in which s grows to what it shall be.
         guard: look after the budget while training.
@@ -58,11 +58,11 @@ class GraphSettings:
     nodes: int = 5000
     partition: Literal["metis", "random", "hash"] = "metis"
     sampling: Literal["layer", "node"] = "layer"
-    sizes: list[int] = field(default_factory=lambda: [128, 256])
+    sizes: list[int] = field(default_factory=lambda: [256, 512])
     mode: Literal["bernoulli", "iid"] = "bernoulli"
     skews: list[float] = field(default_factory=lambda: [1.0])
     budgets: list[float] = field(default_factory=lambda: [2.0])
-    rule: Literal["tight", "measured", "worst"] = "tight"
+    rule: Literal["measured", "tight", "worst"] = "measured"
     most: float = 20.0
     warmup: int = 0
     guard: bool = False

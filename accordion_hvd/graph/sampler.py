@@ -332,9 +332,9 @@ class SkewedSampler(Sampler):
             at the last: a larger D there and 1 before is a sound choice. Keep it equal on all
             ranks, or the average of gradients is dominated by the noisiest.
         skew: a constant s instead of a budget; likewise.
-        rule: how s follows from D: "tight" (as if p were proportional to a), "measured" (by the
-            weights of A, as if all features had the same norm; differs from "tight" where the base
-            is not proportional to ||A_Tu||), "worst" (holds for any features).
+        rule: how s follows from D: "measured" (by the weights of A, as if all features had the same
+            norm), "tight" (the same, as if p were also proportional to a: where it is not, as with
+            both bases here, the budget may be exceeded), "worst" (holds for any features).
         most: no s is larger; 10 to 20 is sound.
         warmup: epochs in which s grows from 1 to what it shall be.
         guard: watches the variance in a run; see `VarianceGuard`.
@@ -355,7 +355,7 @@ class SkewedSampler(Sampler):
         *,
         budget: float | Sequence[float] | None = None,
         skew: float | Sequence[float] | None = None,
-        rule: str = "tight",
+        rule: str = "measured",
         most: float = 20.0,
         warmup: int = 0,
         guard: VarianceGuard | None = None,
