@@ -20,8 +20,9 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 # horovodrun and mpirun find each other, and their Python, on PATH.
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
+GRAPH = runs/graph
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels bench-graph doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -58,6 +59,15 @@ bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy
 
 bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
 	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md
+
+bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (root; half an hour)
+	@for data in cora citeseer blocks; do $(IN_VENV) $(VENV)/bin/horovodrun --gloo -np 4 $(RUN) \
+		scripts/train_gcn.py --config configs/gcn_$$data.yaml --output $(GRAPH) || exit 1; done
+	@for keys in "--name links" "--name links_int8 --wire int8"; do $(IN_VENV) $(RUN) \
+		scripts/netbench.py run --hosts 4 --rate 200mbit -- $(RUN) scripts/train_gcn.py \
+		--config configs/gcn_links.yaml $$keys --output $(GRAPH) || exit 1; done
+	@$(IN_VENV) $(RUN) scripts/graph.py sampling --output $(GRAPH)/sampling.json
+	@$(IN_VENV) $(RUN) scripts/graph.py report $(GRAPH)
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

@@ -8,12 +8,12 @@ from accordion_hvd import check
 from accordion_hvd.data.graphs import Array, GraphData
 
 CLASSES = 8
-FEATURES = 128
+FEATURES = 256
 DEGREE = 16
-WITHIN = 0.8
+WITHIN = 0.7
 """Share of a node's edges that stay in its group."""
 
-SIGNAL = 0.12
+SIGNAL = 0.1
 """Of a group's mean in each feature, in deviations of the noise: too faint for a node alone."""
 
 

@@ -18,6 +18,10 @@ HEAD = [
     "sampler", "test accuracy", "points against s = 1", "remote rows an epoch", "times fewer",
     "MB an epoch", "ms an epoch",
 ]  # fmt: skip
+COMPARED = ("cora", "citeseer", "blocks")
+LINKS = ("links", "links_int8")
+"""Names of the comparisons that `make bench-graph` makes."""
+
 NAMES = {"cora": "Cora", "citeseer": "Citeseer", "blocks": "a stochastic block model"}
 
 
