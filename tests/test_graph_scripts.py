@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -259,61 +256,3 @@ def test_speed_is_measured() -> None:
     pytest.importorskip("pymetis")
     found = graph_speed.measure(2000, 0.02)
     assert len(found["samplers"]) == 8 and all(row["rate"] > 1000 for row in found["samplers"])
-
-
-# -------------------------------------------------------------------------------------- real ranks
-PROGRAM = """
-import sys
-import numpy as np
-from accordion_hvd.experiment import graph_training
-from accordion_hvd.experiment.graph_config import GraphSettings
-from accordion_hvd.data import load_graph
-more = dict(nodes=240, sizes=[20, 40], epochs=6, batch_size=8, evaluate=3, width=8, seeds=1)
-more |= dict(output=sys.argv[1], skews=[1], budgets=[4], progress=False, lr=0.05)
-data = load_graph("blocks", 240)
-for framework in ("torch", "keras"):
-    name = f"{framework}-plain"
-    graph_training.run(GraphSettings(name=name, framework=framework, **more), data)
-    name, words = f"{framework}-other", dict(wire="int8", compression="powersgd:2", prefetch=False)
-    words |= dict(guard=True, warmup=2, sampling="node", sizes=[3, 3], mode="iid")
-    graph_training.run(GraphSettings(name=name, framework=framework, **more | words), data)
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.timeout(330)
-def test_two_ranks_train(tmp_path: Path) -> None:
-    """Both frameworks learn, fetch the same rows, and fewer with a budget."""
-    launcher = Path(sys.executable).parent / "horovodrun"
-    for module in ("horovod", "torch", "tensorflow", "pymetis"):
-        pytest.importorskip(module)
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [launcher, "--gloo", "-np", "2", sys.executable, program, str(tmp_path)],
-        capture_output=True, text=True, env=environment, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = {
-        (framework, kind): json.loads((tmp_path / f"{framework}-{kind}/result.json").read_text())
-        for framework in ("torch", "keras")
-        for kind in ("plain", "other")
-    }
-    for kind in ("plain", "other"):
-        runs = [found[framework, kind]["runs"] for framework in ("torch", "keras")]
-        for one, other in zip(*runs, strict=True):
-            counts = [[row[key] for row in one["epochs"]] for key in ("remote", "received")]
-            total = [sum(values) for values in counts]
-            assert total == [sum(r[key] for r in other["epochs"]) for key in ("remote", "received")]
-            width = 256 + 4 if kind == "other" else 4 * 256
-            assert total[1] == total[0] * (width + 4), "rows, and the numbers of nodes"
-        for base, skewed in runs:
-            assert skewed["remote"] < 0.7 * base["remote"]
-            assert base["epochs"][-1]["loss"] < base["epochs"][0]["loss"]
-            assert 0 <= skewed["accuracy"] <= 1 and base["gradients_sent"] > 0

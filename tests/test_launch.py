@@ -21,6 +21,7 @@ SUITES = {
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
     "graph_checks.py": SOME,
+    "graph_training_checks.py": [("gloo", 2)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

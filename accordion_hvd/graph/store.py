@@ -129,7 +129,7 @@ class FeatureStore:
         """
         if self._queue is None:
             return self._fetched(nodes)
-        return self.prefetch(nodes).result()
+        return self.result(self.prefetch(nodes))
 
     def prefetch(self, nodes: Any) -> Future[Array]:
         """Fetch in the background; `.result()` waits. Collective, in the order of the calls.
