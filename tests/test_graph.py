@@ -95,6 +95,7 @@ def test_no_edges_at_all() -> None:
         (lambda: Sampler(PATH, fanout=2, layer_size=2), "but not both"),
         (lambda: Sampler(PATH, fanout=2, mode="some"), "mode is 'some'"),
         (lambda: Sampler(PATH, fanout=2).sample([0, 3]), "a node of targets is 3"),
+        (lambda: Sampler(PATH, fanout=2).sample([0.5]), "but must be a list of integers"),
         (lambda: Sampler(PATH, fanout=2).sample([0, 1, 0]), "a target is 0"),
         (lambda: SkewedSampler(PATH, [0, 0, 1], 0, 2, budget=0.5), "budget is 0.5"),
         (lambda: SkewedSampler(PATH, [0, 0, 1], 0, 2, budget=2, skew=2), "skew is 2"),

@@ -13,7 +13,7 @@ DEGREE = 16
 WITHIN = 0.7
 """Share of a node's edges that stay in its group."""
 
-SIGNAL = 0.1
+SIGNAL = 0.08
 """Of a group's mean in each feature, in deviations of the noise: too faint for a node alone."""
 
 

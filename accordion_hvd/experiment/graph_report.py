@@ -97,12 +97,13 @@ def title(found: Row) -> str:
     """What was trained on what, in a line."""
     settings = found["settings"]
     hops = ", ".join(map(str, settings["sizes"]))
+    seeds = max(map(len, ways(found).values()))
     kind = "nodes a layer" if settings["sampling"] == "layer" else "neighbours of a node"
     return (
         f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
         f"({found['nodes']:,} nodes, {found['edges']:,} edges, {found['features']} features), "
         f"{found['ranks']} ranks, parts by {settings['partition']} ({found['cut_share']:.1%} of "
-        f"edges cut), {hops} {kind}, {settings['epochs']} epochs, {settings['seeds']} seed(s)"
+        f"edges cut), {hops} {kind}, {settings['epochs']} epochs, {seeds} seed(s)"
     )
 
 

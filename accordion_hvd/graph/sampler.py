@@ -176,7 +176,11 @@ class Sampler:
         return tuple(reversed(blocks))
 
     def _checked(self, targets: Any) -> Array:
-        nodes = np.asarray(targets, np.int64).reshape(-1)
+        given = np.asarray(targets)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            kind = f"of shape {given.shape} and type {given.dtype}"
+            check.refuse(self, "targets", kind, "a list of integers")
+        nodes = given.astype(np.int64)
         check_nodes(self, "targets", nodes, self.graph.nodes)
         twice = ~self._last(nodes)
         if twice.any():
@@ -318,9 +322,9 @@ class SkewedSampler(Sampler):
     share of its local neighbours (node-wise); no communication is needed for that. At s = 1 it
     draws what `Sampler` draws, bit for bit.
 
-    The budget bounds the second moment M(q) of i.i.d. draws relative to M(p). Bernoulli draws of
-    the same q have no larger variance than that (they save what i.i.d. draws spend on duplicates
-    and on nodes that are certain), but the base sampler's Bernoulli variance may be smaller still.
+    The budget bounds M(q) relative to M(p). The variance of either mode is at most M(q) / m: that
+    bound grows by D at most. Where Bernoulli sampling takes most nodes for certain, its variance is
+    far below the bound, and skewing can raise it by more than D within it.
 
     Args:
         graph: the whole structure.
