@@ -37,6 +37,20 @@ def train(name: str, **more) -> list:
     return _found[name]
 
 
+def INIT() -> None:
+    import horovod.tensorflow as tf_hvd
+    import horovod.torch as hvd
+
+    hvd.init()
+    tf_hvd.init()
+
+
+def check_rows_over_tensorflow() -> None:
+    import graph_checks
+
+    graph_checks.rows_and_counts("tensorflow")
+
+
 def check_torch() -> None:
     remote, received = train("torch")
     assert received == [rows * (4 * ROW + 4) for rows in remote], "rows, and numbers of nodes"
