@@ -23,9 +23,10 @@ NETBENCH = runs/netbench
 # It is no failure (5) if PYTEST_ARGS chooses tests of one part only.
 PYTEST = $(IN_VENV) NEED_LAUNCHERS=1 sh -c '$(RUN) -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
 OPTBENCH = runs/optbench
+GRAPH = runs/graph
 
 .PHONY: help setup demo test check bench bench-network bench-accuracy bench-optimizers \
-	bench-kernels bench-shelf doctor clean
+	bench-kernels bench-shelf bench-graph doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -72,6 +73,15 @@ bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (f
 
 bench-shelf: setup ## train with each compressor, for docs/shelf.md (half an hour)
 	@$(IN_VENV) $(RUN) scripts/train_shelf.py --output docs/shelf.md
+
+bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (root; half an hour)
+	@for data in cora citeseer blocks; do $(IN_VENV) $(VENV)/bin/horovodrun --gloo -np 4 $(RUN) \
+		scripts/train_gcn.py --config configs/gcn_$$data.yaml --output $(GRAPH) || exit 1; done
+	@for keys in "--name links" "--name links_int8 --wire int8"; do $(IN_VENV) $(RUN) \
+		scripts/netbench.py run --hosts 4 --rate 200mbit -- $(RUN) scripts/train_gcn.py \
+		--config configs/gcn_links.yaml $$keys --output $(GRAPH) || exit 1; done
+	@$(IN_VENV) $(RUN) scripts/graph.py sampling --output $(GRAPH)/sampling.json
+	@$(IN_VENV) $(RUN) scripts/graph.py report $(GRAPH)
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

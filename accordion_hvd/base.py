@@ -83,7 +83,14 @@ class Alltoall(Request):
     """Row `r` of the tensor goes to rank `r`; the result stacks what came, in rank order.
 
     The first dimension must be the number of ranks taking part.
+
+    Attributes:
+        splits: so many rows go to each rank instead, in rank order; their sum is the first
+            dimension. The result is then a tuple with what each rank has sent. The other
+            dimensions must be alike on all ranks. Not in graphs.
     """
+
+    splits: tuple[int, ...] | None = field(default=None, kw_only=True)
 
 
 Requests = Request | tuple[Request, ...]

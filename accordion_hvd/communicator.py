@@ -55,8 +55,14 @@ class Communicator(abc.ABC):
         """Start sending a vector from `root`."""
 
     @abc.abstractmethod
-    def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Start sending equal parts of a vector to everybody; the result has the same length."""
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """Start sending equal parts of a vector to everybody; the result has the same length.
+
+        With `splits`, so many rows of a matrix to each; the result is what came, one after the
+        other, and how many rows from each.
+        """
 
     @abc.abstractmethod
     def poll(self, handle: Any) -> bool:

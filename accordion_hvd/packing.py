@@ -15,7 +15,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.base import Allgather, Allreduce, Alltoall, Broadcast, Request, Tensor
-from accordion_hvd.traffic import Traffic, traffic_of
+from accordion_hvd.traffic import ITEMSIZE, Traffic, traffic_of
 
 if TYPE_CHECKING:
     from accordion_hvd.communicator import Communicator
@@ -57,7 +57,7 @@ def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
     if isinstance(request, Broadcast):
         return "broadcast", request.root, group
     if isinstance(request, Alltoall):
-        return "alltoall", group
+        return ("alltoall" if request.splits is None else "shares"), group
     raise TypeError(f"{type(request).__name__} is a request that no program serves.")
 
 
@@ -228,6 +228,35 @@ def _alltoall(
     ]
 
 
+def _shares(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Alltoall]
+) -> Program:
+    """One operation for each request, which also says how much came from whom."""
+    xp, group = communicator.xp, requests[0].group
+    members = range(communicator.size) if group is None else group
+    mine, results = list(members).index(communicator.rank), []
+    for i, request in enumerate(requests):
+        shape, splits = xp.shape(request.tensor), list(request.splits or ())
+        if len(splits) != len(members) or sum(splits) != shape[0]:
+            raise ValueError(
+                f"splits {splits} do not deal {shape[0]} rows to {len(members)} ranks."
+            )
+        dtype = xp.dtype(request.tensor)
+        width = ITEMSIZE[dtype] * math.prod(shape[1:])
+        rows = xp.reshape(xp.to_bytes(request.tensor), (shape[0], width))
+        came, counts = yield communicator.alltoall(f"{name}.{i}", rows, group, splits)
+        sent, received = (width * (sum(x) - x[mine]) for x in (splits, counts))
+        near = communicator.near(group)
+        traffic.add(Traffic(width * sum(splits), sent, received, sent if near else 0.0))
+        results.append(
+            tuple(
+                xp.from_bytes(xp.reshape(piece, (-1,)), dtype, (count, *shape[1:]))
+                for piece, count in zip(xp.split(came, counts), counts, strict=True)
+            )
+        )
+    return results
+
+
 _PROGRAMS: dict[str, Callable[..., Program]] = {
     "reduce": _reduce,
     "half": _reduce_half,
@@ -235,6 +264,7 @@ _PROGRAMS: dict[str, Callable[..., Program]] = {
     "uneven": _gather_uneven,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
+    "shares": _shares,
 }
 
 

@@ -98,17 +98,21 @@ class SimulatedCommunicator(Communicator):
             name, group, self.xp.copy(tensor), lambda parts: self.xp.copy(parts[place])
         )
 
-    def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
         """Take this rank's part of each."""
         members = self.hub.members(group)
-        place, part = members.index(self.rank), self.xp.shape(tensor)[0] // len(members)
-        pieces = slice(place * part, (place + 1) * part)
-        return self._put(
-            name,
-            group,
-            self.xp.copy(tensor),
-            lambda parts: self.xp.concat([x[pieces] for x in parts]),
-        )
+        place = members.index(self.rank)
+        even = [self.xp.shape(tensor)[0] // len(members)] * len(members)
+        pieces = self.xp.split(self.xp.copy(tensor), list(even if splits is None else splits))
+
+        def combine(parts: list[list[Tensor]]) -> Any:
+            mine = [part[place] for part in parts]
+            came = self.xp.concat(mine)
+            return came if splits is None else (came, [self.xp.shape(x)[0] for x in mine])
+
+        return self._put(name, group, pieces, combine)
 
     def poll(self, handle: Any) -> bool:
         """Whether everybody concerned has sent."""

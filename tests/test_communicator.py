@@ -199,6 +199,49 @@ def test_alltoall(framework: Framework, ranks: int) -> None:
             assert same_bits(result, np.stack([parts(peer)[i][rank] for peer in range(ranks)]))
 
 
+@by_framework
+@by_ranks
+def test_alltoall_of_uneven_shares(framework: Framework, ranks: int) -> None:
+    """Rank r sends r + 2 p rows to rank p: some send nothing, and bytes are counted as sent."""
+
+    def rows(rank: int, peer: int) -> int:
+        return (rank + 2 * peer) % 4
+
+    def parts(rank: int, dtype: str) -> list[np.ndarray]:
+        return [values(10 * rank + peer, (rows(rank, peer), 3), dtype) for peer in range(ranks)]
+
+    def wanted(rank: int) -> list[Request]:
+        splits = tuple(rows(rank, peer) for peer in range(ranks))
+        both = [np.concatenate(parts(rank, dtype)) for dtype in ("float32", "uint8")]
+        return [Alltoall(framework.tensor(x), splits=splits) for x in both]
+
+    results, calls = exchange(framework, ranks, wanted)
+    assert calls == 2
+    for rank, mine in enumerate(results):
+        for came, dtype in zip(mine, ("float32", "uint8"), strict=True):
+            assert (
+                all(same_bits(x, parts(peer, dtype)[rank]) for peer, x in enumerate(came))
+                and len(came) == ranks
+            )
+
+
+def test_uneven_shares_are_counted_and_checked() -> None:
+    links = [SimulatedCommunicator(hub := Hub(3), 0, NUMPY.xp)]
+    links += [SimulatedCommunicator(hub, rank, NUMPY.xp) for rank in (1, 2)]
+    splits = [(5, 1, 2), (0, 7, 0), (4, 0, 0)]
+    pending = [
+        link.launch("x", [Alltoall(np.zeros((sum(mine), 3), np.float32), splits=mine)])
+        for link, mine in zip(links, splits, strict=True)
+    ]
+    hub.turn([work.ready for work in pending])
+    traffic = [work.traffic for work in pending]
+    assert [x.sent for x in traffic] == [12 * 3, 0, 12 * 4]
+    assert [x.received for x in traffic] == [12 * 4, 12 * 1, 12 * 2]
+    for wrong in ((5, 1), (5, 1, 1)):
+        with pytest.raises(ValueError, match="do not deal 8 rows to 3 ranks"):
+            links[0].launch("y", [Alltoall(np.zeros((8, 3), np.float32), splits=wrong)])
+
+
 @pytest.mark.parametrize("framework", FEW)
 def test_everything_at_once(framework: Framework) -> None:
     """Results come in the order of the requests, however they were packed."""

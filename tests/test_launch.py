@@ -21,6 +21,8 @@ SUITES = {
     "tf_checks.py": BOTH,
     "keras_checks.py": BOTH,
     "keras_optimizer_checks.py": [("mpirun", 2)],
+    "graph_checks.py": BOTH,
+    "graph_training_checks.py": [("gloo", 2)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

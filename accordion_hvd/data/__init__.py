@@ -1,6 +1,7 @@
 """Image sets for the scripts: digits (inside scikit-learn), MNIST, CIFAR-10; and who sees which.
 
-`load(name)` finds a set, `Shard` is one rank's part of it. ACCORDION_DATA names a folder with local
+`load(name)` finds a set, `Shard` is one rank's part of it. `load_graph(name)` finds a graph: Cora,
+Citeseer, or one that is made. ACCORDION_DATA names a folder with local
 copies; decoded arrays are kept in ${XDG_CACHE_HOME:-~/.cache}/accordion-hvd. A new set is one file
 here and one line in `SETS`.
 """
@@ -9,13 +10,27 @@ from __future__ import annotations
 
 from accordion_hvd import check
 from accordion_hvd.data.base import DataError, Dataset, Shard, Split
+from accordion_hvd.data.blocks import load_blocks
 from accordion_hvd.data.cifar10 import load_cifar10
+from accordion_hvd.data.citation import load_citation
 from accordion_hvd.data.digits import load_digits
+from accordion_hvd.data.graphs import GraphData
 from accordion_hvd.data.mnist import load_mnist
 
-__all__ = ["SETS", "DataError", "Dataset", "Shard", "Split", "load"]
+__all__ = [
+    "GRAPHS",
+    "SETS",
+    "DataError",
+    "Dataset",
+    "GraphData",
+    "Shard",
+    "Split",
+    "load",
+    "load_graph",
+]
 
 SETS = {"digits": load_digits, "mnist": load_mnist, "cifar10": load_cifar10}
+GRAPHS = ("blocks", "cora", "citeseer")
 
 
 def load(name: str, limit: int | None = None, seed: int = 0) -> Dataset:
@@ -34,3 +49,18 @@ def load(name: str, limit: int | None = None, seed: int = 0) -> Dataset:
     check.one_of("load", "data", name, tuple(SETS))
     found = SETS[name]()
     return found if limit is None else found.limited(limit, seed)
+
+
+def load_graph(name: str, nodes: int = 5000) -> GraphData:
+    """The graph `name`.
+
+    Args:
+        name: one of `GRAPHS`.
+        nodes: of "blocks".
+
+    Raises:
+        ValueError: there is no such graph, or too few nodes are asked for.
+        DataError: it cannot be found or read; the sentence says what to do.
+    """
+    check.one_of("load_graph", "data", name, GRAPHS)
+    return load_blocks(nodes) if name == "blocks" else load_citation(name)

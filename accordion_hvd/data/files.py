@@ -108,12 +108,12 @@ def _fingerprint(sources: Sequence[Path]) -> str:
 INSTEAD = ", or use --data digits, which needs none"
 
 
-def fetched(url: str, md5: str, what: str, instead: str = INSTEAD) -> Path:
+def fetched(url: str, md5: str | None, what: str, instead: str = INSTEAD) -> Path:
     """The file at `url`, downloaded once into the cache.
 
     Args:
         url: where it is.
-        md5: its MD5 sum.
+        md5: what its MD5 sum must be; None where nobody has published one.
         what: it is, in words.
         instead: what else one can do where it cannot be had.
 
@@ -127,7 +127,7 @@ def fetched(url: str, md5: str, what: str, instead: str = INSTEAD) -> Path:
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
             digest = _download(url, part)
-            if digest != md5:
+            if md5 is not None and digest != md5:
                 raise DataError(
                     f"data: {url} has the MD5 sum {digest}, but must have {md5}; it was cut short "
                     "or changed. Try again, or set ACCORDION_DATA to a folder with a good copy."

@@ -134,12 +134,16 @@ def unstack(x: Tensor) -> list[Tensor]:
 
 def to_bytes(x: Tensor) -> Tensor:
     """The memory of `x` as a vector of uint8."""
+    if not x.numel():  # whose strides may be anything
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
     """The inverse of `to_bytes`; one extent of `shape` may be -1."""
     kind = getattr(torch, dtype)
+    if not x.numel():
+        return torch.empty(0, dtype=kind, device=x.device).reshape(tuple(shape))
     if x.storage_offset() % kind.itemsize:
         x = x.clone()  # a view of another dtype must start at a whole element
     return x.view(kind).reshape(tuple(shape))

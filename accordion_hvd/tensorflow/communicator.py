@@ -62,9 +62,18 @@ class HorovodCommunicator(Communicator):
             ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
         )
 
-    def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """One even alltoall."""
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """One alltoall; with `splits` not in graphs."""
         options = self._options(name, group)
+        if splits is not None:
+            came, counts = self._call(
+                ("shares", name, group),
+                lambda part, parts: hvd.alltoall(part, parts, **options),
+                [tensor, tf.constant(splits, tf.int32)],
+            )
+            return came, counts.numpy().tolist()
         return self._call(
             ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
         )

@@ -47,11 +47,14 @@ class HorovodCommunicator(Communicator):
             tensor, self.members.globally(root), name=name, process_set=self.members.subset(group)
         )
 
-    def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """One even alltoall."""
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """One alltoall; Horovod counts parts by int32 on the CPU."""
+        parts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
         return hvd.alltoall_async(
-            tensor, name=name, process_set=self.members.subset(group)
-        ), "first"
+            tensor, splits=parts, name=name, process_set=self.members.subset(group)
+        ), splits is None
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         """As Horovod's process sets."""
@@ -64,6 +67,7 @@ class HorovodCommunicator(Communicator):
     def wait(self, handle: Any) -> Any:
         """Only called after `poll`: Horovod's own waiting spins."""
         if isinstance(handle, tuple):
-            return hvd.synchronize(handle[0])[0]  # alltoall adds its splits
+            came, counts = hvd.synchronize(handle[0])
+            return came if handle[1] else (came, counts.tolist())
         result = hvd.synchronize(handle)
         return list(result) if isinstance(result, tuple) else result

@@ -126,6 +126,29 @@ def check_broadcast_and_alltoall() -> None:
     np.testing.assert_array_equal(rows, [part[harness.RANK] for part in all_])
 
 
+def check_alltoall_of_uneven_shares() -> None:
+    from accordion_hvd import Alltoall
+
+    size, rank = communicator().size, harness.RANK
+
+    def share(sender: int, receiver: int) -> np.ndarray:
+        return values(sender, ((sender + 2 * receiver) % 3, 4), receiver)
+
+    def requests(torch):
+        parts = [share(rank, peer) for peer in range(size)]
+        tensor = torch.tensor(np.concatenate(parts))
+        nothing = torch.zeros((0, 2), dtype=torch.int64)
+        return [
+            Alltoall(tensor, splits=tuple(map(len, parts))),
+            Alltoall(nothing, splits=(0,) * size),
+        ]
+
+    came, nothing = run(requests)
+    for peer in range(size):
+        np.testing.assert_array_equal(came[peer], share(peer, rank))
+        assert nothing[peer].shape == (0, 2) and nothing[peer].dtype == np.int64
+
+
 def check_quantisers_give_the_simulated_bits() -> None:
     """Bytes, slices and the shared maximum, over real wires and in a simulation by NumPy."""
     import torch

@@ -1,0 +1,36 @@
+"""Graph networks whose nodes are spread over ranks: sampling that prefers what is at hand.
+
+```python
+graph = Graph.from_edges(edges, nodes)
+part = partition(graph, hvd.size())
+sampler = SkewedSampler(graph, part, hvd.rank(), fanout=(10, 10), budget=2)
+mine = np.flatnonzero(part.owner == hvd.rank())
+store = FeatureStore(features[mine], part, "torch", graph=graph)
+blocks = sampler.sample(targets, epoch, step)
+x = store.fetch(blocks[0].sources)
+```
+"""
+
+from __future__ import annotations
+
+from accordion_hvd.graph.guard import VarianceGuard
+from accordion_hvd.graph.partition import Partition, partition
+from accordion_hvd.graph.sampler import Block, Sampler, SkewedSampler, Trace
+from accordion_hvd.graph.skew import skew_for, tight_skew, worst_case_skew
+from accordion_hvd.graph.store import FeatureStore
+from accordion_hvd.graph.structure import Graph
+
+__all__ = [
+    "Block",
+    "FeatureStore",
+    "Graph",
+    "Partition",
+    "Sampler",
+    "SkewedSampler",
+    "Trace",
+    "VarianceGuard",
+    "partition",
+    "skew_for",
+    "tight_skew",
+    "worst_case_skew",
+]

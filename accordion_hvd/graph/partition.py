@@ -1,0 +1,129 @@
+"""Who owns which node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.graph.structure import Array, Graph
+
+METHODS = ("metis", "random", "hash")
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Nodes dealt out to ranks.
+
+    Attributes:
+        owner: (nodes,), int32: the rank that owns each.
+        parts: how many ranks.
+        cut: edges between nodes of different owners.
+        cut_share: of all edges.
+        balance: nodes of the largest part over the mean; 1 is even.
+    """
+
+    owner: Array
+    parts: int
+    cut: int
+    cut_share: float
+    balance: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{size:,}" for size in self.sizes)
+        return (
+            f"{self.parts} parts of {sizes} nodes (largest {self.balance:.2f} of the mean); "
+            f"{self.cut:,} edges cut, {self.cut_share:.1%}"
+        )
+
+    @property
+    def sizes(self) -> Array:
+        """(parts,): nodes of each."""
+        return np.bincount(self.owner, minlength=self.parts)
+
+    @classmethod
+    def of(cls, graph: Graph, owner: Any, parts: int | None = None) -> Partition:
+        """What a list of owners means; parts may be empty.
+
+        Raises:
+            ValueError: there is not one owner from 0 to `parts` - 1 for each node.
+        """
+        found = checked_owners("Partition", owner, graph.nodes, parts)
+        parts = parts or int(found.max()) + 1
+        rows = np.repeat(found, graph.degrees)
+        cut = int(np.count_nonzero(rows != found[graph.indices])) // 2
+        balance = float(np.bincount(found, minlength=parts).max() * parts / graph.nodes)
+        return cls(found, parts, cut, cut / max(1, graph.edges), balance)
+
+
+def checked_owners(caller: Any, owner: Any, nodes: int, parts: int | None = None) -> Array:
+    """Owners as int32; raises ValueError if they are not what they must be."""
+    found = np.asarray(owner.owner if isinstance(owner, Partition) else owner)
+    if found.shape != (nodes,) or found.dtype.kind not in "iu":
+        given = f"of shape {found.shape} and type {found.dtype}"
+        check.refuse(caller, "part", given, f"one integer for each of {nodes} nodes")
+    if found.min() < 0 or (parts is not None and found.max() >= parts):
+        wrong = found[(found < 0) | (found >= (parts or 2**31))][0]
+        allowed = "of at least 0" if parts is None else f"from 0 to {parts - 1}"
+        check.refuse(caller, "an owner in part", int(wrong), f"an integer {allowed}")
+    return found.astype(np.int32)
+
+
+def partition(graph: Graph, parts: int, method: str = "metis", seed: int = 0) -> Partition:
+    """Deal the nodes of a graph out.
+
+    Args:
+        graph: the graph.
+        parts: to so many ranks.
+        method: "metis": parts of nearly equal size with few edges between them (Karypis & Kumar,
+            SIAM J. Sci. Comput., 1998; needs the package pymetis); "random": parts of equal size,
+            by `seed`; "hash": by a hash of the node's number, which everybody can compute. The last
+            two cut all but a `parts`-th of the edges: baselines.
+        seed: of METIS' and of the random choice. The same seed gives the same parts with the same
+            pymetis; `FeatureStore` checks that ranks agree.
+
+    Raises:
+        ValueError: an impossible argument, more parts than nodes among them.
+        ImportError: pymetis is missing.
+    """
+    check.integer("partition", "parts", parts, least=1, most=graph.nodes)
+    check.one_of("partition", "method", method, METHODS)
+    check.integer("partition", "seed", seed, least=0)
+    if parts == 1:
+        owner = np.zeros(graph.nodes, np.int32)
+    elif method == "metis":
+        owner = _metis(graph, parts, seed)
+    elif method == "random":
+        owner = np.random.default_rng(seed).permutation(np.arange(graph.nodes) % parts)
+    else:
+        owner = (_mixed(np.arange(graph.nodes, dtype=np.uint64)) % np.uint64(parts)).astype(int)
+    return Partition.of(graph, owner, parts)
+
+
+def _metis(graph: Graph, parts: int, seed: int) -> Array:
+    try:
+        import pymetis
+    except ImportError:
+        raise ImportError(
+            "partition: METIS is reached through pymetis, which is not installed; install it "
+            "(pip install pymetis), or choose method='random'."
+        ) from None
+    if len(graph.indices) >= 2**31:
+        raise ValueError(
+            f"partition: the graph has {graph.edges} edges, but METIS counts with 32 bits and "
+            "takes less than 2**30; choose method='hash' or pass owners of your own."
+        )
+    options = pymetis.Options(seed=seed)
+    adjacency = pymetis.CSRAdjacency(graph.indptr.astype(np.int32), graph.indices.astype(np.int32))
+    found = pymetis.part_graph(parts, adjacency, options=options)
+    return np.asarray(found.vertex_part)
+
+
+def _mixed(x: Array) -> Array:
+    """The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): scatters 64-bit integers."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

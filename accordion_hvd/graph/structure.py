@@ -1,0 +1,119 @@
+"""A graph in compressed rows, with the weights of graph convolution."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+
+Array = np.ndarray
+NORMALIZATIONS = ("symmetric", "mean")
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """An undirected graph, and the weights A with which a layer adds up neighbours.
+
+    A node's own term is kept apart, since samplers take it exactly: `indices` never holds the node
+    itself. All ranks hold the same structure; features stay with their owners (`FeatureStore`).
+
+    Attributes:
+        indptr: (nodes + 1,), int64; the neighbours of v are `indices[indptr[v]:indptr[v + 1]]`.
+        indices: (2 * edges,), sorted within a row.
+        weights: (2 * edges,), fp32: A_vu of each neighbour.
+        own: (nodes,), fp32: A_vv.
+    """
+
+    indptr: Array
+    indices: Array
+    weights: Array
+    own: Array
+
+    @classmethod
+    def from_edges(cls, edges: Any, nodes: int, normalization: str = "symmetric") -> Graph:
+        """The graph of some edges.
+
+        An edge counts in both directions, whichever is named, and once, however often it is named.
+        Self-loops are left out: A has a term for each node itself anyway. Nodes without edges are
+        nodes like others, of which only that term is left.
+
+        Args:
+            edges: (2, count) integers.
+            nodes: how many there are; edges name them from 0.
+            normalization: "symmetric": D^-1/2 (A + I) D^-1/2 (Kipf & Welling, 2017), "mean": the
+                mean over neighbours and the node itself (a mean aggregator of GraphSAGE).
+
+        Raises:
+            ValueError: the edges are no such array, or name a node that does not exist.
+        """
+        check.integer("Graph", "nodes", nodes, least=1)
+        check.one_of("Graph", "normalization", normalization, NORMALIZATIONS)
+        found = _checked(edges, nodes)
+        found = found[:, found[0] != found[1]]
+        keys = np.unique(np.concatenate([found[0] * nodes + found[1], found[1] * nodes + found[0]]))
+        rows, indices = np.divmod(keys, nodes)
+        degrees = np.bincount(rows, minlength=nodes)
+        indptr = np.concatenate([[0], np.cumsum(degrees)])
+        inverse = 1.0 / (degrees + 1)
+        if normalization == "symmetric":
+            weights = np.sqrt(inverse[rows] * inverse[indices])
+        else:
+            weights = inverse[rows]
+        narrow = np.int32 if nodes < 2**31 else np.int64
+        return cls(
+            indptr.astype(np.int64),
+            indices.astype(narrow),
+            weights.astype(np.float32),
+            inverse.astype(np.float32),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """How many."""
+        return len(self.own)
+
+    @property
+    def edges(self) -> int:
+        """How many, each counted once."""
+        return len(self.indices) // 2
+
+    @property
+    def degrees(self) -> Array:
+        """(nodes,): neighbours of each."""
+        return np.diff(self.indptr)
+
+    def fingerprint(self) -> int:
+        """A number of 63 bits that differs where graphs differ."""
+        digest = hashlib.blake2b(digest_size=8)
+        for part in (self.indptr, self.indices, self.weights, self.own):
+            digest.update(part.tobytes())
+        return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _checked(edges: Any, nodes: int) -> Array:
+    """As (2, count) int64."""
+    found = np.asarray(edges)
+    if found.ndim != 2 or found.shape[0] != 2 or (found.size and found.dtype.kind not in "iu"):
+        given = f"an array of shape {found.shape} and type {found.dtype}"
+        raise ValueError(f"Graph: edges is {given}, but must be integers of shape (2, count).")
+    found = found.astype(np.int64)
+    check_nodes("Graph", "edges", found, nodes)
+    return found
+
+
+def check_nodes(owner: Any, name: str, ids: Array, nodes: int) -> None:
+    """Raise ValueError if an id is not in 0 to `nodes` - 1."""
+    if ids.size and (ids.min() < 0 or ids.max() >= nodes):
+        wrong = ids[(ids < 0) | (ids >= nodes)].flat[0]
+        check.refuse(owner, f"a node of {name}", int(wrong), f"from 0 to {nodes - 1}")
+
+
+def flat(starts: Array, counts: Array) -> Array:
+    """start, start + 1, ... (`count` of them) of each range, one range after the other."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + counts, counts)

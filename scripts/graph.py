@@ -1,0 +1,38 @@
+"""Skewed neighbour sampling: what it costs, and what comparisons have shown.
+
+graph.py sampling [--output FILE]   edges sampled a second, on one core
+graph.py report FOLDER              docs/graph.md from what `make bench-graph` has measured
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from accordion_hvd.experiment import graph_page, graph_speed
+from accordion_hvd.experiment.results import write_json
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("graph.py", description=__doc__, formatter_class=raw)
+    actions = parser.add_subparsers(dest="action", required=True)
+    sampling = actions.add_parser("sampling", help="edges sampled a second, on one core")
+    sampling.add_argument("--nodes", type=int, default=100_000, help="of the block model")
+    sampling.add_argument("--seconds", type=float, default=2.0, help="for each sampler")
+    sampling.add_argument("--output", type=Path, help="file for the results")
+    report = actions.add_parser("report", help="the page and the picture")
+    report.add_argument("folder", type=Path, help="where comparisons have left their results")
+    report.add_argument("--output", type=Path, default=Path("docs"), help="folder for both")
+    options = parser.parse_args()
+    if options.action == "report":
+        print(graph_page.write(options.folder, options.output))
+        return
+    found = graph_speed.measure(options.nodes, options.seconds)
+    if options.output:
+        write_json(options.output, found)
+
+
+if __name__ == "__main__":
+    main()

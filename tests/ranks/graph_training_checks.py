@@ -1,0 +1,79 @@
+"""A GCN learns on real ranks, in both frameworks from the same rows, from fewer with a budget."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import harness
+
+SETTINGS = {
+    "nodes": 240, "sizes": [20, 40], "epochs": 10, "batch_size": 8, "dropout": 0.0, "evaluate": 3,
+    "width": 8, "lr": 0.05, "skews": [1], "budgets": [4], "progress": False,
+}  # fmt: skip
+ROW = 256  # features of the block model
+_found: dict[str, list] = {}
+
+
+def train(name: str, **more) -> list:
+    """What every rank knows of the trainings; rank 0 has also written it."""
+    from accordion_hvd.data import load_graph
+    from accordion_hvd.experiment import graph_training
+    from accordion_hvd.experiment.graph_config import GraphSettings
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = GraphSettings(name=name, output=folder, **SETTINGS | more)
+        found = graph_training.run(settings, load_graph("blocks", settings.nodes))
+        if harness.RANK == 0:
+            written = json.loads((Path(folder) / name / "result.json").read_text())
+            assert written["runs"] == json.loads(json.dumps(found["runs"]))
+    runs = found["runs"]
+    assert len(runs) == 2 and all(len(run["epochs"]) == settings.epochs for run in runs)
+    base, skewed = runs
+    assert 0 < skewed["remote"] < 0.7 * base["remote"]
+    assert base["epochs"][-1]["loss"] < base["epochs"][0]["loss"]
+    for run in runs:
+        assert 0 <= run["accuracy"] <= 1 and run["gradients_sent"] > 0
+    _found[name] = [[run["remote"] for run in runs], [run["received"] for run in runs]]
+    return _found[name]
+
+
+def INIT() -> None:
+    import horovod.tensorflow as tf_hvd
+    import horovod.torch as hvd
+
+    hvd.init()
+    tf_hvd.init()
+
+
+def check_rows_over_tensorflow() -> None:
+    import graph_checks
+
+    graph_checks.rows_and_counts("tensorflow")
+
+
+def check_torch() -> None:
+    remote, received = train("torch")
+    assert received == [rows * (4 * ROW + 4) for rows in remote], "rows, and numbers of nodes"
+
+
+def check_keras_fetches_what_torch_does() -> None:
+    assert train("keras", framework="keras") == _found["torch"]
+
+
+OTHER = {
+    "sampling": "node", "sizes": [3, 3], "mode": "iid", "wire": "int8", "guard": True, "warmup": 2,
+    "prefetch": False, "compression": "powersgd:2", "partition": "hash",
+}  # fmt: skip
+
+
+def check_other_ways_in_torch() -> None:
+    remote, received = train("torch-other", **OTHER)
+    assert received == [rows * (ROW + 4 + 4) for rows in remote], "codes, a scale, and a number"
+
+
+def check_other_ways_in_keras() -> None:
+    assert train("keras-other", framework="keras", **OTHER) == _found["torch-other"]
+
+
+if __name__ == "__main__":
+    harness.main(globals())
