@@ -160,7 +160,8 @@ class World:
         """One exchange.
 
         Args:
-            gradients: for each rank, name to tensor; names and shapes alike on all. Their memory
+            gradients: for each rank, name to tensor; names and shapes alike on all (but for the
+                first dimension, where a method takes those of several contributors). Their memory
                 may be used.
             lr: the learning rate now.
 
@@ -183,7 +184,8 @@ class World:
 
     def _build(self, gradients: Mapping[str, Tensor]) -> None:
         xp = namespace(next(iter(gradients.values())))
-        tensors = [TensorInfo(k, xp.shape(v), xp.dtype(v)) for k, v in gradients.items()]
+        skipped = 1 if self._policies[0].several else 0
+        tensors = [TensorInfo(k, xp.shape(v)[skipped:], xp.dtype(v)) for k, v in gradients.items()]
         ranks = range(self._hub.ranks)
         self._links = [SimulatedCommunicator(self._hub, rank, xp) for rank in ranks]
         self.exchanges = [

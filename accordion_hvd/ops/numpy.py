@@ -10,7 +10,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -130,6 +130,11 @@ def concat(parts: Sequence[Array]) -> Array:
     return np.concatenate(parts)
 
 
+def beside(parts: Sequence[Array]) -> Array:
+    """Matrices with equally many rows, side by side."""
+    return np.concatenate(parts, axis=1)
+
+
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     """The inverse of `concat`."""
     return np.split(x, np.cumsum(sizes)[:-1])
@@ -238,6 +243,30 @@ def add_at(x: Array, index: Array, values: Array) -> Array:
 def take(x: Array, index: Array) -> Array:
     """The elements of the vector `x` at `index`."""
     return x[index]
+
+
+def sum_at(index: Array, values: Array, size: int) -> Array:
+    """`size` int32 values: for each, the sum of `values` (int32) whose `index` (int32) names it."""
+    out = np.zeros(size, np.int32)
+    np.add.at(out, index, values)
+    return out
+
+
+def finite(x: Array) -> Array:
+    """`x` as fp32 (in memory of its own), with 0 for each element that is not finite."""
+    with np.errstate(over="ignore"):
+        values = np.array(x, np.float32)
+    values[~np.isfinite(values)] = 0
+    return values
+
+
+def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Array:
+    """`count` integers, rounded from normal values of deviation `sigma`, that nobody can repeat.
+
+    From the operating system's cryptographic source; anew each time, within graphs too. What
+    `dtype` cannot hold wraps around. See `accordion_hvd.ops.secret`.
+    """
+    return secret.rounded_normal(count, sigma, dtype)
 
 
 def largest_index(x: Array, count: int) -> Array:
