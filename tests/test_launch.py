@@ -20,6 +20,8 @@ SUITES = {
     "torch_checks.py": EVERY,
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
+    "privacy_torch_checks.py": [("gloo", 1), *SOME],
+    "privacy_keras_checks.py": SOME[:1],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

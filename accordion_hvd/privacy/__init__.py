@@ -5,7 +5,7 @@ whatever one likes, `PoissonSampler` draws lots of examples; `privacy.torch` and
 `privacy.tensorflow` give the gradients of single examples.
 """
 
-from accordion_hvd.privacy.budget import BudgetSpent, PrivacyBudget, Release
+from accordion_hvd.privacy.budget import BudgetSpent, PrivacyBudget, Release, multiplier_for
 from accordion_hvd.privacy.sampling import PoissonSampler
 
-__all__ = ["BudgetSpent", "PoissonSampler", "PrivacyBudget", "Release"]
+__all__ = ["BudgetSpent", "PoissonSampler", "PrivacyBudget", "Release", "multiplier_for"]

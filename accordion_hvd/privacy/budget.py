@@ -12,6 +12,9 @@ import accordion_hvd.check as check  # not from accordion_hvd, which would look 
 RELATIONS = ("replace", "add or remove")
 """What one of two neighbouring data sets has in place of a record: another one, or none."""
 
+_ORDERS = [*range(2, 65), *range(72, 257, 8), 512, 1024]
+"""Of Renyi divergences of Poisson samples: between integers, series may not converge."""
+
 _MOST = 1 << 40  # releases that anyone will count
 
 
@@ -154,6 +157,8 @@ class PrivacyBudget:
     def _search(self, release: Release) -> int:
         """The largest count whose epsilon the accountant finds within the budget."""
         fits = lambda count: self.spent({release: count}) <= self.epsilon  # noqa: E731
+        if self.epsilon == math.inf:
+            return _MOST
         if not fits(1):
             return 0
         low = 1
@@ -173,7 +178,8 @@ def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
     if any(count and release.noise_multiplier < 1e-6 for release, count in counts.items()):
         return math.inf  # the accountant would divide by it
     accounting, rdp = _accounting()
-    accountant = rdp.RdpAccountant()
+    sampled = any(release.rate < 1 for release in counts)
+    accountant = rdp.RdpAccountant(_ORDERS) if sampled else rdp.RdpAccountant()
     for release, count in counts.items():
         event = accounting.GaussianDpEvent(release.noise_multiplier)
         if release.rate < 1:
@@ -181,6 +187,27 @@ def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
         accountant.compose(event, count)
     epsilon = float(accountant.get_epsilon(delta))
     return math.inf if math.isnan(epsilon) else epsilon
+
+
+def multiplier_for(
+    epsilon: float, delta: float, releases: int, rate: float = 1.0, relation: str = "replace"
+) -> float:
+    """The least noise multiplier (to a thousandth) at which so many releases fit into a budget.
+
+    Raises:
+        ValueError: an argument makes no sense.
+    """
+    check.integer("multiplier_for", "releases", releases, least=1)
+    if not check.is_number(epsilon) or not epsilon > 0:
+        check.refuse("multiplier_for", "epsilon", epsilon, "a number above 0")
+    low, high = 0.0, 1.0
+    while epsilon_of({Release(high, rate, relation): releases}, delta) > epsilon:
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        fits = epsilon_of({Release(middle, rate, relation): releases}, delta) <= epsilon
+        low, high = (low, middle) if fits else (middle, high)
+    return high
 
 
 def _accounting() -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ def gradients(
 ) -> list[tf.Tensor]:
     """Each example's gradient of each variable, vectorised; what `optimizer.apply` wants.
 
+    Best called within a `tf.function`: eagerly, it is traced anew each time.
+
     Args:
         model: treats examples apart from each other; called with training=True.
         loss: of targets and outputs, one value an example: a Keras loss with reduction=None.

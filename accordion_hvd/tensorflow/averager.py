@@ -193,7 +193,7 @@ class Averager:
         if not self._member:
             return []
         tensors = self.exchange.tensors
-        several = [len(g) for g in given.values()][:1] if self.policy.several else []
+        several = [tf.shape(g)[0] for g in given.values()][:1] if self.policy.several else []
         full = [
             tf.convert_to_tensor(given[key]) if key in given
             else tf.zeros((*several, *tensors[i].shape), tensors[i].dtype)
