@@ -157,7 +157,9 @@ LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 """Environment variables in which launchers say which process of its machine this one is."""
 
 
-def read(description: str, arguments: Sequence[str] | None = None) -> Settings:
+def read(
+    description: str | None, arguments: Sequence[str] | None = None, kind: type = Settings
+) -> Any:
     """The settings that the command line asks for.
 
     What is wrong ends the process with status 2 and one sentence that names the key, its value and
@@ -166,9 +168,10 @@ def read(description: str, arguments: Sequence[str] | None = None) -> Settings:
     Args:
         description: of the script, for --help.
         arguments: instead of the command line's.
+        kind: the dataclass of the settings.
     """
     try:
-        return parse_settings(description, arguments)
+        return parse_settings(description, arguments, kind)
     except ValueError as error:
         stop(str(error))
 
@@ -182,7 +185,9 @@ def stop(sentence: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def parse_settings(description: str, arguments: Sequence[str] | None = None) -> Settings:
+def parse_settings(
+    description: str | None, arguments: Sequence[str] | None = None, kind: type = Settings
+) -> Any:
     """Like `read`, but raises ValueError."""
     try:
         import jsonargparse
@@ -196,30 +201,30 @@ def parse_settings(description: str, arguments: Sequence[str] | None = None) -> 
     warnings.filterwarnings("ignore", module="jsonargparse")
     parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
-    parser.add_class_arguments(Settings)
+    parser.add_class_arguments(kind)
     try:
         found = parser.parse_args(None if arguments is None else list(arguments)).as_dict()
     except (ArgumentError, TypeError) as error:
-        raise ValueError(_sentence(str(error))) from None
+        raise ValueError(_sentence(str(error), kind)) from None
     found.pop("config", None)
-    return Settings(**found)
+    return kind(**found)
 
 
-def _sentence(message: str) -> str:
+def _sentence(message: str, kind: type = Settings) -> str:
     """What the parser says, as one sentence with key, value and what is allowed."""
     flat = " ".join(message.split())
-    names = ", ".join(item.name for item in fields(Settings))
+    names = ", ".join(item.name for item in fields(kind))
     if wrong := re.search(r"Option '([^']+)' is not accepted", flat):
         return f"settings: {wrong[1]!r} is not known; allowed are {names}."
     if wrong := re.search(r"[Uu]nrecognized arguments: (.*)", flat):
         return f"settings: {wrong[1]!r} is not known; allowed are --config and, as --key, {names}."
     if wrong := re.search(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', flat):
-        return f"settings: {wrong[1]} is {wrong[2]!r}, but must be {allowed(wrong[1])}."
+        return f"settings: {wrong[1]} is {wrong[2]!r}, but must be {allowed(wrong[1], kind)}."
     if "config" in flat:
         told = _tail(flat)
         return f"settings: --config must be a YAML file of settings: {told}; allowed are {names}."
     if wrong := re.search(r"argument --([\w.]+): expected one argument", flat):
-        return f"settings: {wrong[1]} has no value, but must be {allowed(wrong[1])}."
+        return f"settings: {wrong[1]} has no value, but must be {allowed(wrong[1], kind)}."
     return f"settings: {flat.rstrip('.')}."
 
 
@@ -229,9 +234,9 @@ def _tail(message: str) -> str:
     return message.rstrip(".")
 
 
-def allowed(key: str) -> str:
+def allowed(key: str, kind: type = Settings) -> str:
     """What the value of a setting may be, in words."""
-    hint = typing.get_type_hints(Settings).get(key.partition(".")[0])
+    hint = typing.get_type_hints(kind).get(key.partition(".")[0])
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
     words: dict[Any, str] = {
@@ -241,6 +246,8 @@ def allowed(key: str) -> str:
         str: "a text",
         list[int]: "a list of integers",
         list[str]: "a list of texts",
+        list[float]: "a list of numbers",
+        float | None: "a number or null",
         int | None: "an integer or null",
     }
     return words.get(hint, "a word such as 'topk:0.01' or a mapping with low and high")
