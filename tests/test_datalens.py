@@ -133,27 +133,38 @@ def test_two_ranks_train_and_resume(tmp_path: Path) -> None:
     pytest.importorskip("horovod")
     pytest.importorskip("sklearn")
     launcher = Path(sys.executable).parent / "horovodrun"
-    few = {"epsilons": "[10]", "steps": 3, "free_steps": 2, "teachers": 21, "dp_steps": 3}
-    few |= {"pretrain": 3, "output": tmp_path, "checkpoint": "true", "progress": "false"}
-    words = [str(word) for key, value in few.items() for word in (f"--{key}", value)]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
     environment = {
         **os.environ,
         "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    results = []
-    for more in ([], ["--resume", "true", "--baselines", "false"]):
-        command = [launcher, "--gloo", "-np", "2", sys.executable, "scripts/train_datalens.py"]
-        done = subprocess.run(
-            [*command, *words, *more],
-            cwd=ROOT, capture_output=True, text=True, env=environment, timeout=110,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        results.append(json.loads((tmp_path / "datalens" / "result.json").read_text()))
-        assert (tmp_path / "datalens" / "sheet.png").read_bytes()[:4] == b"\x89PNG"
-    first, resumed = (result["rows"][0] for result in results)
+    done = subprocess.run(
+        [launcher, "--gloo", "-np", "2", sys.executable, program, str(tmp_path)],
+        capture_output=True, text=True, env=environment, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (tmp_path / "run" / "sheet.png").read_bytes()[:4] == b"\x89PNG"
+    written = [json.loads((tmp_path / f"{part}.json").read_text()) for part in ("whole", "rest")]
+    first, resumed = (result["rows"][0] for result in written)
     assert 9 < first["spent"] <= 10 and first["releases"] == 60
     assert {"dpgan", "dpsgd_classifier", "topagg_classifier"} <= set(first)
     assert (resumed["spent"], resumed["releases"]) == (first["spent"], 60)
     assert resumed["sent"] == 0, "nothing is left to be released"
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from accordion_hvd.experiment.datalens import Settings, hvd, run
+from accordion_hvd.experiment.results import write_json
+few = dict(steps=3, batch=20, teacher_steps=1, free_steps=2, teachers=21, dp_steps=3, pretrain=3, student_steps=2)
+few |= dict(name="run", output=sys.argv[1], epsilons=[10.0], progress=False, checkpoint=True)
+whole = run(Settings(**few))
+rest = run(Settings(**few, resume=True, baselines=False))
+if hvd.rank() == 0:
+    for name, result in (("whole", whole), ("rest", rest)):
+        write_json(Path(sys.argv[1], f"{name}.json"), result)
+"""

@@ -34,7 +34,7 @@ def best_epsilon(renyi: Any, orders: np.ndarray, delta: float = DELTA) -> float:
 def default_orders() -> np.ndarray:
     from dp_accounting import rdp
 
-    return np.array(rdp.RdpAccountant()._orders)
+    return np.array(rdp.RdpAccountant().orders)
 
 
 @pytest.mark.parametrize(("k", "sigma"), [(200, 5000), (700, 9000), (300, 800), (1, 10)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -177,16 +178,26 @@ def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
         return 0.0
     if any(count and release.noise_multiplier < 1e-6 for release, count in counts.items()):
         return math.inf  # the accountant would divide by it
-    accounting, rdp = _accounting()
     sampled = any(release.rate < 1 for release in counts)
-    accountant = rdp.RdpAccountant(_ORDERS) if sampled else rdp.RdpAccountant()
+    orders: Any = None
+    total: Any = 0.0
     for release, count in counts.items():
-        event = accounting.GaussianDpEvent(release.noise_multiplier)
-        if release.rate < 1:
-            event = accounting.PoissonSampledDpEvent(release.rate, event)
-        accountant.compose(event, count)
-    epsilon = float(accountant.get_epsilon(delta))
+        orders, divergences = _divergences(release, sampled)
+        total = total + count * divergences
+    epsilon = float(_accounting()[1].compute_epsilon(orders, total, delta)[0])
     return math.inf if math.isnan(epsilon) else epsilon
+
+
+@functools.lru_cache(maxsize=256)
+def _divergences(release: Release, sampled: bool) -> tuple[Any, Any]:
+    """Orders, and the Renyi divergence of one release at each of them."""
+    accounting, rdp = _accounting()
+    accountant = rdp.RdpAccountant(_ORDERS) if sampled else rdp.RdpAccountant()
+    event = accounting.GaussianDpEvent(release.noise_multiplier)
+    if release.rate < 1:
+        event = accounting.PoissonSampledDpEvent(release.rate, event)
+    accountant.compose(event)
+    return accountant.orders, accountant.rdp
 
 
 def multiplier_for(
