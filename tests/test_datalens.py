@@ -160,7 +160,8 @@ import sys
 from pathlib import Path
 from accordion_hvd.experiment.datalens import Settings, hvd, run
 from accordion_hvd.experiment.results import write_json
-few = dict(steps=3, batch=20, teacher_steps=1, free_steps=2, teachers=21, dp_steps=3, pretrain=3, student_steps=2)
+few = dict(steps=3, batch=20, teacher_steps=1, free_steps=2, teachers=21, dp_steps=3, pretrain=3)
+few |= dict(student_steps=2)
 few |= dict(name="run", output=sys.argv[1], epsilons=[10.0], progress=False, checkpoint=True)
 whole = run(Settings(**few))
 rest = run(Settings(**few, resume=True, baselines=False))

@@ -201,7 +201,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("either", (False, X, Y), 0),
 ]
 COVERED = {"spec", "shape", "dtype", "device", "asarray", "to_numpy", "symbolic"}
-COVERED |= {"from_bytes", "secret_normal"}
+COVERED |= {"from_bytes", "secret_normal", "secret_uniform"}  # the last two: test_topagg.py
 RESULTS = [row for row in RESULTS if hasattr(NUMPY.xp, row[0])]
 
 

@@ -55,6 +55,11 @@ def seeded(**more: Any) -> TopAgg:
         return TopAgg(**{"k": 7, "clip": None, "sigma": 30.0, "deterministic": True} | more)
 
 
+def examples(count: int) -> TopAgg:
+    """Likewise, sampled; without noise, so that signs come from a known seed."""
+    return TopAgg(7, None, 0.0, unit="example", contributors=count, unprotected=True)
+
+
 def votes_of(method: TopAgg, gradients: np.ndarray, step: int = 0) -> np.ndarray:
     """The sum over contributors (rows) on one rank."""
     return method.votes(gradients[:, None, :].astype(np.float32), Info(step=step, name="w"))
@@ -95,10 +100,11 @@ def test_neighbours_move_the_sum_by_no_more_than_the_sensitivity() -> None:
 
 def test_one_example_more_moves_it_by_half_as_much() -> None:
     rng = np.random.default_rng(1)
-    method = TopAgg(7, None, 1.0, unit="example", contributors=5)
+    method = examples(5)
     for trial in range(1000):
         mine = np.stack([strange(rng) for _ in range(5)])
-        moved = votes_of(method, mine, trial) - votes_of(method, mine[:4], trial)
+        fewer = np.delete(mine, rng.integers(5), 0)  # others move up
+        moved = votes_of(method, mine, trial) - votes_of(method, fewer, trial)
         assert np.linalg.norm(moved) <= method.sensitivity == math.sqrt(7)
 
 
@@ -110,7 +116,7 @@ def test_the_bounds_are_reached() -> None:
     other[1] *= -1
     method = teachers(3)
     assert np.linalg.norm(votes_of(method, mine) - votes_of(method, other)) == method.sensitivity
-    example = TopAgg(7, None, 1.0, unit="example", contributors=5)
+    example = examples(5)
     moved = votes_of(example, mine) - votes_of(example, mine[:2])
     assert np.linalg.norm(moved) == example.sensitivity
 
@@ -263,7 +269,7 @@ def reseed() -> None:
 
 @pytest.mark.parametrize("framework", parameters(FRAMEWORKS))
 def test_seeds_do_not_repeat_the_noise(framework: Framework) -> None:
-    """Two trainings, seeded alike, at the same steps: other noise. (The votes are the same.)"""
+    """Two trainings, seeded alike, at the same steps: other noise."""
     found = []
     for _ in range(2):
         reseed()
@@ -278,7 +284,28 @@ def test_only_the_trusted_rank_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, urandom = [], secret.os.urandom
     monkeypatch.setattr(secret.os, "urandom", lambda n: asked.append(n) or urandom(n))
     simulate(NOISY, 4).step([{"w": np.ones(1000, np.float32)} for _ in range(4)])
-    assert asked == [3 * 8 * 500]
+    assert sorted(asked) == [8, 8, 8, 8, 3 * 8 * 500]  # a sign for each rank's vote; the noise
+
+
+def test_signs_are_secret_too() -> None:
+    """Known draws would tell, of a lot of examples, which one is missing."""
+    gradient = np.full((1, 4000), 0.5)
+    gradient[0, 0] = 1.0
+    method = teachers(1, k=4000, sigma=1.0, unprotected=False)
+    first, second = votes_of(method, gradient), votes_of(method, gradient)
+    assert 0.3 < (first != second).mean() < 0.45  # 2 * 3/4 * 1/4
+    assert abs(first.mean() - 0.5) < 5 * math.sqrt(0.75 / 4000)
+
+
+@pytest.mark.parametrize("framework", parameters(FRAMEWORKS))
+def test_secret_numbers_of_every_framework(framework: Framework) -> None:
+    xp = framework.xp
+    drawn = framework.array(xp.secret_uniform(20_000))
+    assert drawn.dtype == np.float32 and 0 <= drawn.min() and drawn.max() < 1
+    assert abs(drawn.mean() - 0.5) < 5 / math.sqrt(12 * 20_000)
+    noise = framework.array(xp.secret_normal(20_000, 3.0, "int8"))
+    assert noise.dtype == np.int8 and abs(noise.std() / math.sqrt(9 + 1 / 12) - 1) < 0.03
+    assert not np.array_equal(noise, framework.array(xp.secret_normal(20_000, 3.0, "int8")))
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
@@ -307,9 +334,11 @@ def test_seeded_noise_is_loud_and_normal_enough() -> None:
 
 
 @pytest.mark.parametrize("framework", parameters((TORCH, TENSORFLOW)))
-@pytest.mark.parametrize("threshold", [None, 0.3])
-def test_frameworks_agree_with_known_noise(framework: Framework, threshold: float | None) -> None:
-    method = seeded(unit="teacher", contributors=10, threshold=threshold, clip=0.5)
+@pytest.mark.parametrize(("unit", "threshold"), [("teacher", None), ("example", 0.3)])
+def test_frameworks_agree_with_known_noise(
+    framework: Framework, unit: str, threshold: float | None
+) -> None:
+    method = seeded(unit=unit, contributors=10, threshold=threshold, clip=0.5)
     ours, oracle = simulate(method, 2), simulate(method, 2)
     rng = np.random.default_rng(7)
     for _ in range(3):
@@ -471,8 +500,8 @@ def test_words() -> None:
         assert parse(repr(TopAgg(**GOOD))) == TopAgg(**GOOD)
 
 
-def test_signs_do_not_depend_on_the_noise() -> None:
-    """Their seed is known; its draws are those of `ops.random`, step by step."""
+def test_unprotected_signs_can_be_repeated() -> None:
+    """Their draws are those of `ops.random`, step by step."""
     gradient = np.ones((1, SIZE)) * 0.5
     gradient[0, 0] = 1.0
     method = teachers(1, k=SIZE)

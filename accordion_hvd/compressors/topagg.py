@@ -40,14 +40,14 @@ class TopAgg(Compressor):
     What it protects. Whoever changes one record changes one contributor's vote, so that the sums
     differ by at most 2 sqrt(k) in Euclidean norm (the authors'); whoever adds or removes a whole
     vote, as an example in a Poisson sample, changes them by at most sqrt(k) (ours). That is all
-    the Gaussian mechanism needs; how likely a sign is costs nothing. Data of different contributors
+    the Gaussian mechanism needs, whatever signs chance has drawn for the others. Contributors' data
     must be disjoint. Not protected are ranks from each other: each sees its data, and partial sums
     pass through it. Nor what is not exchanged: statistics of batch normalisation, losses, the time
     that a step takes.
 
     The noise is drawn by rank 0 from the operating system's cryptographic source, so that no seed
     repeats it, and rounded to integers, which costs no privacy (`accordion_hvd.ops.secret`); sums
-    are exact, modulo 2^bits. Signs are drawn from a known seed, which changes no guarantee.
+    are exact, modulo 2^bits. Signs are drawn from that source too, by each rank.
 
     What is not finite in a gradient counts as 0: a step that is skipped would tell of it.
 
@@ -68,8 +68,8 @@ class TopAgg(Compressor):
         rate: with which probability an example takes part in a step, each on its own.
         budget: what releases are entered in; training stops before it is exceeded. None: nobody
             counts.
-        unprotected: allow sigma = 0.
-        deterministic: draw the noise from a known seed. FOR TESTS ONLY: it protects nothing.
+        unprotected: allow sigma = 0; signs are then drawn from a known seed.
+        deterministic: draw noise and signs from a known seed. FOR TESTS ONLY: it protects nothing.
     """
 
     scope = "model"
@@ -122,7 +122,7 @@ class TopAgg(Compressor):
         if self.budget is not None and (self.sigma == 0 or self.deterministic):
             check.refuse(self, "budget", self.budget, "None: without secret noise all is spent")
         if self.budget is not None:
-            self.budget.left(self.mechanism)  # which says if it can afford nothing of the kind
+            self.budget.left(self.mechanism)  # which refuses neighbours of another kind
         if self.deterministic:
             warnings.warn(
                 "TopAgg(deterministic=True) draws its noise from a seed that anyone can repeat: it "
@@ -208,26 +208,45 @@ class TopAgg(Compressor):
         some = max(1, _CHUNK // (releases * size))
         total = xp.zeros((releases * size,), "int32", xp.device(grads))
         for first in range(0, rows, some):
-            seed = random.key("topagg", info.name, info.step, info.rank, first)
-            total = total + self._votes_of_some(grads[first : first + some], seed)
+            words = ("topagg", info.name, info.step, info.rank, first)
+            total = total + self._votes_of_some(grads[first : first + some], words)
         return total
 
-    def _votes_of_some(self, grads: Tensor, seed: Any) -> Tensor:
+    def _votes_of_some(self, grads: Tensor, words: tuple[Any, ...]) -> Tensor:
         xp = namespace(grads)
         rows, releases, size = xp.shape(grads)
-        x, device = xp.reshape(xp.finite(grads), (rows * releases, size)), xp.device(grads)
+        x = xp.reshape(xp.finite(grads), (rows * releases, size))
         index = xp.largest_index(x, self.k)
         values = xp.reshape(xp.take(xp.reshape(x, (-1,)), index), (rows * releases, self.k))
         bound = xp.bucket_norms(values, self.k, "max")
         voting = bound > 0
         if self.clip is not None:
-            bound = xp.minimum(bound, xp.full((1,), self.clip, "float32", device))
+            bound = xp.minimum(bound, xp.full((1,), self.clip, "float32", xp.device(grads)))
         bound = (bound + (1 - xp.cast(voting, "float32")))[:, None]  # nothing is divided by 0
         chance = xp.minimum(xp.maximum(values, -bound), bound) / bound * 0.5 + 0.5
-        drawn = random.uniform(xp, rows * releases * self.k, seed, device)
+        drawn = self._draws(xp, index, values, size, words)
         signs = xp.cast(xp.reshape(drawn, (-1, self.k)) < chance, "int32") * 2 - 1
         signs = signs * xp.cast(voting, "int32")[:, None]
         return xp.sum_at(index % (releases * size), xp.reshape(signs, (-1,)), releases * size)
+
+    def _draws(
+        self, xp: ModuleType, index: Tensor, values: Tensor, size: int, words: tuple[Any, ...]
+    ) -> Tensor:
+        """What chances are compared with, one for each of `values`: secret, as the noise is.
+
+        From known seeds (in tests) draws belong to a teacher's place, or to an example's gradient:
+        by their place, removing an example would change the signs of all that follow it.
+        """
+        rows, device = xp.shape(values)[0], xp.device(values)
+        if self.sigma and not self.deterministic:
+            return xp.secret_uniform(rows * self.k, device)
+        if self.unit != "example":
+            return random.uniform(xp, rows * self.k, random.key(*words), device)
+        bits = xp.cast(xp.from_bytes(xp.to_bytes(values), "int32", (-1,)), "int64")
+        mixed = random.key(bits, xp.cast(index % size, "int64"))
+        own = xp.sum_at(index // size, xp.cast(mixed - (1 << 31), "int32"), rows)
+        seeds = random.key(*words[:-1], xp.cast(own, "int64"))
+        return random.uniform(xp, self.k, seeds[:, None], device)
 
     def wire(self, ranks: int) -> str:
         """The integers in which votes travel: room for all votes and for the noise."""

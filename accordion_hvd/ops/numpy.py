@@ -260,6 +260,11 @@ def finite(x: Array) -> Array:
     return values
 
 
+def secret_uniform(count: int, device: Any = None) -> Array:
+    """`count` fp32 values in [0, 1) that nobody can repeat; see `secret_normal`."""
+    return secret.uniform(count).astype(np.float32)
+
+
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Array:
     """`count` integers, rounded from normal values of deviation `sigma`, that nobody can repeat.
 

@@ -14,8 +14,8 @@ import numpy as np
 
 
 def uniform(count: int) -> np.ndarray:
-    """`count` secret fp64 values in [0, 1)."""
-    return (_words(count) >> np.uint64(11)) * 2.0**-53
+    """`count` secret fp64 values in [0, 1), multiples of 2^-24, so that fp32 has them too."""
+    return (_words(count) >> np.uint64(40)) * 2.0**-24
 
 
 def normal(count: int) -> np.ndarray:

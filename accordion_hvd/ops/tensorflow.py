@@ -219,6 +219,12 @@ def finite(x: Tensor) -> Tensor:
     return tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
 
 
+def secret_uniform(count: int, device: Any = None) -> Tensor:
+    """`count` fp32 values in [0, 1) that nobody can repeat."""
+    draw = lambda: secret.uniform(count).astype(np.float32)  # noqa: E731
+    return _on_host(draw, [], tf.float32, (count,))
+
+
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
     """`count` integers that nobody can repeat; see `accordion_hvd.ops.numpy`."""
     return _on_host(

@@ -285,6 +285,11 @@ def finite(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 0.0)
 
 
+def secret_uniform(count: int, device: Any = None) -> Tensor:
+    """`count` fp32 values in [0, 1) that nobody can repeat."""
+    return torch.from_numpy(secret.uniform(count)).float().to(device)
+
+
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
     """`count` integers that nobody can repeat; see `accordion_hvd.ops.numpy`."""
     return torch.from_numpy(secret.rounded_normal(count, sigma, dtype)).to(device)
