@@ -344,8 +344,10 @@ def draw(pictures: dict[str, torch.Tensor], shape: tuple[int, ...], path: Path) 
     figure, axes = pyplot.subplots(1, len(pictures), figsize=(3.2 * len(pictures), 3.5))
     for axis, (title, images) in zip(np.atleast_1d(axes), pictures.items(), strict=True):
         classes, columns, _ = images.shape
-        tiles = images.reshape(classes, columns, *shape).permute(0, 2, 1, 3)
-        axis.imshow(tiles.reshape(classes * shape[0], -1), cmap="gray", vmin=-1, vmax=1)
+        tiles = images.numpy().reshape(classes, columns, *shape)
+        tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=1.0)
+        sheet = tiles.transpose(0, 2, 1, 3).reshape(classes * (shape[0] + 1), -1)
+        axis.imshow(sheet, cmap="gray", vmin=-1, vmax=1)
         axis.set_title(title)
         axis.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
