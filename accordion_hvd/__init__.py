@@ -27,6 +27,7 @@ _HOME = {
         "Tensor",
     ),
     "ops": ("namespace",),
+    "privacy": ("BudgetSpent", "PrivacyBudget"),
     "words": ("parse",),
 }
 

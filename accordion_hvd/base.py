@@ -212,12 +212,18 @@ class Compressor(NotForStockHorovod):
             not finite if the gradient is not, and what it did to the state can be undone. That
             saves the pass over memory that else looks for them.
         reads: whether it is told the weights (`Info.parameter`).
-        private: keys of the state that are of use to this rank alone.
+        local: keys of the state that are of use to this rank alone.
         contracts: whether what it keeps of x = error + gradient is always shorter than x by some
             factor, at least in expectation, and what it sends depends on that sum alone.
         by_machine: whether it asks who shares a machine.
         in_parts: whether its state is then that of a part of the tensor (`whole`), and what other
             levels owe reaches it with the next gradient.
+        private: whether only what it returns may become known of gradients. It then serves a whole
+            model as one vector, alone: under no policy but `Fixed`, with nothing beside it. It
+            counts what is not finite as nothing, since a flag would tell.
+        several: whether a rank gives the gradients of several contributors, along a new first
+            dimension, however many.
+        budget: a `PrivacyBudget` that its exchanges are entered in, if there is any.
     """
 
     target: ClassVar[str] = "gradient"
@@ -226,10 +232,13 @@ class Compressor(NotForStockHorovod):
     stacks: ClassVar[str] = ""
     checks: ClassVar[bool] = False
     reads: ClassVar[bool] = False
-    private: ClassVar[tuple[str, ...]] = ("error",)
+    local: ClassVar[tuple[str, ...]] = ("error",)
     contracts: ClassVar[bool] = False
     by_machine: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
+    private: ClassVar[bool] = False
+    several: ClassVar[bool] = False
+    budget: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A compressor shows its first argument, and of the others those that were chosen."""
@@ -326,6 +335,13 @@ class Compressor(NotForStockHorovod):
     def report(self, state: State) -> dict[str, Tensor]:
         """Tensors of one element that say how the method fares; see `Exchange.stats`."""
         return {}
+
+    def spend(self) -> None:
+        """An exchange is about to begin: enter it in the budget, which may refuse it."""
+
+    def affords(self) -> bool:
+        """Whether `spend` would not be refused."""
+        return True
 
     def park(self, state: State) -> State:
         """What to keep while another level serves; the residual has been handed over."""

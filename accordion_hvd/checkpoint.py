@@ -266,7 +266,7 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
 def _tell(exchange: Exchange, ranks: int) -> None:
     """Say what becomes of optimizers' errors on another number of ranks."""
     rules = {slot.compressor for slot in exchange.slots if isinstance(slot.compressor, Rule)}
-    kinds = {type(rule).__name__: rule.REGROUPED for rule in rules if rule.private}
+    kinds = {type(rule).__name__: rule.REGROUPED for rule in rules if rule.local}
     size = exchange.communicator.size
     for name, text in sorted(kinds.items()):
         waiting = "; what waited in another stage is dropped"

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,8 @@ class Exchange:
             ValueError: one of them cannot be exchanged (`Compressor.accept`).
         """
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
+        if self.policy.private:
+            check_private(self.policy, [*(slot.bucket for slot in self.slots), *buckets], self.skip)
         for bucket in buckets:
             spec = self._spec(bucket, tensors)
             for level in self._levels(bucket):
@@ -273,6 +276,8 @@ class Exchange:
 
     def _packed(self, index: int, parts: Sequence[Tensor], buffer: Tensor = None) -> Tensor:
         unit = self.plan.units[index]
+        if self.policy.several:
+            return self.xp.beside([_rows(self.xp, part) for part in parts])
         if unit.stacked == "alike":
             return self.xp.stack(parts, buffer)
         if unit.stacked or self.slots[unit.buckets[0]].bucket.packed:
@@ -483,7 +488,8 @@ class Exchange:
         would send; payload, sent, received: see `traffic`; between: `sent` without what is known
         to have stayed within a machine (see `machines`); ratio: dense_sent / sent; seconds: in
         encoding (until the first request), waiting, and decoding (after it); reports: for each
-        bucket whose method has something to say of itself, what (`Compressor.report`).
+        bucket whose method has something to say of itself, what (`Compressor.report`); privacy:
+        what has been spent (`PrivacyBudget.stats`), if there is a budget.
         """
         ranks = self.communicator.size
         dense_sent = 2 * (ranks - 1) / ranks * self.dense_bytes
@@ -499,6 +505,7 @@ class Exchange:
             "ratio": dense_sent / sent if sent else math.nan,
             "seconds": dict(self.seconds),
             "reports": self._reports(),
+            "privacy": self.policy.budget.stats() if self.policy.budget is not None else {},
         }
 
     def _reports(self) -> dict[str, dict[str, float]]:
@@ -512,3 +519,25 @@ class Exchange:
     def levels(self) -> dict[str, str]:
         """Which compressor serves each bucket now."""
         return {slot.bucket.name: repr(slot.compressor) for slot in self.slots}
+
+
+def check_private(policy: Policy, buckets: Sequence[Bucket], skip: Sequence[str]) -> None:
+    """Raise ValueError where something would travel beside the one vector that is protected."""
+    if skip:
+        raise ValueError(
+            f"skip is {tuple(skip)!r}, but must be () with {policy!r}: what it names would travel "
+            "unprotected."
+        )
+    if len(buckets) > 1:
+        kinds = ", ".join(f"{bucket.name} ({bucket.dtype})" for bucket in buckets)
+        raise ValueError(
+            f"{policy!r} takes the whole model as one vector, but there are {len(buckets)}: "
+            f"{kinds}. All its parameters must be of one dtype, on one device, and there from the "
+            "beginning."
+        )
+
+
+def _rows(xp: ModuleType, part: Tensor) -> Tensor:
+    """Several contributors' gradients of one tensor, as a matrix."""
+    count, *shape = xp.shape(part)
+    return xp.reshape(part, (count, math.prod(shape)))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Program = Generator[Any, Any, list[Any]]
 
+_SMALL = ("int8", "uint8", "int16", "uint16")
+"""Integers that engines do not add everywhere (Horovod's for PyTorch: none of them)."""
+
 _APART = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
 
 
@@ -51,6 +54,8 @@ def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
         half = dtype in ("float16", "bfloat16") and request.op == "mean"
         if half and not (communicator.half_allreduce and dtype == "float16"):
             return "half", dtype, group
+        if dtype in _SMALL and request.op == "sum":
+            return "small", dtype, group
         return "reduce", dtype, request.op, group
     if isinstance(request, Allgather):
         return ("uneven" if request.uneven else "gather"), group
@@ -126,6 +131,30 @@ def _reduce_half(
     flat = yield communicator.allgather(f"{name}.means", mean, group)
     likes = [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]
     return xp.from_wire(flat, wire, likes)
+
+
+def _reduce_small(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+) -> Program:
+    """Sums of small integers, which wrap around: parts to their owners, added there, and back.
+
+    As many bytes as a ring allreduce.
+    """
+    _count(communicator, traffic, requests)
+    xp, group = communicator.xp, requests[0].group
+    ranks, kind = communicator.ranks(group), xp.dtype(requests[0].tensor)
+    sizes = [_elements(xp, request.tensor) for request in requests]
+    part = -(-sum(sizes) // ranks)
+    filling = xp.zeros((part * ranks - sum(sizes),), kind, xp.device(requests[0].tensor))
+    flat = xp.concat([*(xp.reshape(request.tensor, (-1,)) for request in requests), filling])
+    theirs = yield communicator.alltoall(f"{name}.parts", xp.to_bytes(flat), group)
+    rows = xp.unstack(xp.from_bytes(theirs, kind, (ranks, part)))
+    total = sum(rows[1:], rows[0])
+    flat = yield communicator.allgather(f"{name}.sums", xp.to_bytes(total), group)
+    _compare_sizes(xp, flat, xp.shape(xp.to_bytes(total))[0] * ranks, name)
+    pieces = xp.split(xp.from_bytes(flat, kind, (-1,)), [*sizes, part * ranks - sum(sizes)])
+    shaped = zip(pieces, requests, strict=False)
+    return [xp.reshape(piece, xp.shape(request.tensor)) for piece, request in shaped]
 
 
 def _gather(
@@ -260,6 +289,7 @@ def _shares(
 _PROGRAMS: dict[str, Callable[..., Program]] = {
     "reduce": _reduce,
     "half": _reduce_half,
+    "small": _reduce_small,
     "gather": _gather,
     "uneven": _gather_uneven,
     "broadcast": _broadcast,

@@ -28,6 +28,7 @@ from accordion_hvd.compressors import (
     SketchedSGD,
     TernGrad,
     Threshold,
+    TopAgg,
     TopK,
     TwoLevel,
 )
@@ -63,6 +64,7 @@ SHELF = (
     Volume(RandomK(0.01), "2*(n-1)/n * 4*k"),
     Volume(TopK(0.01), "(n-1) * (4*k + packed(k, d))"),
     Volume(TopK(0.01, "float16"), "(n-1) * (2*k + packed(k, d))"),
+    Volume(TopAgg(200, None, 700.0, 0.1), "2*(n-1)/n * 2*d"),
     Volume(Threshold(3.0), ""),
     Volume(ScaleCom(0.01), "(n-1)/n * packed(k, d) + 2*(n-1)/n * 4*k"),
     Volume(AdaComp(), "", after=2),

@@ -168,7 +168,8 @@ class World:
         """One exchange.
 
         Args:
-            gradients: for each rank, name to tensor; names and shapes alike on all. Their memory
+            gradients: for each rank, name to tensor; names and shapes alike on all (but for the
+                first dimension, where a method takes those of several contributors). Their memory
                 may be used.
             lr: the learning rate now.
             weights: for each rank, name to tensor, for methods that read them.
@@ -203,8 +204,7 @@ class World:
 
     def _build(self, gradients: Mapping[str, Tensor]) -> None:
         xp = namespace(next(iter(gradients.values())))
-        specs = {name: xp.spec(x) for name, x in gradients.items()}
-        tensors = [TensorInfo(name, spec.shape, spec.dtype) for name, spec in specs.items()]
+        tensors = [TensorInfo(name, *self._kind(x)) for name, x in gradients.items()]
         ranks = range(self._hub.ranks)
         self._links = [SimulatedCommunicator(self._hub, rank, xp) for rank in ranks]
         self.exchanges = [
@@ -219,10 +219,15 @@ class World:
             names = [tensor.name for tensor in known]
             check.refuse(self, "names of gradients", list(gradients), f"those of rank 0, {names}")
         for tensor in known:
-            spec = namespace(gradients[tensor.name]).spec(gradients[tensor.name])
-            if (spec.shape, spec.dtype) != (tensor.shape, tensor.dtype):
-                found, wanted = (f"{x.dtype} {x.shape}" for x in (spec, tensor))
+            shape, dtype = self._kind(gradients[tensor.name])
+            if (shape, dtype) != (tensor.shape, tensor.dtype):
+                found, wanted = f"{dtype} {shape}", f"{tensor.dtype} {tensor.shape}"
                 check.refuse(self, f"gradient of {tensor.name}", found, f"{wanted}, as at first")
+
+    def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str]:
+        """Shape (without the contributors', where there are several) and dtype."""
+        spec = namespace(gradient).spec(gradient)
+        return spec.shape[1 if self._policies[0].several else 0 :], spec.dtype
 
     def _decide(self, lr: float) -> None:
         if all([e.due(e.rates(lr)) for e in self.exchanges]):

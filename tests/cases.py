@@ -33,6 +33,7 @@ from accordion_hvd import (
     SketchedSGD,
     TernGrad,
     Threshold,
+    TopAgg,
     TopK,
     TwoLevel,
 )
@@ -64,6 +65,7 @@ class Case:
             call, whose random numbers or buckets are others then.
         wanted: what the result is near, given the ranks' gradients and the step; their mean.
         uneven: how much is sent depends on values; `rounds` is None, and no graph can be traced.
+        private: a gradient that is not finite counts as nothing, and nobody is told.
         momentum: what comes back is an update with momentum, so that gradients' sums say nothing.
     """
 
@@ -80,6 +82,7 @@ class Case:
     apart: float = 0.0
     wanted: Callable[[Gradients, int], np.ndarray] = lambda gradients, step: exact_mean(gradients)
     uneven: bool = False
+    private: bool = False
     momentum: bool = False
 
     @property
@@ -299,6 +302,23 @@ def sketched(ratio: float, rows: int, columns: float) -> Case:
     return Case(compressor, rounds, feedback=True, full=SketchedSGD(1.0, momentum=0))
 
 
+def vote_of_the_largest(gradients: Gradients, step: int) -> np.ndarray:
+    """Each rank's sign where its largest element is; the mean."""
+    votes = np.zeros((len(gradients), gradients[0].size))
+    for vote, gradient in zip(votes, gradients, strict=True):
+        flat = gradient.reshape(-1)
+        most = np.abs(flat).argmax()
+        vote[most] = np.sign(flat[most])
+    return votes.mean(0).reshape(gradients[0].shape)
+
+
+def topagg() -> Case:
+    """Without noise, and so certain of its signs; what noise does is in `test_topagg.py`."""
+    method = TopAgg(1, None, 0.0, unprotected=True)
+    claims = {"wanted": vote_of_the_largest, "guarded": False, "private": True}
+    return Case(method, lambda shape, itemsize: [("allreduce", math.prod(shape))], **claims)
+
+
 def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
     def rounds(shape: Shape, own: int) -> Rounds:
         return [("allreduce", (itemsize or own) * math.prod(shape))]
@@ -327,6 +347,7 @@ CASES = [
     topk(0.1),
     topk(0.01),
     topk(0.1, "float16"),
+    topagg(),
     randomk(0.1),
     randomk(0.01),
     sketched(0.01, rows=5, columns=10),
@@ -378,6 +399,7 @@ REFUSED = [
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
+    (TwoLevel, "compressor", TopAgg(1, None, 1.0)),
     *[(QSGD, "bits", bad) for bad in (0, 9, -1, 2.5, math.nan, "a", True, None)],
     *[(QSGD, "bucket", bad) for bad in (0, -512, 1.5, math.inf, "a", True, None)],
     *[(QSGD, "norm", bad) for bad in ("l1", 2, None)],

@@ -23,6 +23,8 @@ SUITES = {
     "keras_optimizer_checks.py": [("mpirun", 2)],
     "graph_checks.py": BOTH,
     "graph_training_checks.py": [("gloo", 2)],
+    "privacy_torch_checks.py": [("gloo", 1), *BOTH],
+    "privacy_keras_checks.py": BOTH[:1],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

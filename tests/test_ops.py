@@ -121,6 +121,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
     ("take", (V, INDEX), 0),
+    ("beside", ([X, X[:, :2]],), 0),
+    ("sum_at", (np.int32([3, 0, 3, 6]), np.int32([1, -1, 1, 5]), 8), 0),
+    ("sum_at", (INDEX[:0], INDEX[:0], 3), 0),
+    *[("finite", (x,), 0) for x in (X, NAN, INF, V.astype(np.float16), np.float64([1e300]))],
     ("largest_index", (V, 7), 0),
     ("largest_index", (V, 40), 0),
     ("largest_index", (V, 1), 0),
@@ -221,7 +225,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("either", (False, X, Y), 0),
 ]
 COVERED = {"spec", "shape", "dtype", "device", "asarray", "to_numpy", "symbolic"}
-COVERED |= {"from_bytes"}
+COVERED |= {"from_bytes", "secret_normal", "secret_uniform"}  # the last two: test_topagg.py
 RESULTS = [row for row in RESULTS if hasattr(NUMPY.xp, row[0])]
 
 

@@ -123,7 +123,7 @@ def test_state(row: Row) -> None:
         state = world.exchanges[1].slots[0].state
         assert state is not None
         assert {key: (x.shape, str(x.dtype)) for key, x in state.items()} == forms
-        assert set(row.rule.private) <= set(forms)
+        assert set(row.rule.local) <= set(forms)
 
 
 @by_row
@@ -164,7 +164,7 @@ def test_moments_go_along_when_stages_change(row: Row) -> None:
     world.step([{"w": g} for g in now])
     for exchange in world.exchanges:
         slot = exchange.slots[0]
-        own = {key: slot.state[key].copy() for key in row.rule.private}
+        own = {key: slot.state[key].copy() for key in row.rule.local}
         exchange.switch(slot, 0)
         assert slot.owed is None
         exchange.switch(slot, 1)
@@ -187,7 +187,7 @@ def test_another_number_of_ranks_goes_on(row: Row, sizes: tuple[int, int]) -> No
         made = row.rule.regroup(states, spec, info)
         forms = {key: x.shape for key, x in row.rule.init(spec, info).items()}
         assert {key: x.shape for key, x in made.items()} == forms
-        for key in set(states[0]) - set(row.rule.private):
+        for key in set(states[0]) - set(row.rule.local):
             assert np.array_equal(made[key], states[0][key])
         other = row.rule.foreign(states[0], spec, info)
         assert {key: x.shape for key, x in other.items()} == forms

@@ -16,6 +16,7 @@ from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
 from accordion_hvd.compressors.sketched_sgd import SketchedSGD
 from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.threshold import Threshold
+from accordion_hvd.compressors.topagg import TopAgg
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
@@ -38,6 +39,7 @@ __all__ = [
     "SketchedSGD",
     "TernGrad",
     "Threshold",
+    "TopAgg",
     "TopK",
     "TwoLevel",
 ]

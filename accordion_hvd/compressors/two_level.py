@@ -61,6 +61,8 @@ class TwoLevel(Compressor):
         if not isinstance(self.compressor, Compressor):
             allowed = "a Compressor such as PowerSGD(1)"
             check.refuse(self, "compressor", self.compressor, allowed)
+        if self.compressor.private:
+            check.refuse(self, "compressor", self.compressor, "one that is not private")
         for aspect in ("target", "output", "scope"):
             object.__setattr__(self, aspect, getattr(self.compressor, aspect))
         stacks = "any" if self.compressor.stacks == "any" else ""

@@ -156,7 +156,9 @@ LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 """Environment variables in which launchers say which process of its machine this one is."""
 
 
-def read(description: str, arguments: Sequence[str] | None = None, kind: Any = Settings) -> Any:
+def read(
+    description: str | None, arguments: Sequence[str] | None = None, kind: Any = Settings
+) -> Any:
     """The settings that the command line asks for.
 
     What is wrong ends the process with status 2 and one sentence that names the key, its value and
@@ -183,7 +185,7 @@ def stop(sentence: str) -> NoReturn:
 
 
 def parse_settings(
-    description: str, arguments: Sequence[str] | None = None, kind: Any = Settings
+    description: str | None, arguments: Sequence[str] | None = None, kind: Any = Settings
 ) -> Any:
     """Like `read`, but raises ValueError."""
     try:
@@ -245,6 +247,7 @@ def allowed(key: str, kind: Any = Settings) -> str:
         list[str]: "a list of texts",
         list[float]: "a list of numbers",
         str | None: "a text or null",
+        float | None: "a number or null",
         int | None: "an integer or null",
     }
     return words.get(hint, "a word such as 'topk:0.01' or a mapping with low and high")

@@ -82,7 +82,8 @@ class Record:
         now = exchange.stats() if exchange is not None else _NOTHING
         total = {key: now[key] + self.before.get(key, 0) for key in _NOTHING if key != "ratio"}
         ratio = total["dense_sent"] / total["sent"] if total["sent"] else math.nan
-        return {**total, "ratio": ratio, "times": dict(now.get("seconds", {}))}
+        more = {"times": dict(now.get("seconds", {})), "privacy": now.get("privacy", {})}
+        return {**total, "ratio": ratio, **more}
 
     def write(self, exchange: Exchange | None) -> Row:
         """Write the result so far; returns it."""

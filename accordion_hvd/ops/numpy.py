@@ -11,7 +11,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.selection import largest
 
 Array = np.ndarray
@@ -129,6 +129,11 @@ def symbolic(x: Array) -> bool:
 def concat(parts: Sequence[Array]) -> Array:
     """Vectors one after the other."""
     return np.concatenate(parts)
+
+
+def beside(parts: Sequence[Array]) -> Array:
+    """Matrices with equally many rows, side by side."""
+    return np.concatenate(parts, axis=1)
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
@@ -318,6 +323,35 @@ def add_at(x: Array, index: Array, values: Array) -> Array:
 def take(x: Array, index: Array) -> Array:
     """The elements of the vector `x` at `index`."""
     return x[index]
+
+
+def sum_at(index: Array, values: Array, size: int) -> Array:
+    """`size` int32 values: for each, the sum of `values` (int32) whose `index` (int32) names it."""
+    out = np.zeros(size, np.int32)
+    np.add.at(out, index, values)
+    return out
+
+
+def finite(x: Array) -> Array:
+    """`x` as fp32 (in memory of its own), with 0 for each element that is not finite."""
+    with np.errstate(over="ignore"):
+        values = np.array(x, np.float32)
+    values[~np.isfinite(values)] = 0
+    return values
+
+
+def secret_uniform(count: int, device: Any = None) -> Array:
+    """`count` fp32 values in [0, 1) that nobody can repeat; see `secret_normal`."""
+    return secret.uniform(count).astype(np.float32)
+
+
+def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Array:
+    """`count` integers, rounded from normal values of deviation `sigma`, that nobody can repeat.
+
+    From the operating system's cryptographic source; anew each time, within graphs too. What
+    `dtype` cannot hold wraps around. See `accordion_hvd.ops.secret`.
+    """
+    return secret.rounded_normal(count, sigma, dtype)
 
 
 def largest_index(x: Array, count: int) -> Array:

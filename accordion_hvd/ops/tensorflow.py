@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from accordion_hvd import check
 from accordion_hvd.base import Spec, Tensor
-from accordion_hvd.ops import bins, count_sketch, indices, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.selection import largest
 
@@ -121,6 +121,11 @@ def symbolic(x: Tensor) -> bool:
 def concat(parts: Sequence[Tensor]) -> Tensor:
     """Vectors one after the other."""
     return tf.concat(list(parts), 0)
+
+
+def beside(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices with equally many rows, side by side."""
+    return tf.concat(list(parts), 1)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -250,6 +255,30 @@ def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """The elements of the vector `x` at `index`."""
     return tf.gather(x, index)
+
+
+def sum_at(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """`size` int32 values: for each, the sum of `values` (int32) whose `index` (int32) names it."""
+    return tf.math.unsorted_segment_sum(values, index, size)
+
+
+def finite(x: Tensor) -> Tensor:
+    """`x` as fp32, with 0 for each element that is not finite."""
+    values = tf.cast(x, tf.float32)
+    return tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
+
+
+def secret_uniform(count: int, device: Any = None) -> Tensor:
+    """`count` fp32 values in [0, 1) that nobody can repeat."""
+    draw = lambda: secret.uniform(count).astype(np.float32)  # noqa: E731
+    return _on_host(draw, [], tf.float32, (count,))
+
+
+def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
+    """`count` integers that nobody can repeat; see `accordion_hvd.ops.numpy`."""
+    return _on_host(
+        lambda: secret.rounded_normal(count, sigma, dtype), [], tf.as_dtype(dtype), (count,)
+    )
 
 
 def largest_index(x: Tensor, count: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from accordion_hvd import check
 from accordion_hvd.base import Spec
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
 
@@ -111,6 +111,11 @@ def symbolic(x: Tensor) -> bool:
 def concat(parts: Sequence[Tensor]) -> Tensor:
     """Vectors one after the other."""
     return torch.cat(list(parts))
+
+
+def beside(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices with equally many rows, side by side."""
+    return torch.cat(list(parts), 1)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -338,6 +343,28 @@ def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """The elements of the vector `x` at `index`."""
     return torch.index_select(x, 0, index)
+
+
+def sum_at(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """`size` int32 values: for each, the sum of `values` (int32) whose `index` (int32) names it."""
+    out = torch.zeros(size, dtype=torch.int32, device=index.device)
+    return out.index_add_(0, index, values)
+
+
+def finite(x: Tensor) -> Tensor:
+    """`x` as fp32 (in memory of its own), with 0 for each element that is not finite."""
+    values = x.float()
+    return torch.where(torch.isfinite(values), values, 0.0)
+
+
+def secret_uniform(count: int, device: Any = None) -> Tensor:
+    """`count` fp32 values in [0, 1) that nobody can repeat."""
+    return torch.from_numpy(secret.uniform(count)).float().to(device)
+
+
+def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
+    """`count` integers that nobody can repeat; see `accordion_hvd.ops.numpy`."""
+    return torch.from_numpy(secret.rounded_normal(count, sigma, dtype)).to(device)
 
 
 def largest_index(x: Tensor, count: int) -> Tensor:

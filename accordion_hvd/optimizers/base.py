@@ -32,7 +32,7 @@ class Rule(Compressor):
 
     output: ClassVar[str] = "update"
     stacks: ClassVar[str] = "alike"
-    private: ClassVar[tuple[str, ...]] = ()
+    local: ClassVar[tuple[str, ...]] = ()
 
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
     REGROUPED: ClassVar[str] = "nothing is lost"
@@ -67,11 +67,11 @@ class Rule(Compressor):
 
     def park(self, state: State) -> State:
         """What is this rank's own waits here; all else goes along."""
-        return {key: value for key, value in state.items() if key in self.private}
+        return {key: value for key, value in state.items() if key in self.local}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what is alike on all ranks."""
-        shared = [key for key in state if key in other_state and key not in self.private]
+        shared = [key for key in state if key in other_state and key not in self.local]
         return {**state, **{key: other_state[key] for key in shared}}
 
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
@@ -80,7 +80,7 @@ class Rule(Compressor):
         What is alike on all ranks is kept, what a rank had of its own is dropped, unless a method
         knows better.
         """
-        kept = {key: value for key, value in states[0].items() if key not in self.private}
+        kept = {key: value for key, value in states[0].items() if key not in self.local}
         return self.init(spec, info) | kept
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:

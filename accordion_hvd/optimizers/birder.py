@@ -102,7 +102,7 @@ class Birder(Rule):
                 check.refuse(self, name, getattr(self, name), "True or False")
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
-        object.__setattr__(self, "private", (*(() if self.shared else MOMENTS), *own))
+        object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
         object.__setattr__(self, "stacks", "" if own else "alike")
         object.__setattr__(self, "by_machine", self.within is not None and not alone)
 
@@ -113,7 +113,7 @@ class Birder(Rule):
     def init(self, spec: Spec, info: Info) -> State:
         """`m` and `b`, (size,); with feedback, what draws lacked: `error`, and `server` (chunk)."""
         sizes = {"m": spec.size, "b": spec.size}
-        if "error" in self.private:
+        if "error" in self.local:
             sizes |= {"error": spec.size, "server": Chunks(spec.size, info.size).length}
         own = {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
         return super().init(spec, info) | own
@@ -181,7 +181,7 @@ class Birder(Rule):
 
     def park(self, state: State) -> State:
         """Errors wait here; moments go along."""
-        return {key: x for key, x in state.items() if key in self.private and key not in MOMENTS}
+        return {key: x for key, x in state.items() if key in self.local and key not in MOMENTS}
 
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Means of the ranks' m and b, which keep |m| <= b; all that draws owed as everyone's."""

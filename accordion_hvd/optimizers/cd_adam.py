@@ -130,7 +130,7 @@ class CDAdam(ExactCDAdam):
     """
 
     REGROUPED: ClassVar[str] = "all replicas are the ranks' mean"
-    private: ClassVar[tuple[str, ...]] = ("error", "server")
+    local: ClassVar[tuple[str, ...]] = ("error", "server")
 
     compressor: Compressor | None = None
     exact_first: bool = False
@@ -148,7 +148,7 @@ class CDAdam(ExactCDAdam):
         if why:
             allowed = "None (scaled signs), or one that contracts, such as TopK(0.01)"
             check.refuse(self, "compressor", self.compressor, f"{allowed}: this one {why}")
-        object.__setattr__(self, "private", self.compressor.private)
+        object.__setattr__(self, "local", self.compressor.local)
         object.__setattr__(self, "stacks", self.compressor.stacks)
 
     def dense(self) -> ExactCDAdam:
@@ -263,7 +263,7 @@ class CDAdam(ExactCDAdam):
         copied = namespace(state["m"]).copy
         state["estimate"] = copied(other_state["estimate"])
         if self.compressor is None or other.compressor is None:
-            return {**state, **{key: copied(other_state[key]) for key in self.private}}
+            return {**state, **{key: copied(other_state[key]) for key in self.local}}
         state = self.compressor.inherit(state, other.compressor, other_state)
         owed = copied(other.compressor.residual(other_state))
         return self.compressor.with_residual(state, owed)

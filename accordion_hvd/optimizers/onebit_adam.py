@@ -56,7 +56,7 @@ class OnebitAdam(Adam):
     """
 
     REGROUPED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
-    private: ClassVar[tuple[str, ...]] = ("error", "server")
+    local: ClassVar[tuple[str, ...]] = ("error", "server")
 
     warmup_steps: int | str = "auto"
     scale: str = "l2"

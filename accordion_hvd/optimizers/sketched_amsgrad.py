@@ -130,7 +130,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
     """
 
     REGROUPED: ClassVar[str] = "momentum and what is owed are the ranks' means"
-    private: ClassVar[tuple[str, ...]] = ("m", "error")
+    local: ClassVar[tuple[str, ...]] = ("m", "error")
 
     ratio: float = 0.0022
     rows: int = 5
@@ -232,7 +232,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
 
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Ranks' means of momentum and of what they owe, on every rank."""
-        means = {key: sum(state[key] for state in states) / len(states) for key in self.private}
+        means = {key: sum(state[key] for state in states) / len(states) for key in self.local}
         return super().regroup(states, spec, info) | means
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:

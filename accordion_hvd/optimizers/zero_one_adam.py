@@ -75,7 +75,7 @@ class ZeroOneAdam(Adam):
     DECAYS: ClassVar[bool] = True
     ASSIGNS: ClassVar[bool] = True
     REGROUPED: ClassVar[str] = "momentum, steps and errors are the ranks' means"
-    private: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
+    local: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
 
     var_freeze_step: int = 100_000
     var_update_scaler: int = 16

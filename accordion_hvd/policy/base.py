@@ -29,6 +29,9 @@ class Policy(NotForStockHorovod, abc.ABC):
             average) or None (nobody's).
         target, output, scope: what its levels declare (`Compressor`), all alike.
         by_machine: whether one of its levels asks who shares a machine.
+        private, several: what its one level declares.
+        fixed: whether one level serves all the time.
+        budget: what exchanges are entered in that cost privacy; None where nothing is.
         history: the rows of all decisions so far.
         gate: lets it have its way only where that saves time; None: always.
         KEPT: attributes that checkpoints hold besides; subclasses add theirs.
@@ -40,6 +43,10 @@ class Policy(NotForStockHorovod, abc.ABC):
     output: str = "gradient"
     scope: str = "tensor"
     by_machine: bool = False
+    private: bool = False
+    several: bool = False
+    fixed: bool = False
+    budget: Any = None
     gate: Gate | None = None
     watches: str | None = None
     KEPT: ClassVar[tuple[str, ...]] = ()
@@ -116,6 +123,10 @@ class Policy(NotForStockHorovod, abc.ABC):
     def disturbed(self, names: Sequence[str]) -> None:
         """A gate has changed what serves these buckets."""
 
+    def affords(self) -> bool:
+        """Whether privacy leaves room for another exchange."""
+        return True
+
     def end_window(self) -> None:
         """The user says that a window (an epoch) ends here."""
 
@@ -165,14 +176,16 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
 
     Raises:
         TypeError: one is no compressor.
-        ValueError: they differ in target, output or scope, or in what serves exempt tensors; or
-            under one, the ranks' weights differ at times, when no other may follow.
+        ValueError: they differ in target, output or scope, or in what serves exempt tensors; a
+            private one is not alone; or under one, the ranks' weights differ at times, when no
+            other may follow.
     """
     for level in levels:
         if not isinstance(level, Compressor):
             raise TypeError(
                 f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
             )
+    _keep_private(owner, levels)
     alone = [x for x in levels if type(x).synchronous is not Compressor.synchronous]
     if alone and len({repr(level) for level in levels}) > 1:
         raise ValueError(
@@ -187,6 +200,39 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
     _compare(owner, "what serves exempt tensors", {repr(x): x.plain() for x in levels})
     owner._plain = levels[0].plain()
     owner.by_machine = any(level.by_machine for level in levels)
+
+
+def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:
+    private = [level for level in levels if level.private]
+    if private and (len(levels) > 1 or not owner.fixed):
+        raise ValueError(
+            f"{type(owner).__name__}: {private[0]!r} is private and can be no level among others, "
+            "which would send what it hides; let it serve alone, as compression=TopAgg(...)."
+        )
+    owner.private, owner.several = bool(private), any(level.several for level in private)
+
+
+def check_private(policy: Policy, ranks: int, members: int, passes: int = 1) -> None:
+    """Raise ValueError where a private policy could not keep its promise; equal on all ranks.
+
+    Args:
+        policy: any; others pass.
+        ranks: of the job.
+        members: those that exchange.
+        passes: backward passes that add up to one exchange.
+    """
+    if not policy.private:
+        return
+    if members < ranks:
+        raise ValueError(
+            f"{policy!r} is private and must serve all {ranks} ranks, but the process set has "
+            f"{members}: the others would train on their own gradients."
+        )
+    if policy.several and passes != 1:
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: gradients of "
+            "single contributors do not add up."
+        )
 
 
 def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:

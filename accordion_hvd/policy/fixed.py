@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from accordion_hvd import check
 from accordion_hvd.base import Compressor
 from accordion_hvd.policy.base import Policy, agree
 from accordion_hvd.policy.gate import Gate, as_gate
@@ -18,6 +20,8 @@ class Fixed(Policy):
         gate: "auto": use them only where that saves time (see `Gate`).
     """
 
+    fixed = True
+
     def __init__(
         self,
         compressor: Compressor,
@@ -29,11 +33,33 @@ class Fixed(Policy):
         self.compressor = compressor
         self.overrides = dict(overrides or {})
         agree(self, [compressor, *self.overrides.values()])
+        self.budget = compressor.budget
         self.gate = as_gate(self, gate)
+        if self.private and self.gate is not None:
+            check.refuse(self, "gate", gate, f"None: {compressor!r} is private")
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """The one compressor."""
         return (override(self.overrides, name) or self.compressor,)
+
+    def tick(self, lr: Mapping[str, float]) -> None:
+        """An exchange is about to begin: it is paid for first."""
+        self.compressor.spend()
+
+    def affords(self) -> bool:
+        """Whether privacy leaves room for another exchange."""
+        return self.compressor.affords()
+
+    def state_dict(self) -> dict[str, Any]:
+        """With what exchanges have cost in privacy."""
+        entries = self.budget.state_dict() if self.budget is not None else {}
+        return super().state_dict() | entries
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; what has been spent since is not forgotten."""
+        super().load_state_dict(state)
+        if self.budget is not None:
+            self.budget.load_state_dict(state)
 
     def __repr__(self) -> str:
         """As it is written."""

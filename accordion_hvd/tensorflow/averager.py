@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -19,6 +20,7 @@ from accordion_hvd.guard import Guard
 from accordion_hvd.machines import meet
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
+from accordion_hvd.policy.base import check_private
 from accordion_hvd.simulate import Hub, SimulatedCommunicator
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
@@ -69,10 +71,13 @@ class Averager:
         scale_local: bool = True,
         hyper: Mapping[str, Any] | None = None,
     ) -> None:
+        if policy.private:
+            check_private(policy, hvd.size(), process_set.size())
         self.hyper = hyper
         self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
         self.process_set, self.variables = process_set, variables
-        self.total, self.sparse_as_dense, self.scale_local = total, sparse_as_dense, scale_local
+        self.total, self.scale_local = total, scale_local
+        self.sparse_as_dense = sparse_as_dense or policy.private
         self.communicator = _communicator(process_set)
         number = getattr(process_set, "process_set_id", None) or 0
         self.name = f"accordion.{number}.{_numbers[number]}"
@@ -124,7 +129,8 @@ class Averager:
     @property
     def alone(self) -> bool:
         """Whether there is nobody to exchange with, and nothing to be made of gradients alone."""
-        return self.communicator.size == 1 and self.policy.output != "update"
+        needed = self.policy.output == "update" or self.policy.private
+        return self.communicator.size == 1 and not needed
 
     def _watch(self, sparse: Sequence[int]) -> None:
         """Exchange the gradients of all variables but the local and the `sparse` ones."""
@@ -185,6 +191,8 @@ class Averager:
         refusals.check_context()
         if self.alone:
             return list(grads)
+        if self.policy.private:
+            refusals.check_private_gradients(self.policy, grads, variables, self.local)
         grads = [self._densified(grad) for grad in grads]
         if not self._agreed:
             self._set_up(grads, variables)
@@ -203,15 +211,18 @@ class Averager:
         if not self._member:
             return []
         tensors = self.exchange.tensors
+        several = [tf.shape(g)[0] for g in given.values()][:1] if self.policy.several else []
         full = [
             tf.convert_to_tensor(given[key]) if key in given
-            else tf.zeros(tensors[i].shape, tensors[i].dtype)
+            else tf.zeros((*several, *tensors[i].shape), tensors[i].dtype)
             for key, i in self._member.items()
         ]  # fmt: skip
         full = [tf.cast(g, t.dtype) for g, t in zip(full, tensors, strict=True)]
         weights = self._weights()
         if tf.executing_eagerly():
             means = self._eagerly(full, float(rate()), weights)
+        elif self.policy.private:  # which is paid for in Python, step by step
+            means = self._called_back(full, rate, weights)
         elif self._lasting and (self.managed or not self.exchange.switching):
             means = self._within(full, rate, weights)
         else:
@@ -245,7 +256,7 @@ class Averager:
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
-        if self._lasting and not directly and self._ready():
+        if self._lasting and not (directly or self.policy.private) and self._ready():
             exchange.tick(lr)
             means = self._function(list(grads), tf.constant(lr, tf.float32), list(weights))
             exchange.account()
@@ -284,7 +295,8 @@ class Averager:
 
         kinds = [grad.dtype for grad in grads]
         means = call_back(run, [tf.cast(rate(), tf.float32), *grads, *weights], kinds)
-        return [tf.ensure_shape(mean, g.shape) for mean, g in zip(means, grads, strict=True)]
+        tensors = self.exchange.tensors
+        return [tf.ensure_shape(mean, t.shape) for mean, t in zip(means, tensors, strict=True)]
 
     def _ready(self) -> bool:
         """Trace an exchange, if that has not been done for these levels; False if it cannot be."""

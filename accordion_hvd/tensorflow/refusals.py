@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -48,6 +49,26 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
             f"{WHO}: {policy!r} returns finished updates, momentum included, but "
             f"{type(inner).__name__} has momentum or step sizes of its own; use plain SGD, "
             "without momentum, inside."
+        )
+
+
+def check_private_gradients(
+    policy: Policy, grads: Sequence[Any], variables: Sequence[Any], local: set[int]
+) -> None:
+    """Raise ValueError where a gradient would be used unprotected, or is not of the right kind."""
+    if local:
+        raise ValueError(
+            f"{policy!r} is private, but {len(local)} local variable(s) are registered, which "
+            "would be trained unprotected."
+        )
+    if not policy.several:
+        return
+    known = [(v, g) for v, g in zip(variables, grads, strict=True) if g is not None]
+    counts = {tuple(g.shape)[0] if len(g.shape) else None for _, g in known}
+    if len(counts) > 1 or any(tuple(g.shape)[1:] != tuple(v.shape) for v, g in known):
+        raise ValueError(
+            f"{policy!r} wants gradients of single contributors, along a new first dimension "
+            "(accordion_hvd.privacy.tensorflow.gradients gives them), equally many of each."
         )
 
 

@@ -17,6 +17,7 @@ from accordion_hvd import process_sets
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
+from accordion_hvd.policy.base import check_private
 from accordion_hvd.stock import is_ours, policy_of
 from accordion_hvd.torch import refusals
 from accordion_hvd.torch.reducer import Idle, Reducer
@@ -92,6 +93,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     refusals.check_parameters(names)
     policy = policy_of(compression)
     refusals.check_output(policy, optimizer)
+    check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
     options = {
         "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
@@ -141,13 +143,14 @@ class _Distributed:
 
     def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
-        updates = self._options["policy"].output == "update"  # which it makes alone, too
-        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or updates
+        policy = self._options["policy"]
+        alone = policy.output == "update" or policy.private  # what a single rank must do, too
+        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or alone
         if not process_set.included() or (process_set.size() == 1 and not needed):
-            return Idle(self._names, self._options["policy"])
+            return Idle(self._names, policy)
         wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
         chosen = {key: self._options[key] for key in wanted}
-        policy = self._options["policy"]
+        chosen["sparse_as_dense"] |= policy.private
         mine: Any = weakref.ref(self)
         return Reducer(self._names, policy, process_set, lambda: mine().param_groups, **chosen)
 
@@ -185,6 +188,7 @@ class _Distributed:
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Change how many backward passes add up, from the next exchange on."""
         refusals.check_passes(passes)
+        check_private(self._options["policy"], 1, 1, passes)
         self._passes = self._options["passes"] = passes
         self._reducer.passes = passes
         self._reducer.reset()

@@ -258,8 +258,8 @@ class Reducer:
 
     def _count(self, watched: Watched) -> None:
         """One more member of its unit is ready; start the unit with its last."""
-        if watched.number is None:
-            return
+        if watched.number is None or self.policy.several:
+            return  # gradients of single contributors come in their own time
         if not self.in_flight:
             self._begin()
         plan = self.exchange.plan
@@ -277,7 +277,8 @@ class Reducer:
 
     def _start(self, unit: int) -> None:
         parameters = [self._dense[m] for m in self.exchange.plan.units[unit].members]
-        grad = self.exchange.pack(unit, [self._gradient(p) for p in parameters])
+        given = _samples if self.policy.several else self._gradients
+        grad = self.exchange.pack(unit, given(parameters))
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
@@ -285,6 +286,9 @@ class Reducer:
             if self.exchange.reads(unit):
                 weights = self.exchange.pack_weights(unit, [p.detach() for p in parameters])
             self.exchange.start(unit, grad, weights)
+
+    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._gradient(parameter) for parameter in parameters]
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         grad = parameter.grad
@@ -412,6 +416,29 @@ def _arrived(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
     alive = reducer()
     if alive is not None:
         alive.arrived(parameter)
+
+
+def _samples(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of single contributors, taken from `grad_sample`; zeros where a parameter has none.
+
+    Raises:
+        ValueError: no parameter has any, or their numbers differ.
+    """
+    samples = [getattr(parameter, "grad_sample", None) for parameter in parameters]
+    counts = {len(sample) for sample in samples if sample is not None}
+    if len(counts) != 1:
+        found = f"found were {sorted(counts)}" if counts else "there are none"
+        raise ValueError(
+            "gradients of single contributors are wanted in every parameter's grad_sample "
+            f"(accordion_hvd.privacy.torch.backward puts them there), equally many; {found}."
+        )
+    count = counts.pop()
+    for parameter in parameters:
+        parameter.grad_sample = None  # type: ignore[attr-defined]  # not to be used twice
+    return [
+        torch.zeros((count, *p.shape), dtype=p.dtype, device=p.device) if s is None else s.detach()
+        for p, s in zip(parameters, samples, strict=True)
+    ]
 
 
 def _put(parameter: torch.Tensor, mean: torch.Tensor, own: bool) -> None:

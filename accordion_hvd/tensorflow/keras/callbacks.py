@@ -22,7 +22,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     With a distributed optimizer of ours it also minds what `fit` alone cannot: it turns XLA off
     (Horovod's operations cannot be compiled), ends `Accordion`'s windows with the epochs, lets
     decisions be taken between batches, has the train function made anew when levels have changed,
-    and compares the replicas.
+    compares the replicas, and stops training when a privacy budget has no room for another step.
 
     Args:
         root_rank: the rank whose values are taken.
@@ -75,8 +75,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._traced = exchange.version
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if the model was not built before."""
+        """Broadcast, if the model was not built before; stop while a privacy budget holds."""
         self._broadcast()
+        averager = self._averager()
+        if averager is not None and not averager.policy.affords():
+            self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """A window ends."""

@@ -16,6 +16,7 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
+from accordion_hvd.policy.base import check_private
 from accordion_hvd.stock import policy_of
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
@@ -89,6 +90,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     policy = policy_of(compression)
     refusals.check_policy(policy, optimizer)
+    check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
     settings = Settings(
         policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,

@@ -1,0 +1,85 @@
+"""Private votes on whatever one likes: what teachers want of an image, say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from accordion_hvd import check, checkpoint
+from accordion_hvd.base import Info, Tensor
+from accordion_hvd.communicator import Communicator
+from accordion_hvd.compressors import TopAgg
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.ops import namespace
+from accordion_hvd.policy import Fixed
+
+
+class Ballot:
+    """Has the contributors of all ranks vote on vectors; every rank gets what has won.
+
+    It is among what `save_state` saves, so that a budget goes on where it was.
+
+    Args:
+        method: with its budget.
+        communicator: of the ranks that vote (`accordion_hvd.torch.communicator` has one).
+        name: the same on all ranks, unique in a process.
+
+    Attributes:
+        exchange: counts bytes and what has been spent: `exchange.stats()`.
+    """
+
+    def __init__(self, method: TopAgg, communicator: Communicator, name: str = "ballot") -> None:
+        if not isinstance(method, TopAgg):
+            check.refuse(self, "method", method, "a TopAgg")
+        self.method, self.communicator, self.name = method, communicator, name
+        self.exchange = Exchange(communicator, Fixed(method), [], name=name)
+        checkpoint.register(self)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Nothing to expect: called before a restore."""
+
+    def affords(self, count: int = 1) -> bool:
+        """Whether the budget has room for so many releases."""
+        budget = self.method.budget
+        return budget is None or budget.left(self.method.mechanism) >= count
+
+    def vote(self, gradients: Tensor) -> Tensor:
+        """Release the votes on several vectors; collective.
+
+        Each is a release of its own: a record has a say in all of them.
+
+        Args:
+            gradients: (contributors of this rank, releases, elements): in which direction each of
+                them wants each vector to go.
+
+        Returns:
+            (releases, elements) fp32, the same on all ranks.
+
+        Raises:
+            BudgetSpent: on every rank, before anything is sent.
+            ValueError: the shape is another.
+        """
+        xp = namespace(gradients)
+        if len(xp.shape(gradients)) != 3 or not xp.shape(gradients)[1]:
+            wanted = "(contributors, releases, elements), with at least one release"
+            check.refuse(self, "the gradients' shape", xp.shape(gradients), wanted)
+        if self.method.budget is not None:
+            self.method.budget.spend(self.method.mechanism, xp.shape(gradients)[1])
+        talk = self.method.release(gradients, self._info())
+        pending = self.communicator.launch(self.name, [next(talk)])
+        try:
+            talk.send(pending.result()[0])
+        except StopIteration as stop:
+            self._count(pending.traffic, 4.0 * xp.shape(gradients)[1] * xp.shape(gradients)[2])
+            return stop.value
+        raise AssertionError("a vote is one round")
+
+    def _info(self) -> Info:
+        whole = Info(rank=self.communicator.rank, size=self.communicator.size, name=self.name)
+        return replace(whole, step=self.exchange.steps)
+
+    def _count(self, traffic: Any, dense: float) -> None:
+        self.exchange.traffic.add(traffic)
+        self.exchange.dense_bytes += dense
+        self.exchange.steps += 1

@@ -1,0 +1,399 @@
+"""Budgets, lots, ballots, gradients of single examples."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, TENSORFLOW, TORCH, installed
+from scipy import special, stats
+
+from accordion_hvd import BudgetSpent, PrivacyBudget, TopAgg, checkpoint
+from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
+from accordion_hvd.privacy.ballot import Ballot
+from accordion_hvd.privacy.budget import epsilon_of
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
+
+DELTA = 1e-5
+
+
+# -------------------------------------------------------------------------------------- the figures
+def best_epsilon(renyi: Any, orders: np.ndarray, delta: float = DELTA) -> float:
+    """Canonne, Kamath & Steinke (2020), proposition 12, over the accountant's orders."""
+    a = orders
+    found = renyi(a) + np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
+    return float(found.min())
+
+
+def default_orders() -> np.ndarray:
+    from dp_accounting import rdp
+
+    return np.array(rdp.RdpAccountant().orders)
+
+
+@pytest.mark.parametrize(("k", "sigma"), [(200, 5000), (700, 9000), (300, 800), (1, 10)])
+@pytest.mark.parametrize("releases", [1, 40, 1300])
+def test_the_accountant_has_the_closed_form(k: int, sigma: float, releases: int) -> None:
+    """Of T releases, (alpha, 2 k alpha T / sigma^2)."""
+    method = TopAgg(k, None, sigma, unit="teacher", contributors=4000)
+    wanted = best_epsilon(lambda a: 2 * k * a * releases / sigma**2, default_orders())
+    assert epsilon_of({method.mechanism: releases}, DELTA) == pytest.approx(
+        max(wanted, 0), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("releases", [1, 10, 1000])
+def test_it_lies_between_the_exact_figure_and_the_simple_bound(releases: int) -> None:
+    """Exact: delta of one Gaussian with mu = sqrt(T) / z (Balle & Wang 2018)."""
+    release = Release(50.0)
+    found, mu = epsilon_of({release: releases}, DELTA), math.sqrt(releases) / 50
+    exact = stats.norm.cdf(mu / 2 - found / mu) - math.exp(found) * stats.norm.cdf(
+        -mu / 2 - found / mu
+    )
+    assert exact <= DELTA
+    rho = mu**2 / 2
+    assert found <= rho + 2 * math.sqrt(rho * math.log(1 / DELTA))
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), [(256 / 60000, 1.1, 14062), (0.05, 2.0, 400)])
+def test_examples_are_cheaper_for_being_sampled(rate: float, noise: float, steps: int) -> None:
+    """The sum over integer orders that defines the sampled mechanism's divergence."""
+    orders = np.arange(2, 65).astype(float)
+
+    def renyi(a: np.ndarray) -> np.ndarray:
+        return np.array([steps * sampled(int(order), rate, noise) for order in a])
+
+    found = epsilon_of({Release(noise, rate, "add or remove"): steps}, DELTA)
+    assert found == pytest.approx(best_epsilon(renyi, orders), rel=1e-6)
+    assert found < epsilon_of({Release(noise, 1.0, "add or remove"): steps}, DELTA) / 5
+
+
+def sampled(order: int, q: float, z: float) -> float:
+    j = np.arange(order + 1)
+    binomial = special.gammaln(order + 1) - special.gammaln(j + 1) - special.gammaln(order - j + 1)
+    terms = binomial + (order - j) * np.log1p(-q) + j * np.log(q) + (j**2 - j) / (2 * z**2)
+    return special.logsumexp(terms) / (order - 1)
+
+
+def test_a_known_figure() -> None:
+    """Of the literature on DP-SGD: q = 256 / 60000, z = 1.1, 60 epochs: epsilon 3.01 by the old
+    conversion, less by the accountant's."""
+    orders = np.arange(2, 64).astype(float)
+    steps = 60 * 60000 // 256
+    old = min(
+        steps * sampled(int(a), 256 / 60000, 1.1) + math.log(1 / DELTA) / (a - 1) for a in orders
+    )
+    assert old == pytest.approx(3.01, abs=0.01)
+    new = epsilon_of({Release(1.1, 256 / 60000, "add or remove"): steps}, DELTA)
+    assert 2.5 < new < old
+
+
+@pytest.mark.parametrize(
+    ("k", "sigma", "epsilon", "published"),
+    [(200, 5000, 1, 1300), (700, 9000, 1, 1204), (300, 800, 10, 1643), (500, 700, 10, 754)],
+)
+def test_published_settings(k: int, sigma: float, epsilon: float, published: int) -> None:
+    """The authors' conversion gives the releases of their settings; ours allows somewhat more."""
+    orders = np.array([1.1, *range(2, 200)])
+
+    def theirs(releases: int) -> float:
+        return float((releases * 2 * k * orders / sigma**2 + 11.512925 / (orders - 1)).min())
+
+    assert theirs(published) <= epsilon < theirs(published + 1)
+    method = TopAgg(k, None, sigma, unit="teacher", contributors=4000)
+    assert published <= PrivacyBudget(epsilon, DELTA).left(method.mechanism) < 1.6 * published
+
+
+# --------------------------------------------------------------------------------------- the ledger
+def test_it_stops_before_the_budget_is_exceeded() -> None:
+    budget, release = PrivacyBudget(1.0, DELTA), Release(30.0)
+    room = budget.left(release)
+    found = []
+    for _ in range(room):
+        budget.spend(release)
+        found.append(budget.spent())
+    assert all(a < b for a, b in zip(found, found[1:], strict=False)) and found[-1] <= 1.0
+    assert epsilon_of({release: room + 1}, DELTA) > 1.0
+    with pytest.raises(BudgetSpent, match=f"after {room} and would be 1.0"):
+        budget.spend(release)
+    assert budget.spent() == found[-1] and budget.left(release) == 0
+
+
+def test_all_or_nothing() -> None:
+    budget, release = PrivacyBudget(1.0, DELTA), Release(30.0)
+    room = budget.left(release)
+    with pytest.raises(BudgetSpent):
+        budget.spend(release, room + 1)
+    assert budget.spent() == 0
+    budget.spend(release, room)
+
+
+def test_different_releases_add_up() -> None:
+    budget = PrivacyBudget(2.0, DELTA)
+    budget.spend(Release(20.0), 10)
+    before = budget.left(Release(40.0))
+    budget.spend(Release(20.0), 5)
+    assert budget.left(Release(40.0)) < before
+    budget.spend(Release(40.0), 7)
+    together = epsilon_of({Release(20.0): 15, Release(40.0): 7}, DELTA)
+    assert budget.stats() == {"epsilon": together, "budget": 2.0, "delta": DELTA, "releases": 22}
+    with pytest.raises(ValueError, match="neighbours that replace a record"):
+        budget.spend(Release(20.0, 0.1, "add or remove"))
+
+
+def test_counting_only() -> None:
+    budget = PrivacyBudget(math.inf, DELTA)
+    budget.spend(Release(0.5), 1000)
+    assert 1 < budget.spent() < math.inf
+    budget.spend(Release(0.0))
+    assert budget.spent() == math.inf
+    assert PrivacyBudget(1e6, DELTA).left(Release(0.0)) == 0
+
+
+@pytest.mark.parametrize(("epsilon", "releases", "rate"), [(1.0, 1000, 1.0), (10.0, 50, 0.1)])
+def test_the_noise_that_a_budget_wants(epsilon: float, releases: int, rate: float) -> None:
+    relation = "replace" if rate == 1 else "add or remove"
+    noise = multiplier_for(epsilon, DELTA, releases, rate, relation)
+    assert PrivacyBudget(epsilon, DELTA).left(Release(noise, rate, relation)) >= releases
+    less = Release(0.99 * noise, rate, relation)
+    assert PrivacyBudget(epsilon, DELTA).left(less) < releases
+    with pytest.raises(ValueError, match="epsilon is inf"):
+        multiplier_for(math.inf, DELTA, 1)
+
+
+def test_a_ledger_survives_and_never_goes_back() -> None:
+    budget, release = PrivacyBudget(1.0, DELTA), Release(30.0)
+    budget.spend(release, 5)
+    saved = json.loads(json.dumps(budget.state_dict()))
+    fresh = PrivacyBudget(1.0, DELTA)
+    fresh.load_state_dict(saved)
+    assert fresh.releases == budget.releases and fresh.left(release) == budget.left(release)
+    budget.spend(release, 3)
+    budget.load_state_dict(saved)  # weights may go back: what was released stays released
+    assert budget.releases == {release: 8}
+    assert copy.deepcopy(budget).spent() == budget.spent()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("epsilon", bad) for bad in (0, -1, math.nan, -math.inf, "a", True, None)],
+        *[("delta", bad) for bad in (0, 1, -1e-5, math.nan, math.inf, "a", True, None)],
+    ],
+)
+def test_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"PrivacyBudget: {name} is .*must be") as refusal:
+        PrivacyBudget(**{"epsilon": 1.0, "delta": DELTA} | {name: value})
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((math.nan,), "noise_multiplier is nan"),
+        ((-1.0,), "noise_multiplier is -1.0"),
+        ((math.inf,), "noise_multiplier is inf"),
+        ((1.0, 0.0, "add or remove"), "rate is 0.0"),
+        ((1.0, 0.5, "replace"), "rate is 0.5"),
+        ((1.0, 1.0, "forget"), "relation is 'forget'"),
+    ],
+)
+def test_releases_that_make_no_sense(arguments: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Release(*arguments)
+
+
+def test_without_the_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match="PrivacyBudget needs dp-accounting"):
+        PrivacyBudget(1.0, DELTA)
+
+
+# -------------------------------------------------------------------------------------- in training
+def gradients(ranks: int) -> list[dict[str, np.ndarray]]:
+    return [{"w": np.ones((8, 9), np.float32)} for _ in range(ranks)]
+
+
+def test_training_stops() -> None:
+    method = TopAgg(5, None, 120.0, budget=PrivacyBudget(1.0, DELTA))
+    room = method.budget.left(method.mechanism)
+    world = simulate(method, 2)
+    for done in range(room):
+        world.step(gradients(2))
+        assert world.exchanges[0].policy.affords() == (done + 1 < room)
+        assert world.exchanges[0].stats()["privacy"]["releases"] == done + 1
+    with pytest.raises(BudgetSpent):
+        world.step(gradients(2))
+    for exchange in world.exchanges:
+        found = exchange.stats()
+        assert found["steps"] == room == found["privacy"]["releases"]
+        assert 0.9 < found["privacy"]["epsilon"] <= 1.0
+    assert method.budget.spent() == 0  # simulated ranks have ledgers of their own
+
+
+def test_a_checkpoint_has_what_was_spent() -> None:
+    method = TopAgg(5, None, 120.0, budget=PrivacyBudget(1.0, DELTA))
+    one = simulate(method, 1)
+    for _ in range(4):
+        one.step(gradients(1))
+    saved = json.loads(json.dumps(checkpoint.describe(one.exchanges[0])))
+    two = simulate(method, 1)
+    two.step(gradients(1))
+    checkpoint.restore(two.exchanges[0], checkpoint.export(one.exchanges[0]), saved)
+    two.step(gradients(1))
+    assert two.exchanges[0].stats()["privacy"]["releases"] == 5
+    assert not checkpoint.export(two.exchanges[0]), "nothing but noisy results may be kept"
+
+
+# --------------------------------------------------------------------------------------------- lots
+def test_lots_are_drawn_record_by_record() -> None:
+    samplers = [PoissonSampler(1000, 0.1, rank, 3) for rank in range(3)]
+    assert sorted(np.concatenate([s.mine for s in samplers])) == list(range(1000))
+    sizes = [sum(len(s.draw()) for s in samplers) for _ in range(200)]
+    assert abs(np.mean(sizes) - 100) < 5 * math.sqrt(90 / 200)
+    assert 0.6 < np.var(sizes) / 90 < 1.6  # a fixed size would have none
+    assert samplers[0].expected == 100 and len(list(samplers[0])) == 10
+
+
+def test_lots_do_not_repeat() -> None:
+    found = []
+    for _ in range(2):
+        np.random.seed(0)
+        found.append(PoissonSampler(10_000, 0.5).draw())
+    assert not np.array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((0, 0.1), "size is 0"),
+        ((10, 0.0), "rate is 0.0"),
+        ((10, 1.5), "rate is 1.5"),
+        ((10, 0.1, 2, 2), "rank is 2"),
+        ((10, 0.1, 0, 0), "ranks is 0"),
+    ],
+)
+def test_lots_that_make_no_sense(arguments: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        PoissonSampler(*arguments)
+
+
+# ------------------------------------------------------------------------------------------ ballots
+def ballot(method: TopAgg) -> Ballot:
+    return Ballot(method, SimulatedCommunicator(Hub(1), 0, NUMPY.xp))
+
+
+def test_every_image_is_a_release() -> None:
+    budget = PrivacyBudget(1.0, DELTA)
+    method = TopAgg(4, None, 100.0, 0.2, unit="teacher", contributors=20, budget=budget)
+    votes = ballot(method)
+    room = budget.left(method.mechanism)
+    wanted = np.random.default_rng(0).standard_normal((20, 3, 64)).astype(np.float32)
+    while votes.affords(3):
+        found = votes.vote(wanted)
+        assert found.shape == (3, 64) and set(np.unique(found)) <= {-1, 0, 1}
+    with pytest.raises(BudgetSpent):
+        votes.vote(wanted)
+    counted = votes.exchange.stats()
+    assert counted["privacy"]["releases"] == room // 3 * 3
+    assert counted["steps"] == room // 3 and counted["payload"] == 2 * 192 * (room // 3)
+
+
+def test_images_are_voted_on_apart() -> None:
+    """k elements of each image, as if each had a vote of its own."""
+    signs = np.sign(np.random.default_rng(1).standard_normal((6, 5, 30))).astype(np.float32)
+    method = TopAgg(4, 1e-9, 0.0, unit="teacher", contributors=6, unprotected=True)
+    together = ballot(method).vote(signs)
+    for image in range(5):
+        alone = ballot(method).vote(signs[:, image : image + 1])
+        np.testing.assert_array_equal(together[image], alone[0])
+
+
+def test_ballots_refuse() -> None:
+    method = TopAgg(4, None, 100.0, unit="teacher", contributors=20)
+    with pytest.raises(ValueError, match="the gradients' shape is .20, 64., but must be"):
+        ballot(method).vote(np.zeros((20, 64), np.float32))
+    with pytest.raises(ValueError, match="method is 'topagg', but must be a TopAgg"):
+        Ballot("topagg", SimulatedCommunicator(Hub(1), 0, NUMPY.xp))
+
+
+# --------------------------------------------------------------------- gradients of single examples
+@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
+def test_gradients_of_examples_in_torch() -> None:
+    import torch
+
+    from accordion_hvd.privacy import torch as single
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.GroupNorm(1, 3), torch.nn.ReLU(), torch.nn.Flatten(),
+        torch.nn.Linear(3 * 36, 5),
+    )  # fmt: skip
+    model[4].bias.requires_grad_(False)
+    x, y = torch.randn(6, 1, 8, 8), torch.randint(0, 5, (6,))
+    loss = torch.nn.functional.cross_entropy
+    for chunk in (None, 2):
+        found = single.gradients(model, loss, x, y, chunk)
+        assert "4.bias" not in found
+        for i in range(6):
+            model.zero_grad()
+            loss(model(x[i : i + 1]), y[i : i + 1]).backward()
+            for name, parameter in model.named_parameters():
+                if name in found:
+                    torch.testing.assert_close(found[name][i], parameter.grad, atol=1e-5, rtol=1e-4)
+    single.backward(model, loss, x[:0], y[:0])
+    assert model[0].weight.grad_sample.shape == (0, 3, 1, 3, 3)
+    with pytest.raises(ValueError, match="'0' is a BatchNorm2d, which mixes"):
+        single.backward(torch.nn.Sequential(torch.nn.BatchNorm2d(1)), loss, x, y)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="opacus not installed")
+def test_gradients_are_those_of_opacus() -> None:
+    import torch
+    from opacus import GradSampleModule
+
+    from accordion_hvd.privacy import torch as single
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    found = single.gradients(model, torch.nn.functional.cross_entropy, x, y)
+    theirs = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    torch.nn.functional.cross_entropy(theirs(x), y, reduction="sum").backward()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(found[name.removeprefix("_module.")], parameter.grad_sample)
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+def test_gradients_of_examples_in_tensorflow() -> None:
+    import keras
+    import tensorflow as tf
+
+    from accordion_hvd.privacy import tensorflow as single
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential([
+        keras.Input((8, 8, 1)), layers.Conv2D(3, 3), layers.LayerNormalization(), layers.Flatten(),
+        layers.Dense(5),
+    ])  # fmt: skip
+    x, y = np.random.randn(6, 8, 8, 1).astype(np.float32), np.arange(6) % 5
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    found = single.gradients(model, loss, x, y)
+    for i in range(6):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(loss(y[i : i + 1], model(x[i : i + 1])))
+        for mine, each in zip(tape.gradient(value, model.trainable_variables), found, strict=True):
+            np.testing.assert_allclose(each[i], mine, atol=1e-5)
+    assert [g.shape[0] for g in single.gradients(model, loss, x[:0], y[:0])] == [0] * 6
+    with pytest.raises(ValueError, match="reduction=None"):
+        mean = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        single.gradients(model, mean, x, y)
+    mixing = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(1)])
+    with pytest.raises(ValueError, match="is a BatchNormalization, which mixes"):
+        single.gradients(mixing, loss, x[:, 0, :4, 0], y)
