@@ -20,6 +20,7 @@ SUITES = {
     "torch_checks.py": EVERY,
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
+    "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

@@ -28,7 +28,8 @@ from accordion_hvd.averaging.groups import Groups, default_size
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
-_ACTIVATE, _HERE, _BYE = range(3)
+_ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
+_GRACE = 5.0  # seconds in which a rank that lives tells so
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
 _DTYPES = ("float32", "float64")
 
@@ -175,6 +176,7 @@ class WaitAvoiding:
         self._ended: list[tuple[int, str]] | None = None  # who, and why
         self._moving: tuple[Turn, float] | None = None  # an exchange of data, and since when
         self._goodbyes: set[int] = set()
+        self._answers: dict[int, bool] = {}  # who lives, and whether it waits for others itself
         self._sending: list[tuple[Any, Array]] = []
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
@@ -373,8 +375,12 @@ class WaitAvoiding:
                     self._changed.notify_all()
                 elif kind == _HERE:
                     self._agent.arrived(source, version, bool(more))
-                else:
+                elif kind == _BYE:
                     self._goodbyes.add(source)
+                elif kind == _ANSWER:
+                    self._answers[source] = bool(version)
+            if kind == _ASK:
+                self._send(source, _ANSWER, self._agent.turn() is not None)
         with self._changed:
             outbox, self._outbox = self._outbox, []
         for activation in outbox:
@@ -404,15 +410,33 @@ class WaitAvoiding:
                     total = self._pool.take()
                     break
             if time.monotonic() - began > self.timeout:
-                what = "the average of all ranks" if turn.whole else "a group's average"
-                self._abort(
-                    f"rank {_words(missing)} did not take part in {what} (version {turn.version})"
-                )
+                self._inquire(turn, missing)
+                began = time.monotonic()
             self._bell.wait()
         self._moving = turn, time.monotonic()
         self._add_up(turn, model, total)
         self._moving = None
         self._keep(turn, label, model, total)
+
+    def _inquire(self, turn: Turn, missing: Sequence[int]) -> None:
+        """End the job if one of those who are missing is dead, or is not waiting for others."""
+        self._answers.clear()
+        for rank in missing:
+            self._send(rank, _ASK)
+        until = time.monotonic() + min(self.timeout, _GRACE)
+        while time.monotonic() < until and not self._answers.keys() >= set(missing):
+            self._bell.wait()
+            self._listen()
+        suspects = [rank for rank in missing if not self._answers.get(rank, False)]
+        with self._changed:
+            came = not self._agent.missing(turn) or self._agent.turn() != turn
+        if suspects and not came:
+            time.sleep(min(2.0, 0.05 * self.rank))  # one reason is enough
+            what = "the average of all ranks" if turn.whole else "a group's average"
+            self._abort(
+                f"rank {_words(suspects)} did not take part in {what} (version {turn.version}) for "
+                f"{self.timeout:g} seconds."
+            )
 
     def _add_up(self, turn: Turn, model: Model, total: Model) -> None:
         from mpi4py import MPI
