@@ -22,6 +22,7 @@ _HOME = {
         "Compressor",
         "Conversation",
         "Info",
+        "Neighbours",
         "Spec",
         "State",
         "Tensor",

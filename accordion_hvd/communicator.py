@@ -58,6 +58,14 @@ class Communicator(abc.ABC):
     def alltoall(self, name: str, tensor: Tensor, group: Group) -> Any:
         """Start sending equal parts of a vector to everybody; the result has the same length."""
 
+    def neighbours(self, name: str, tensor: Tensor, to: Sequence[int], of: Sequence[int]) -> Any:
+        """Start sending a vector to some ranks; the result is a list of those that come.
+
+        Raises:
+            NotImplementedError: the engine cannot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not carry Neighbours requests.")
+
     @abc.abstractmethod
     def poll(self, handle: Any) -> bool:
         """Whether `wait` would return at once."""

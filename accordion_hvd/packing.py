@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Allreduce, Alltoall, Broadcast, Request, Tensor
+from accordion_hvd.base import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Neighbours,
+    Request,
+    Tensor,
+)
 from accordion_hvd.traffic import Traffic, traffic_of
 
 if TYPE_CHECKING:
@@ -58,6 +66,8 @@ def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
         return "broadcast", request.root, group
     if isinstance(request, Alltoall):
         return "alltoall", group
+    if isinstance(request, Neighbours):
+        return "neighbours", request.to, request.of
     raise TypeError(f"{type(request).__name__} is a request that no program serves.")
 
 
@@ -228,6 +238,26 @@ def _alltoall(
     ]
 
 
+def _neighbours(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Neighbours]
+) -> Program:
+    """The bytes of all requests, one after the other, to each neighbour."""
+    _count(communicator, traffic, requests)
+    xp, first = communicator.xp, requests[0]
+    parts = [xp.to_bytes(request.tensor) for request in requests]
+    sizes = [_elements(xp, part) for part in parts]
+    sent = parts[0] if len(parts) == 1 else xp.concat(parts)
+    came = yield communicator.neighbours(name, sent, first.to, first.of)
+    pieces = [xp.split(flat, sizes) for flat in came]
+    return [
+        tuple(
+            xp.from_bytes(piece[i], xp.dtype(request.tensor), xp.shape(request.tensor))
+            for piece in pieces
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
 _PROGRAMS: dict[str, Callable[..., Program]] = {
     "reduce": _reduce,
     "half": _reduce_half,
@@ -235,6 +265,7 @@ _PROGRAMS: dict[str, Callable[..., Program]] = {
     "uneven": _gather_uneven,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
+    "neighbours": _neighbours,
 }
 
 

@@ -109,6 +109,15 @@ class SimulatedCommunicator(Communicator):
             lambda parts: self.xp.concat([x[pieces] for x in parts]),
         )
 
+    def neighbours(self, name: str, tensor: Tensor, to: Sequence[int], of: Sequence[int]) -> Any:
+        """Take what those have sent who should have sent to this rank."""
+
+        def combine(parts: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:
+            assert all(self.rank in parts[rank][1] for rank in of), "nobody has sent it"
+            return [self.xp.copy(parts[rank][0]) for rank in of]
+
+        return self._put(name, None, (self.xp.copy(tensor), to), combine)
+
     def poll(self, handle: Any) -> bool:
         """Whether everybody concerned has sent."""
         key = handle[0]

@@ -69,6 +69,20 @@ class HorovodCommunicator(Communicator):
             ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
         )
 
+    def neighbours(self, name: str, tensor: Tensor, to: Sequence[int], of: Sequence[int]) -> Any:
+        """One alltoall that has nothing for most ranks."""
+        options = self._options(name, None)
+        shares = [1 if rank in to else 0 for rank in range(self.size)]
+
+        def operation(part: Tensor) -> list[Tensor]:
+            splits = tf.size(part) * tf.constant(shares)
+            flat, _ = hvd.alltoall(tf.tile(part, [len(to)]), splits=splits, **options)
+            return tf.split(flat, len(of)) if of else []
+
+        came = self._call(("neighbours", name, tuple(to), tuple(of)), operation, [tensor])
+        found = dict(zip(sorted(of), came, strict=True))
+        return [found[rank] for rank in of]
+
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         """As Horovod's process sets."""
         self.members.register(groups, self.extensible)

@@ -53,6 +53,15 @@ class HorovodCommunicator(Communicator):
             tensor, name=name, process_set=self.members.subset(group)
         ), "first"
 
+    def neighbours(self, name: str, tensor: Tensor, to: Sequence[int], of: Sequence[int]) -> Any:
+        """One alltoall that has nothing for most ranks."""
+        size = tensor.numel()
+        splits = torch.tensor([size if rank in to else 0 for rank in range(self.size)])
+        handle = hvd.alltoall_async(
+            tensor.repeat(len(to)), splits.int(), name=name, process_set=self.members.process_set
+        )
+        return handle, size, of
+
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         """As Horovod's process sets."""
         self.members.register(groups, self.extensible)
@@ -63,6 +72,10 @@ class HorovodCommunicator(Communicator):
 
     def wait(self, handle: Any) -> Any:
         """Only called after `poll`: Horovod's own waiting spins."""
+        if isinstance(handle, tuple) and len(handle) == 3:
+            flat, (_, size, of) = hvd.synchronize(handle[0])[0], handle
+            places = [sorted(of).index(rank) * size for rank in of]
+            return [flat[place : place + size] for place in places]
         if isinstance(handle, tuple):
             return hvd.synchronize(handle[0])[0]  # alltoall adds its splits
         result = hvd.synchronize(handle)
