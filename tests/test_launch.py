@@ -21,6 +21,7 @@ SUITES = {
     "tf_checks.py": SOME,
     "keras_checks.py": SOME,
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
+    "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

@@ -69,6 +69,17 @@ class Averaging(Compressor):
         return None
 
 
+def method_of(compression: Any) -> Averaging | None:
+    """The method that `DistributedOptimizer(compression=)` means; None if it averages no models."""
+    from accordion_hvd.words import parse
+
+    if isinstance(compression, str):
+        compression = parse(compression)
+    if isinstance(compression, type) and issubclass(compression, Averaging):
+        compression = compression()
+    return compression if isinstance(compression, Averaging) else None
+
+
 def periodic(owner: Any, period: Any) -> None:
     """Raise ValueError unless `period` is an integer of at least 1."""
     check.integer(owner, "period", period, least=1)

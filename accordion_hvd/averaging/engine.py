@@ -25,6 +25,7 @@ from accordion_hvd.averaging.agent import Activation, Agent, Turn, combine
 from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.doorbell import Doorbell
 from accordion_hvd.averaging.groups import Groups, default_size
+from accordion_hvd.guard import RanksDisagree
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
@@ -36,10 +37,6 @@ _DTYPES = ("float32", "float64")
 
 class RanksEnded(RuntimeError):
     """Other ranks have ended their training, so this one stops too, at the same version."""
-
-
-class RanksDisagree(RuntimeError):
-    """Ranks have not asked for averages alike."""
 
 
 def why_not(size: int) -> str | None:
@@ -131,6 +128,7 @@ class WaitAvoiding:
         on_time: versions whose average had this rank's newest model in it.
         late: versions whose average had an older one.
         lag: how many versions old that was at most.
+        sent: bytes of models that this rank has sent.
         log: None, or a list to which (version, whole, label of the model taken) are added.
 
     Raises:
@@ -155,7 +153,7 @@ class WaitAvoiding:
         size = world.Get_size()
         self.groups = Groups(size, default_size(size) if group_size is None else group_size)
         self.period, self.timeout, self.log = period, timeout, log
-        self.steps = self.on_time = self.late = self.lag = 0
+        self.steps = self.on_time = self.late = self.lag = self.sent = 0
         self._version = 0  # the training thread's next one
         self._then = 0  # `steps` once all have averaged
         self._comm = world.Dup()
@@ -453,6 +451,7 @@ class WaitAvoiding:
                     self._comm.Isend(part, turn.members[peer], _DATA) for peer, part in turns.send
                 ]
                 MPI.Request.Waitall(requests)
+                self.sent += sum(part.nbytes for _, part in turns.send)
 
     def _keep(self, turn: Turn, label: int, model: Model, total: Model) -> None:
         if self.log is not None:

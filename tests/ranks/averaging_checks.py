@@ -17,7 +17,8 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from averages import problems, replay  # noqa: E402
 
-from accordion_hvd.averaging.engine import RanksDisagree, RanksEnded, WaitAvoiding, why_not  # noqa: E402
+from accordion_hvd.averaging.engine import RanksEnded, WaitAvoiding, why_not  # noqa: E402
+from accordion_hvd.guard import RanksDisagree  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.Get_rank(), COMM.Get_size()
