@@ -21,12 +21,12 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels doctor clean
+.PHONY: help setup demo test check bench bench-network bench-accuracy bench-kernels bench-averaging doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
-		do printf '  make %-14s %s\n' "$$t" "$$d"; done
+		do printf '  make %-16s %s\n' "$$t" "$$d"; done
 
 setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
 	@test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
@@ -58,6 +58,9 @@ bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy
 
 bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
 	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md
+
+bench-averaging: setup ## measure averaging of models when ranks are late, for docs/averaging.md
+	@$(IN_VENV) $(RUN) scripts/bench_averaging.py
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor
