@@ -32,8 +32,8 @@ from accordion_hvd import (
     TwoLevel,
 )
 from accordion_hvd.averaging import alone
-from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+from accordion_hvd.averaging.base import Averaging, method_of
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
 from accordion_hvd.traffic import Traffic
 
 Update = Callable[[int, int, np.ndarray], np.ndarray]
@@ -203,6 +203,13 @@ def test_states_keep_their_keys_and_all_settle(method: Averaging) -> None:
     assert [sorted(state) for state in world.states] == keys
     assert (after == after[0]).all()
     np.testing.assert_allclose(after[0], before.mean(0), atol=1e-12)
+
+
+def test_words() -> None:
+    assert method_of("wagma:4,period=7") == WAGMA(4, 7)
+    assert method_of("LocalSGD(3)") == LocalSGD(3)
+    assert method_of(DiLoCo) == DiLoCo()
+    assert method_of("topk") is None and method_of(TopK()) is None
 
 
 def test_default_groups_and_repr() -> None:
@@ -517,6 +524,7 @@ def test_messages_whose_size_changes_are_refused() -> None:
         (lambda: COLD(compressor="topk"), "COLD: compressor is 'topk'"),  # type: ignore[arg-type]
         (lambda: DynaCOLD(theta=1.0), "DynaCOLD: theta is 1.0"),
         (lambda: DynaCOLD(scale=0.0), "DynaCOLD: scale is 0.0"),
+        (lambda: simulate(WAGMA(), 2), "simulate: compression is WAGMA"),
         (lambda: DPSGD(np.eye(1)).groups(2), "a matrix of 2 rows for the 2 ranks"),
     ],
 )

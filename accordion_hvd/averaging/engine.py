@@ -30,6 +30,7 @@ from accordion_hvd.guard import RanksDisagree
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
+_EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
 _GRACE = 5.0  # seconds in which a rank that lives tells so
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
 _DTYPES = ("float32", "float64")
@@ -274,7 +275,8 @@ class WaitAvoiding:
 
     def _ask(self, version: int, model: Model, then: int, ends: bool = False) -> None:
         """Take part in an average of all as soon as they do; `steps` is `then` afterwards."""
-        model.vectors[-1][:] = ends, then, then**2
+        some = then % _EXACT
+        model.vectors[-1][:] = ends, some, some**2
         with self._changed:
             self._then = then
             self._agent.ask(version, model)
@@ -474,7 +476,7 @@ class WaitAvoiding:
     def _signs(self, total: Array) -> list[tuple[int, str]] | None:
         """Who ends, and why, from the sum of everybody's (whether it ends, steps, steps^2)."""
         if not total[0] and self.size * total[2] == total[1] ** 2:
-            return None
+            return None  # nobody ends, and all have taken as many steps
         steps = "" if total[0] else f"asks for an average after {self._then} steps"
         told = self._comm.allgather(self._reason or steps)
         return [(rank, why) for rank, why in enumerate(told) if why]

@@ -78,7 +78,9 @@ METHODS = [
 
 
 def check_real_ranks_do_what_simulated_ones_do() -> None:
-    for method in METHODS:
+    """All of them once; those that need something else over MPI there too."""
+    mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ
+    for method in METHODS[1:2] + METHODS[-2:] if mpi else METHODS:
         parameters = model()
         optimizer = distributed(method, parameters)
         for due in simulated(method, 9):
