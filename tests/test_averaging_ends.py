@@ -42,6 +42,7 @@ def run(how: str, folder: Path, ranks: int = 4) -> tuple[int, str, float]:
         ("uncaught", "the averaging has ended on all ranks (rank 1: ValueError('intended'))"),
         ("exit", "the averaging has ended on all ranks (rank 1: ended after 12 steps)"),
         ("interrupt", "KeyboardInterrupt"),
+        ("threads", "needs MPI_THREAD_MULTIPLE, but MPI was started without"),
     ],
 )
 def test_the_end_is_named(how: str, words: str, tmp_path: Path) -> None:

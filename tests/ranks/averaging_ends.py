@@ -1,8 +1,8 @@
 """Training under wait-avoiding averaging in which rank 1 comes to grief: `averaging_ends.py HOW`.
 
 killed: its process is gone; stopped: it lives, but does nothing; asleep: it trains for too long;
-uncaught: an exception, and no
-`with` block; interrupt: Ctrl-C on all ranks; exit: sys.exit() with a status.
+uncaught: an exception, and no `with` block; interrupt: Ctrl-C on all ranks; exit: sys.exit() with a
+status; threads: MPI was started without MPI_THREAD_MULTIPLE.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import signal
 import sys
 import time
 
+import mpi4py
 import numpy as np
-from mpi4py import MPI
 
-from accordion_hvd.averaging.engine import WaitAvoiding
+HOW = sys.argv[1]
+if HOW == "threads":
+    mpi4py.rc.thread_level = "serialized"
 
-HOW, RANK = sys.argv[1], MPI.COMM_WORLD.Get_rank()
+from mpi4py import MPI  # noqa: E402
+
+from accordion_hvd.averaging.engine import WaitAvoiding  # noqa: E402
+
+RANK = MPI.COMM_WORLD.Get_rank()
 
 
 def main() -> None:
