@@ -111,19 +111,19 @@ def check_no_torn_reads() -> None:
 
 
 def check_nobody_waits_for_a_late_rank() -> None:
-    """Rank 1 is late by 0.3 s; others feel it at the average of all only."""
+    """Rank 1 is late by a second; others feel it at the average of all only."""
     COMM.Barrier()
     model, took = np.zeros(40), []
     with WaitAvoiding([model], group_size=2, period=8, timeout=60) as averaging:
         COMM.Barrier()
         for step in range(8):
-            time.sleep(0.3 if RANK == 1 and step == 2 else 0.01)
+            time.sleep(1.0 if RANK == 1 and step == 2 else 0.01)
             began = time.perf_counter()
             averaging.average([model])
             took.append(time.perf_counter() - began)
     if RANK != 1:
-        assert max(took[:7]) < 0.15, took
-        assert took[7] > 0.1, took
+        assert max(took[:7]) < 0.5, took
+        assert sum(took) > 0.5, took
 
 
 def check_average_now() -> None:
