@@ -8,6 +8,7 @@ here, without a line of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,8 @@ def encode(
                 f"{compressor!r} sends messages whose size changes, which do not go here."
             )
         wire = request.wire if isinstance(request, Allreduce) else None
-        part = xp.copy(xp.cast(request.tensor, wire) if wire else request.tensor)
+        size = math.prod(xp.shape(request.tensor))
+        part = xp.to_wire([request.tensor], wire, size) if wire else xp.copy(request.tensor)
         message.append(part)
         return _answer(request, xp.copy(part), info.rank)
 
@@ -94,7 +96,9 @@ def _answer(request: Request, part: Tensor, sender: int) -> Any:
     """What a request of one rank is answered with, given what that rank has sent."""
     xp = namespace(part)
     if isinstance(request, Allreduce):
-        return xp.cast(part, xp.dtype(request.tensor))
+        if request.wire:
+            return xp.from_wire(part, request.wire, [xp.copy(request.tensor)])[0]
+        return part
     read: Any = part
     if request.decode is not None:
         read, doubt = request.decode(part)
