@@ -102,14 +102,14 @@ def check_neighbours() -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
 
     def conversation(name: str) -> Any:
-        def talk() -> Any:
-            x, y = tf.fill((2, 2), float(rank)), tf.constant([rank, 7])
-            found = yield tuple(Neighbours(z, to=(after,), of=(before,)) for z in (x, y))
-            nobody = yield Neighbours(x)
-            assert nobody == ()
-            return [part for (part,) in found]
-
         return ours.run(name, talk())
+
+    def talk() -> Any:
+        x, y = tf.fill((2, 2), float(rank)), tf.constant([rank, 7])
+        found = yield tuple(Neighbours(z, to=(after,), of=(before,)) for z in (x, y))
+        nobody = yield Neighbours(x)
+        assert nobody == ()
+        return [part for (part,) in found]
 
     for graph in (False, True):
         run = in_graph(graph, lambda name=f"neighbours.{graph}": conversation(name))
