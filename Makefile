@@ -26,7 +26,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test check bench bench-network bench-accuracy bench-optimizers \
-	bench-kernels bench-shelf bench-graph doctor clean
+	bench-kernels bench-shelf bench-graph bench-averaging doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -82,6 +82,9 @@ bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (r
 		--config configs/gcn_links.yaml $$keys --output $(GRAPH) || exit 1; done
 	@$(IN_VENV) $(RUN) scripts/graph.py sampling --output $(GRAPH)/sampling.json
 	@$(IN_VENV) $(RUN) scripts/graph.py report $(GRAPH)
+
+bench-averaging: setup ## measure averaging of models when ranks are late, for docs/averaging.md
+	@$(IN_VENV) $(RUN) scripts/bench_averaging.py
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

@@ -12,7 +12,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SHELVES = ("compressors", "policy")  # their own `__all__` says what is public
+_SHELVES = ("compressors", "policy", "averaging")  # their own `__all__` says what is public
 _HOME = {
     "base": (
         "Allgather",
@@ -22,6 +22,7 @@ _HOME = {
         "Compressor",
         "Conversation",
         "Info",
+        "Neighbours",
         "Spec",
         "State",
         "Tensor",

@@ -93,6 +93,21 @@ class Alltoall(Request):
     splits: tuple[int, ...] | None = field(default=None, kw_only=True)
 
 
+@dataclass(frozen=True, eq=False)
+class Neighbours(Request):
+    """The tensor goes to some ranks; the result is a tuple of what others have sent to this one.
+
+    All ranks ask for it together, with tensors of one size, and agree about who sends to whom.
+
+    Attributes:
+        to: ranks that get the tensor.
+        of: ranks whose tensors come, in the order of the result.
+    """
+
+    to: tuple[int, ...] = field(default=(), kw_only=True)
+    of: tuple[int, ...] = field(default=(), kw_only=True)
+
+
 Requests = Request | tuple[Request, ...]
 """What a conversation may yield: a request, or several that leave together (results likewise)."""
 

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Allreduce, Alltoall, Broadcast, Request, Tensor
+from accordion_hvd.base import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Neighbours,
+    Request,
+    Tensor,
+)
 from accordion_hvd.traffic import ITEMSIZE, Traffic, traffic_of
 
 if TYPE_CHECKING:
@@ -63,6 +71,8 @@ def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
         return "broadcast", request.root, group
     if isinstance(request, Alltoall):
         return ("alltoall" if request.splits is None else "shares"), group
+    if isinstance(request, Neighbours):
+        return "neighbours", request.to, request.of
     raise TypeError(f"{type(request).__name__} is a request that no program serves.")
 
 
@@ -286,6 +296,29 @@ def _shares(
     return results
 
 
+def _neighbours(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Neighbours]
+) -> Program:
+    """The bytes of all requests, one after the other, to each neighbour: uneven shares."""
+    _count(communicator, traffic, requests)
+    xp, first = communicator.xp, requests[0]
+    parts = [xp.to_bytes(request.tensor) for request in requests]
+    sizes = [_elements(xp, part) for part in parts]
+    splits = [sum(sizes) if rank in first.to else 0 for rank in range(communicator.size)]
+    sent = xp.concat(parts * len(first.to)) if first.to else xp.split(parts[0], [0, sizes[0]])[0]
+    came, counts = yield communicator.alltoall(name, sent, None, splits)
+    _compare_sizes(xp, came, sum(sizes) * len(first.of), name)
+    theirs = xp.split(came, counts)
+    pieces = [xp.split(theirs[rank], sizes) for rank in first.of]
+    return [
+        tuple(
+            xp.from_bytes(piece[i], xp.dtype(request.tensor), xp.shape(request.tensor))
+            for piece in pieces
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
 _PROGRAMS: dict[str, Callable[..., Program]] = {
     "reduce": _reduce,
     "half": _reduce_half,
@@ -295,6 +328,7 @@ _PROGRAMS: dict[str, Callable[..., Program]] = {
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "shares": _shares,
+    "neighbours": _neighbours,
 }
 
 

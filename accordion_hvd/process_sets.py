@@ -33,6 +33,11 @@ def addable() -> bool:
     return word.isdecimal() and int(word) > 0
 
 
+def let_add() -> None:
+    """Before Horovod starts: let it add process sets later, unless the job says otherwise."""
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+
 class Members:
     """How a process set's own numbering of its members, from 0, relates to Horovod's.
 

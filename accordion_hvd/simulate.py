@@ -155,6 +155,9 @@ class World:
         self, compression: Any, ranks: int, skip: Sequence[str] = (), local_size: int = 1
     ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
+        if any(policy.target != "gradient" for policy in self._policies):
+            allowed = "one whose target is the gradient; accordion_hvd.virtual has the others"
+            check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []

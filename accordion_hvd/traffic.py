@@ -2,7 +2,7 @@
 
 Counted per rank, for n ranks taking part and B bytes of a rank's tensor: ring allreduce
 2 (n - 1) / n B sent and received; allgather (n - 1) B sent (a ring passes every block on) and the
-others' bytes received; broadcast and alltoall (n - 1) / n B.
+others' bytes received; broadcast and alltoall (n - 1) / n B; to neighbours B each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accordion_hvd.base import Allgather, Allreduce, Request
+from accordion_hvd.base import Allgather, Allreduce, Neighbours, Request
 from accordion_hvd.ops import namespace
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
@@ -66,5 +66,7 @@ def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Tra
     if isinstance(request, Allgather):
         others = gathered - payload if gathered is not None else (ranks - 1) * payload
         return Traffic(payload, (ranks - 1) * payload, others)
+    if isinstance(request, Neighbours):
+        return Traffic(payload, len(request.to) * payload, len(request.of) * payload)
     moved = (ranks - 1) / ranks * payload
     return Traffic(payload, moved, moved)

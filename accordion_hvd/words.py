@@ -36,10 +36,11 @@ def _as_call(word: str) -> str:
 
 def known() -> dict[str, Any]:
     """What a word may name: lower-case name to class."""
-    from accordion_hvd import compressors, policy
+    from accordion_hvd import averaging, compressors, policy
     from accordion_hvd.privacy import PrivacyBudget
 
     names = {name.lower(): getattr(compressors, name) for name in compressors.__all__}
+    names |= {name.lower(): getattr(averaging, name) for name in averaging.__all__}
     own = (policy.Accordion, policy.AdaQS, policy.Fixed, policy.Gate, policy.StepSchedule)
     return names | {kind.__name__.lower(): kind for kind in (*own, PrivacyBudget)}
 

@@ -45,7 +45,7 @@ from accordion_hvd.policy.windows import PATIENCE
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
 MILD, STRONG = PowerSGD(4), PowerSGD(1)
-LEVELS = [case for case in CASES if not case.private]  # private ones serve alone
+SOCIABLE = [case for case in CASES if not case.private]  # private ones serve alone
 
 
 class Owner:
@@ -491,7 +491,7 @@ def test_frameworks_decide_alike(framework: Framework, signal: str) -> None:
             np.testing.assert_allclose(row[key], wanted[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", LEVELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOCIABLE, ids=lambda case: case.name)
 @pytest.mark.parametrize(
     ("framework", "signal"),
     combined({POISONED: ["local", "reduced"], TORCH: ["local"], TENSORFLOW: ["reduced"]}),
@@ -600,7 +600,7 @@ def test_levels_are_the_whole_shelf() -> None:
     """All that agree in what they declare go together; what returns updates, with its like only."""
     names = {type(level).__name__ for level in KEEPERS}
     assert names >= {"Threshold", "AdaComp", "ScaleCom", "Int8", "EFSignSGD", "OneBit", "TwoLevel"}
-    for case in LEVELS:
+    for case in SOCIABLE:
         level = case.compressor
         Accordion(low=level, high=level)
         if level.output == "gradient":

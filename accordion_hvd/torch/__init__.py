@@ -22,7 +22,11 @@ import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
 from accordion_hvd.checkpoint import load_state, save_state
-from accordion_hvd.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from accordion_hvd.torch.functions import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    init,
+)
 from accordion_hvd.torch.optimizer import DistributedOptimizer
 from accordion_hvd.torch.optimizers import NATIVE
 
@@ -32,6 +36,7 @@ _OURS = {
     "broadcast_optimizer_state": broadcast_optimizer_state,
     "broadcast_parameters": broadcast_parameters,
     "elastic": elastic,
+    "init": init,
     "load_state": load_state,
     "save_state": save_state,
     **NATIVE,

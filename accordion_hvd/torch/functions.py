@@ -7,6 +7,14 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from accordion_hvd import process_sets
+
+
+def init(*args: Any, **kwargs: Any) -> Any:
+    """Start Horovod so that process sets can be added later; arguments are Horovod's."""
+    process_sets.let_add()
+    return hvd.init(*args, **kwargs)
+
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Give every rank the parameters of `root_rank`; Horovod's, but takes any iterable.

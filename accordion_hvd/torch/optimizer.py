@@ -14,12 +14,13 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd import process_sets
+from accordion_hvd.averaging.base import method_of
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy.base import check_private
 from accordion_hvd.stock import is_ours, policy_of
-from accordion_hvd.torch import refusals
+from accordion_hvd.torch import averaging, refusals
 from accordion_hvd.torch.reducer import Idle, Reducer
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -52,8 +53,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer: any PyTorch optimizer over plain tensors.
         named_parameters: `model.named_parameters()`; names must be unique.
         compression: a compressor (`TopK(0.01)`), a policy (`Accordion(...)`), a word for one
-            ("topk:0.01"), or one of Horovod's compression objects. Left at its default, the
-            environment variable ACCORDION_HVD_COMPRESSION may name one.
+            ("topk:0.01"), a method that averages models (`WAGMA(8)`; see `torch.averaging`), or
+            one of Horovod's compression objects. Left at its default, the environment variable
+            ACCORDION_HVD_COMPRESSION may name one.
         backward_passes_per_step: backward passes that add up (are summed) before an exchange.
         op: `Average` or `Sum`; `Adasum` only without our compression (Horovod's own wrapper).
         gradient_predivide_factor: accepted; sums are formed so that it changes nothing.
@@ -91,6 +93,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"{type(optimizer).__name__} is distributed already; wrap nothing twice.")
     names = refusals.check_names(optimizer.param_groups, named_parameters)
     refusals.check_parameters(names)
+    method = method_of(compression)
+    if method is not None:
+        total, scaled = op == hvd.Sum, grad_scaler is not None
+        refusals.check_averaging(method, optimizer, total, scaled, tuple(skip))
+        return averaging.wrap(optimizer, names, method, process_set, Guard(guard, guard_every))
     policy = policy_of(compression)
     refusals.check_output(policy, optimizer)
     check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)

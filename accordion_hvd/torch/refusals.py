@@ -131,3 +131,30 @@ def check_output(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
 
 _OF_OWN_RULES = {"betas", "eps", "rho", "alpha", "etas", "lambd", "max_iter", "lr_decay"}
 """Settings of optimizers that do more than to take lr times what they are given."""
+
+
+def check_averaging(
+    method: Any, optimizer: torch.optim.Optimizer, total: bool, scaled: bool, skip: tuple[str, ...]
+) -> None:
+    """Raise ValueError for what does not go with a method that averages models."""
+    for wrong, name, value, allowed in (
+        (total, "op", "hvd.Sum", f"hvd.Average with {method!r}"),
+        (
+            scaled,
+            "grad_scaler",
+            "given",
+            f"left out with {method!r}: each rank skips its own steps",
+        ),
+        (bool(skip), "skip", skip, f"left out with {method!r}: whole models are averaged"),
+    ):
+        if wrong:
+            check.refuse(WHO, name, value, allowed)
+    if method.inner != "sgd":
+        return
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    for group in optimizer.param_groups:
+        if group.get("momentum") or not _OF_OWN_RULES.isdisjoint(group) or len(rates) > 1:
+            raise ValueError(
+                f"{WHO}: {method!r} needs to know what a step is: plain SGD with one learning rate "
+                f"and no momentum must be inside, but {type(optimizer).__name__} is more than that."
+            )

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import accordion_hvd.tensorflow as hvd
 from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
-from accordion_hvd.base import Allgather, Alltoall
+from accordion_hvd.base import Allgather, Alltoall, Neighbours
 from accordion_hvd.guard import RanksDisagree
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.tape import exchange_of
@@ -93,6 +93,28 @@ def check_requests() -> None:
         np.testing.assert_allclose(parts.astype("f")[size - 1], base + size - 1)
         np.testing.assert_allclose(sent, base + size - 1)
         assert rows.ravel().tolist() == list(range(size))
+
+
+def check_neighbours() -> None:
+    """To the next rank, and to nobody where there is none; eagerly and in a graph."""
+    ours = HorovodCommunicator()
+    size, rank = hvd.size(), hvd.rank()
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def conversation(name: str) -> Any:
+        return ours.run(name, talk())
+
+    def talk() -> Any:
+        x, y = tf.fill((2, 2), float(rank)), tf.constant([rank, 7])
+        found = yield tuple(Neighbours(z, to=(after,), of=(before,)) for z in (x, y))
+        nobody = yield Neighbours(x)
+        assert nobody == ()
+        return [part for (part,) in found]
+
+    for graph in (False, True):
+        run = in_graph(graph, lambda name=f"neighbours.{graph}": conversation(name))
+        x, y = (np.asarray(v) for v in run())
+        assert x.tolist() == [[before] * 2] * 2 and y.tolist() == [before, 7]
 
 
 def check_broadcast_variables() -> None:

@@ -1,0 +1,106 @@
+"""A compressor's message from one to another, where there is no common average.
+
+A compressor's conversation is held by one rank alone: what it asks to exchange is its message, and
+the mean over that one rank is what the message means. Whoever is given the message replays the
+conversation with it. So every compressor of the shelf whose messages have a fixed size serves
+here, without a line of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from accordion_hvd.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.ops import namespace
+
+Message = tuple[Tensor, ...]
+
+
+def encode(
+    compressor: Compressor, x: Tensor, kept: State, info: Info
+) -> tuple[Message, Tensor, State]:
+    """What to send of `x`, what that means, and what to keep for the next message.
+
+    Nothing that is not sent is kept: no error feedback.
+
+    Args:
+        compressor: one that returns the mean of gradients.
+        x: fp32; its memory may be used.
+        kept: from the last message, {} at first.
+        info: whose `rank` is the sender.
+
+    Raises:
+        ValueError: the message's size is not fixed.
+    """
+    message: list[Tensor] = []
+
+    def answer(request: Request) -> Any:
+        xp = namespace(request.tensor)
+        if isinstance(request, Allgather) and request.uneven:
+            raise ValueError(
+                f"{compressor!r} sends messages whose size changes, which do not go here."
+            )
+        wire = request.wire if isinstance(request, Allreduce) else None
+        size = math.prod(xp.shape(request.tensor))
+        part = xp.to_wire([request.tensor], wire, size) if wire else xp.copy(request.tensor)
+        message.append(part)
+        return _answer(request, xp.copy(part), info.rank)
+
+    state = compressor.init(namespace(x).spec(x), info) | kept
+    meaning, after = _hold(compressor, x, state, _alone(info, info.rank), answer)
+    return tuple(message), meaning, compressor.park(after)
+
+
+def decode(
+    compressor: Compressor, message: Message, like: Tensor, info: Info, sender: int
+) -> Tensor:
+    """What a message means.
+
+    Args:
+        compressor: the sender's.
+        message: from its `encode`.
+        like: fp32, in the shape of what was encoded.
+        info: of the reader, at the same step.
+        sender: who has sent it.
+    """
+    parts = iter(message)
+    xp = namespace(like)
+    blank = xp.zeros(xp.shape(like), "float32", xp.device(like))
+    state = compressor.init(xp.spec(blank), info)
+    answer = lambda request: _answer(request, next(parts), sender)  # noqa: E731
+    return _hold(compressor, blank, state, _alone(info, sender), answer)[0]
+
+
+def _alone(info: Info, sender: int) -> Info:
+    return replace(info, rank=0, size=1, name=f"{info.name}.{sender}", machines=())
+
+
+def _hold(
+    compressor: Compressor, x: Tensor, state: State, info: Info, answer: Callable[[Request], Any]
+) -> tuple[Tensor, State]:
+    conversation, result = compressor.exchange(x, state, info), None
+    while True:
+        try:
+            asked = conversation.send(result)
+        except StopIteration as stop:
+            return stop.value
+        several = isinstance(asked, tuple)
+        answers = [answer(request) for request in (asked if isinstance(asked, tuple) else (asked,))]
+        result = tuple(answers) if several else answers[0]
+
+
+def _answer(request: Request, part: Tensor, sender: int) -> Any:
+    """What a request of one rank is answered with, given what that rank has sent."""
+    xp = namespace(part)
+    if isinstance(request, Allreduce):
+        if request.wire:
+            return xp.from_wire(part, request.wire, [xp.copy(request.tensor)])[0]
+        return part
+    read: Any = part
+    if request.decode is not None:
+        read, doubt = request.decode(part)
+        read = xp.insist(read, doubt, [sender] * xp.shape(doubt)[0])
+    return (read,) if isinstance(request, Allgather) else read

@@ -1,0 +1,137 @@
+"""What methods that average models, not gradients, have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.base import (
+    Allreduce,
+    Broadcast,
+    Compressor,
+    Conversation,
+    Info,
+    Requests,
+    Spec,
+    State,
+    Tensor,
+)
+from accordion_hvd.ops import namespace
+
+Group = tuple[int, ...]
+
+
+class Averaging(Compressor):
+    """Brings models together after each rank has taken its own optimizer's step.
+
+    A subclass is a frozen dataclass. Its `exchange` is a conversation as a compressor's, but what
+    it is given and returns is a model: one vector of all parameters of one dtype, as the rank's
+    own optimizer has left it. `info.step` counts these steps from 0 and must be an integer.
+
+    Attributes:
+        inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
+            where the method needs to know what one step is.
+    """
+
+    target: ClassVar[str] = "parameter"
+    scope: ClassVar[str] = "model"
+    inner: ClassVar[str] = "any"
+
+    def start(self, model: Tensor, info: Info) -> State:
+        """The state before the first step, when all ranks' models are `model`."""
+        return self.init(namespace(model).spec(model), info)
+
+    def groups(self, size: int) -> tuple[Group, ...]:
+        """Groups that requests will name, for `size` ranks.
+
+        Raises:
+            ValueError: the method does not suit so many ranks.
+        """
+        return ()
+
+    def equal(self, step: int) -> bool:
+        """Whether all models are equal after the exchange of this step."""
+        return True
+
+    def settle(self, model: Tensor, state: State, info: Info) -> Conversation:
+        """Make all models equal now, for evaluation or a checkpoint: their average."""
+        mean = yield Allreduce(model)
+        return mean, self.settled(state, mean)
+
+    def settled(self, state: State, model: Tensor) -> State:
+        """The state when all ranks have come to have `model`."""
+        return state
+
+    def residual(self, state: State) -> Tensor | None:
+        """None: what was not sent is part of the model."""
+        return None
+
+
+def method_of(compression: Any) -> Averaging | None:
+    """The method that `DistributedOptimizer(compression=)` means; None if it averages no models."""
+    from accordion_hvd.words import parse
+
+    if isinstance(compression, str):
+        compression = parse(compression)
+    if isinstance(compression, type) and issubclass(compression, Averaging):
+        compression = compression()
+    return compression if isinstance(compression, Averaging) else None
+
+
+def periodic(owner: Any, period: Any) -> None:
+    """Raise ValueError unless `period` is an integer of at least 1."""
+    check.integer(owner, "period", period, least=1)
+
+
+def whole(step: int, period: int) -> bool:
+    """Whether a step is a period's last, counted from 0."""
+    return (step + 1) % period == 0
+
+
+def precise(spec: Spec) -> str:
+    """The dtype of state that is as precise as the model: fp64 for fp64, else fp32."""
+    return "float64" if spec.dtype == "float64" else "float32"
+
+
+def within(
+    group: Group, conversation: Generator[Requests, Any, Any]
+) -> Generator[Requests, Any, Any]:
+    """A conversation among all ranks, held by the members of `group` instead."""
+    answer = None
+    while True:
+        try:
+            asked = conversation.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        several = isinstance(asked, tuple)
+        requests = asked if isinstance(asked, tuple) else (asked,)
+        placed = tuple(_placed(request, group) for request in requests)
+        answer = yield placed if several else placed[0]
+
+
+def _placed(request: Any, group: Group) -> Any:
+    chosen = group if request.group is None else tuple(group[i] for i in request.group)
+    if isinstance(request, Broadcast):
+        return replace(request, group=chosen, root=group[request.root])
+    return replace(request, group=chosen)
+
+
+def inside(info: Info, group: Group) -> Info:
+    """What a conversation `within` a group is told."""
+    return replace(info, rank=group.index(info.rank), size=len(group))
+
+
+def check_compressor(owner: Any, compressor: Any) -> None:
+    """Raise ValueError unless `compressor` is None or one that returns the mean of vectors."""
+    if compressor is None:
+        return
+    suits = (
+        isinstance(compressor, Compressor)
+        and (compressor.target, compressor.output) == ("gradient", "gradient")
+        and not (compressor.by_machine or compressor.private)
+    )
+    if not suits:
+        allowed = "None or a compressor that returns the mean of gradients, openly and on any machines"
+        check.refuse(owner, "compressor", compressor, allowed)

@@ -1,0 +1,36 @@
+"""Local SGD (McMahan et al., AISTATS 2017; Stich, ICLR 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accordion_hvd.averaging.base import Averaging, periodic, whole
+from accordion_hvd.base import Conversation, Info, State, Tensor
+
+
+@dataclass(frozen=True)
+class LocalSGD(Averaging):
+    """Each rank trains alone; every `period` steps all models are averaged.
+
+    Sent: an allreduce of the model every `period` steps. With a period of 1 and plain SGD this is
+    the averaging of gradients.
+
+    Args:
+        period: steps from one average to the next, at least 1.
+    """
+
+    period: int = 10
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when period is no integer of at least 1."""
+        periodic(self, self.period)
+
+    def equal(self, step: int) -> bool:
+        """After an average."""
+        return whole(step, self.period)
+
+    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+        """One allreduce at a period's end."""
+        if self.equal(info.step):
+            return (yield from self.settle(model, state, info))
+        return model, state

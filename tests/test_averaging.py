@@ -1,0 +1,545 @@
+"""Methods that average models: laws of each, in NumPy, PyTorch and TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, parameters
+
+import accordion_hvd
+from accordion_hvd import (
+    COLD,
+    DPSGD,
+    QSGD,
+    WAGMA,
+    DiLoCo,
+    DynaCOLD,
+    EFSignSGD,
+    Info,
+    LocalSGD,
+    Nesterov,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Threshold,
+    TopAgg,
+    TopK,
+    Topology,
+    TwoLevel,
+)
+from accordion_hvd.averaging import alone
+from accordion_hvd.averaging.base import Averaging, method_of
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
+from accordion_hvd.traffic import Traffic
+
+Update = Callable[[int, int, np.ndarray], np.ndarray]
+"""(rank, step, model) to what the rank's own optimizer adds."""
+
+
+class Ranks:
+    """Ranks that take steps and average."""
+
+    def __init__(
+        self, method: Averaging, ranks: int, first: np.ndarray, framework: Framework = NUMPY
+    ) -> None:
+        self.method, self.framework, self.step = method, framework, 0
+        self.links = [SimulatedCommunicator(Hub(ranks), r, framework.xp) for r in range(ranks)]
+        for link in self.links:
+            link.hub = self.links[0].hub
+        method.groups(ranks)
+        self.models = [framework.tensor(first) for _ in range(ranks)]
+        self.states = [method.start(m, self.info(r)) for r, m in enumerate(self.models)]
+        self.traffic = Traffic()
+
+    def info(self, rank: int, lr: float = 0.0) -> Info:
+        return Info(step=self.step, rank=rank, size=len(self.links), name="model", lr=lr)
+
+    def take(self, update: Update, lr: float = 0.1) -> np.ndarray:
+        """A step of all ranks; returns their models as rows."""
+        for rank, model in enumerate(self.models):
+            added = update(rank, self.step, self.framework.array(model))
+            self.models[rank] = model + self.framework.tensor(added, self.framework.xp.dtype(model))
+        talks = [
+            self.method.exchange(model, state, self.info(rank, lr))
+            for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
+        ]
+        return self._hold(talks)
+
+    def settle(self) -> np.ndarray:
+        talks = [
+            self.method.settle(model, state, self.info(rank))
+            for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
+        ]
+        return self._hold(talks)
+
+    def _hold(self, talks: Sequence[Any]) -> np.ndarray:
+        self.models, self.states = map(list, zip(*lockstep(self.links, talks), strict=True))
+        self.step += 1
+        return np.stack([self.framework.array(model) for model in self.models])
+
+
+def noise(rank: int, step: int, model: np.ndarray) -> np.ndarray:
+    return np.random.default_rng([rank, step]).normal(size=model.shape).astype(model.dtype)
+
+
+def still(rank: int, step: int, model: np.ndarray) -> np.ndarray:
+    return np.zeros_like(model)
+
+
+def start_apart(rank: int, step: int, model: np.ndarray) -> np.ndarray:
+    return noise(rank, 0, model) if step == 0 else np.zeros_like(model)
+
+
+# ---------------------------------------------------------------------------------------- WAGMA
+@pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (6, 3), (5, 2), (7, 3), (16, 4)])
+def test_models_become_one_without_updates(ranks: int, each: int) -> None:
+    """After `reach` steps, for groups of one size; others only come closer and closer."""
+    method = WAGMA(each, period=100)
+    world = Ranks(method, ranks, np.zeros(5))
+    schedule = method.schedule(ranks)
+    assert schedule.reach is not None
+    for _ in range(schedule.reach):
+        models = world.take(start_apart)
+    mean = np.mean([noise(rank, 0, np.zeros(5)) for rank in range(ranks)], 0)
+    if ranks & (ranks - 1) == 0 and each & (each - 1) == 0:
+        np.testing.assert_allclose(models, np.tile(mean, (ranks, 1)), atol=1e-14)
+    assert np.abs(models - mean).max() < 0.6 * np.abs(noise(0, 0, mean) - mean).max()
+
+
+@pytest.mark.parametrize("compressor", [None, TopK(0.3), RandomK(0.5), EFSignSGD()], ids=repr)
+def test_the_mean_over_ranks_follows_the_updates(compressor: Any) -> None:
+    """Whatever is compressed: what a rank has not sent stays in its model."""
+    world = Ranks(WAGMA(2, period=5, compressor=compressor), 6, np.zeros(40))
+    due = np.zeros(40)
+    for step in range(12):
+        due += np.mean([noise(rank, step, due) for rank in range(6)], 0)
+        models = world.take(noise)
+        np.testing.assert_allclose(models.mean(0), due, atol=2e-5)
+        if world.method.equal(step):
+            assert (models == models[0]).all()
+
+
+def test_compression_without_loss_is_none() -> None:
+    plain, lossless = (Ranks(WAGMA(2, 4, compressor=c), 4, np.ones(30)) for c in (None, TopK(1.0)))
+    for _ in range(9):
+        np.testing.assert_allclose(plain.take(noise), lossless.take(noise), atol=1e-5)
+
+
+def test_compressed_groups_agree_better_than_none() -> None:
+    """What is compressed still brings models together."""
+    apart = {}
+    for method in (WAGMA(2, 50, compressor=TopK(0.2)), WAGMA(2, 50), LocalSGD(50)):
+        world = Ranks(method, 8, np.zeros(50))
+        for _ in range(40):
+            models = world.take(noise)
+        apart[repr(method)] = float(models.std(0).mean())
+    harsh, plain, local = apart.values()
+    assert plain < harsh < 0.6 * local
+
+
+def test_extremes_are_other_methods() -> None:
+    """One group averages all, as a period of 1 does; groups of one are local SGD."""
+    runs = {
+        "all": Ranks(WAGMA(6, period=4), 6, np.zeros(8)),
+        "every step": Ranks(WAGMA(2, period=1), 6, np.zeros(8)),
+        "ones": Ranks(WAGMA(1, period=4), 6, np.zeros(8)),
+        "local": Ranks(LocalSGD(4), 6, np.zeros(8)),
+    }
+    for step in range(9):
+        models = {name: world.take(noise) for name, world in runs.items()}
+        np.testing.assert_allclose(models["all"], models["every step"], atol=1e-12)
+        assert (models["ones"] == models["local"]).all()
+        assert (models["local"] == models["local"][0]).all() == ((step + 1) % 4 == 0)
+
+
+@pytest.mark.parametrize("method", [LocalSGD(1), WAGMA(2, period=1), DPSGD("complete")], ids=repr)
+def test_averaging_models_each_step_is_averaging_gradients(method: Averaging) -> None:
+    """With plain SGD, f_i = 0.5 ||x - c_i||^2."""
+    centres = np.random.default_rng(0).normal(size=(4, 6))
+    world, x = Ranks(method, 4, np.zeros(6)), np.zeros(6)
+    for _ in range(10):
+        models = world.take(lambda rank, step, model: -0.1 * (model - centres[rank]))
+        x = x - 0.1 * (x - centres.mean(0))
+        np.testing.assert_allclose(models, np.tile(x, (4, 1)), atol=1e-12)
+
+
+METHODS = [
+    WAGMA(2, 3),
+    WAGMA(2, 3, compressor=TopK(0.2)),
+    LocalSGD(3),
+    DiLoCo(3),
+    DiLoCo(3, compressor=TopK(0.5)),
+    DPSGD("torus"),
+    COLD("ring"),
+    COLD("ring", 0.5, TopK(0.5)),
+    COLD("exponential", 0.5, PowerSGD(1)),
+    DynaCOLD("ring"),
+]
+
+
+@pytest.mark.parametrize("framework", parameters((TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_all_frameworks_do_the_same(method: Averaging, framework: Framework) -> None:
+    first = np.random.default_rng(1).normal(size=37).astype(np.float32)
+    ours, theirs = Ranks(method, 4, first), Ranks(method, 4, first, framework)
+    for _ in range(7):
+        models = ours.take(noise), theirs.take(noise)
+        np.testing.assert_allclose(*models, rtol=1e-4, atol=1e-4)
+    assert [sorted(s) for s in ours.states] == [sorted(s) for s in theirs.states]
+    assert models[1].dtype == np.float32
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_states_keep_their_keys_and_all_settle(method: Averaging) -> None:
+    world = Ranks(method, 4, np.ones(12))
+    keys = [sorted(state) for state in world.states]
+    for _ in range(4):
+        before = world.take(noise)
+    after = world.settle()
+    assert [sorted(state) for state in world.states] == keys
+    assert (after == after[0]).all()
+    np.testing.assert_allclose(after[0], before.mean(0), atol=1e-12)
+
+
+def test_words() -> None:
+    assert method_of("wagma:4,period=7") == WAGMA(4, 7)
+    assert method_of("LocalSGD(3)") == LocalSGD(3)
+    assert method_of(DiLoCo) == DiLoCo()
+    assert method_of("topk") is None and method_of(TopK()) is None
+
+
+def test_default_groups_and_repr() -> None:
+    assert WAGMA().schedule(64).group_size == 8
+    assert repr(WAGMA(4)) == "WAGMA(group_size=4)"
+    assert repr(COLD(compressor=TopK(0.1))) == (
+        "COLD(topology=Topology('ring'), compressor=TopK(ratio=0.1))"
+    )
+    assert WAGMA(4).groups(8) == WAGMA(4).schedule(8).all()
+
+
+# --------------------------------------------------------------------------------------- DiLoCo
+def test_diloco_is_nesterov_on_deltas() -> None:
+    """Against a loop of our own; with lr 1 and momentum 0 it is local SGD."""
+    outer = Nesterov(0.7, 0.9)
+    world, plain = Ranks(DiLoCo(3, outer), 4, np.zeros(5)), Ranks(LocalSGD(3), 4, np.zeros(5))
+    simple = Ranks(DiLoCo(3, Nesterov(1.0, 0.0)), 4, np.zeros(5))
+    common, velocity = np.zeros(5), np.zeros(5)
+    for window in range(4):
+        ends = []
+        for rank in range(4):
+            ends.append(common + sum(noise(rank, 3 * window + i, common) for i in range(3)))
+        delta = common - np.mean(ends, 0)
+        velocity = 0.9 * velocity + delta
+        common = common - 0.7 * (delta + 0.9 * velocity)
+        for _ in range(3):
+            models, averaged, same = world.take(noise), plain.take(noise), simple.take(noise)
+        np.testing.assert_allclose(models, np.tile(common, (4, 1)), atol=1e-12)
+        np.testing.assert_allclose(averaged, same, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------- topologies
+KINDS = ["ring", "torus", "hypercube", "exponential", "complete"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 9, 16, 17, 64])
+def test_topologies_are_doubly_stochastic(kind: str, size: int) -> None:
+    graph = Topology(kind)
+    if kind == "hypercube" and size & (size - 1):
+        with pytest.raises(ValueError, match="a power of two"):
+            graph.weights(size)
+        return
+    weights = graph.weights(size)
+    assert (weights >= 0).all() and (weights == weights.T).all()
+    np.testing.assert_allclose(weights.sum(0), 1, atol=1e-12)
+    assert graph.gap(size) > 0
+    Topology(weights)  # passes its own checks
+    degrees = [len(graph.of(rank, size)) for rank in range(size)]
+    most = {"ring": 2, "torus": 4, "hypercube": math.log2(size), "complete": size - 1}
+    assert max(degrees) <= most.get(kind, 2 * max(1, (size - 1).bit_length()))
+    assert all(graph.of(rank, size) == graph.to(rank, size) for rank in range(size))
+
+
+def test_weights_of_the_ring_are_thirds() -> None:
+    """As in the D-PSGD of WAGMA's authors."""
+    assert np.allclose(Topology("ring").weights(5)[0], [1 / 3, 1 / 3, 0, 0, 1 / 3])
+    assert Topology("complete").gap(7) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", ["ring", "torus", "exponential", "complete"])
+def test_gossip_keeps_the_mean_and_contracts_by_the_gap(kind: str) -> None:
+    graph = Topology(kind)
+    world = Ranks(DPSGD(graph), 9, np.zeros(4))
+    models = world.take(start_apart)
+    mean, before = models.mean(0), np.linalg.norm(models - models.mean(0))
+    for _ in range(5):
+        models = world.take(start_apart)
+        np.testing.assert_allclose(models.mean(0), mean, atol=1e-13)
+        after = np.linalg.norm(models - mean)
+        assert after <= (1 - graph.gap(9)) * before + 1e-12
+        before = after
+
+
+def test_a_directed_graph_will_do_for_gossip() -> None:
+    """Doubly stochastic, not symmetric: each listens to the rank before it."""
+    weights = 0.5 * np.eye(5) + 0.5 * np.roll(np.eye(5), 1, 0)
+    graph = Topology(weights)
+    assert graph.of(1, 5) == (0,) and graph.to(1, 5) == (2,)
+    world = Ranks(DPSGD(graph), 5, np.zeros(3))
+    first = np.stack([noise(rank, 0, np.zeros(3)) for rank in range(5)])
+    np.testing.assert_allclose(world.take(start_apart), weights @ first, atol=1e-14)
+    with pytest.raises(ValueError, match="COLD: topology is .* must be symmetric"):
+        Ranks(COLD(graph), 5, np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("star", "one of 'ring'"),
+        (np.zeros((2, 3)), "a square matrix"),
+        (np.ones((2, 2)), "rows that sum to 2', but must be doubly stochastic"),
+        ([[0.5, 0.5], [1.0, 0.0]], "columns that sum to 1.5"),
+        ([[1.5, -0.5], [-0.5, 1.5]], "least is -0.5"),
+        (np.eye(3), "in parts', but must be connected"),
+        ([[0.0, 1.0], [1.0, 0.0]], "magnitude 1"),
+        ([[np.nan, 1.0], [1.0, 0.0]], "at least 0"),
+    ],
+)
+def test_bad_topologies_are_refused(kind: Any, words: str) -> None:
+    with pytest.raises(ValueError, match="Topology: kind is"):
+        Topology(kind)
+    with pytest.raises(ValueError) as caught:
+        DPSGD(kind)
+    assert words in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------ COLD
+class Quadratics:
+    """f_i = 0.5 (x - c_i)^T A_i (x - c_i), each strongly convex, none alike."""
+
+    def __init__(self, ranks: int, size: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.ranks, self.size = ranks, size
+        self.a = []
+        for _ in range(ranks):
+            q = np.linalg.qr(rng.normal(size=(size, size)))[0]
+            self.a.append((q * np.geomspace(0.5, 2.0, size)) @ q.T)
+        self.c = rng.normal(size=(ranks, size))
+        total = sum(self.a)
+        self.best = np.linalg.solve(total, sum(a @ c for a, c in zip(self.a, self.c, strict=True)))
+
+    def gradient(self, rank: int, x: np.ndarray) -> np.ndarray:
+        return self.a[rank] @ (x - self.c[rank])
+
+    def descent(self, lr: float) -> Update:
+        return lambda rank, step, x: -lr * self.gradient(rank, x)
+
+    def error(self, models: np.ndarray) -> float:
+        return float(np.linalg.norm(models - self.best) / np.linalg.norm(self.best))
+
+
+def nids(problem: Quadratics, weights: np.ndarray, lr: float, steps: int) -> list[np.ndarray]:
+    """The two-step recursion of its authors."""
+
+    def gradients(x: np.ndarray) -> np.ndarray:
+        return np.stack([problem.gradient(rank, row) for rank, row in enumerate(x)])
+
+    mix = (np.eye(len(weights)) + weights) / 2
+    old = np.zeros((problem.ranks, problem.size))
+    new = mix @ (old - lr * gradients(old))
+    found = [new]
+    while len(found) < steps:
+        old, new = new, mix @ (2 * new - old - lr * gradients(new) + lr * gradients(old))
+        found.append(new)
+    return found
+
+
+def test_cold_without_compression_is_nids() -> None:
+    problem = Quadratics(6, 10)
+    world = Ranks(COLD("ring"), 6, np.zeros(10))
+    for due in nids(problem, Topology("ring").weights(6), 0.25, 40):
+        np.testing.assert_allclose(world.take(problem.descent(0.25), 0.25), due, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"),
+    [
+        (COLD("ring"), 110),
+        (COLD("ring", 1.0, TopK(0.5)), 110),
+        (COLD("exponential", 0.5, TopK(0.3)), 110),
+        (COLD("ring", 0.5, QSGD(4)), 240),
+        (COLD("ring", 0.5, RandomK(0.5)), 220),
+        (DynaCOLD("ring", theta=0.93), 350),
+    ],
+    ids=repr,
+)
+def test_linear_convergence_to_the_optimum(method: Averaging, steps: int) -> None:
+    problem = Quadratics(5, 20)
+    world, errors = Ranks(method, 5, np.zeros(20)), []
+    for _ in range(steps):
+        models = world.take(problem.descent(0.8), 0.8)
+        errors.append(problem.error(models))
+        duals = np.stack([state["dual"] for state in world.states])
+        assert np.abs(duals.sum(0)).max() <= 1e-10 * max(1.0, np.abs(duals).max())
+    assert errors[-1] < 1e-8
+    third = len(errors) // 3
+    assert errors[2 * third] < 1e-2 * errors[third], "linearly, not in the end only"
+
+
+def test_the_rate_of_one_bit_is_theta() -> None:
+    problem = Quadratics(5, 20)
+    world, errors = Ranks(DynaCOLD("ring", theta=0.96, scale=20.0), 5, np.zeros(20)), []
+    for _ in range(400):
+        errors.append(problem.error(world.take(problem.descent(0.5), 0.5)))
+    slope = np.polyfit(range(150, 400), np.log(errors[150:]), 1)[0]
+    assert slope == pytest.approx(math.log(0.96), rel=0.01)
+    assert all(float(state["doublings"][0]) == 0 for state in world.states), "never saturated"
+
+
+@pytest.mark.parametrize(("theta", "scale"), [(0.96, 0.01), (0.8, 20.0), (0.96, 1e-6)])
+def test_saturation_is_noticed_and_recovered_from(theta: float, scale: float) -> None:
+    """A scale that begins too small, or falls too fast, diverges in the published method."""
+    problem = Quadratics(5, 20)
+    method = DynaCOLD("ring", theta=theta, scale=scale)
+    world = Ranks(method, 5, np.zeros(20))
+    for _ in range(400):
+        models = world.take(problem.descent(0.8), 0.8)
+    assert problem.error(models) < 1e-5
+    reports = [float(method.report(state)["doublings"][0]) for state in world.states]
+    assert max(reports) > 0
+
+
+def test_one_bit_is_one_bit() -> None:
+    """p / 8 bytes and one, to each neighbour; values are +-s / 2 everywhere."""
+    method, model = DynaCOLD("ring", scale=3.0), np.linspace(-1, 1, 80)
+    talk = method.exchange(model, method.start(model, Info()), Info(size=4, lr=0.1))
+    asked: Any = talk.send(None)
+    assert asked.tensor.nbytes == 11 and asked.to == (1, 3)
+    zeros = np.zeros_like(asked.tensor)  # all signs negative
+    _, state = pytest.raises(StopIteration, talk.send, (zeros, zeros)).value.value
+    assert set(np.abs(state["mine"])) == {1.5}
+    np.testing.assert_allclose(state["theirs"], -1.5 * 2 / 3)
+
+
+def test_the_optimum_is_a_fixed_point() -> None:
+    problem = Quadratics(5, 7)
+    world = Ranks(COLD("ring", 0.5, TopK(0.3)), 5, problem.best)
+    for rank, state in enumerate(world.states):
+        state["dual"] = -problem.gradient(rank, problem.best)
+        state["mine"] = problem.best.copy()
+        weights = Topology("ring").weights(5)[rank]
+        state["theirs"] = problem.best * (1 - weights[rank])
+    for _ in range(20):
+        models = world.take(problem.descent(0.25), 0.25)
+    np.testing.assert_allclose(models, np.tile(problem.best, (5, 1)), atol=1e-12)
+
+
+def test_sending_models_instead_of_innovations_would_not_do() -> None:
+    """A negative control: with estimates that are forgotten, an error remains."""
+
+    class Forgetful(COLD):
+        def exchange(self, model: Any, state: Any, info: Info) -> Any:
+            blank = {**state, "mine": state["mine"] * 0, "theirs": state["theirs"] * 0}
+            return (yield from super().exchange(model, blank, info))
+
+    problem = Quadratics(5, 20)
+    world = Ranks(Forgetful("ring", 0.5, TopK(0.5)), 5, np.zeros(20))
+    for _ in range(200):
+        models = world.take(problem.descent(0.8), 0.8)
+    assert problem.error(models) > 1e-3
+
+
+def test_consensus_keeps_the_mean() -> None:
+    """f_i = 0.5 ||x - c_i||^2, step size 1."""
+    centres = np.random.default_rng(3).normal(size=(5, 12))
+    world = Ranks(DynaCOLD("ring", theta=0.94), 5, np.zeros(12))
+    for _ in range(400):
+        models = world.take(lambda rank, step, x: centres[rank] - x, 1.0)
+    np.testing.assert_allclose(models, np.tile(centres.mean(0), (5, 1)), atol=1e-9)
+
+
+def test_cold_needs_a_learning_rate() -> None:
+    with pytest.raises(ValueError, match="COLD: learning rate is 0.0, but must be above 0"):
+        Ranks(COLD(), 2, np.zeros(3)).take(still, lr=0.0)
+
+
+# -------------------------------------------------------------------------- messages of one to one
+def shelf() -> list[Any]:
+    kinds = [getattr(accordion_hvd.compressors, name) for name in accordion_hvd.compressors.__all__]
+    made = [kind() for kind in kinds if kind not in (TwoLevel, TopAgg)]
+    return [c for c in made if c.output == "gradient"]
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("compressor", shelf(), ids=repr)
+def test_a_message_means_the_same_to_both(compressor: Any, framework: Framework) -> None:
+    """To the bit, step after step, for every compressor of the shelf with messages of one size."""
+    kept: Any = {}
+    for step in range(3):
+        values = np.random.default_rng(step).normal(size=600).astype(np.float32)
+        info = Info(step=step, rank=1, size=4, name="model")
+        try:
+            x = framework.tensor(values)
+            message, mine, kept = alone.encode(compressor, x, kept, info)
+        except ValueError as error:
+            assert "whose size changes" in str(error)
+            assert type(compressor).__name__ in ("AdaComp", "DGC", "Threshold", "ScaleCom")
+            return
+        like = framework.tensor(np.zeros(600, np.float32))
+        reader = Info(step=step, rank=3, size=4, name="model")
+        theirs = alone.decode(compressor, message, like, reader, sender=1)
+        assert (framework.array(mine) == framework.array(theirs)).all()
+        assert framework.array(mine).any()
+
+
+def test_messages_whose_size_changes_are_refused() -> None:
+    with pytest.raises(ValueError, match="Threshold.* sends messages whose size changes"):
+        Ranks(COLD("ring", 0.5, Threshold(0.1)), 4, np.zeros(5)).take(noise)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: WAGMA(0), "WAGMA: group_size is 0, but must be an integer of at least 1"),
+        (lambda: WAGMA(2.5), "WAGMA: group_size is 2.5"),  # type: ignore[arg-type]
+        (lambda: WAGMA(9).groups(8), "group_size is 9, but must be an integer from 1 to the 8"),
+        (lambda: WAGMA(period=0), "WAGMA: period is 0, but must be an integer of at least 1"),
+        (lambda: WAGMA(wait_avoiding="no"), "wait_avoiding is 'no'"),
+        (lambda: WAGMA(compressor=SignSGD()), "WAGMA: compressor is SignSGD"),
+        (lambda: WAGMA(compressor=LocalSGD()), "WAGMA: compressor is LocalSGD"),
+        (lambda: WAGMA(compressor=TwoLevel(TopK())), "WAGMA: compressor is TwoLevel"),
+        (lambda: WAGMA(compressor=TopAgg(1, None, 1.0)), "WAGMA: compressor is TopAgg"),
+        (lambda: WAGMA(wait_avoiding=True, compressor=TopK()), "where there is a compressor"),
+        (lambda: LocalSGD(0), "LocalSGD: period is 0"),
+        (lambda: DiLoCo(0), "DiLoCo: period is 0"),
+        (lambda: DiLoCo(outer="sgd"), "DiLoCo: outer is 'sgd'"),  # type: ignore[arg-type]
+        (lambda: Nesterov(-1.0), "Nesterov: lr is -1.0"),
+        (lambda: Nesterov(momentum=1.0), "Nesterov: momentum is 1.0"),
+        (lambda: DPSGD(3), "DPSGD: topology is 3"),
+        (lambda: COLD(gamma=0), "COLD: gamma is 0, but must be a number in (0, 1]"),
+        (lambda: COLD(compressor="topk"), "COLD: compressor is 'topk'"),  # type: ignore[arg-type]
+        (lambda: DynaCOLD(theta=1.0), "DynaCOLD: theta is 1.0"),
+        (lambda: DynaCOLD(scale=0.0), "DynaCOLD: scale is 0.0"),
+        (lambda: simulate(WAGMA(), 2), "simulate: compression is WAGMA"),
+        (lambda: DPSGD(np.eye(1)).groups(2), "a matrix of 2 rows for the 2 ranks"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 5))))
+def test_few_ranks_and_elements(sizes: tuple[int, int]) -> None:
+    ranks, size = sizes
+    for method in (WAGMA(), LocalSGD(2), DiLoCo(2), DPSGD(), COLD(), DynaCOLD()):
+        world = Ranks(method, ranks, np.zeros(size))
+        for _ in range(3):
+            assert np.isfinite(world.take(noise)).all()
