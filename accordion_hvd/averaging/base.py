@@ -133,5 +133,7 @@ def check_compressor(owner: Any, compressor: Any) -> None:
         and not (compressor.by_machine or compressor.private)
     )
     if not suits:
-        allowed = "None or a compressor that returns the mean of gradients, openly and on any machines"
+        allowed = (
+            "None or a compressor that returns the mean of gradients, openly and on any machines"
+        )
         check.refuse(owner, "compressor", compressor, allowed)

@@ -62,8 +62,8 @@ class Method:
         return getattr(optimizers, self.optimizer)(**self.arguments(task, steps))
 
 
-GRID = (2e-3, 4e-3, 8e-3, 16e-3)
-LOWER = (0.5e-3, 1e-3, 2e-3, 4e-3)
+GRID = (4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
+LOWER = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 
 METHODS = {
     "Adam": Method("Adam", "", {"convex": 8e-3, "digits": 4e-3, "characters": 8e-3}, GRID),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -52,7 +53,7 @@ class Averager:
         skip: patterns of names that travel dense.
         guard: compares replicas now and then.
         scale_local: whether gradients of local variables are divided by the number of ranks.
-        hyper: what conversations are told of the optimizer's settings (`Info.hyper`).
+        hyper: what conversations are told of the optimizer's settings (`Info.hyper`), by group.
 
     Attributes:
         managed: whether somebody makes graphs anew after a switch.
@@ -69,11 +70,11 @@ class Averager:
         skip: Sequence[str] = (),
         guard: Guard | None = None,
         scale_local: bool = True,
-        hyper: Mapping[str, Any] | None = None,
+        hyper: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         if policy.private:
             check_private(policy, hvd.size(), process_set.size())
-        self.hyper = hyper
+        self.hyper, self.group_of = hyper, _no_group
         self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
         self.process_set, self.variables = process_set, variables
         self.total, self.scale_local = total, scale_local
@@ -141,7 +142,11 @@ class Averager:
         variables = [v for v in everything if key_of(v) not in self.local]
         self._sparse = list(sparse)
         rows = zip(variables, describe(variables), strict=True)
-        dense = {key_of(v): row for v, row in rows if key_of(v) not in set(sparse)}
+        dense = {
+            key_of(v): replace(row, group=self.group_of(v))
+            for v, row in rows
+            if key_of(v) not in set(sparse)
+        }
         self._member = {key: number for number, key in enumerate(dense)}
         if self._exchange is not None:  # made before sparse gradients appeared
             self.policy._bound = None
@@ -152,7 +157,7 @@ class Averager:
             skip=self.skip,
             name=self.name,
         )
-        self._exchange.hyper = {"": self.hyper or {}}
+        self._exchange.hyper = self.hyper or {}
 
     def adopt(self, saved: dict[str, Any]) -> None:
         """Go on from a `checkpoint.snapshot`, before the next exchange.
@@ -443,3 +448,8 @@ def _scaled(grad: Gradient, factor: float) -> Gradient:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(grad.values * factor, grad.indices, grad.dense_shape)
     return grad * factor
+
+
+def _no_group(variable: Any) -> str:
+    """Of variables that all share their settings."""
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import Counter
@@ -87,6 +88,7 @@ class Reducer:
     ) -> None:
         self.settings, self.listening = settings, settings is None
         self.policy, self.skip, self.scaler, self.groups = policy, tuple(skip), scaler, groups
+        self._unused = copy.deepcopy(policy.state_dict())
         self.passes, self.total, self.sparse_as_dense = passes, total, sparse_as_dense
         self.communicator: Communicator = (
             simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
@@ -130,7 +132,7 @@ class Reducer:
                 _listen(parameter, weakref.ref(self))
         if self._exchange is not None and fresh:
             parameters = [parameter for parameter, _ in reversed(fresh)]
-            self._exchange.extend([self._info(p) for p in parameters])
+            self._exchange.extend(self._described(parameters))
             self._place(parameters)
 
     @property
@@ -142,7 +144,7 @@ class Reducer:
             self._exchange = Exchange(
                 self.communicator,
                 self.policy,
-                [self._info(p) for p in tensors],
+                self._described(tensors),
                 skip=self.skip,
                 name=self.name,
             )
@@ -161,14 +163,14 @@ class Reducer:
             self._watched[parameter].number = len(self._dense)
             self._dense.append(parameter)
 
-    def _info(self, parameter: torch.Tensor) -> TensorInfo:
-        shape, dtype = tuple(parameter.shape), xp.dtype(parameter)
-        group = "" if self.settings is None else str(self._groups()[parameter])
-        return TensorInfo(self._names[parameter], shape, dtype, str(parameter.device), group)
-
-    def _groups(self) -> dict[torch.Tensor, int]:
-        """Each parameter's group, by number."""
-        return {p: i for i, group in enumerate(self.groups()) for p in group["params"]}
+    def _described(self, parameters: Sequence[torch.Tensor]) -> list[TensorInfo]:
+        group_of = dict.fromkeys(parameters, "")
+        if self.settings is not None:
+            group_of = {p: str(i) for i, group in enumerate(self.groups()) for p in group["params"]}
+        return [
+            TensorInfo(self._names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of[p])
+            for p in parameters
+        ]
 
     # ---------------------------------------------------------------------------------- one step
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -221,6 +223,7 @@ class Reducer:
         if saved is None:
             self._exchange, self._dense = None, []
             self.policy._bound = None
+            self.policy.load_state_dict(copy.deepcopy(self._unused))
         else:
             self._own = checkpoint.adopt(self.exchange, saved)
         self.doubt()

@@ -104,6 +104,24 @@ def check_adam_is_keras_on_the_mean() -> None:
         np.testing.assert_allclose(one.numpy(), two.numpy(), atol=2e-5)
 
 
+def check_what_is_excluded_from_decay() -> None:
+    """Also by rules that see to decay themselves: it ends where it does without any."""
+    start = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
+    for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
+        ends = {}
+        for decay in (0.0, 0.5):
+            kernel, spared = tf.Variable(start, name="kernel"), tf.Variable(start, name="spared")
+            optimizer = made(name, weight_decay=decay)
+            optimizer.exclude_from_weight_decay(var_names=["spared"])
+            for number in range(5):
+                rng = np.random.default_rng([number, hvd.rank()])
+                gradients = [tf.constant(rng.normal(size=start.shape), tf.float32) for _ in "ab"]
+                optimizer.apply(gradients, [kernel, spared])
+            ends[decay] = kernel.numpy(), spared.numpy()
+        np.testing.assert_array_equal(ends[0.0][1], ends[0.5][1], name)
+        assert np.abs(ends[0.0][0] - ends[0.5][0]).max() > 1e-3, name
+
+
 def check_settings_of_keras() -> None:
     """Schedules, clipping of this rank's gradients, accumulation, averages of weights."""
     falling = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)

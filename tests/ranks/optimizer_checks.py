@@ -335,6 +335,19 @@ def check_each_rank_resumes_from_its_own() -> None:
         assert torch.equal(weights(model), weights(resumed)), name
 
 
+def check_a_state_before_the_first_step_begins_anew() -> None:
+    model, twin = network(), network()
+    optimizer = made("OnebitAdam", model)
+    beginning = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 5)  # beyond its warm-up
+    model.load_state_dict(twin.state_dict())
+    optimizer.load_state_dict(beginning)
+    assert optimizer.exchange.policy.history == []
+    train(model, optimizer, 5)
+    train(twin, made("OnebitAdam", twin), 5)
+    assert torch.equal(weights(model), weights(twin))
+
+
 def check_one_ranks_state_serves_all() -> None:
     for name in NAMES:
         model = network()

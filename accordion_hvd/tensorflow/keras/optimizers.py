@@ -25,6 +25,9 @@ from accordion_hvd.optimizers import Rule
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
 
+UNDECAYED = "undecayed"
+"""The group of variables that `exclude_from_weight_decay` names, for rules that decay weights."""
+
 MARK = "exchange:"
 """Begins the names of what a saved optimizer has besides Keras' own variables."""
 
@@ -70,8 +73,10 @@ class _Ruled(_Distributed):
     """What distinguishes it from an optimizer of averages: gradients stay this rank's own."""
 
     def _remember(self: Any, rule: Rule) -> None:
-        self.rule = rule
-        getattr(self, "inner_optimizer", self).serving = self._averager.serving
+        inner = getattr(self, "inner_optimizer", self)
+        self.rule, inner.serving = rule, self._averager.serving
+        if rule.DECAYS:
+            self._averager.group_of = lambda v: "" if inner._use_weight_decay(v) else UNDECAYED
 
     def get_config(self: Any) -> dict[str, Any]:
         """What the `from_config` of its class takes."""
@@ -186,7 +191,8 @@ class CompressedOptimizer(_Ruled, Directions):
         check.integer(cls.__name__, "gradient_accumulation_steps", passes, least=1)
         refusals.check_strategy()
         decay = float(rest.get("weight_decay") or 0.0)
-        hyper = {"weight_decay": decay, "decoupled_weight_decay": True}
+        told = {"weight_decay": decay, "decoupled_weight_decay": True}
+        hyper = {"": told, UNDECAYED: told | {"weight_decay": 0.0}}
         settings = Settings(
             optimizers.staged(rule, policy), process_set, False, True, tuple(skip), guard,
             guard_every, False, passes, True, hyper,
