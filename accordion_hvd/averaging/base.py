@@ -33,11 +33,13 @@ class Averaging(Compressor):
     Attributes:
         inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
             where the method needs to know what one step is.
+        shared: keys of the state that are equal on all ranks and outlast a change of their number.
     """
 
     target: ClassVar[str] = "parameter"
     scope: ClassVar[str] = "model"
     inner: ClassVar[str] = "any"
+    shared: ClassVar[tuple[str, ...]] = ()
 
     def start(self, model: Tensor, info: Info) -> State:
         """The state before the first step, when all ranks' models are `model`."""
@@ -133,5 +135,5 @@ def check_compressor(owner: Any, compressor: Any) -> None:
         and not (compressor.by_machine or compressor.private)
     )
     if not suits:
-        allowed = "None or a compressor that returns the mean of gradients, openly and on any machines"
+        allowed = "None or one that returns the mean of gradients, openly and on any machines"
         check.refuse(owner, "compressor", compressor, allowed)
