@@ -27,6 +27,7 @@ SUITES = {
     "privacy_keras_checks.py": BOTH[:1],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
+    "keras_averaging_checks.py": BOTH,
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

@@ -185,12 +185,10 @@ class Averager(checkpoint.Keeper):
         self._states = [
             self.method.start(model, self._info(i, 0.0)) for i, model in enumerate(models)
         ]
-        for state, old in zip(self._states, saved.get("states", ()), strict=False):
-            for key, value in old.items():
-                like = state[key]
-                state[key] = self.xp.cast(
-                    self.xp.asarray(np.asarray(value), self.xp.device(like)), self.xp.dtype(like)
-                )
+        olds = zip(models, self._states, saved.get("states", ()), strict=False)
+        for model, state, old in olds:
+            device = self.xp.device(model)
+            state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
 
     def average(self, lr: float, given: Parameters | None = None) -> None:
         """A step has been taken, at the learning rate `lr`."""
@@ -395,18 +393,14 @@ class Averager(checkpoint.Keeper):
         own = ranks == self.communicator.size
         arrays = load(self.communicator.rank if own else 0)
         states: dict[str, dict[str, np.ndarray]] = {}
-        lost: set[str] = set()
         for name, value in arrays.items():
             number, _, key = name.partition("/")
             if own or key in self.method.shared:
                 states.setdefault(number, {})[key] = value
-            else:
-                lost.add(key)
-        kept = [states[number] for number in sorted(states, key=int)]
         begun = {"steps": row["steps"], "version": row["version"]} if own else {}
-        self.load({**begun, "states": kept})
+        self.load({**begun, "states": [states[i] for i in sorted(states, key=int)]})
         if not own and self.communicator.rank == 0:
-            self._tell(ranks, lost)
+            self._tell(ranks, {name.partition("/")[2] for name in arrays})
 
     def _check_fits(self, row: dict[str, Any]) -> None:
         if row.get("averaging") != repr(self.method):
@@ -422,11 +416,13 @@ class Averager(checkpoint.Keeper):
                 f"{row['tensors']} {row['shapes']} when saved"
             )
 
-    def _tell(self, ranks: int, lost: set[str]) -> None:
-        kept = ", ".join(self.method.shared)
+    def _tell(self, ranks: int, keys: set[str]) -> None:
+        """Say what becomes of the state on another number of ranks."""
         parts = ["periods and groups begin anew"]
-        parts += [f"{kept} {'go' if ',' in kept else 'goes'} on"] if kept else []
-        parts += [f"what each rank had of its own ({', '.join(sorted(lost))}) too"] if lost else []
+        lost = sorted(keys - set(self.method.shared))
+        parts += [f"so does what each rank had of its own ({', '.join(lost)})"] if lost else []
+        kept = sorted(keys & set(self.method.shared))
+        parts += [f"what all had in common ({', '.join(kept)}) is kept"] if kept else []
         text = f"saved on {ranks} ranks, goes on with {self.communicator.size}: "
         print(f"{self.method!r}: {text}{'; '.join(parts)}.", file=sys.stderr, flush=True)
 

@@ -50,7 +50,7 @@ class DiLoCo(Averaging):
         compressor: None, or what compresses deltas.
     """
 
-    shared: ClassVar[tuple[str, ...]] = ("velocity",)
+    shared: ClassVar[tuple[str, ...]] = ("common", "velocity")
 
     period: int = 500
     outer: Nesterov = field(default_factory=Nesterov)
