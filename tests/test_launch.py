@@ -27,6 +27,8 @@ SUITES = {
     "privacy_keras_checks.py": BOTH[:1],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
+    "keras_averaging_checks.py": [("gloo", 2)],
+    "keras_waiting_checks.py": [("mpirun", 4)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 
