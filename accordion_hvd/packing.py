@@ -58,6 +58,8 @@ def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
         raise TypeError(f"a conversation yielded {request!r}, which is no request.")
     group = request.group
     if isinstance(request, Allreduce):
+        if group is not None and len(group) == 1:
+            return "alone", group
         dtype = request.wire or communicator.xp.dtype(request.tensor)
         half = dtype in ("float16", "bfloat16") and request.op == "mean"
         if half and not (communicator.half_allreduce and dtype == "float16"):
@@ -88,6 +90,14 @@ def _count(
         if communicator.near(request.group):
             cost.within = cost.sent
         traffic.add(cost)
+
+
+def _alone(
+    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+) -> Program:
+    """Groups of one, of which no engine needs to know."""
+    return [request.tensor for request in requests]
+    yield
 
 
 def _reduce(
@@ -320,6 +330,7 @@ def _neighbours(
 
 
 _PROGRAMS: dict[str, Callable[..., Program]] = {
+    "alone": _alone,
     "reduce": _reduce,
     "half": _reduce_half,
     "small": _reduce_small,

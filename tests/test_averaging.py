@@ -34,6 +34,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.averaging import alone
 from accordion_hvd.averaging.base import Averaging, method_of
+from accordion_hvd.averaging.shares import by_shares
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
 from accordion_hvd.traffic import Traffic
 
@@ -81,6 +82,14 @@ class Ranks:
         self.models, self.states = map(list, zip(*lockstep(self.links, talks), strict=True))
         self.step += 1
         return np.stack([self.framework.array(model) for model in self.models])
+
+
+class Dealing(Ranks):
+    """The same over an engine that knows no groups."""
+
+    def _hold(self, talks: Sequence[Any]) -> np.ndarray:
+        size = len(self.links)
+        return super()._hold([by_shares(talk, rank, size) for rank, talk in enumerate(talks)])
 
 
 def noise(rank: int, step: int, model: np.ndarray) -> np.ndarray:
@@ -466,6 +475,18 @@ def test_consensus_keeps_the_mean() -> None:
 def test_cold_needs_a_learning_rate() -> None:
     with pytest.raises(ValueError, match="COLD: learning rate is 0.0, but must be above 0"):
         Ranks(COLD(), 2, np.zeros(3)).take(still, lr=0.0)
+
+
+# ------------------------------------------------------------------------- groups without an engine
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize(("ranks", "size"), [(3, 2), (4, 2), (5, 4), (7, 3), (8, 8)])
+def test_shares_among_all_are_means_of_groups(ranks: int, size: int, framework: Framework) -> None:
+    """For groups of one, too, and vectors that no group divides evenly."""
+    start = np.zeros(11, np.float32)
+    worlds = [kind(WAGMA(size, 4), ranks, start, framework) for kind in (Ranks, Dealing)]
+    for _ in range(9):
+        one, other = (world.take(noise) for world in worlds)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 # -------------------------------------------------------------------------- messages of one to one

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import checkpoint
-from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.averaging.base import Averaging, Group
 from accordion_hvd.averaging.engine import WaitAvoiding, why_not
+from accordion_hvd.averaging.shares import by_shares
 from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.buckets import TensorInfo
@@ -79,7 +80,7 @@ class Averager(checkpoint.Keeper):
         self.alone = communicator.size == 1
         self._of_all = number == 0
         self._traffic, self._seconds = Traffic(), 0.0
-        self._set = self._ready = False
+        self._set = self._ready = self._by_shares = False
         self._agreed: Sequence[TensorInfo] = ()  # what all ranks have told each other
         self._kinds: list[tuple[str, list[int]]] = []  # dtypes, and whose they are
         self._states: list[State] = []
@@ -108,9 +109,18 @@ class Averager(checkpoint.Keeper):
         self._agree()
         self.without_waiting = isinstance(self.method, WAGMA) and self._choose(self.method)
         if not self.without_waiting and groups:
-            self.communicator.extensible = self._all(self.communicator.extensible)
-            self.communicator.register(groups)
+            self._register(groups)
         self._set = True
+
+    def _register(self, groups: Sequence[Group]) -> None:
+        """As groups of the engine's, where it has or takes them; else `by_shares`."""
+        self.communicator.extensible = self._all(self.communicator.extensible)
+        try:
+            self.communicator.register(groups)
+        except ValueError:
+            if not self.method.of_means:
+                raise
+            self._by_shares = True
 
     def _agree(self) -> None:
         rows = tuple(self.parameters.tensors())
@@ -255,6 +265,8 @@ class Averager(checkpoint.Keeper):
         model.write(self._spread(results, values))
 
     def _run(self, name: str, talk: Conversation) -> Any:
+        if self._by_shares:
+            talk = by_shares(talk, self.communicator.rank, self.communicator.size)
         answer, round_ = None, 0
         while True:
             try:

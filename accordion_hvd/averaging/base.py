@@ -53,6 +53,11 @@ class Averaging(Compressor):
         """
         return ()
 
+    @property
+    def of_means(self) -> bool:
+        """Whether groups are only ever asked for means, which `by_shares` finds as well."""
+        return True
+
     def equal(self, step: int) -> bool:
         """Whether all models are equal after the exchange of this step."""
         return True

@@ -32,8 +32,9 @@ _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
 _GRACE = 5.0  # seconds in which a rank that lives tells so
-_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
 _DTYPES = ("float32", "float64")
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
+"""Environment variables of processes that MPI's launchers have started."""
 
 
 class RanksEnded(RuntimeError):
@@ -46,7 +47,7 @@ def why_not(size: int) -> str | None:
     Args:
         size: how many ranks the job has.
     """
-    if not any(name in os.environ for name in _LAUNCHED):
+    if not any(name in os.environ for name in LAUNCHED):
         return "the job was not started by an MPI launcher"
     try:
         from mpi4py import MPI

@@ -76,6 +76,11 @@ class WAGMA(Averaging):
         """All groups of the schedule."""
         return self.schedule(size).all() if self.period > 1 else ()
 
+    @property
+    def of_means(self) -> bool:
+        """Not with a compressor."""
+        return self.compressor is None
+
     def equal(self, step: int) -> bool:
         """After a global average."""
         return whole(step, self.period)
@@ -104,11 +109,11 @@ class WAGMA(Averaging):
         if self.equal(info.step):
             return (yield from self.settle(model, state, info))
         group = self.schedule(info.size).of(info.rank, info.step)
-        if len(group) == 1:
-            return model, state
         if self.compressor is None:
             mean = yield Allreduce(model, group=group)
             return mean, state
+        if len(group) == 1:
+            return model, state
         return (
             yield from self._compressed(self.compressor, model, state, inside(info, group), group)
         )

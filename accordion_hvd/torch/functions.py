@@ -11,7 +11,7 @@ from accordion_hvd import process_sets
 
 
 def init(*args: Any, **kwargs: Any) -> Any:
-    """Start Horovod so that process sets can be added later; arguments are Horovod's."""
+    """Start Horovod; over MPI so that process sets can be added later. Arguments are Horovod's."""
     process_sets.let_add()
     return hvd.init(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,8 @@ from accordion_hvd.process_sets import registered
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from test_averaging import Ranks  # noqa: E402
 
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+os.environ[DYNAMIC] = "1"
 INIT = hvd.init
 SHAPES = {"weight": (4, 5), "bias": (5,)}
 SIZE = 25
@@ -82,23 +85,48 @@ METHODS = [
 ]
 
 
+def follow(method: Averaging) -> Any:
+    """Nine steps as simulated ranks take them, and an average; returns the optimizer."""
+    parameters = model()
+    optimizer = distributed(method, parameters)
+    for due in simulated(method, 9):
+        mine = take(optimizer, parameters)
+        np.testing.assert_allclose(
+            mine, due[hvd.rank()], rtol=1e-4, atol=1e-4, err_msg=repr(method)
+        )
+    optimizer.average_now()
+    rows = everybody(flat(parameters).detach().numpy())
+    assert (rows == rows[0]).all(), method
+    assert optimizer.averaging.stats()["steps"] == 9
+    assert optimizer.averaging.stats()["sent"] > 0
+    assert not optimizer.averaging.without_waiting
+    return optimizer
+
+
+def check_groups_need_no_process_sets() -> None:
+    """Where Horovod cannot add any, members deal their shares out among all ranks."""
+    known = len(registered())
+    os.environ[DYNAMIC] = "0"
+    try:
+        for method in METHODS[1:3]:
+            follow(method)
+        try:
+            follow(METHODS[3])
+        except ValueError as error:
+            assert "process sets of ranks" in str(error) and "are needed" in str(error)
+        else:
+            raise AssertionError("groups' compressors need process sets")
+    finally:
+        os.environ[DYNAMIC] = "1"
+    assert len(registered()) == known
+
+
 def check_real_ranks_do_what_simulated_ones_do() -> None:
     """All of them once; those that need something else over MPI there too."""
-    mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ
+    mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     for method in METHODS[1:2] + METHODS[-2:] if mpi else METHODS:
-        parameters = model()
-        optimizer = distributed(method, parameters)
-        for due in simulated(method, 9):
-            mine = take(optimizer, parameters)
-            np.testing.assert_allclose(
-                mine, due[hvd.rank()], rtol=1e-4, atol=1e-4, err_msg=repr(method)
-            )
-        optimizer.average_now()
-        rows = everybody(flat(parameters).detach().numpy())
-        assert (rows == rows[0]).all(), method
-        assert optimizer.averaging.stats()["steps"] == 9
-        assert optimizer.averaging.stats()["sent"] > 0
-        assert not optimizer.averaging.without_waiting
+        follow(method)
+    assert mpi or len(registered()) > 1
 
 
 def check_averaging_each_step_is_averaging_gradients() -> None:
@@ -111,7 +139,7 @@ def check_averaging_each_step_is_averaging_gradients() -> None:
 def check_without_waiting_where_mpi_is_there() -> None:
     parameters = model()
     optimizer = distributed("wagma:2,period=4", parameters, momentum=0.5)
-    assert optimizer.averaging.without_waiting == ("OMPI_COMM_WORLD_SIZE" in harness.os.environ)
+    assert optimizer.averaging.without_waiting == ("OMPI_COMM_WORLD_SIZE" in os.environ)
     for step in range(10):
         rows = everybody(take(optimizer, parameters))
         assert (rows == rows[0]).all() == (step in (3, 7)), step
@@ -127,7 +155,7 @@ def check_without_waiting_where_mpi_is_there() -> None:
 
 
 def check_without_waiting_that_is_not_possible() -> None:
-    if "OMPI_COMM_WORLD_SIZE" in harness.os.environ:
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return
     try:
         distributed(WAGMA(2, wait_avoiding=True), model())
@@ -216,7 +244,7 @@ def folder() -> str:
 
 def check_saved_state_goes_on_exactly() -> None:
     """What methods and compressors keep; in the middle of a period, and of a cycle of groups."""
-    mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ
+    mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     chosen = [METHODS[3], METHODS[4], METHODS[7], METHODS[8]]
     for method in [WAGMA(2, 3, wait_avoiding=False)] if mpi else chosen:
         parameters = model()
