@@ -200,6 +200,12 @@ class World:
         self._hub.turn([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
+    def micro_batches(self, lr: float = 0.0) -> int:
+        """How many small batches' gradients the next step wants, averaged; decides what is due."""
+        if self.exchanges:
+            self._decide(lr)
+        return self._policies[0].accumulated
+
     def end_window(self) -> None:
         """The window ends here, on all ranks."""
         for exchange in self.exchanges:

@@ -25,6 +25,8 @@ SUITES = {
     "graph_training_checks.py": [("gloo", 2)],
     "privacy_torch_checks.py": [("gloo", 1), *BOTH],
     "privacy_keras_checks.py": BOTH[:1],
+    "levers_checks.py": BOTH[:1],
+    "levers_keras_checks.py": BOTH[:1],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
 }

@@ -30,6 +30,11 @@ class Replay(Policy):
             for key in ("step", "name", "compressor"):
                 if key not in row:
                     raise ValueError(f"Replay: row {row!r} has no {key!r}; give Accordion.history.")
+            if not row["compressor"] or row["compressor"].endswith(" examples"):
+                raise ValueError(
+                    f"Replay: row {row!r} is about batch sizes, which are not repeated; leave such "
+                    "rows out, and give loaders the sizes they name."
+                )
         if not self._rows:
             raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
         self._levels: dict[str, list[Compressor]] = {}

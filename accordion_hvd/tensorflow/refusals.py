@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from accordion_hvd import check
 from accordion_hvd.optimizers import refuse_rules
-from accordion_hvd.policy import Policy
+from accordion_hvd.policy import Policy, levers
 from accordion_hvd.stock import is_ours
 
 WHO = "DistributedOptimizer"
@@ -50,6 +50,21 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
             f"{type(inner).__name__} has momentum or step sizes of its own; use plain SGD, "
             "without momentum, inside."
         )
+
+
+def check_batches(policy: Policy, optimizer: Any, ranks: int) -> None:
+    """Raise ValueError for what does not go with batches that grow."""
+    if policy.batch_size is None:
+        return
+    levers.share(policy, policy.batch_size, ranks)
+    sizes = f"with batch_size={policy.batch_size}"
+    half = tf.keras.config.dtype_policy().name == "mixed_float16"
+    if half or isinstance(optimizer, tf.keras.optimizers.LossScaleOptimizer):
+        allowed = f"one without loss scaling {sizes}; use mixed_bfloat16"
+        check.refuse(WHO, "optimizer", type(optimizer).__name__, allowed)
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        steps = optimizer.gradient_accumulation_steps
+        check.refuse(WHO, "gradient_accumulation_steps", steps, f"None {sizes}")
 
 
 def check_private_gradients(

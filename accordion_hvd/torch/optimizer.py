@@ -101,6 +101,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     policy = policy_of(compression)
     refusals.check_output(policy, optimizer)
     check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
+    refusals.check_batches(policy, optimizer, process_set.size(), grad_scaler is not None)
     options = {
         "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
@@ -144,6 +145,7 @@ class _Distributed:
         self._guard: Guard = options["guard"]
         self._should_synchronize = True
         self._exchanged_step = 0
+        self._filled, self._counted = 0, False
         self._reducer = self._make_reducer()
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
@@ -151,7 +153,8 @@ class _Distributed:
     def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
         policy = self._options["policy"]
-        alone = policy.output == "update" or policy.private  # what a single rank must do, too
+        alone = policy.output == "update" or policy.private or policy.batch_size is not None
+        # ... which a single rank must see to as well
         needed = os.environ.get("HOROVOD_ELASTIC") == "1" or alone
         if not process_set.included() or (process_set.size() == 1 and not needed):
             return Idle(self._names, policy)
@@ -201,8 +204,11 @@ class _Distributed:
         self._reducer.reset()
 
     def synchronize(self: Any) -> None:
-        """Wait until all gradients are averaged; for clipping between backward and `step()`."""
-        if not self._reducer.finished:
+        """Wait until all gradients are averaged; for clipping between backward and `step()`.
+
+        Where batches are accumulated, nothing happens until one is full (see `full`).
+        """
+        if not self._reducer.finished and self.full:
             self._reducer.finish()
             self._exchanged_step = self._reducer.exchange.steps
 
@@ -218,14 +224,25 @@ class _Distributed:
     def step(self: Any, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
         """Average the gradients, then take the wrapped optimizer's step.
 
-        A closure's gradients are averaged after each of its calls.
+        A closure's gradients are averaged after each of its calls. Where batches are accumulated
+        (`Accordion(batch_size=...)`), nothing more happens until one is full.
         """
+        result = None
+        if self._resizes and closure is not None:
+            with torch.enable_grad():
+                result, closure = closure(), None
+        if not self.full:
+            self._counted = False
+            return result
         if self._should_synchronize:
             self._synchronize_for_step(closure)
-        if closure is not None:
-            result = self._base.step(self, self._averaging(closure), **more)
-        else:
-            result = self._base.step(self, **more)
+        self._filled, self._counted = 0, False
+        with _scaled_rates(self.param_groups, self._options["policy"].micro_batches):
+            if closure is not None:
+                result = self._base.step(self, self._averaging(closure), **more)
+            else:
+                taken = self._base.step(self, **more)
+                result = taken if result is None else result
         self._forget()
         inner = self._inner()
         if inner is not None:
@@ -236,6 +253,8 @@ class _Distributed:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """The wrapped optimizer's; refused while gradients are on their way.
 
+        Nothing happens while a batch is accumulated (`model.zero_grad()` would forget its part).
+
         Raises:
             AssertionError: between backward and `step()` or `synchronize()`.
         """
@@ -245,6 +264,8 @@ class _Distributed:
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
                 "a race condition."
             )
+        if self._filled:
+            return
         self._forget()
         self._base.zero_grad(self, *args, **kwargs)
 
@@ -263,6 +284,7 @@ class _Distributed:
         """The wrapped optimizer's; what is on its way is forgotten."""
         self._reducer.reset()
         self._should_synchronize = True
+        self._filled, self._counted = 0, False
         self._base.load_state_dict(self, state_dict)
 
     # ------------------------------------------------------------------------------------- ours
@@ -280,11 +302,40 @@ class _Distributed:
         """What `save_state(only=[optimizer])` saves."""
         return self._reducer
 
+    @property
+    def full(self: Any) -> bool:
+        """Whether the batch is full, so that the next `step()` takes a step; collective.
+
+        To be asked on every rank between backward and `step()`, where batches are accumulated and
+        gradients are looked at or clipped before a step; else it always is.
+        """
+        if not self._resizes:
+            return True
+        if not self._counted:
+            self._filled, self._counted = self._filled + 1, True
+            self._reducer.decide()
+        return self._filled >= self._reducer.batches
+
+    def resize(self: Any) -> None:
+        """A loader asks, on every rank before an epoch: from now on batches are as they should be.
+
+        Takes the decision that is due. What has been accumulated goes into the next step.
+        """
+        self._options["policy"].loader = True
+        self._reducer.decide()
+        self._options["policy"].resize()
+        self._reducer.reset()
+
     def end_window(self: Any) -> None:
         """A window of the policy (an epoch) ends here; call it on every rank."""
         self._options["policy"].end_window()
 
     # ----------------------------------------------------------------------------------- within
+    @property
+    def _resizes(self: Any) -> bool:
+        """Whether batches may grow."""
+        return self._options["policy"].batch_size is not None
+
     def _synchronize_for_step(self: Any, closure: Any) -> None:
         if self._reducer.finished:
             if not self._by_scaler:
@@ -337,7 +388,7 @@ class _Distributed:
     def __reduce__(self: Any) -> Any:
         """Pickled and copied with its policy; the copy exchanges its own gradients."""
         ours: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_guard", "_reducer")
-        ours += ("_should_synchronize", "_exchanged_step", "step")
+        ours += ("_should_synchronize", "_exchanged_step", "_filled", "_counted", "step")
         attributes = {k: v for k, v in vars(self).items() if k not in ours}
         options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}
         ranks = self._options["process_set"].ranks
@@ -349,6 +400,21 @@ def _rebuild(
 ) -> Any:
     options = {**options, "policy": copy.deepcopy(options["policy"]), "scaler": None}
     return _wrap(base, attributes, names, {**options, "process_set": process_sets.of_ranks(ranks)})
+
+
+@contextmanager
+def _scaled_rates(groups: list[dict[str, Any]], factor: int) -> Iterator[None]:
+    """Within it, learning rates are `factor` times what they are."""
+    rates = [group["lr"] for group in groups]
+    if factor != 1:
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        if factor != 1:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:

@@ -125,7 +125,7 @@ class Reducer:
         known = self._watched
         fresh = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
         for parameter, name in reversed(fresh):
-            known[parameter] = Watched(parameter, name, self.passes)
+            known[parameter] = Watched(parameter, name, self.passes * self.batches)
             if self.listening:
                 _listen(parameter, weakref.ref(self))
         if self._exchange is not None and fresh:
@@ -185,6 +185,26 @@ class Reducer:
         if watched.delay == 0 and self._agreed:
             self._count(watched)
 
+    @property
+    def batches(self) -> int:
+        """Batches that add up, each of `passes` backward passes, to one exchange."""
+        return self.policy.accumulated
+
+    def decide(self) -> None:
+        """Before a batch is taken as the last one of an exchange: a decision may ask for more.
+
+        Collective, if one is due.
+        """
+        if self.in_flight:
+            return  # then this has been seen to
+        if not self._agreed:
+            self._look_for_new()
+            self._agree()
+        before = self.batches
+        self.exchange.decide(self._rates())
+        for watched in self._watched.values():
+            watched.delay += self.passes * (self.batches - before)
+
     def finish(self) -> None:
         """Exchange what is not under way yet, wait for everything and write the means.
 
@@ -238,7 +258,7 @@ class Reducer:
         self.pending = False
         self._ready.clear()
         for watched in self._watched.values():
-            watched.delay = self.passes
+            watched.delay = self.passes * self.batches
 
     def _begin(self) -> None:
         if self.exchange.running is None:
@@ -252,7 +272,7 @@ class Reducer:
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
-        told = self.settings is not None
+        told = self.settings is not None or self.policy.batch_size is not None
         slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
         return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
 
@@ -261,6 +281,10 @@ class Reducer:
         if watched.number is None or self.policy.several:
             return  # gradients of single contributors come in their own time
         if not self.in_flight:
+            if self.policy.batch_size is not None:
+                self.decide()
+                if watched.delay > 0:
+                    return  # more batches are to come
             self._begin()
         plan = self.exchange.plan
         unit = plan.unit_of[watched.number]
@@ -282,6 +306,8 @@ class Reducer:
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
+            if self.batches > 1:
+                grad = grad.div_(self.batches)
             weights = None
             if self.exchange.reads(unit):
                 weights = self.exchange.pack_weights(unit, [p.detach() for p in parameters])
@@ -329,7 +355,7 @@ class Reducer:
         grads = [self._sparse_gradient(p) for p in self._sparse]
         name = f"{self.name}.sparse"
         parts = self.communicator.run(name, _gather_sparse(grads))
-        factor = 1.0 if self.total else 1.0 / self.communicator.size
+        factor = (1.0 if self.total else 1.0 / self.communicator.size) / self.batches
         for parameter, indices, values in zip(self._sparse, *parts, strict=True):
             mean = torch.sparse_coo_tensor(
                 torch.cat([i.t() for i in indices], 1),
@@ -352,6 +378,7 @@ class Reducer:
         known = [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in order]
         described = [f"accordion_hvd {accordion_hvd.__version__}, torch", repr(self.policy)]
         settings = f"passes={self.passes} sum={self.total} skip={self.skip}"
+        settings += " loaders give large batches" if self.policy.loader else ""
         text = "\n".join([*described, settings, *known])
         device = order[0].device if order else None
         guards.require_agreement(self.communicator, text, device)
@@ -376,7 +403,7 @@ class Reducer:
 class Idle:
     """Stands in for a `Reducer` where there is nobody to exchange with: alone, or outside."""
 
-    passes = 1
+    passes = batches = 1
     in_flight = pending = finished = False
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:
@@ -402,6 +429,9 @@ class Idle:
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+    def decide(self) -> None:
+        """Nothing to decide."""
 
 
 def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
