@@ -8,6 +8,7 @@ tensors (`TwoLevel`) are then, or on other machines, owed as those of whole tens
 
 from __future__ import annotations
 
+import abc
 import functools
 import io
 import json
@@ -31,6 +32,28 @@ from accordion_hvd.slots import Slot
 FORMAT = 1
 Loader = Callable[[int], dict[str, np.ndarray]]
 _live: list[weakref.ref[Any]] = []
+
+
+class Keeper(abc.ABC):
+    """What is saved in the place of an exchange, by rules of its own; not collective."""
+
+    communicator: Communicator
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What is equal on all ranks; "tensors" has names."""
+
+    @abc.abstractmethod
+    def export(self) -> dict[str, np.ndarray]:
+        """This rank's arrays. Raises: ValueError when this is not the time to save."""
+
+    @abc.abstractmethod
+    def restore(self, row: dict[str, Any], load: Loader, ranks: int) -> None:
+        """The inverse, from what was described, and exported on so many ranks.
+
+        Raises:
+            ValueError: it does not fit, and why.
+        """
 
 
 def register(owner: Any) -> None:
@@ -88,8 +111,10 @@ def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
     _together(lead, lambda: _read(Path(directory), chosen), f"reading from {directory}")
 
 
-def describe(exchange: Exchange) -> dict[str, Any]:
+def describe(exchange: Any) -> dict[str, Any]:
     """What is equal on all ranks."""
+    if isinstance(exchange, Keeper):
+        return exchange.describe()
     return {
         "policy": exchange.policy.state_dict(),
         "compression": repr(exchange.policy),
@@ -111,11 +136,13 @@ def describe(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def export(exchange: Exchange, prefix: str = "") -> dict[str, np.ndarray]:
+def export(exchange: Any, prefix: str = "") -> dict[str, np.ndarray]:
     """This rank's tensors.
 
     Keys are `{bucket}/{name}`, with the names of `Slot.tensors`.
     """
+    if isinstance(exchange, Keeper):
+        return {prefix + key: value for key, value in exchange.export().items()}
     arrays: dict[str, np.ndarray] = {}
     for i, slot in enumerate(exchange.slots):
         for key, value in slot.tensors().items():
@@ -256,8 +283,11 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
         raise FileNotFoundError(f"the files of ranks {missing} of {ranks} are missing")
     for number, (owner, row) in enumerate(zip(chosen, saved, strict=True)):
         owner.expect(row["tensors"])
-        _compare(owner.exchange, row)
         load = functools.partial(_load, directory, ranks, f"{number}/")
+        if isinstance(owner.exchange, Keeper):
+            owner.exchange.restore(row, load, ranks)
+            continue
+        _compare(owner.exchange, row)
         restore(owner.exchange, _arrays(owner.exchange, row, load, ranks), row)
         if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
             _tell(owner.exchange, ranks)
@@ -375,6 +405,9 @@ def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.n
 
 
 def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
+    if "buckets" not in saved:
+        was = saved.get("averaging")
+        raise ValueError(f"the compression is {exchange.policy!r}, but was {was} when saved")
     ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.slots]
     theirs = [(row["name"], row["shape"]) for row in saved["buckets"]]
     for mine, other in zip(ours, theirs, strict=False):

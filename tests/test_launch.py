@@ -29,6 +29,7 @@ SUITES = {
     "levers_keras_checks.py": BOTH[:1],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
+    "keras_averaging_checks.py": BOTH,
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

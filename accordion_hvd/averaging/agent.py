@@ -54,7 +54,8 @@ class Agent:
         rank: this one.
         size: how many there are.
         groups: who averages at which version.
-        first: the model that all start from; counts as version -1.
+        first: the model that all start from; counts as the version before.
+        version: the first one.
 
     Attributes:
         next: the version that comes next here.
@@ -64,11 +65,13 @@ class Agent:
         asked: the version that this rank's training thread wants all to average, and its model.
     """
 
-    def __init__(self, rank: int, size: int, groups: Groups, first: Model) -> None:
+    def __init__(
+        self, rank: int, size: int, groups: Groups, first: Model, version: int = 0
+    ) -> None:
         self.rank, self.size, self.groups = rank, size, groups
         self.everybody = tuple(range(size))
-        self.next, self.level = 0, -1
-        self.label, self.published = -1, first
+        self.next, self.level = version, version - 1
+        self.label, self.published = version - 1, first
         self._covered = 0  # ranks from this one on that will be told of `level`
         self.asked: tuple[int, Model] | None = None
         self._here: dict[tuple[int, bool], set[int]] = {}

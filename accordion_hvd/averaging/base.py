@@ -33,11 +33,13 @@ class Averaging(Compressor):
     Attributes:
         inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
             where the method needs to know what one step is.
+        shared: keys of the state that are equal on all ranks and outlast a change of their number.
     """
 
     target: ClassVar[str] = "parameter"
     scope: ClassVar[str] = "model"
     inner: ClassVar[str] = "any"
+    shared: ClassVar[tuple[str, ...]] = ()
 
     def start(self, model: Tensor, info: Info) -> State:
         """The state before the first step, when all ranks' models are `model`."""
@@ -78,6 +80,23 @@ def method_of(compression: Any) -> Averaging | None:
     if isinstance(compression, type) and issubclass(compression, Averaging):
         compression = compression()
     return compression if isinstance(compression, Averaging) else None
+
+
+def check_use(who: str, method: Averaging, total: bool, skip: tuple[str, ...]) -> None:
+    """Raise ValueError for arguments of a `DistributedOptimizer` that averages no gradients."""
+    if total:
+        check.refuse(who, "op", "hvd.Sum", f"hvd.Average with {method!r}")
+    if skip:
+        check.refuse(who, "skip", skip, f"left out with {method!r}: whole models are averaged")
+
+
+def need_plain(who: str, method: Averaging, name: str, plain: bool) -> None:
+    """Raise ValueError unless the optimizer of this name is plain, where a method needs that."""
+    if method.inner == "sgd" and not plain:
+        raise ValueError(
+            f"{who}: {method!r} needs to know what a step is: plain SGD with one learning rate "
+            f"and no momentum must be inside, but {name} is more than that."
+        )
 
 
 def periodic(owner: Any, period: Any) -> None:
@@ -133,5 +152,5 @@ def check_compressor(owner: Any, compressor: Any) -> None:
         and not (compressor.by_machine or compressor.private)
     )
     if not suits:
-        allowed = "None or a compressor that returns the mean of gradients, openly and on any machines"
+        allowed = "None or one that returns the mean of gradients, openly and on any machines"
         check.refuse(owner, "compressor", compressor, allowed)

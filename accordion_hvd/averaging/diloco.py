@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging, check_compressor, periodic, precise, whole
@@ -48,6 +49,8 @@ class DiLoCo(Averaging):
         outer: the outer optimizer.
         compressor: None, or what compresses deltas.
     """
+
+    shared: ClassVar[tuple[str, ...]] = ("common", "velocity")
 
     period: int = 500
     outer: Nesterov = field(default_factory=Nesterov)

@@ -123,9 +123,12 @@ class WaitAvoiding:
         period: steps from one average of all ranks to the next, at least 1.
         comm: an mpi4py communicator; by default the world.
         timeout: seconds to wait for a rank before giving it up for lost.
+        steps: those of an earlier one that is gone on with, the same on all ranks.
+        version: likewise.
 
     Attributes:
         steps: how often `average` was called.
+        version: the one that comes next.
         on_time: versions whose average had this rank's newest model in it.
         late: versions whose average had an older one.
         lag: how many versions old that was at most.
@@ -145,18 +148,22 @@ class WaitAvoiding:
         period: int = 10,
         comm: Any = None,
         timeout: float = 600.0,
+        steps: int = 0,
+        version: int = 0,
         log: list[tuple[int, bool, int]] | None = None,
     ) -> None:
         periodic(self, period)
+        check.integer(self, "steps", steps, least=0)
+        check.integer(self, "version", version, least=0)
         check.at_least(self, "timeout", timeout, least=0.1)
         _check_vectors(model)
         world = comm if comm is not None else _world()
         size = world.Get_size()
         self.groups = Groups(size, default_size(size) if group_size is None else group_size)
         self.period, self.timeout, self.log = period, timeout, log
-        self.steps = self.on_time = self.late = self.lag = self.sent = 0
-        self._version = 0  # the training thread's next one
-        self._then = 0  # `steps` once all have averaged
+        self.on_time = self.late = self.lag = self.sent = 0
+        self.steps, self.version = steps, version  # the training thread's
+        self._then = steps  # `steps` once all have averaged
         self._comm = world.Dup()
         self.rank, self.size = self._comm.Get_rank(), size
         strides = [1 << i for i in range((size - 1).bit_length())]
@@ -168,7 +175,7 @@ class WaitAvoiding:
         self._pool = Pool(like)
         self._scratch = [np.empty(vector.size + size, vector.dtype) for vector in like]
         self._changed = threading.Condition()
-        self._agent = Agent(self.rank, size, self.groups, self._copied(model))
+        self._agent = Agent(self.rank, size, self.groups, self._copied(model), version)
         self._outbox: list[Activation] = []
         self._results: dict[int, tuple[int, Model]] = {}
         self._reason = ""  # why this rank ends, for others to read
@@ -244,8 +251,8 @@ class WaitAvoiding:
         self.close(error=error)
 
     def _average_group(self, model: Sequence[Array]) -> None:
-        fresh, version = self._copied(model), self._version
-        self._version += 1  # with `steps`, so that no interrupt comes between
+        fresh, version = self._copied(model), self.version
+        self.version += 1  # with `steps`, so that no interrupt comes between
         self.steps += 1
         with self._changed:
             self._outbox += self._agent.activate(version)
@@ -264,7 +271,7 @@ class WaitAvoiding:
             self._pool.release(total)
 
     def _average_all(self, model: Sequence[Array], then: int) -> None:
-        self._ask(self._version, self._copied(model), then)
+        self._ask(self.version, self._copied(model), then)
         if not self._finish_asking():
             raise RanksDisagree(
                 f"rank {self.rank} asks for an average of all ranks after step {self.steps}, but "
@@ -293,14 +300,14 @@ class WaitAvoiding:
     def _end_together(self, last: Model, alone: bool) -> None:
         """Take part in one more average of all, which tells that this rank ends."""
         if not alone:  # perhaps all others end here too
-            self._ask(self._version, last, self.steps, ends=True)
+            self._ask(self.version, last, self.steps, ends=True)
             if self._finish_asking():
                 return
         ahead = -(self.steps + 1) % self.period if self.groups.group_size > 1 else 0
         if ahead:
             with self._changed:
-                self._outbox += self._agent.activate(self._version + ahead - 1)
-        self._ask(self._version + ahead, last, self.steps, ends=True)
+                self._outbox += self._agent.activate(self.version + ahead - 1)
+        self._ask(self.version + ahead, last, self.steps, ends=True)
         self._finish_asking()
 
     def _leave(self) -> None:
@@ -466,7 +473,7 @@ class WaitAvoiding:
             if turn.whole:
                 self._pool.release(self._agent.published)
                 self._pool.release(model)  # the asking thread needs it no more
-                self._version, self.steps, self._ended = turn.version + 1, self._then, ended
+                self.version, self.steps, self._ended = turn.version + 1, self._then, ended
             else:
                 self._results[turn.version] = label, total
             self._agent.done(turn, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import (
@@ -46,6 +46,8 @@ class WAGMA(Averaging):
         wait_avoiding: True (needs MPI with threads, see the engine), False, or "auto".
         compressor: None, or what compresses differences within groups.
     """
+
+    shared: ClassVar[tuple[str, ...]] = ("reference",)
 
     group_size: int | None = None
     period: int = 10

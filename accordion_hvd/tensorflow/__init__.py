@@ -21,7 +21,11 @@ import horovod.tensorflow as _horovod
 from horovod.tensorflow import *  # noqa: F403
 
 from accordion_hvd.checkpoint import load_state, save_state
-from accordion_hvd.tensorflow.functions import broadcast_global_variables, broadcast_variables
+from accordion_hvd.tensorflow.functions import (
+    broadcast_global_variables,
+    broadcast_variables,
+    init,
+)
 from accordion_hvd.tensorflow.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -35,6 +39,7 @@ _OURS = {
     "broadcast_global_variables": broadcast_global_variables,
     "broadcast_variables": broadcast_variables,
     "elastic": elastic,
+    "init": init,
     "load_state": load_state,
     "save_state": save_state,
 }

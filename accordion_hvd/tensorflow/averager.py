@@ -78,7 +78,7 @@ class Averager:
         self.process_set, self.variables = process_set, variables
         self.total, self.scale_local = total, scale_local
         self.sparse_as_dense = sparse_as_dense or policy.private
-        self.communicator = _communicator(process_set)
+        self.communicator = communicator_of(process_set)
         number = getattr(process_set, "process_set_id", None) or 0
         self.name = f"accordion.{number}.{_numbers[number]}"
         _numbers[number] += 1
@@ -170,7 +170,7 @@ class Averager:
 
     def renew(self) -> None:
         """The ranks have changed (an elastic job): ask Horovod again who exchanges."""
-        self.communicator = _communicator(self.process_set)
+        self.communicator = communicator_of(self.process_set)
         self._agreed, self._traced_version = False, -1
         if self._exchange is not None:
             self._exchange.communicator = self.communicator
@@ -438,7 +438,7 @@ class Averager:
         self.guard.compare(self.communicator, step, [*names, "compression levels"], sums)
 
 
-def _communicator(process_set: Any) -> Communicator:
+def communicator_of(process_set: Any) -> Communicator:
     """Who exchanges; nobody else for a process that is alone, or outside."""
     if process_set.included() and process_set.size() > 1:
         return HorovodCommunicator(process_set)

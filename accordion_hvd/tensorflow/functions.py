@@ -1,4 +1,4 @@
-"""Broadcasts at the start of training, for Keras 3's variables too."""
+"""What comes before training: the start of Horovod, broadcasts, for Keras 3's variables too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from accordion_hvd import process_sets
 from accordion_hvd.base import Broadcast, Conversation
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.variables import plain
 
 _CHUNK = 64 << 20  # bytes that travel together
+
+
+def init(*args: Any, **kwargs: Any) -> Any:
+    """Start Horovod so that process sets can be added later; arguments are Horovod's."""
+    process_sets.let_add()
+    return hvd.init(*args, **kwargs)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging, check_use, need_plain
 from accordion_hvd.optimizers import refuse_rules
 from accordion_hvd.policy import Policy, levers
 from accordion_hvd.stock import is_ours
@@ -43,8 +44,7 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
     if policy.output == "update":
         refuse_rules(policy, "accordion_hvd.tensorflow.keras")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    own = getattr(inner, "momentum", 0) or any(hasattr(inner, name) for name in _OF_OWN_RULES)
-    if policy.output == "update" and own:
+    if policy.output == "update" and _of_own_rules(inner):
         raise ValueError(
             f"{WHO}: {policy!r} returns finished updates, momentum included, but "
             f"{type(inner).__name__} has momentum or step sizes of its own; use plain SGD, "
@@ -65,6 +65,31 @@ def check_batches(policy: Policy, optimizer: Any, ranks: int) -> None:
     if getattr(optimizer, "gradient_accumulation_steps", None):
         steps = optimizer.gradient_accumulation_steps
         check.refuse(WHO, "gradient_accumulation_steps", steps, f"None {sizes}")
+
+
+def check_averaging(method: Averaging, optimizer: Any, total: bool, skip: tuple[str, ...]) -> None:
+    """Raise ValueError for what does not go with a method that averages models."""
+    check_use(WHO, method, total, skip)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    name = type(inner).__name__
+    if getattr(inner, "gradient_accumulation_steps", None):
+        raise ValueError(
+            f"{WHO}: {method!r} averages after each step, and {name} with "
+            "gradient_accumulation_steps does not say which calls take one; leave it out and pass "
+            "backward_passes_per_step to DistributedOptimizer."
+        )
+    if getattr(inner, "use_ema", False):
+        raise ValueError(
+            f"{WHO}: {name} with use_ema=True would put means of one rank's own weights in the "
+            f"place of those that {method!r} averages; leave it out."
+        )
+    need_plain(WHO, method, name, not _of_own_rules(inner))
+
+
+def _of_own_rules(inner: Any) -> bool:
+    """Whether an optimizer does more than to take the learning rate times what it is given."""
+    own = any(hasattr(inner, name) for name in _OF_OWN_RULES)
+    return bool(getattr(inner, "momentum", 0)) or own
 
 
 def check_private_gradients(

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd import check
+from accordion_hvd.averaging.base import check_use, need_plain
 from accordion_hvd.optimizers import refuse_rules
 from accordion_hvd.policy import Policy, levers
 
@@ -150,24 +151,10 @@ def check_averaging(
     method: Any, optimizer: torch.optim.Optimizer, total: bool, scaled: bool, skip: tuple[str, ...]
 ) -> None:
     """Raise ValueError for what does not go with a method that averages models."""
-    for wrong, name, value, allowed in (
-        (total, "op", "hvd.Sum", f"hvd.Average with {method!r}"),
-        (
-            scaled,
-            "grad_scaler",
-            "given",
-            f"left out with {method!r}: each rank skips its own steps",
-        ),
-        (bool(skip), "skip", skip, f"left out with {method!r}: whole models are averaged"),
-    ):
-        if wrong:
-            check.refuse(WHO, name, value, allowed)
-    if method.inner != "sgd":
-        return
+    check_use(WHO, method, total, skip)
+    if scaled:
+        allowed = f"left out with {method!r}: each rank skips its own steps"
+        check.refuse(WHO, "grad_scaler", "given", allowed)
     rates = {float(group["lr"]) for group in optimizer.param_groups}
-    for group in optimizer.param_groups:
-        if group.get("momentum") or not _OF_OWN_RULES.isdisjoint(group) or len(rates) > 1:
-            raise ValueError(
-                f"{WHO}: {method!r} needs to know what a step is: plain SGD with one learning rate "
-                f"and no momentum must be inside, but {type(optimizer).__name__} is more than that."
-            )
+    more = any(g.get("momentum") or not _OF_OWN_RULES.isdisjoint(g) for g in optimizer.param_groups)
+    need_plain(WHO, method, type(optimizer).__name__, not more and len(rates) == 1)

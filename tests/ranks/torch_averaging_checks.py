@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import accordion_hvd.torch as hvd
 from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD, Nesterov, TopK
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.process_sets import registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from test_averaging import Ranks  # noqa: E402
@@ -31,11 +33,14 @@ def model() -> dict[str, torch.nn.Parameter]:
     return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
 
 
-def distributed(method: Any, parameters: dict[str, Any], lr: float = LR, **options: Any) -> Any:
+def distributed(
+    method: Any, parameters: dict[str, Any], lr: float = LR, momentum: float = 0, **options: Any
+) -> Any:
     return hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters.values(), lr=lr, **options),
+        torch.optim.SGD(parameters.values(), lr=lr, momentum=momentum),
         named_parameters=parameters.items(),
         compression=method,
+        **options,
     )
 
 
@@ -204,6 +209,71 @@ def check_state_goes_on() -> None:
         np.testing.assert_allclose(take(resumed, fresh), due[step][hvd.rank()], atol=1e-5)
 
 
+def folder() -> str:
+    name = np.frombuffer(tempfile.mkdtemp().encode(), np.uint8)
+    return bytes(hvd.broadcast(torch.tensor(name), 0, name="folder").numpy()).decode()
+
+
+def check_saved_state_goes_on_exactly() -> None:
+    """What methods and compressors keep; in the middle of a period, and of a cycle of groups."""
+    mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ
+    chosen = [METHODS[3], METHODS[4], METHODS[7], METHODS[8]]
+    for method in [WAGMA(2, 3, wait_avoiding=False)] if mpi else chosen:
+        parameters = model()
+        optimizer = distributed(method, parameters)
+        for _ in range(5):
+            take(optimizer, parameters)
+        where = folder()
+        try:
+            hvd.save_state(where, only=[optimizer])
+        except RuntimeError as error:
+            assert "call optimizer.average_now()" in str(error), error
+        else:
+            raise AssertionError("models that are not equal were saved")
+        optimizer.average_now()
+        hvd.save_state(where, only=[optimizer])
+        fresh = {n: torch.nn.Parameter(p.detach().clone()) for n, p in parameters.items()}
+        for _ in range(4):
+            take(optimizer, parameters)
+        resumed = distributed(method, fresh)
+        hvd.load_state(where, only=[resumed])
+        for _ in range(4):
+            mine = take(resumed, fresh)
+        assert (mine == flat(parameters).detach().numpy()).all(), method
+        assert resumed.averaging.steps == 9
+        for others in (LocalSGD(7), TopK(0.1)):
+            try:
+                hvd.load_state(where, only=[distributed(others, model())])
+            except RuntimeError as error:
+                assert repr(method) in str(error), error
+            else:
+                raise AssertionError("another method's state was loaded")
+
+
+def check_saved_state_on_other_ranks() -> None:
+    """Two of four go on: with DiLoCo's velocity, without COLD's estimates."""
+    known = [known for known in registered() if known.ranks == [0, 1]]  # as one of the groups
+    pair = known[0] if known else hvd.add_process_set([0, 1])
+    for method, shared in ((METHODS[4], True), (METHODS[8], False), (METHODS[3], None)):
+        parameters = model()
+        optimizer = distributed(method, parameters)
+        for _ in range(5):
+            take(optimizer, parameters)
+        optimizer.average_now()
+        where, saved = folder(), optimizer.averaging.state()["states"][0]
+        hvd.save_state(where, only=[optimizer])
+        few = distributed(method, parameters, process_set=pair)
+        hvd.load_state(where, only=[few])
+        few.average_now()
+        if hvd.rank() < 2:
+            for key, value in few.averaging.state()["states"][0].items():
+                kept = shared if shared is not None else key == "reference"
+                assert (value == (saved[key] if kept else 0 * saved[key])).all(), (method, key)
+            assert few.averaging.steps == 0
+            take(few, parameters)
+        everybody(np.zeros(1, np.float32))
+
+
 def check_what_is_refused() -> None:
     def sgd(**options: Any) -> Any:
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, **options)
@@ -220,6 +290,7 @@ def check_what_is_refused() -> None:
         (lambda: hvd.DistributedOptimizer(sgd(), compression=WAGMA(9)), "group_size is 9"),
         (lambda: hvd.DistributedOptimizer(sgd(momentum=0.9), compression=COLD()), "plain SGD"),
         (lambda: hvd.DistributedOptimizer(adam, compression=DynaCOLD()), "plain SGD"),
+        (lambda: hvd.DistributedOptimizer(distributed(LocalSGD(), model())), "already"),
         (lambda: hvd.DistributedOptimizer(sgd(), compression=DPSGD(np.eye(1))), "a matrix of"),
     ):
         try:

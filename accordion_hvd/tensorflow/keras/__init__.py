@@ -22,7 +22,7 @@ import horovod.tensorflow.keras as _horovod
 from horovod.tensorflow.keras import *  # noqa: F403
 
 from accordion_hvd.checkpoint import load_state, save_state
-from accordion_hvd.tensorflow.functions import broadcast_global_variables
+from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
 from accordion_hvd.tensorflow.keras.batches import AccordionDataset
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.keras.optimizers import NATIVE
@@ -38,6 +38,7 @@ _OURS = {
     "broadcast_global_variables": broadcast_global_variables,
     "callbacks": callbacks,
     "elastic": elastic,
+    "init": init,
     "load_model": load_model,
     "load_state": load_state,
     "save_state": save_state,

@@ -9,10 +9,11 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.machines import meet
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.functions import broadcast_variables
-from accordion_hvd.tensorflow.keras.optimizer import is_distributed
+from accordion_hvd.tensorflow.keras.optimizer import averages_models, is_distributed
 from accordion_hvd.tensorflow.variables import key_of
 
 
@@ -24,16 +25,37 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     decisions be taken between batches, has the train function made anew when levels have changed,
     compares the replicas, and stops training when a privacy budget has no room for another step.
 
+    Where an optimizer averages models (`WAGMA` and its like), it makes them equal before each
+    validation within `fit` and at the end of each epoch, before callbacks that follow it: put it
+    before those that save or judge models. For methods with a period, let epochs be a multiple of
+    it, where that matters (`DiLoCo`'s outer steps begin from such an average).
+
     Args:
         root_rank: the rank whose values are taken.
         device: accepted for compatibility.
         local_variables: variables that are not broadcast.
+        average: what becomes equal then: "all", the statistics of batch normalisation and their
+            like included; "trainable" variables only; or "nothing", where you call
+            `optimizer.average_now(model)` when it suits you.
+
+    Raises:
+        ValueError: an argument is not what it may be.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+    def __init__(
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Any = None,
+        *,
+        average: str = "all",
+    ) -> None:
         super().__init__()
-        self.root_rank, self.device = root_rank, device
+        check.one_of(self, "average", average, ("all", "trainable", "nothing"))
+        self.root_rank, self.device, self.average = root_rank, device, average
         self.broadcast_done = False
+        self._fitting = False
+        self._averaged: int | None = None  # the step after which models were made equal
         self._local: set[int] = set()
         self._traced: int | None = None  # the version of the exchange in the train function
         if local_variables is not None and not isinstance(local_variables, (list, tuple, set)):
@@ -49,16 +71,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if the model is built; take charge of the train function."""
+        self._fitting, self._averaged = True, None
         averager = self._averager()
+        if is_distributed(self.model.optimizer) and self.model.jit_compile:
+            refusals.turn_xla_off(self.model)
+            self.model.make_train_function()
         if averager is not None:
-            if self.model.jit_compile:
-                refusals.turn_xla_off(self.model)
-                self.model.make_train_function()
             averager.managed = not self.model.run_eagerly and not averager.alone
             self._take_up(averager)
             if self._ends_windows():
                 averager.policy.end_window()
-        if self.model.built and self.model.optimizer.built:
+        optimizer = self.model.optimizer
+        if averages_models(optimizer) and self.model.built and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)  # models must be equal before a step
+        if self.model.built and optimizer.built:
             self._broadcast()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -83,14 +109,29 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """A window ends."""
+        """A window ends; models that are averaged become equal."""
+        self._average()
         averager = self._averager()
         if averager is not None and not averager.alone and self._ends_windows():
             self._catch_up(averager)
             averager.policy.end_window()
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Models that are averaged become equal, within `fit`."""
+        if self._fitting:
+            self._average()
+
+    def _average(self) -> None:
+        optimizer = self.model.optimizer
+        if self.average == "nothing" or not averages_models(optimizer):
+            return
+        if self._averaged != optimizer.averaging.steps:  # else it was for a validation
+            optimizer.average_now(self.model if self.average == "all" else None)
+            self._averaged = optimizer.averaging.steps
+
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the replicas once more; a train function with frozen levels is not kept."""
+        self._fitting = False
         averager = self._averager()
         if averager is None or averager.alone or averager._exchange is None:
             return
@@ -121,8 +162,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             averager.exchange.catch_up(float(self.model.optimizer.learning_rate))
 
     def _averager(self) -> Any:
+        """What averages gradients, if something does."""
         optimizer = self.model.optimizer
-        return optimizer._averager if is_distributed(optimizer) else None
+        ours = is_distributed(optimizer) and not averages_models(optimizer)
+        return optimizer._averager if ours else None
 
     def _ends_windows(self) -> bool:
         """Whether the policy wants to be told where windows end, and the user does not say it."""

@@ -14,12 +14,14 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging, method_of
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
 from accordion_hvd.policy.base import check_private
 from accordion_hvd.stock import policy_of
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
+from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back
 from accordion_hvd.tensorflow.variables import key_of
@@ -56,7 +58,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device_dense: accepted for compatibility; gradients stay where they are.
         device_sparse: accepted for compatibility.
         compression: a compressor such as `TopK(0.01)`, a policy such as `Accordion(low=, high=)`,
-            a class of either, a word such as "topk:0.01", or Horovod's own `hvd.Compression`.
+            a class of either, a word such as "topk:0.01", a method that averages models
+            (`WAGMA(8)`; see `_Averaged`), or Horovod's own `hvd.Compression`.
         sparse_as_dense: exchange `tf.IndexedSlices` like dense gradients; otherwise they are
             gathered, beside any compression.
         gradient_predivide_factor: accepted; an average is an average whatever it is divided by
@@ -74,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Returns:
         The wrapped optimizer; `exchange.stats()` has bytes, `end_window()` ends a window of
-        `Accordion`'s (in `fit`, the BroadcastGlobalVariablesCallback does).
+        `Accordion`'s (in `fit`, the BroadcastGlobalVariablesCallback does). Where models are
+        averaged, it has `average_now(model)`, `averaging.stats()` and `close()` instead.
 
     Raises:
         ValueError: an argument is not what it must be; the sentence says which.
@@ -89,6 +93,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
+    method = method_of(compression)
+    if method is not None:
+        refusals.check_averaging(method, optimizer, op == hvd.Sum, tuple(skip))
+        averages = Averages(
+            method, process_set, Guard(guard, guard_every), backward_passes_per_step,
+            average_aggregated_gradients,
+        )  # fmt: skip
+        wrapped = wrap(optimizer, averages, _Averaged)
+        wrapped.averaging.set_up()
+        return wrapped
     policy = policy_of(compression)
     refusals.check_policy(policy, optimizer)
     check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
@@ -135,7 +149,22 @@ class Settings:
         )
 
 
-def wrap(optimizer: Any, settings: Settings, methods: type | None = None) -> Any:
+@dataclass
+class Averages:
+    """The arguments of `DistributedOptimizer` that matter where models are averaged."""
+
+    method: Averaging
+    process_set: Any
+    guard: Guard
+    passes: int
+    average_passes: bool
+
+    def averager(self, variables: Callable[[], Sequence[Any]]) -> ModelAverager:
+        """A new one."""
+        return ModelAverager(self.method, self.process_set, variables, self.guard)
+
+
+def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
     """An optimizer like `optimizer`, in the same state, that averages (with these `methods`)."""
     if is_distributed(optimizer):
         raise ValueError("this optimizer is distributed already; wrap the plain one once.")
@@ -169,10 +198,15 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, _Distributed)
 
 
+def averages_models(optimizer: Any) -> bool:
+    """Whether `DistributedOptimizer` made `optimizer`, with a method that averages models."""
+    return isinstance(optimizer, _Averaged)
+
+
 class _Distributed:
     """What it has besides its own class; every path of Keras 3 leads through `apply`."""
 
-    _settings: Settings
+    _settings: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -333,7 +367,7 @@ class _Distributed:
         Where batches grow, that many times more often, with the average of as many sums.
         """
         self._make_sums(variables)
-        added = 1 if self._averager.policy.loader else batches
+        added = batches if self._resizes and not self._averager.policy.loader else 1
         for total, grad in zip(self._sums, grads, strict=True):
             if grad is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
@@ -370,6 +404,80 @@ class _Distributed:
             self._sums = [
                 tf.Variable(tf.zeros(tuple(v.shape), v.dtype), trainable=False) for v in variables
             ]
+
+
+class _Averaged(_Distributed):
+    """Takes its own steps with this rank's own gradients; a method then averages the models.
+
+    Momentum and other state stay local, and so do the loss scale (a rank whose gradients are not
+    finite takes no step of its own, but averages) and what is no trainable variable: statistics of
+    batch normalisation, which `average_now(model)` averages too. Clipping is by a rank's own norm.
+    In `fit`, the BroadcastGlobalVariablesCallback averages before validation and at epochs' ends.
+    """
+
+    _averager: ModelAverager
+
+    def average_now(self: Any, model: Any = None) -> None:
+        """Make all models equal: their average. All ranks call it after the same step.
+
+        Args:
+            model: whose statistics (floating-point variables that are never trained) are averaged
+                too; for averaging without waiting, they travel over Horovod.
+
+        Raises:
+            RuntimeError: within a graph; or the optimizer is not built.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError("average_now() is called outside of tf.function.")
+        self._averager.directly(False)
+        found = Variables(lambda: _statistics(model)) if model is not None else None
+        self._averager.average_now(found)
+
+    def close(self) -> None:
+        """Average all models and end; for averaging without waiting, ends its thread.
+
+        Processes that do not call it do so when they exit.
+        """
+        self._averager.close()
+
+    @property
+    def averaging(self) -> ModelAverager:
+        """What averages: `stats()`, `state` and `load`."""
+        return self._averager
+
+    @property
+    def exchange(self) -> Any:
+        """Raises: AttributeError, since no gradients are exchanged."""
+        raise AttributeError("models are averaged, not gradients: see optimizer.averaging.stats().")
+
+    def end_window(self) -> None:
+        """Nothing: there is no policy whose windows could end."""
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not average this variable; before the first step."""
+        self._averager.leave_alone(var)
+
+    @property
+    def _resizes(self) -> bool:
+        """No policy has a say in batches."""
+        return False
+
+    def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
+        rate = self._rate()  # before the step: a schedule's goes on with it
+        self._averager.before()
+        super(_Distributed, self).apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
+        self._averager.after(rate)
+
+
+def _statistics(model: Any) -> list[Any]:
+    """A model's floating-point variables that are never trained; frozen layers' weights are."""
+    layers = model._flatten_layers()
+    trained = {key_of(v) for layer in layers for v in layer._trainable_variables}
+    return [
+        v
+        for v in model.non_trainable_variables
+        if key_of(v) not in trained and tf.as_dtype(v.dtype).is_floating
+    ]
 
 
 def _exchanged(optimizer: Any) -> list[Any]:

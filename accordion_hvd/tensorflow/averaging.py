@@ -1,0 +1,177 @@
+"""Averaging of the models in variables: eagerly, or called from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from accordion_hvd import checkpoint
+from accordion_hvd.averaging.averager import Averager, Parameters
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.base import Tensor
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.guard import Guard
+from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow.averager import communicator_of
+from accordion_hvd.tensorflow.communicator import HorovodCommunicator
+from accordion_hvd.tensorflow.graph import call_back, few_threads
+from accordion_hvd.tensorflow.variables import describe, key_of, plain
+
+
+class Variables(Parameters):
+    """Variables of floating-point numbers, be they Keras' or TensorFlow's.
+
+    Args:
+        variables: gives them; [] as long as none are known.
+    """
+
+    def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
+        self._variables = variables
+
+    def tensors(self) -> list[TensorInfo]:
+        """Names, shapes, dtypes and devices."""
+        return describe(self._variables())
+
+    def read(self) -> list[Tensor]:
+        """Their values; within a graph, at this place in it."""
+        return [tf.convert_to_tensor(plain(variable)) for variable in self._variables()]
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Assign all of them."""
+        for variable, value in zip(self._variables(), values, strict=True):
+            plain(variable).assign(value)
+
+
+class Passing(Parameters):
+    """Values that a graph hands to Python and takes back."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._values = list(values)
+
+    def tensors(self) -> list[TensorInfo]:
+        """Nobody asks."""
+        return []
+
+    def read(self) -> list[Tensor]:
+        """As they are now."""
+        return self._values
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        """Keep these."""
+        self._values = list(values)
+
+
+class ModelAverager(Averager):
+    """Averages variables after each step, from graphs too (`tf.py_function`).
+
+    Args:
+        method: how.
+        process_set: who.
+        variables: gives the variables; [] as long as none are known.
+        guard: compares models when they should be equal.
+
+    Attributes:
+        local: keys (`key_of`) of variables that are left alone.
+    """
+
+    def __init__(
+        self,
+        method: Averaging,
+        process_set: Any,
+        variables: Callable[[], Sequence[Any]],
+        guard: Guard,
+    ) -> None:
+        self.local: set[int] = set()
+        mine = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
+        number = getattr(process_set, "process_set_id", None) or 0
+        super().__init__(method, mine, communicator_of(process_set), guard, number)
+        self._begun: tf.Variable | None = None  # what graphs know of `prepare`
+        self._enlisted = False
+
+    def enlist(self) -> None:
+        """Be among what `save_state` saves, now that there are variables."""
+        if not self._enlisted:
+            checkpoint.register(self)
+        self._enlisted = True
+
+    def leave_alone(self, variable: Any) -> None:
+        """Do not average this variable. Raises: RuntimeError after the first step."""
+        if self._ready:
+            raise RuntimeError("register local variables before the first step.")
+        self.local.add(key_of(variable))
+
+    def renew(self) -> None:
+        """Nothing: ranks do not change, as elastic jobs are refused."""
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """See `Averager.load`; graphs that were traced before look at it, too."""
+        super().load(saved)
+        if self._begun is not None:
+            self._begun.assign(False)
+
+    def prepare(self, given: Parameters | None = None) -> None:
+        """See `Averager.prepare`. Raises: RuntimeError when no variables are known."""
+        if not (self.alone or self.parameters.tensors()):
+            raise RuntimeError(
+                "no variables are known yet, so there is nothing to average: build the optimizer "
+                "(optimizer.build(model.trainable_variables)) or take a step before."
+            )
+        super().prepare(given)
+
+    # ----------------------------------------------------------------- around the optimizer's step
+    def before(self) -> None:
+        """A step is about to be taken: the first one must find equal models."""
+        refusals.check_context()
+        if self.alone:
+            return
+        if tf.executing_eagerly():
+            self.directly(False)
+            self.prepare()
+            return
+        with tf.init_scope():
+            if self._begun is None:
+                self._begun = tf.Variable(False, trainable=False)
+        values = self.parameters.read()
+        tf.cond(self._begun, lambda: tf.constant(True), lambda: self._begin_within(values))
+
+    def _begin_within(self, values: list[Tensor]) -> Tensor:
+        def prepare(*values: Tensor) -> bool:
+            self.directly(few_threads())
+            self.prepare(Passing(values))
+            return True
+
+        done = call_back(prepare, values, [tf.bool])[0]
+        assert self._begun is not None
+        with tf.control_dependencies([done]):
+            self._begun.assign(True)
+        return done
+
+    def after(self, rate: Any) -> None:
+        """A step has been taken, at this learning rate."""
+        if self.alone:
+            return
+        if tf.executing_eagerly():
+            self.average(float(rate))
+            return
+        values = self.parameters.read()
+        kinds = [value.dtype for value in values]
+        means = call_back(self._average_given, [tf.cast(rate, tf.float32), *values], kinds)
+        pairs = zip(means, values, strict=True)
+        self.parameters.write([tf.ensure_shape(mean, old.shape) for mean, old in pairs])
+
+    def _average_given(self, rate: Tensor, *values: Tensor) -> list[Tensor]:
+        passing = Passing(values)
+        self.directly(few_threads())
+        try:
+            self.average(float(rate), passing)
+        except BaseException:  # the graph ends here, and variables keep what there was last
+            self.parameters.write(passing.read())
+            raise
+        return passing.read()
+
+    def directly(self, directly: bool) -> None:
+        """Whether Horovod is called without graphs of its own (see its communicator)."""
+        if isinstance(self.communicator, HorovodCommunicator):
+            self.communicator.directly = directly
