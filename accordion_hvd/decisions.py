@@ -70,7 +70,7 @@ class Decisions:
             if policy.gate is not None and policy.micro_batches != before:
                 policy.gate.restart()  # a step is another now
             for slot in self._exchange.slots:
-                if slot.bucket.compress or policy.batch_size is not None:
+                if slot.bucket.compress or policy.whole:
                     slot.seen = None
         if policy.gate is not None and self._gate_due():
             yield from self._gate(policy.gate)

@@ -284,6 +284,23 @@ class Exchange:
         memory.buffer = self._packed(index, parts, memory.buffer)
         return memory.buffer
 
+    def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
+        """A step that exchanges nothing: the policy is told of it, and of this rank's gradients.
+
+        Args:
+            grads: in the order of `tensors`.
+            lr: as in `begin`.
+        """
+        xp = self.xp
+        self._lr = self.rates(lr)
+        for slot in self.slots:
+            if self._observes(slot, "local"):
+                parts = [xp.reshape(grads[member], (-1,)) for member in slot.bucket.members]
+                grad = self._weighted(xp.reshape(xp.concat(parts), slot.bucket.shape))
+                seen = slot.spec.zeros(slot.bucket.shape) if slot.seen is None else slot.seen
+                slot.seen = xp.accumulate(seen, grad)
+        self._tick()
+
     def reads(self, index: int) -> bool:
         """Whether unit `index`'s conversation is told the weights."""
         return self.slots[self.plan.units[index].buckets[0]].compressor.reads
@@ -435,8 +452,7 @@ class Exchange:
         """Whether this rank sums such gradients of the slot for the policy now."""
         if signal is None or self.policy.signal != signal or self.communicator.rank != 0:
             return False
-        whole = self.policy.batch_size is not None  # which one norm for all decides about
-        chosen = slot.bucket.compress or whole
+        chosen = slot.bucket.compress or self.policy.whole
         return chosen and (self.observe_always or self.policy.observing())
 
     def _weighted(self, grad: Tensor) -> Tensor:

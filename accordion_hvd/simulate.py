@@ -158,6 +158,9 @@ class World:
         if any(policy.target != "gradient" for policy in self._policies):
             allowed = "one whose target is the gradient; accordion_hvd.virtual has the others"
             check.refuse("simulate", "compression", compression, allowed)
+        if self._policies[0].method is not None:
+            allowed = "one that never averages models; accordion_hvd.virtual has methods that do"
+            check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []

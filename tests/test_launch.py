@@ -27,6 +27,7 @@ SUITES = {
     "privacy_keras_checks.py": BOTH[:1],
     "levers_checks.py": BOTH[:1],
     "levers_keras_checks.py": BOTH[:1],
+    "levers_models_checks.py": [("mpirun", 4)],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
     "keras_averaging_checks.py": BOTH,

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from laws import SHAPE, several, step
 
 from accordion_hvd import (
+    COLD,
     FP16,
     QSGD,
+    WAGMA,
     Accordion,
     Dense,
     Fixed,
+    LocalSGD,
     PowerSGD,
     RandomK,
     Replay,
@@ -29,7 +32,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.optimizers import OnebitAdam
 from accordion_hvd.optimizers.stages import staged
-from accordion_hvd.policy.accordion import BATCH, HIGH, LOW, OVER
+from accordion_hvd.policy.accordion import BATCH, HIGH, LOW, MODEL, OVER
 from accordion_hvd.policy.levers import affordable
 from accordion_hvd.prices import bytes_sent
 from accordion_hvd.simulate import World, simulate
@@ -332,6 +335,62 @@ def test_the_least_budget_is_enough() -> None:
         simulate_once(growing(budget=1e-6))
     least = float(str(error.value).split("at least ")[1].split(",")[0])
     simulate_once(growing(budget=least))
+
+
+# ---------------------------------------------------------------------------- averaging models
+@settings(max_examples=100, deadline=None)
+@given(
+    norms=st.lists(st.sampled_from([0.0, 1.0, 1.3, 3.5]), min_size=1, max_size=10),
+    window=st.integers(1, 9),
+    period=st.integers(1, 12),
+)
+def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, period: int) -> None:
+    """And are those of the rule, for the whole model at once."""
+    policy = Accordion(low=TopK(0.1), high=LocalSGD(period), window=window, interval=1)
+    policy.bind(OWNER, ["w", "v"])
+    assert policy.levels("w") == (TopK(0.1),)
+    told, own, before, expected = iter(norms), 0, None, []
+    for _ in range(200):
+        rates = {"w": 0.1, "v": 0.1}
+        if policy.due(rates):
+            assert policy.settled
+            now = next(told, None)
+            if now is None:
+                break
+            was = policy.apart
+            policy.apply(policy.decide({"w": 0.6 * now, "v": 0.8 * now}, rates))
+            expected.append(bool(before) and abs(now - before) / before < 0.5)
+            before, own = now, own if was else 0
+        policy.tick(rates)
+        own += policy.apart
+        policy.settled = not policy.apart or own % period == 0
+    rows = [row for row in policy.history if row["name"] == MODEL]
+    assert len(rows) == len(policy.history) == len(expected)
+    assert [row["level"] for row in rows] == expected
+    assert all(
+        row["compressor"] == repr((TopK(0.1), LocalSGD(period))[row["level"]]) for row in rows
+    )
+    twin = Accordion(low=TopK(0.1), high=LocalSGD(period), window=window, interval=1)
+    twin.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert twin.apart == policy.apart
+
+
+def test_who_averages_no_models() -> None:
+    policy = parse("Accordion(low=Dense(), high=WAGMA(4), batch_size=(8, 64))")
+    assert (policy.method, policy.high) == (WAGMA(4), WAGMA(4))
+    for options, name in (
+        ({"gate": "auto"}, "gate"),
+        ({"signal": "reduced"}, "signal"),
+        ({"high": COLD("ring", 0.5, TopK(0.5))}, "high"),
+    ):
+        with pytest.raises(ValueError, match=f"Accordion: {name} is"):
+            Accordion(**{"low": Dense(), "high": LocalSGD(4), **options})
+    with pytest.raises(ValueError, match="simulate: compression is .* never averages models"):
+        simulate(policy, 2)
+    with pytest.raises(TypeError, match="must be a Compressor"):
+        Accordion(low=3, high=LocalSGD(4))
+    with pytest.raises(ValueError, match="target"):
+        Accordion(low=LocalSGD(4), high=Dense())
 
 
 # ------------------------------------------------------------------------------------------ words

@@ -27,6 +27,8 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
             check.refuse(policy, "signal", policy.signal, "'local' where it moves an optimizer")
         policy.between(rule.dense(), rule)
     policy = as_policy(policy)
+    if policy.method is not None:
+        check.refuse(policy, "high", policy.method, "an optimizer of ours where it moves one")
     if policy.capped:
         check.refuse(policy, "budget", policy, "None where it moves an optimizer")
     if policy.output != "update":

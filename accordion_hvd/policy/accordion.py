@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.base import Compressor
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.policy import levers
@@ -17,8 +18,8 @@ from accordion_hvd.policy.windows import Windowed
 
 LOW, HIGH = 0, 1
 CHANGED = "level changed in this window"
-BATCH = "(batch size)"
-"""What rows about the batch size have as their name."""
+BATCH, MODEL = "(batch size)", "(model)"
+"""What rows about the batch size, or about averaging models, have as their name."""
 OVER = "over the budget"
 
 
@@ -42,11 +43,20 @@ class Accordion(Windowed):
     batches are accumulated for that; or loaders give large ones (`AccordionBatchSampler` in
     PyTorch, `AccordionDataset` in Keras). Windows are counted in small batches either way.
 
+    With a method that averages models as `high` (`Accordion(low=Dense(), high=WAGMA(4))`; ours, in
+    PyTorch), that norm decides for the whole model at once: in critical regimes all ranks average
+    their gradients in each step, by `low`; elsewhere each takes steps of its own and the method
+    averages models. Decisions wait for an average of all ranks, so that models are equal when they
+    are taken. When gradients are averaged again, optimizers' slots (momentum), which were each
+    rank's own, are averaged once.
+
     Args:
         low: the level of low compression (the paper's l_low), for critical regimes. Both levels
             are left out where it moves an optimizer (`hvd.OnebitAdam(policy=Accordion())`)
             between that optimizer's own stages, or where batches alone are to grow.
-        high: the level of high compression (l_high), for all others.
+        high: the level of high compression (l_high), for all others; or a method that averages
+            models: `WAGMA`, `LocalSGD`, `DiLoCo`, `DPSGD` (which has no averages of all ranks and
+            so gets one at each window's end).
         threshold: the paper's eta, at least 0; a relative change.
         window: optimizer steps (with small batches) in a window. In Keras the callbacks fill it in;
             in PyTorch give it or call `optimizer.end_window()` after each epoch.
@@ -72,11 +82,11 @@ class Accordion(Windowed):
 
     Attributes:
         history: one row a decision and layer, with all that led to it; rows about the batch are
-            called "(batch size)".
+            called "(batch size)", those about averaging models "(model)".
         large: whether batches are large from now on.
     """
 
-    KEPT: ClassVar[tuple[str, ...]] = (*Windowed.KEPT, "large")
+    KEPT: ClassVar[tuple[str, ...]] = (*Windowed.KEPT, "large", "apart")
 
     def __init__(
         self,
@@ -103,16 +113,18 @@ class Accordion(Windowed):
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
         self.low: Any = None
         self.high: Any = None
+        self.signal = signal
         if low is not None or high is not None:
             self.between(_instance(low), _instance(high))
         self.gate = as_gate(self, gate)
+        self.method = _method(self, self.high)
         check.at_least(self, "threshold", threshold, least=0)
         check.integer(self, "interval", interval, least=1)
         check.one_of(self, "signal", signal, ("local", "reduced"))
         if lr_drop is not None:
             check.ratio(self, "lr_drop", lr_drop)
         self.threshold, self.interval = threshold, interval
-        self.signal, self.lr_drop = signal, lr_drop
+        self.lr_drop = lr_drop
         self._norms: dict[str, float] = {}  # at the last check
         if budget is not None:
             if not (check.is_number(budget) and budget > 0):
@@ -133,7 +145,9 @@ class Accordion(Windowed):
                     f"Accordion: {name} is missing; give both levels, for example "
                     "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
                 )
-        agree(self, [low, high, *self.overrides.values()])
+        self.method = _method(self, high)
+        graded = [low] if self.method else [low, high]
+        agree(self, [*graded, *self.overrides.values()])
         self.low, self.high = low, high
         self.gate = as_gate(self, self.gate)  # which not every output allows
 
@@ -150,7 +164,8 @@ class Accordion(Windowed):
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """(low, high), or the one override."""
-        fixed = override(self.overrides, name) or (self.low if self._grows_only else None)
+        alone = self._grows_only or self.method is not None
+        fixed = override(self.overrides, name) or (self.low if alone else None)
         return (fixed,) if fixed is not None else (self.low, self.high)
 
     def price(self, levels: Mapping[str, Sequence[float]], rest: float) -> None:
@@ -174,7 +189,8 @@ class Accordion(Windowed):
 
     def observing(self) -> bool:
         """Only windows that end in a check are summed, and only as long as that matters."""
-        return self._epoch % self.interval == 0 and not (self._grows_only and self.large)
+        decided = self._grows_only and self.large
+        return self._epoch % self.interval == 0 and not decided
 
     def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
         """See the class; a row for each layer concerned, and once for each override."""
@@ -183,7 +199,7 @@ class Accordion(Windowed):
         for name, current in self.current.items():
             row = self._row(name, norms, lr)
             if len(self.levels(name)) == 1:
-                once = not (self._epoch or self._grows_only)
+                once = override(self.overrides, name) is not None and not self._epoch
                 row["reason"] = "override" if once else ""  # for the record
             else:
                 row |= self._judge(row, current) if checking else {}
@@ -195,15 +211,18 @@ class Accordion(Windowed):
         self._cap(rows, self.large or any(row["level"] == HIGH for row in batch))
         for row in rows:
             row["compressor"] = repr(self.levels(row["name"])[row["level"]])
-        return rows + batch
+        return rows + batch + self._about_models(norms, lr, checking)
 
     def apply(self, rows: Sequence[Row]) -> None:
         """Put decisions into force, and begin the next window."""
         before = dict(self.current)
-        super().apply([row for row in rows if row["name"] != BATCH])
+        super().apply([row for row in rows if row["name"] not in (BATCH, MODEL)])
         for row in rows:
             if row["name"] == BATCH:
                 self._size(row)
+            elif row["name"] == MODEL:
+                self.history.append(row)
+                self.apart = row["level"] == HIGH
         if self._epoch % self.interval == 0:
             seen = {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}
             self._norms = self._norms | seen  # a new dict: state_dict() gave the old one away
@@ -222,6 +241,7 @@ class Accordion(Windowed):
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self._norms, self._changed = state["_norms"], set(state["_changed"])
+        self.settled = True  # as models were when they were saved
         self.resize()
 
     def resize(self) -> None:
@@ -253,7 +273,7 @@ class Accordion(Windowed):
         """The row of a decision about the batch, if there is one to take; see the class."""
         if self.batch_size is None or (self.large and self._epoch):
             return []
-        row = self._row(BATCH, {BATCH: math.hypot(*norms.values())} if norms else {}, lr)
+        row = self._row(BATCH, norms, lr)
         if self.large:
             row |= {"level": HIGH, "reason": OVER}
         elif checking:
@@ -261,6 +281,20 @@ class Accordion(Windowed):
         if not self.large and self._fell(row["previous_lr"], row["lr"]):
             row |= {"level": LOW, "reason": "learning rate fell"}
         row["compressor"] = f"{self.batch_size[row['level']]} examples"
+        return [row] if row["reason"] else []
+
+    def _about_models(
+        self, norms: Mapping[str, float], lr: Mapping[str, float], checking: bool
+    ) -> list[Row]:
+        """The row of a decision about averaging models, if there is one to take; see the class."""
+        if self.method is None:
+            return []
+        row = self._row(MODEL, norms, lr)
+        if checking:
+            row |= self._judge(row, row["level"])
+        if self._fell(row["previous_lr"], row["lr"]):
+            row |= {"level": LOW, "reason": "learning rate fell"}
+        row["compressor"] = repr((self.low, self.high)[row["level"]])
         return [row] if row["reason"] else []
 
     def _size(self, row: Row) -> None:
@@ -296,17 +330,19 @@ class Accordion(Windowed):
         return self.megabytes * levers.MEGABYTE * small_batches
 
     def _row(self, name: str, norms: Mapping[str, float], lr: Mapping[str, float]) -> Row:
-        whose = name
-        if name == BATCH:  # goes by the rate that has fallen most
+        whose, norm, level = name, norms.get(name, math.nan), self.current.get(name, LOW)
+        if name in (BATCH, MODEL):  # goes by all norms, and by the rate that has fallen most
             before = self._lr
+            norm = math.hypot(*norms.values()) if norms else math.nan
+            level = HIGH if name == MODEL and self.apart else LOW
             whose = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
         return {
             "step": self._step,
             "window": self._epoch,
             "name": name,
-            "level": self.current.get(name, LOW),
+            "level": level,
             "compressor": "",
-            "norm": norms.get(name, math.nan),
+            "norm": norm,
             "previous": self._norms.get(name, math.nan),
             "change": math.nan,
             "lr": lr.get(whose, math.nan),
@@ -319,7 +355,7 @@ class Accordion(Windowed):
         norm, previous = row["norm"], row["previous"]
         if self._epoch == 0:
             return {"level": LOW, "reason": "first window"}
-        whose = self.current if row["name"] == BATCH else [row["name"]]
+        whose = self.current if row["name"] in (BATCH, MODEL) else [row["name"]]
         if self.signal == "reduced" and not self._changed.isdisjoint(whose):
             return {"level": current, "reason": CHANGED}
         if not (math.isfinite(norm) and math.isfinite(previous)):
@@ -333,6 +369,20 @@ class Accordion(Windowed):
 
     def _fell(self, before: float, now: float) -> bool:
         return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
+
+
+def _method(owner: Accordion, high: Any) -> Averaging | None:
+    """What averages models, if that is what `high` is."""
+    if not isinstance(high, Averaging):
+        return None
+    if high.inner != "any":
+        check.refuse(owner, "high", high, "a compressor, WAGMA, LocalSGD, DiLoCo or DPSGD")
+    for name, value, allowed in (("gate", owner.gate, None), ("signal", owner.signal, "local")):
+        if value != allowed:
+            check.refuse(owner, name, value, f"{allowed!r} where high averages models")
+    if owner.megabytes is not None:
+        check.refuse(owner, "budget", owner.megabytes, "None where high averages models")
+    return high
 
 
 def _instance(level: Any) -> Any:

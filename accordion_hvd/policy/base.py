@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accordion_hvd.base import Compressor, NotForStockHorovod
 
 if TYPE_CHECKING:
+    from accordion_hvd.averaging.base import Averaging
     from accordion_hvd.policy.gate import Gate
 
 Row = dict[str, Any]
@@ -40,6 +41,10 @@ class Policy(NotForStockHorovod, abc.ABC):
         micro_batches: small batches in the exchange under way, and by how much the learning rate
             is multiplied in its step.
         loader: whether a loader gives batches of these sizes; else small ones are accumulated.
+        method: what averages models at times instead of gradients, where there is such a thing.
+        apart: whether it does now.
+        settled: whether ranks' models are equal now; else no decision is due. To be kept up to date
+            by who averages them.
         capped: whether it wants to know what levels send (`price`).
     """
 
@@ -57,6 +62,9 @@ class Policy(NotForStockHorovod, abc.ABC):
     batch_size: tuple[int, int] | None = None
     micro_batches: int = 1
     loader: bool = False
+    method: Averaging | None = None
+    apart: bool = False
+    settled: bool = True
     capped: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
 
@@ -105,6 +113,11 @@ class Policy(NotForStockHorovod, abc.ABC):
         """
 
     # ------------------------------------------------------------------------- common to all
+    @property
+    def whole(self) -> bool:
+        """Whether it goes by one norm, that of the whole model, in something."""
+        return self.batch_size is not None or self.method is not None
+
     @property
     def accumulated(self) -> int:
         """Small batches whose gradients are accumulated for one exchange."""

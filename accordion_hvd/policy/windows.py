@@ -16,7 +16,8 @@ class Windowed(Policy):
     """Counts steps and windows; what is decided where one ends, subclasses say.
 
     Where an exchange has several micro-batches, these are counted. An exchange belongs to the
-    window in which it takes place; what it has beyond the window's end counts for the next one.
+    window in which it takes place; what it has beyond the window's end counts for the next one. A
+    decision that waits until models are equal (`settled`) prolongs its window, by whole ones too.
 
     Args:
         window: optimizer steps in a window; None: `end_window` is called where one ends.
@@ -38,6 +39,11 @@ class Windowed(Policy):
 
     def due(self, lr: Mapping[str, float]) -> bool:
         """At the first exchange after a window, when the next learning rate is known."""
+        return self.settled and self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the window has ended."""
         whole = self.window is not None and self._steps >= self.window
         return self._steps > 0 and (self._ended or whole)
 
@@ -70,6 +76,6 @@ class Windowed(Policy):
 
     def _roll(self) -> None:
         """The next window begins."""
-        beyond = 0 if self._ended or self.window is None else self._steps - self.window
+        beyond = 0 if self._ended or self.window is None else self._steps % self.window
         self._epoch += 1
-        self._steps, self._ended, self._lr = max(beyond, 0), False, {}
+        self._steps, self._ended, self._lr = beyond, False, {}

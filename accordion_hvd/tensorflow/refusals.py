@@ -53,7 +53,8 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
 
 
 def check_batches(policy: Policy, optimizer: Any, ranks: int) -> None:
-    """Raise ValueError for what does not go with batches that grow."""
+    """Raise ValueError for what does not go with batches that grow, or models that differ."""
+    refuse_models(WHO, policy)
     if policy.batch_size is None:
         return
     levers.share(policy, policy.batch_size, ranks)
@@ -90,6 +91,16 @@ def _of_own_rules(inner: Any) -> bool:
     """Whether an optimizer does more than to take the learning rate times what it is given."""
     own = any(hasattr(inner, name) for name in _OF_OWN_RULES)
     return bool(getattr(inner, "momentum", 0)) or own
+
+
+def refuse_models(who: str, policy: Policy) -> None:
+    """Raise ValueError for a policy that averages models at times."""
+    if policy.method is not None:
+        allowed = (
+            f"one without {policy.method!r} among its levels, which works in PyTorch; in Keras it "
+            "stands alone"
+        )
+        check.refuse(who, "compression", policy, allowed)
 
 
 def check_private_gradients(

@@ -190,6 +190,7 @@ def _averager(variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]
     if key not in _averagers:
         policy: Policy = policy_of(compression)
         refusals.check_policy(policy)
+        refusals.refuse_models("DistributedGradientTape", policy)
         if policy.batch_size is not None:
             allowed = "one without batch_size: a tape takes no steps and knows no learning rate"
             check.refuse("DistributedGradientTape", "compression", policy, allowed)

@@ -64,11 +64,13 @@ class Reducer:
 
     Attributes:
         finite: whether the last exchange counted.
+        switched: whether the policy has changed between averaging gradients and models.
         listening: whether exchanges start while backward runs; else all do in `finish`.
     """
 
     listening = True
     finite = True
+    switched = False
 
     def __init__(
         self,
@@ -200,10 +202,23 @@ class Reducer:
         if not self._agreed:
             self._look_for_new()
             self._agree()
-        before = self.batches
+        before, apart = self.batches, self.policy.apart
         self.exchange.decide(self._rates())
+        self.switched |= self.policy.apart != apart
         for watched in self._watched.values():
             watched.delay += self.passes * (self.batches - before)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Instead of `finish`: gradients stay this rank's, averaged over accumulated batches."""
+        if self.batches > 1:
+            for parameter in self._watched:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.batches)
+        grads = [self._gradient(parameter) for parameter in self._dense]
+        self.exchange.observe(grads, self._rates())
+        self.finished = True
+        self.reset()
 
     def finish(self) -> None:
         """Exchange what is not under way yet, wait for everything and write the means.
@@ -272,7 +287,7 @@ class Reducer:
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
-        told = self.settings is not None or self.policy.batch_size is not None
+        told = self.settings is not None or self.policy.whole
         slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
         return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
 
@@ -281,10 +296,10 @@ class Reducer:
         if watched.number is None or self.policy.several:
             return  # gradients of single contributors come in their own time
         if not self.in_flight:
-            if self.policy.batch_size is not None:
+            if self.policy.whole:
                 self.decide()
-                if watched.delay > 0:
-                    return  # more batches are to come
+                if watched.delay > 0 or self.policy.apart:
+                    return  # more batches are to come, or nothing is exchanged
             self._begin()
         plan = self.exchange.plan
         unit = plan.unit_of[watched.number]
@@ -404,6 +419,7 @@ class Idle:
     """Stands in for a `Reducer` where there is nobody to exchange with: alone, or outside."""
 
     passes = batches = 1
+    switched = False
     in_flight = pending = finished = False
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:
@@ -432,6 +448,9 @@ class Idle:
 
     def decide(self) -> None:
         """Nothing to decide."""
+
+    def keep(self) -> None:
+        """Gradients are this rank's own in any case."""
 
 
 def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:

@@ -135,16 +135,16 @@ _OF_OWN_RULES = {"betas", "eps", "rho", "alpha", "etas", "lambd", "max_iter", "l
 
 
 def check_batches(policy: Policy, optimizer: Any, ranks: int, scaled: bool) -> None:
-    """Raise ValueError for what does not go with batches that grow."""
+    """Raise ValueError for what does not go with batches that grow, or models that differ."""
+    if policy.whole and isinstance(optimizer, torch.optim.LBFGS):
+        allowed = "one that looks at each batch once, where Accordion decides for the whole model"
+        check.refuse(WHO, "optimizer", "LBFGS", allowed)
     if policy.batch_size is None:
         return
     levers.share(policy, policy.batch_size, ranks)
     if scaled:
         allowed = f"left out with batch_size={policy.batch_size}: it unscales gradients that have "
         check.refuse(WHO, "grad_scaler", "given", allowed + "yet to be added to; use bfloat16")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        allowed = "one that looks at each batch once, where batch sizes change"
-        check.refuse(WHO, "optimizer", "LBFGS", allowed)
 
 
 def check_averaging(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import accordion_hvd.tensorflow as hvdtf
 import accordion_hvd.tensorflow.keras as hvd
-from accordion_hvd import Accordion, Dense, TopK
+from accordion_hvd import Accordion, Dense, LocalSGD, TopK
 from accordion_hvd.policy.accordion import BATCH
 
 INIT = hvd.init
@@ -148,7 +148,9 @@ def check_refusals() -> None:
     summed = keras.optimizers.SGD(LR, gradient_accumulation_steps=2)
     wrap = hvd.DistributedOptimizer
     odd = Accordion(batch_size=(hvd.size() + 1, 2 * hvd.size() + 2))
+    apart = Accordion(low=Dense(), high=LocalSGD(4))
     for action, words in (
+        (lambda: wrap(keras.optimizers.SGD(LR), compression=apart), "works in PyTorch"),
         (lambda: tape.gradient(loss, [variable]), "a tape takes no steps"),
         (lambda: wrap(scaled, compression=growing()), "mixed_bfloat16"),
         (lambda: wrap(summed, compression=growing()), "gradient_accumulation_steps"),
