@@ -20,7 +20,7 @@ from accordion_hvd.decisions import Decisions, level_of, levels_of
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.advice import Advice
 from accordion_hvd.policy.base import Policy
-from accordion_hvd.prices import bytes_sent
+from accordion_hvd.prices import averaging_share, bytes_sent
 from accordion_hvd.slots import Memory, Slot
 from accordion_hvd.step import Step
 from accordion_hvd.traffic import Traffic
@@ -110,7 +110,12 @@ class Exchange:
             if bucket.compress
         }
         rest = [self._bytes(self._levels(b)[0], b) for b in buckets if not b.compress]
-        self.policy.price(prices, sum(rest))
+        method, models = self.policy.method, 0.0
+        if method is not None:
+            models = averaging_share(method, self.communicator.size) * sum(
+                map(dense_bytes, buckets)
+            )
+        self.policy.price(prices, sum(rest), models)
 
     def _bytes(self, level: Compressor, bucket: Bucket) -> float:
         return bytes_sent(level, bucket.shape, bucket.dtype, self.communicator.size)

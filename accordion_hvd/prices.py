@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.base import Compressor, Info, Spec, Tensor
 from accordion_hvd.communicator import Communicator, Group
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
 from accordion_hvd.traffic import Traffic
+
+LONGEST, SAMPLE = 10_000, 4096
+"""Steps after which a method has no period; elements of a model that stands for all."""
 
 
 class Echo(Communicator):
@@ -74,3 +78,17 @@ def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks
     with np.errstate(all="ignore"):
         echo.run("price", compressor.exchange(grad, compressor.init(spec, info), info))
     return echo.traffic.sent
+
+
+def averaging_share(method: Averaging, ranks: int) -> float:
+    """Bytes that a rank sends in a step for each byte of a model, on average over a period."""
+    if ranks == 1:
+        return 0.0
+    period = next((step + 1 for step in range(LONGEST) if method.equal(step)), 1)
+    echo, info = Echo(ranks), Info(size=ranks, name="price")
+    model = xp.asarray(normal((SAMPLE,), "price"))
+    state = method.start(model, info)
+    for step in range(period):
+        told = Info(step=step, size=ranks, name="price")
+        model, state = echo.run("price", method.exchange(model, state, told))
+    return echo.traffic.sent / period / (4 * SAMPLE)

@@ -16,6 +16,7 @@ from laws import SHAPE, several, step
 
 from accordion_hvd import (
     COLD,
+    DPSGD,
     FP16,
     QSGD,
     WAGMA,
@@ -34,7 +35,7 @@ from accordion_hvd.optimizers import OnebitAdam
 from accordion_hvd.optimizers.stages import staged
 from accordion_hvd.policy.accordion import BATCH, HIGH, LOW, MODEL, OVER
 from accordion_hvd.policy.levers import affordable
-from accordion_hvd.prices import bytes_sent
+from accordion_hvd.prices import averaging_share, bytes_sent
 from accordion_hvd.simulate import World, simulate
 
 
@@ -373,6 +374,47 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
     twin = Accordion(low=TopK(0.1), high=LocalSGD(period), window=window, interval=1)
     twin.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert twin.apart == policy.apart
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_shares_of_averages(ranks: int) -> None:
+    """Of a model's bytes, in a step: as the methods' docstrings say."""
+    ring = 2 * (ranks - 1) / ranks
+    for method, share in (
+        (LocalSGD(1), ring),
+        (LocalSGD(8), ring / 8),
+        (WAGMA(2, 10), (9 * 1 + ring) / 10),
+        (DPSGD("ring"), 2.0),
+    ):
+        np.testing.assert_allclose(averaging_share(method, ranks), share, rtol=1e-2)
+    assert averaging_share(LocalSGD(2), 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "levels", "start"), [(2.0, [0, 1, 0], 0), (0.5, [1, 1, 1], 1), (9.0, [0, 1, 0], 0)]
+)
+def test_a_budget_caps_what_is_averaged(budget: float, levels: list[int], start: int) -> None:
+    """Averages of gradients cost 1 MB, of models 0.25 MB, and the norm asks for 0, 1, 0."""
+    policy = Accordion(
+        low=Dense(), high=LocalSGD(4), window=4, interval=1, threshold=0.5, budget=budget
+    )
+    policy.price({"w": [0.9e6]}, 0.1e6, 0.25e6)
+    policy.bind(OWNER, ["w"])
+    assert policy.apart == bool(start)
+    drive_models(policy, [1.0, 1.0, 3.0])
+    rows = [row for row in policy.history if row["name"] == MODEL]
+    assert [row["level"] for row in rows] == levels
+    assert [row["reason"].endswith(OVER) for row in rows] == [budget < 1, False, budget < 1]
+    with pytest.raises(ValueError, match="budget is 0.1, but must be at least 0.25"):
+        Accordion(low=Dense(), high=LocalSGD(4), budget=0.1).price({"w": [1e6]}, 0.0, 0.25e6)
+
+
+def drive_models(policy: Accordion, norms: Sequence[float]) -> None:
+    for norm in norms:
+        for _ in range(4):
+            policy.tick({"w": 0.1})
+        assert policy.due({"w": 0.1})
+        policy.apply(policy.decide({"w": norm}, {"w": 0.1}))
 
 
 def test_who_averages_no_models() -> None:

@@ -76,7 +76,8 @@ class Accordion(Windowed):
         budget: MB (10^6 bytes) that a rank may send for each small batch, on average over a large
             one. Levels that are wanted are taken as long as there is room for them, where the norm
             has changed most first; else the cheapest ones are (until the next check). If even
-            these are too much for small batches, batches are large. Bytes are those of
+            these are too much for small batches, batches are large. Where models are averaged at
+            times, what is wanted is done if there is room, else what is cheaper. Bytes are those of
             `stats()["sent"]`, reckoned before training (`prices.bytes_sent`); flags (8 bytes a
             message), sparse gradients and decisions come on top. Ours, not the paper's.
 
@@ -109,6 +110,7 @@ class Accordion(Windowed):
         self.megabytes = budget
         self._prices: Mapping[str, Sequence[float]] = {}
         self._rest = 0.0  # bytes of an exchange that it has no say in
+        self._models = 0.0  # bytes of a step in which models are averaged
         self._grows_only = False  # no levels: batches are all there is to decide
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
         self.low: Any = None
@@ -168,10 +170,13 @@ class Accordion(Windowed):
         fixed = override(self.overrides, name) or (self.low if alone else None)
         return (fixed,) if fixed is not None else (self.low, self.high)
 
-    def price(self, levels: Mapping[str, Sequence[float]], rest: float) -> None:
+    def price(
+        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
+    ) -> None:
         """See `Policy`. Raises: ValueError when the budget is less than what must be sent."""
-        self._prices, self._rest = levels, rest
+        self._prices, self._rest, self._models = levels, rest, models
         least, most = levers.least(self._prices, self._rest), self._ratio
+        least = min(least, models) if self.method is not None else least
         if least > self._room(most):
             megabytes = f"{math.ceil(least / most) / levers.MEGABYTE:g}"
             allowed = f"at least {megabytes}, which the cheapest levels send, or None"
@@ -182,6 +187,8 @@ class Accordion(Windowed):
                 self.resize()
         wanted = {name: LOW for name in self._prices}
         self._first = self._affordable(wanted, {}, self.micro_batches)
+        if not self._step:
+            self.apart = self._allowed(LOW, self.micro_batches) == HIGH
 
     def start(self, name: str) -> int:
         """The start of training is critical."""
@@ -211,7 +218,7 @@ class Accordion(Windowed):
         self._cap(rows, self.large or any(row["level"] == HIGH for row in batch))
         for row in rows:
             row["compressor"] = repr(self.levels(row["name"])[row["level"]])
-        return rows + batch + self._about_models(norms, lr, checking)
+        return rows + batch + self._about_models(norms, lr, checking, batch)
 
     def apply(self, rows: Sequence[Row]) -> None:
         """Put decisions into force, and begin the next window."""
@@ -284,7 +291,11 @@ class Accordion(Windowed):
         return [row] if row["reason"] else []
 
     def _about_models(
-        self, norms: Mapping[str, float], lr: Mapping[str, float], checking: bool
+        self,
+        norms: Mapping[str, float],
+        lr: Mapping[str, float],
+        checking: bool,
+        batch: Sequence[Row],
     ) -> list[Row]:
         """The row of a decision about averaging models, if there is one to take; see the class."""
         if self.method is None:
@@ -294,6 +305,10 @@ class Accordion(Windowed):
             row |= self._judge(row, row["level"])
         if self._fell(row["previous_lr"], row["lr"]):
             row |= {"level": LOW, "reason": "learning rate fell"}
+        large = self.large or any(about["level"] == HIGH for about in batch)
+        level = self._allowed(row["level"], self._to_come(large))
+        if row["reason"] and level != row["level"]:
+            row |= {"level": level, "reason": f"{row['reason']}, but {OVER}"}
         row["compressor"] = repr((self.low, self.high)[row["level"]])
         return [row] if row["reason"] else []
 
@@ -312,11 +327,22 @@ class Accordion(Windowed):
         wanted = self.current | {name: row["level"] for name, row in by_name.items()}
         known = {name: row["change"] for name, row in by_name.items()}
         urgency = {name: 1e300 if math.isnan(change) else change for name, change in known.items()}
-        small_batches = self._ratio if large and not self.loader else self.micro_batches
-        chosen = self._affordable(wanted, urgency, small_batches)
+        chosen = self._affordable(wanted, urgency, self._to_come(large))
         for name, row in by_name.items():
             if row["level"] != chosen[name]:
                 row |= {"level": chosen[name], "reason": f"{row['reason']}, but {OVER}"}
+
+    def _to_come(self, large: bool) -> int:
+        """Small batches in the next steps, if batches are or become large."""
+        return self._ratio if large and not self.loader else self.micro_batches
+
+    def _allowed(self, wanted: int, small_batches: int) -> int:
+        """Whether to average gradients (LOW) or models (HIGH), where the budget has a say."""
+        if self.method is None or not self.capped:
+            return wanted
+        costs = levers.least(self._prices, self._rest), self._models
+        cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
+        return wanted if costs[wanted] <= self._room(small_batches) else cheaper
 
     def _affordable(
         self, wanted: Mapping[str, int], urgency: Mapping[str, float], small_batches: int
@@ -380,8 +406,6 @@ def _method(owner: Accordion, high: Any) -> Averaging | None:
     for name, value, allowed in (("gate", owner.gate, None), ("signal", owner.signal, "local")):
         if value != allowed:
             check.refuse(owner, name, value, f"{allowed!r} where high averages models")
-    if owner.megabytes is not None:
-        check.refuse(owner, "budget", owner.megabytes, "None where high averages models")
     return high
 
 

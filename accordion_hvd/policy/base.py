@@ -104,12 +104,15 @@ class Policy(NotForStockHorovod, abc.ABC):
     def tick(self, lr: Mapping[str, float]) -> None:
         """An exchange is about to begin with these learning rates."""
 
-    def price(self, levels: Mapping[str, Sequence[float]], rest: float) -> None:
+    def price(
+        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
+    ) -> None:
         """What an exchange sends, where it is `capped`; before `bind`, equal on all ranks.
 
         Args:
             levels: bucket -> bytes that a rank sends of it under each of its levels.
             rest: bytes of what the policy has no say in.
+            models: bytes of a step in which models are averaged instead, on average.
         """
 
     # ------------------------------------------------------------------------- common to all

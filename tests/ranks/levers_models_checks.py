@@ -202,6 +202,18 @@ def check_batches_grow_beside() -> None:
     assert (rows == rows[0]).all() and np.isclose(rows[0, -1], (hvd.size() - 1) / 2)
 
 
+def check_a_budget_for_models_only() -> None:
+    """Averages of gradients are too dear from the first step on, whatever the norms say."""
+    model = Model()
+    optimizer = wrapped(model, policy(LocalSGD(PERIOD), budget=0.005, threshold=0.0))
+    for step in range(3 * PERIOD):
+        take(model, optimizer, step)
+        rows = rows_of(model.flat())
+        assert (rows == rows[0]).all() == (step % PERIOD == PERIOD - 1)
+    assert optimizer.exchange.steps == 0
+    assert optimizer.averaging.stats()["sent"] <= 3 * PERIOD * 5000
+
+
 def check_without_waiting() -> None:
     """Where MPI is there, groups wait for nobody; each change of mode begins a new thread."""
     model = Model()
