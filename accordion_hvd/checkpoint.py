@@ -243,7 +243,9 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
 
 
 def _chosen(only: Sequence[Any]) -> list[Any]:
-    chosen = [getattr(item, "exchange_owner", item) for item in only] or owners()
+    found = [getattr(item, "exchange_owner", item) for item in only]
+    named = [owner for item in found for owner in (item if isinstance(item, tuple) else (item,))]
+    chosen = named or owners()
     if not chosen:
         raise RuntimeError("state: there is no distributed optimizer in this process.")
     return chosen

@@ -65,9 +65,12 @@ class Decisions:
         if policy.due(rates):
             lead = self._exchange.communicator.rank == 0
             rows = yield from self._shared(policy.decide(self._norms(), rates) if lead else None)
+            before = policy.micro_batches
             policy.apply(rows)
+            if policy.gate is not None and policy.micro_batches != before:
+                policy.gate.restart()  # a step is another now
             for slot in self._exchange.slots:
-                if slot.bucket.compress:
+                if slot.bucket.compress or policy.whole:
                     slot.seen = None
         if policy.gate is not None and self._gate_due():
             yield from self._gate(policy.gate)

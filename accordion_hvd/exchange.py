@@ -20,6 +20,7 @@ from accordion_hvd.decisions import Decisions, level_of, levels_of
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.advice import Advice
 from accordion_hvd.policy.base import Policy
+from accordion_hvd.prices import averaging_share, bytes_sent
 from accordion_hvd.slots import Memory, Slot
 from accordion_hvd.step import Step
 from accordion_hvd.traffic import Traffic
@@ -93,11 +94,31 @@ class Exchange:
             spec = self._spec(bucket, tensors)
             for level in self._levels(bucket):
                 level.accept(spec, bucket.name)
+        if self.policy.capped:
+            self._price([*(slot.bucket for slot in self.slots), *buckets])
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
         self.slots += [self._slot(bucket, self._spec(bucket, tensors)) for bucket in buckets]
         self.tensors.extend(tensors)
         self._each_step = sum(dense_bytes(slot.bucket) for slot in self.slots)
         self._plan = None
+
+    def _price(self, buckets: Sequence[Bucket]) -> None:
+        """Tell the policy what each of its levels sends."""
+        prices = {
+            bucket.name: [self._bytes(level, bucket) for level in self._levels(bucket)]
+            for bucket in buckets
+            if bucket.compress
+        }
+        rest = [self._bytes(self._levels(b)[0], b) for b in buckets if not b.compress]
+        method, models = self.policy.method, 0.0
+        if method is not None:
+            models = averaging_share(method, self.communicator.size) * sum(
+                map(dense_bytes, buckets)
+            )
+        self.policy.price(prices, sum(rest), models)
+
+    def _bytes(self, level: Compressor, bucket: Bucket) -> float:
+        return bytes_sent(level, bucket.shape, bucket.dtype, self.communicator.size)
 
     def _spec(self, bucket: Bucket, tensors: Sequence[TensorInfo]) -> Spec:
         """What a bucket of these tensors is like."""
@@ -174,15 +195,22 @@ class Exchange:
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
         """A new exchange. Runs the policy's decision first, if one is due (then it waits)."""
+        self.decide(lr)
+        self.open(lr)
+
+    def decide(self, lr: float | Mapping[str, float]) -> None:
+        """Take a decision if one is due; collective."""
         rates = self.rates(lr)
         if self.due(rates):
             self.communicator.run(f"{self.name}.policy", self.decision(rates))
-        self.open(rates)
 
     def open(self, lr: float | Mapping[str, float] = 0.0) -> Step:
         """A new exchange, whose decisions have been taken."""
         self._lr = self.rates(lr)
         self._tick()
+        times = self.policy.micro_batches
+        if times != 1:  # which is the rate that this step will be taken with
+            self._lr = {name: rate * times for name, rate in self._lr.items()}
         guarded = self._guarded()
         if self._outdated or self._phases != [self.phase(slot) for slot in self._phased]:
             self._plan, self._outdated = None, False
@@ -260,6 +288,23 @@ class Exchange:
         memory = self._memory[index]
         memory.buffer = self._packed(index, parts, memory.buffer)
         return memory.buffer
+
+    def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
+        """A step that exchanges nothing: the policy is told of it, and of this rank's gradients.
+
+        Args:
+            grads: in the order of `tensors`.
+            lr: as in `begin`.
+        """
+        xp = self.xp
+        self._lr = self.rates(lr)
+        for slot in self.slots:
+            if self._observes(slot, "local"):
+                parts = [xp.reshape(grads[member], (-1,)) for member in slot.bucket.members]
+                grad = self._weighted(xp.reshape(xp.concat(parts), slot.bucket.shape))
+                seen = slot.spec.zeros(slot.bucket.shape) if slot.seen is None else slot.seen
+                slot.seen = xp.accumulate(seen, grad)
+        self._tick()
 
     def reads(self, index: int) -> bool:
         """Whether unit `index`'s conversation is told the weights."""
@@ -348,7 +393,8 @@ class Exchange:
         observe = self._observes(first, self.policy.signal)
         memory.open(info, observe)
         if observe and self.policy.signal == "local":
-            memory.unseen, memory.seen = memory.seen, self.xp.accumulate(memory.seen, grad)
+            memory.unseen = memory.seen
+            memory.seen = self.xp.accumulate(memory.seen, self._weighted(grad))
         owed = memory.owed()
         if owed is not None:
             grad = grad + self.xp.cast(owed, first.bucket.dtype)
@@ -411,7 +457,13 @@ class Exchange:
         """Whether this rank sums such gradients of the slot for the policy now."""
         if signal is None or self.policy.signal != signal or self.communicator.rank != 0:
             return False
-        return slot.bucket.compress and (self.observe_always or self.policy.observing())
+        chosen = slot.bucket.compress or self.policy.whole
+        return chosen and (self.observe_always or self.policy.observing())
+
+    def _weighted(self, grad: Tensor) -> Tensor:
+        """A gradient as often as it counts in a window's sum: for each of its small batches."""
+        times = self.policy.micro_batches
+        return grad if times == 1 else grad * times
 
     def _keep(self, memory: Memory, mean: Tensor, state: State, bad: Any) -> Tensor:
         """What follows when a step is done; `bad` may be symbolic. Returns the mean."""
@@ -420,7 +472,7 @@ class Exchange:
             mean = xp.either(bad, xp.nans_like(mean), mean)
             state = {key: xp.either(bad, old[key], value) for key, value in state.items()}
         if self._observes(memory.slots[0], "reduced"):
-            seen = self.xp.accumulate(memory.seen, mean)
+            seen = self.xp.accumulate(memory.seen, self._weighted(mean))
             memory.seen = seen if bad is False else self.xp.either(bad, memory.seen, seen)
         memory.keep(state)
         return mean
@@ -489,7 +541,8 @@ class Exchange:
         to have stayed within a machine (see `machines`); ratio: dense_sent / sent; seconds: in
         encoding (until the first request), waiting, and decoding (after it); reports: for each
         bucket whose method has something to say of itself, what (`Compressor.report`); privacy:
-        what has been spent (`PrivacyBudget.stats`), if there is a budget.
+        what has been spent (`PrivacyBudget.stats`), if there is a budget; batch_size: examples of
+        all ranks in a step now, if the policy has a say in that.
         """
         ranks = self.communicator.size
         dense_sent = 2 * (ranks - 1) / ranks * self.dense_bytes
@@ -506,7 +559,13 @@ class Exchange:
             "seconds": dict(self.seconds),
             "reports": self._reports(),
             "privacy": self.policy.budget.stats() if self.policy.budget is not None else {},
-        }
+        } | self._batch()
+
+    def _batch(self) -> dict[str, int]:
+        policy = self.policy
+        if policy.batch_size is None:
+            return {}
+        return {"batch_size": policy.batch_size[0] * policy.micro_batches}
 
     def _reports(self) -> dict[str, dict[str, float]]:
         reports = {s.bucket.name: s.compressor.report(s.state or {}) for s in self.slots}

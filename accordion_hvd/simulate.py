@@ -158,6 +158,9 @@ class World:
         if any(policy.target != "gradient" for policy in self._policies):
             allowed = "one whose target is the gradient; accordion_hvd.virtual has the others"
             check.refuse("simulate", "compression", compression, allowed)
+        if self._policies[0].method is not None:
+            allowed = "one that never averages models; accordion_hvd.virtual has methods that do"
+            check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []
@@ -199,6 +202,12 @@ class World:
             exchange.give([mine[name] for name in names], read)
         self._hub.turn([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
+
+    def micro_batches(self, lr: float = 0.0) -> int:
+        """How many small batches' gradients the next step wants, averaged; decides what is due."""
+        if self.exchanges:
+            self._decide(lr)
+        return self._policies[0].accumulated
 
     def end_window(self) -> None:
         """The window ends here, on all ranks."""

@@ -230,11 +230,22 @@ class Averager(checkpoint.Keeper):
         else:
             self._hold(self.method.settle, 0.0, self.parameters)
         self.equal = True
-        values = statistics.read() if statistics is not None else []
-        if statistics is not None and values:
+        if statistics is not None:
+            self.level(statistics)
+
+    def level(self, tensors: Parameters) -> None:
+        """Average these over the ranks, over Horovod; all ranks have the same ones."""
+        values = tensors.read()
+        if values and not self.alone:
             means = self.communicator.run(f"{self._name}.statistics", _means(self.xp, values))
             pairs = zip(means, values, strict=True)
-            statistics.write([self.xp.cast(mean, self.xp.dtype(old)) for mean, old in pairs])
+            tensors.write([self.xp.cast(mean, self.xp.dtype(old)) for mean, old in pairs])
+
+    def rest(self) -> None:
+        """Models are equal, and others keep them so; the next `prepare` begins anew. Collective."""
+        self.close()
+        self._engine = None
+        self.load({})
 
     def close(self) -> None:
         """Average all models and end; for averaging without waiting, ends its thread."""

@@ -33,12 +33,14 @@ class Averaging(Compressor):
     Attributes:
         inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
             where the method needs to know what one step is.
+        meets: whether it makes all models equal now and then, by itself.
         shared: keys of the state that are equal on all ranks and outlast a change of their number.
     """
 
     target: ClassVar[str] = "parameter"
     scope: ClassVar[str] = "model"
     inner: ClassVar[str] = "any"
+    meets: ClassVar[bool] = True
     shared: ClassVar[tuple[str, ...]] = ()
 
     def start(self, model: Tensor, info: Info) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.topology import topology
@@ -24,6 +24,8 @@ class DPSGD(Averaging):
     Args:
         topology: a `Topology`, the name of one, or a doubly stochastic matrix.
     """
+
+    meets: ClassVar[bool] = False
 
     topology: Any = "ring"
 

@@ -17,6 +17,9 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
     """
     if policy is None:
         return rule.policy()
+    if isinstance(policy, Accordion) and policy.batch_size is not None:
+        allowed = "None where it moves an optimizer; batches grow with a DistributedOptimizer"
+        check.refuse(policy, "batch_size", policy.batch_size, allowed)
     if isinstance(policy, Accordion) and policy.low is None:
         if rule.dense() == rule:
             check.refuse(rule, "policy", policy, "None, since it has only one stage")
@@ -24,6 +27,10 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
             check.refuse(policy, "signal", policy.signal, "'local' where it moves an optimizer")
         policy.between(rule.dense(), rule)
     policy = as_policy(policy)
+    if policy.method is not None:
+        check.refuse(policy, "high", policy.method, "an optimizer of ours where it moves one")
+    if policy.capped:
+        check.refuse(policy, "budget", policy, "None where it moves an optimizer")
     if policy.output != "update":
         check.refuse(rule, "policy", policy, "one whose levels are accordion_hvd.optimizers")
     return policy

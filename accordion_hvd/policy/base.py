@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accordion_hvd.base import Compressor, NotForStockHorovod
 
 if TYPE_CHECKING:
+    from accordion_hvd.averaging.base import Averaging
     from accordion_hvd.policy.gate import Gate
 
 Row = dict[str, Any]
@@ -36,6 +37,15 @@ class Policy(NotForStockHorovod, abc.ABC):
         gate: lets it have its way only where that saves time; None: always.
         KEPT: attributes that checkpoints hold besides; subclasses add theirs.
         watches: the key of states whose sums of magnitudes it decides by, instead of gradients'.
+        batch_size: (small, large) of all ranks together, where it has a say in that.
+        micro_batches: small batches in the exchange under way, and by how much the learning rate
+            is multiplied in its step.
+        loader: whether a loader gives batches of these sizes; else small ones are accumulated.
+        method: what averages models at times instead of gradients, where there is such a thing.
+        apart: whether it does now.
+        settled: whether ranks' models are equal now; else no decision is due. To be kept up to date
+            by who averages them.
+        capped: whether it wants to know what levels send (`price`).
     """
 
     signal: str | None = None
@@ -49,6 +59,13 @@ class Policy(NotForStockHorovod, abc.ABC):
     budget: Any = None
     gate: Gate | None = None
     watches: str | None = None
+    batch_size: tuple[int, int] | None = None
+    micro_batches: int = 1
+    loader: bool = False
+    method: Averaging | None = None
+    apart: bool = False
+    settled: bool = True
+    capped: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
@@ -87,7 +104,28 @@ class Policy(NotForStockHorovod, abc.ABC):
     def tick(self, lr: Mapping[str, float]) -> None:
         """An exchange is about to begin with these learning rates."""
 
+    def price(
+        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
+    ) -> None:
+        """What an exchange sends, where it is `capped`; before `bind`, equal on all ranks.
+
+        Args:
+            levels: bucket -> bytes that a rank sends of it under each of its levels.
+            rest: bytes of what the policy has no say in.
+            models: bytes of a step in which models are averaged instead, on average.
+        """
+
     # ------------------------------------------------------------------------- common to all
+    @property
+    def whole(self) -> bool:
+        """Whether it goes by one norm, that of the whole model, in something."""
+        return self.batch_size is not None or self.method is not None
+
+    @property
+    def accumulated(self) -> int:
+        """Small batches whose gradients are accumulated for one exchange."""
+        return 1 if self.loader else self.micro_batches
+
     def bind(self, owner: Any, names: Sequence[str]) -> None:
         """Serve `owner`'s buckets.
 

@@ -30,6 +30,11 @@ class Replay(Policy):
             for key in ("step", "name", "compressor"):
                 if key not in row:
                     raise ValueError(f"Replay: row {row!r} has no {key!r}; give Accordion.history.")
+            if row["name"] in ("(batch size)", "(model)"):
+                raise ValueError(
+                    f"Replay: row {row!r} is about batch sizes or averages of models, which are "
+                    "not repeated; leave such rows out."
+                )
         if not self._rows:
             raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
         self._levels: dict[str, list[Compressor]] = {}

@@ -15,6 +15,10 @@ PATIENCE = 1000
 class Windowed(Policy):
     """Counts steps and windows; what is decided where one ends, subclasses say.
 
+    Where an exchange has several micro-batches, these are counted. An exchange belongs to the
+    window in which it takes place; what it has beyond the window's end counts for the next one. A
+    decision that waits until models are equal (`settled`) prolongs its window, by whole ones too.
+
     Args:
         window: optimizer steps in a window; None: `end_window` is called where one ends.
     """
@@ -27,7 +31,7 @@ class Windowed(Policy):
             check.integer(self, "window", window, least=1)
         self.window = window
         self._epoch = 0  # windows ended so far
-        self._steps = 0  # exchanges in this window
+        self._steps = 0  # exchanges (their micro-batches) in this window
         self._step = 0  # exchanges in all
         self._ended = False  # the user ended the window
         self._by_hand = False  # the user ends windows
@@ -35,7 +39,13 @@ class Windowed(Policy):
 
     def due(self, lr: Mapping[str, float]) -> bool:
         """At the first exchange after a window, when the next learning rate is known."""
-        return self._steps > 0 and (self._ended or self._steps == self.window)
+        return self.settled and self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the window has ended."""
+        whole = self.window is not None and self._steps >= self.window
+        return self._steps > 0 and (self._ended or whole)
 
     def tick(self, lr: Mapping[str, float]) -> None:
         """Count an exchange; remember the learning rates at the beginning of a window.
@@ -45,10 +55,10 @@ class Windowed(Policy):
         """
         if Windowed.due(self, lr):
             self._roll()  # nothing was decided at its end
-        if self._steps == 0:
+        if self._steps == 0 or not self._lr:
             self._lr = dict(lr)
-        self._steps += 1
-        self._step += 1
+        self._steps += self.micro_batches
+        self._step += self.micro_batches
         if self.window is None and not self._by_hand and self._step > PATIENCE:
             name = type(self).__name__
             raise RuntimeError(
@@ -66,5 +76,6 @@ class Windowed(Policy):
 
     def _roll(self) -> None:
         """The next window begins."""
+        beyond = 0 if self._ended or self.window is None else self._steps % self.window
         self._epoch += 1
-        self._steps, self._ended = 0, False
+        self._steps, self._ended, self._lr = beyond, False, {}

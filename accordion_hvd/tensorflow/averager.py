@@ -130,7 +130,8 @@ class Averager:
     @property
     def alone(self) -> bool:
         """Whether there is nobody to exchange with, and nothing to be made of gradients alone."""
-        needed = self.policy.output == "update" or self.policy.private
+        resizes = self.policy.batch_size is not None and self.process_set.included()
+        needed = self.policy.output == "update" or self.policy.private or resizes
         return self.communicator.size == 1 and not needed
 
     def _watch(self, sparse: Sequence[int]) -> None:
@@ -206,6 +207,11 @@ class Averager:
         means = self._exchanged(given, rate)
         results = [self._result(v, g, means) for v, g in zip(variables, grads, strict=True)]
         return self._with_sparse(results, variables, grads)
+
+    def decide(self, lr: float) -> None:
+        """Take a decision that is due, before a step whose batch it may enlarge; collective."""
+        if self._exchange is not None and not self.alone:
+            self.exchange.catch_up(lr)
 
     def _densified(self, grad: Gradient) -> Gradient:
         sparse = isinstance(grad, tf.IndexedSlices)

@@ -97,16 +97,11 @@ class TensorFlowExchange(Exchange):
                 self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
             for index in range(len(self.slots)):
                 self._settle(index)
-            outline = [(s.level, self.phase(s), s.seen is None, s.owed is None) for s in self.slots]
+            now = [(s.level, self.phase(s), s.seen is None, s.owed is None) for s in self.slots]
+            outline = [self.policy.micro_batches, *now]
             if outline != self._outline:
                 self.version += 1
                 self._outline = outline
-
-    def decide(self, lr: float) -> None:
-        """Take a decision if one is due; collective."""
-        rates = self.rates(lr)
-        if self.due(rates):
-            self.communicator.run(f"{self.name}.policy", self.decision(rates))
 
     def tick(self, lr: float) -> None:
         """Tell the policy that one step, which a graph will execute, is about to begin."""

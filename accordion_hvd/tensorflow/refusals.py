@@ -12,7 +12,7 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging, check_use, need_plain
 from accordion_hvd.optimizers import refuse_rules
-from accordion_hvd.policy import Policy
+from accordion_hvd.policy import Policy, levers
 from accordion_hvd.stock import is_ours
 
 WHO = "DistributedOptimizer"
@@ -52,6 +52,22 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
         )
 
 
+def check_batches(policy: Policy, optimizer: Any, ranks: int) -> None:
+    """Raise ValueError for what does not go with batches that grow, or models that differ."""
+    refuse_models(WHO, policy)
+    if policy.batch_size is None:
+        return
+    levers.share(policy, policy.batch_size, ranks)
+    sizes = f"with batch_size={policy.batch_size}"
+    half = tf.keras.config.dtype_policy().name == "mixed_float16"
+    if half or isinstance(optimizer, tf.keras.optimizers.LossScaleOptimizer):
+        allowed = f"one without loss scaling {sizes}; use mixed_bfloat16"
+        check.refuse(WHO, "optimizer", type(optimizer).__name__, allowed)
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        steps = optimizer.gradient_accumulation_steps
+        check.refuse(WHO, "gradient_accumulation_steps", steps, f"None {sizes}")
+
+
 def check_averaging(method: Averaging, optimizer: Any, total: bool, skip: tuple[str, ...]) -> None:
     """Raise ValueError for what does not go with a method that averages models."""
     check_use(WHO, method, total, skip)
@@ -75,6 +91,16 @@ def _of_own_rules(inner: Any) -> bool:
     """Whether an optimizer does more than to take the learning rate times what it is given."""
     own = any(hasattr(inner, name) for name in _OF_OWN_RULES)
     return bool(getattr(inner, "momentum", 0)) or own
+
+
+def refuse_models(who: str, policy: Policy) -> None:
+    """Raise ValueError for a policy that averages models at times."""
+    if policy.method is not None:
+        allowed = (
+            f"one without {policy.method!r} among its levels, which works in PyTorch; in Keras it "
+            "stands alone"
+        )
+        check.refuse(who, "compression", policy, allowed)
 
 
 def check_private_gradients(

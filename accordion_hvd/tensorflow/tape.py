@@ -10,6 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
 from accordion_hvd.stock import policy_of
@@ -189,6 +190,10 @@ def _averager(variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]
     if key not in _averagers:
         policy: Policy = policy_of(compression)
         refusals.check_policy(policy)
+        refusals.refuse_models("DistributedGradientTape", policy)
+        if policy.batch_size is not None:
+            allowed = "one without batch_size: a tape takes no steps and knows no learning rate"
+            check.refuse("DistributedGradientTape", "compression", policy, allowed)
         references = [weakref.ref(variable) for variable in variables]
         averager = Averager(
             policy,

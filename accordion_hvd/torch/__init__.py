@@ -22,6 +22,7 @@ import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
 from accordion_hvd.checkpoint import load_state, save_state
+from accordion_hvd.torch.batches import AccordionBatchSampler
 from accordion_hvd.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -32,6 +33,7 @@ from accordion_hvd.torch.optimizers import NATIVE
 
 elastic = importlib.import_module(f"{__name__}.elastic")  # the star has bound Horovod's
 _OURS = {
+    "AccordionBatchSampler": AccordionBatchSampler,
     "DistributedOptimizer": DistributedOptimizer,
     "broadcast_optimizer_state": broadcast_optimizer_state,
     "broadcast_parameters": broadcast_parameters,

@@ -59,12 +59,22 @@ def wrap(
     vars(wrapped).pop("step", None)  # an LR scheduler has put its own there
     wrapped._inner = weakref.ref(optimizer)
     wrapped._process_set = process_set
-    wrapped._averager = Averager(
-        method, _Tensors(named), _communicator(process_set), guard, process_set.process_set_id
-    )
-    wrapped._averager.set_up()
-    checkpoint.register(wrapped._averager)
+    wrapped._averager = averager(method, named, process_set, guard)
     return wrapped
+
+
+def averager(method: Averaging, named: Named, process_set: Any, guard: Guard) -> Averager:
+    """What averages these parameters, known to checkpoints; raises as `wrap` does."""
+    link = _communicator(process_set)
+    made = Averager(method, parameters(named), link, guard, process_set.process_set_id)
+    made.set_up()
+    checkpoint.register(made)
+    return made
+
+
+def parameters(named: Named) -> Parameters:
+    """Those of these tensors that are of floating-point numbers."""
+    return _Tensors(named)
 
 
 def _communicator(process_set: Any) -> Communicator:

@@ -16,7 +16,7 @@ import torch
 from accordion_hvd import process_sets
 from accordion_hvd.averaging.base import method_of
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.guard import Guard
+from accordion_hvd.guard import Guard, require_agreement
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy.base import check_private
 from accordion_hvd.stock import is_ours, policy_of
@@ -101,6 +101,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     policy = policy_of(compression)
     refusals.check_output(policy, optimizer)
     check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
+    refusals.check_batches(policy, optimizer, process_set.size(), grad_scaler is not None)
+    if policy.method is not None:
+        total, scaled = op == hvd.Sum, grad_scaler is not None
+        refusals.check_averaging(policy.method, optimizer, total, scaled, tuple(skip))
     options = {
         "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
@@ -144,14 +148,21 @@ class _Distributed:
         self._guard: Guard = options["guard"]
         self._should_synchronize = True
         self._exchanged_step = 0
+        self._filled, self._counted = 0, False
         self._reducer = self._make_reducer()
+        policy, named = options["policy"], self._names
+        self._models: Any = None  # what averages these, at times
+        if policy.method is not None:
+            guard, process_set = options["guard"], options["process_set"]
+            self._models = averaging.averager(policy.method, named, process_set, guard)
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
 
     def _make_reducer(self: Any) -> Reducer | Idle:
         process_set = self._options["process_set"]
-        policy = self._options["policy"]
-        alone = policy.output == "update" or policy.private  # what a single rank must do, too
+        policy = self._policy
+        alone = policy.output == "update" or policy.private or policy.batch_size is not None
+        # ... which a single rank must see to as well
         needed = os.environ.get("HOROVOD_ELASTIC") == "1" or alone
         if not process_set.included() or (process_set.size() == 1 and not needed):
             return Idle(self._names, policy)
@@ -195,14 +206,22 @@ class _Distributed:
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Change how many backward passes add up, from the next exchange on."""
         refusals.check_passes(passes)
-        check_private(self._options["policy"], 1, 1, passes)
+        check_private(self._policy, 1, 1, passes)
         self._passes = self._options["passes"] = passes
         self._reducer.passes = passes
         self._reducer.reset()
 
     def synchronize(self: Any) -> None:
-        """Wait until all gradients are averaged; for clipping between backward and `step()`."""
-        if not self._reducer.finished:
+        """Wait until all gradients are averaged; for clipping between backward and `step()`.
+
+        Where batches are accumulated, nothing happens until one is full (see `full`). Where models
+        are averaged now, gradients stay this rank's own.
+        """
+        if self._reducer.finished or not self.full:
+            return
+        if self._policy.apart:
+            self._reducer.keep()
+        else:
             self._reducer.finish()
             self._exchanged_step = self._reducer.exchange.steps
 
@@ -218,14 +237,28 @@ class _Distributed:
     def step(self: Any, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
         """Average the gradients, then take the wrapped optimizer's step.
 
-        A closure's gradients are averaged after each of its calls.
+        A closure's gradients are averaged after each of its calls. Where batches are accumulated
+        (`Accordion(batch_size=...)`), nothing more happens until one is full. Where models are
+        averaged instead (`Accordion(high=WAGMA())`), that is done after the step.
         """
+        result = None
+        if self._policy.whole and closure is not None:
+            with torch.enable_grad():
+                result, closure = closure(), None
+        if not self.full:
+            self._counted = False
+            return result
         if self._should_synchronize:
             self._synchronize_for_step(closure)
-        if closure is not None:
-            result = self._base.step(self, self._averaging(closure), **more)
-        else:
-            result = self._base.step(self, **more)
+        self._filled, self._counted = 0, False
+        self._before_models()
+        with _scaled_rates(self.param_groups, self._policy.micro_batches):
+            if closure is not None:
+                result = self._base.step(self, self._averaging(closure), **more)
+            else:
+                taken = self._base.step(self, **more)
+                result = taken if result is None else result
+        self._average_models()
         self._forget()
         inner = self._inner()
         if inner is not None:
@@ -236,6 +269,8 @@ class _Distributed:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """The wrapped optimizer's; refused while gradients are on their way.
 
+        Nothing happens while a batch is accumulated (`model.zero_grad()` would forget its part).
+
         Raises:
             AssertionError: between backward and `step()` or `synchronize()`.
         """
@@ -245,6 +280,8 @@ class _Distributed:
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
                 "a race condition."
             )
+        if self._filled:
+            return
         self._forget()
         self._base.zero_grad(self, *args, **kwargs)
 
@@ -263,6 +300,7 @@ class _Distributed:
         """The wrapped optimizer's; what is on its way is forgotten."""
         self._reducer.reset()
         self._should_synchronize = True
+        self._filled, self._counted = 0, False
         self._base.load_state_dict(self, state_dict)
 
     # ------------------------------------------------------------------------------------- ours
@@ -277,14 +315,110 @@ class _Distributed:
 
     @property
     def exchange_owner(self: Any) -> Any:
-        """What `save_state(only=[optimizer])` saves."""
-        return self._reducer
+        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
+        return self._reducer if self._models is None else (self._reducer, self._models)
+
+    @property
+    def full(self: Any) -> bool:
+        """Whether the batch is full, so that the next `step()` takes a step; collective.
+
+        To be asked on every rank between backward and `step()`, where batches are accumulated and
+        gradients are looked at or clipped before a step; else it always is.
+        """
+        if not self._policy.whole:
+            return True
+        if not self._counted:
+            self._filled, self._counted = self._filled + 1, True
+            self._reducer.decide()
+        return self._filled >= self._reducer.batches
+
+    def resize(self: Any) -> None:
+        """A loader asks, on every rank before an epoch: from now on batches are as they should be.
+
+        Takes the decision that is due. What has been accumulated goes into the next step.
+        """
+        self._policy.loader = True
+        self._reducer.decide()
+        self._policy.resize()
+        self._reducer.reset()
+
+    def average_now(self: Any, model: torch.nn.Module | None = None) -> None:
+        """Make all models equal: their average. All ranks call it after the same step.
+
+        For evaluation and checkpoints under policies that average models at times; where gradients
+        are averaged now, models are equal already.
+
+        Args:
+            model: whose buffers of floating-point numbers are averaged too.
+
+        Raises:
+            RuntimeError: the policy never averages models.
+        """
+        if self._models is None:
+            raise RuntimeError(
+                f"average_now() is for methods that average models, but {self._policy!r} averages "
+                "gradients, which keeps models equal."
+            )
+        buffers = averaging.parameters(list(model.named_buffers())) if model else None
+        if self._policy.apart:
+            self._models.average_now(buffers)
+            self._policy.settled = True
+        elif buffers is not None:
+            self._models.level(buffers)
+
+    @property
+    def averaging(self: Any) -> Any:
+        """What averages models at times: `stats()`; None where nothing does."""
+        return self._models
 
     def end_window(self: Any) -> None:
         """A window of the policy (an epoch) ends here; call it on every rank."""
-        self._options["policy"].end_window()
+        self._policy.end_window()
 
     # ----------------------------------------------------------------------------------- within
+    @property
+    def _policy(self: Any) -> Any:
+        return self._options["policy"]
+
+    def _before_models(self: Any) -> None:
+        """Before a step: what follows from a change between averaging gradients and models."""
+        if self._models is None:
+            return
+        if self._reducer.switched:
+            self._reducer.switched = False
+            self._models.rest()
+            if not self._policy.apart:
+                self._models.level(averaging.parameters(self._slots()))
+        if self._policy.apart:
+            self._models.prepare()
+
+    def _average_models(self: Any) -> None:
+        """After a step of this rank's own."""
+        if self._models is None or not self._policy.apart:
+            return
+        lr = float(self.param_groups[0]["lr"]) * self._policy.micro_batches
+        self._models.average(lr)
+        if self._policy.over and not self._policy.method.meets:
+            self._models.average_now()
+        self._policy.settled = self._models.equal
+
+    def _slots(self: Any) -> Named:
+        """What the wrapped optimizer keeps of each parameter, without its counts of steps.
+
+        Raises:
+            RanksDisagree: ranks keep different things; on all of them.
+        """
+        found = [
+            (f"{name}/{key}", self.state[p][key])
+            for name, p in self._names
+            for key in sorted(self.state.get(p, {}))
+            if key != "step" and isinstance(self.state[p][key], torch.Tensor)
+        ]
+        lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in found]
+        device = self._names[0][1].device if self._names else None
+        require_agreement(self._reducer.communicator, "\n".join(lines), device)
+        return found
+
     def _synchronize_for_step(self: Any, closure: Any) -> None:
         if self._reducer.finished:
             if not self._by_scaler:
@@ -337,7 +471,8 @@ class _Distributed:
     def __reduce__(self: Any) -> Any:
         """Pickled and copied with its policy; the copy exchanges its own gradients."""
         ours: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_guard", "_reducer")
-        ours += ("_should_synchronize", "_exchanged_step", "step")
+        ours += ("_should_synchronize", "_exchanged_step", "_filled", "_counted", "step")
+        ours += ("_models",)
         attributes = {k: v for k, v in vars(self).items() if k not in ours}
         options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}
         ranks = self._options["process_set"].ranks
@@ -349,6 +484,21 @@ def _rebuild(
 ) -> Any:
     options = {**options, "policy": copy.deepcopy(options["policy"]), "scaler": None}
     return _wrap(base, attributes, names, {**options, "process_set": process_sets.of_ranks(ranks)})
+
+
+@contextmanager
+def _scaled_rates(groups: list[dict[str, Any]], factor: int) -> Iterator[None]:
+    """Within it, learning rates are `factor` times what they are."""
+    rates = [group["lr"] for group in groups]
+    if factor != 1:
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        if factor != 1:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:

@@ -65,11 +65,13 @@ class Reducer:
 
     Attributes:
         finite: whether the last exchange counted.
+        switched: whether the policy has changed between averaging gradients and models.
         listening: whether exchanges start while backward runs; else all do in `finish`.
     """
 
     listening = True
     finite = True
+    switched = False
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class Reducer:
         known = self._watched
         fresh = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
         for parameter, name in reversed(fresh):
-            known[parameter] = Watched(parameter, name, self.passes)
+            known[parameter] = Watched(parameter, name, self.passes * self.batches)
             if self.listening:
                 _listen(parameter, weakref.ref(self))
         if self._exchange is not None and fresh:
@@ -187,6 +189,39 @@ class Reducer:
         if watched.delay == 0 and self._agreed:
             self._count(watched)
 
+    @property
+    def batches(self) -> int:
+        """Batches that add up, each of `passes` backward passes, to one exchange."""
+        return self.policy.accumulated
+
+    def decide(self) -> None:
+        """Before a batch is taken as the last one of an exchange: a decision may ask for more.
+
+        Collective, if one is due.
+        """
+        if self.in_flight:
+            return  # then this has been seen to
+        if not self._agreed:
+            self._look_for_new()
+            self._agree()
+        before, apart = self.batches, self.policy.apart
+        self.exchange.decide(self._rates())
+        self.switched |= self.policy.apart != apart
+        for watched in self._watched.values():
+            watched.delay += self.passes * (self.batches - before)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Instead of `finish`: gradients stay this rank's, averaged over accumulated batches."""
+        if self.batches > 1:
+            for parameter in self._watched:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.batches)
+        grads = [self._gradient(parameter) for parameter in self._dense]
+        self.exchange.observe(grads, self._rates())
+        self.finished = True
+        self.reset()
+
     def finish(self) -> None:
         """Exchange what is not under way yet, wait for everything and write the means.
 
@@ -241,7 +276,7 @@ class Reducer:
         self.pending = False
         self._ready.clear()
         for watched in self._watched.values():
-            watched.delay = self.passes
+            watched.delay = self.passes * self.batches
 
     def _begin(self) -> None:
         if self.exchange.running is None:
@@ -255,7 +290,7 @@ class Reducer:
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
-        told = self.settings is not None
+        told = self.settings is not None or self.policy.whole
         slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
         return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
 
@@ -264,6 +299,10 @@ class Reducer:
         if watched.number is None or self.policy.several:
             return  # gradients of single contributors come in their own time
         if not self.in_flight:
+            if self.policy.whole:
+                self.decide()
+                if watched.delay > 0 or self.policy.apart:
+                    return  # more batches are to come, or nothing is exchanged
             self._begin()
         plan = self.exchange.plan
         unit = plan.unit_of[watched.number]
@@ -285,6 +324,8 @@ class Reducer:
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
+            if self.batches > 1:
+                grad = grad.div_(self.batches)
             weights = None
             if self.exchange.reads(unit):
                 weights = self.exchange.pack_weights(unit, [p.detach() for p in parameters])
@@ -332,7 +373,7 @@ class Reducer:
         grads = [self._sparse_gradient(p) for p in self._sparse]
         name = f"{self.name}.sparse"
         parts = self.communicator.run(name, _gather_sparse(grads))
-        factor = 1.0 if self.total else 1.0 / self.communicator.size
+        factor = (1.0 if self.total else 1.0 / self.communicator.size) / self.batches
         for parameter, indices, values in zip(self._sparse, *parts, strict=True):
             mean = torch.sparse_coo_tensor(
                 torch.cat([i.t() for i in indices], 1),
@@ -355,6 +396,7 @@ class Reducer:
         known = [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in order]
         described = [f"accordion_hvd {accordion_hvd.__version__}, torch", repr(self.policy)]
         settings = f"passes={self.passes} sum={self.total} skip={self.skip}"
+        settings += " loaders give large batches" if self.policy.loader else ""
         text = "\n".join([*described, settings, *known])
         device = order[0].device if order else None
         guards.require_agreement(self.communicator, text, device)
@@ -379,7 +421,8 @@ class Reducer:
 class Idle:
     """Stands in for a `Reducer` where there is nobody to exchange with: alone, or outside."""
 
-    passes = 1
+    passes = batches = 1
+    switched = False
     in_flight = pending = finished = False
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:
@@ -405,6 +448,12 @@ class Idle:
 
     def reset(self) -> None:
         """Nothing to forget."""
+
+    def decide(self) -> None:
+        """Nothing to decide."""
+
+    def keep(self) -> None:
+        """Gradients are this rank's own in any case."""
 
 
 def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:

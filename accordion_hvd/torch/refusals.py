@@ -11,7 +11,7 @@ import torch
 from accordion_hvd import check
 from accordion_hvd.averaging.base import check_use, need_plain
 from accordion_hvd.optimizers import refuse_rules
-from accordion_hvd.policy import Policy
+from accordion_hvd.policy import Policy, levers
 
 WHO = "DistributedOptimizer"
 
@@ -132,6 +132,19 @@ def check_output(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
 
 _OF_OWN_RULES = {"betas", "eps", "rho", "alpha", "etas", "lambd", "max_iter", "lr_decay"}
 """Settings of optimizers that do more than to take lr times what they are given."""
+
+
+def check_batches(policy: Policy, optimizer: Any, ranks: int, scaled: bool) -> None:
+    """Raise ValueError for what does not go with batches that grow, or models that differ."""
+    if policy.whole and isinstance(optimizer, torch.optim.LBFGS):
+        allowed = "one that looks at each batch once, where Accordion decides for the whole model"
+        check.refuse(WHO, "optimizer", "LBFGS", allowed)
+    if policy.batch_size is None:
+        return
+    levers.share(policy, policy.batch_size, ranks)
+    if scaled:
+        allowed = f"left out with batch_size={policy.batch_size}: it unscales gradients that have "
+        check.refuse(WHO, "grad_scaler", "given", allowed + "yet to be added to; use bfloat16")
 
 
 def check_averaging(

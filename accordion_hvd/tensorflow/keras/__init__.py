@@ -23,6 +23,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 
 from accordion_hvd.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
+from accordion_hvd.tensorflow.keras.batches import AccordionDataset
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.keras.optimizers import NATIVE
 from accordion_hvd.tensorflow.keras.saving import load_model
@@ -32,6 +33,7 @@ callbacks = importlib.import_module(f"{__name__}.callbacks")
 elastic = importlib.import_module(f"{__name__}.elastic")
 
 _OURS = {
+    "AccordionDataset": AccordionDataset,
     "DistributedOptimizer": DistributedOptimizer,
     "broadcast_global_variables": broadcast_global_variables,
     "callbacks": callbacks,

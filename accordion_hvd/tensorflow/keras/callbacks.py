@@ -96,6 +96,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         meet(averager.communicator, averager.policy)
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
+        self.model.optimizer._follow()
         if averager.managed and self._traced not in (None, exchange.version):
             self.model.make_train_function(force=True)
         self._traced = exchange.version

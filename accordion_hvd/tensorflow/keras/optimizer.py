@@ -23,6 +23,7 @@ from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+from accordion_hvd.tensorflow.graph import call_back
 from accordion_hvd.tensorflow.variables import key_of
 
 
@@ -105,6 +106,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     policy = policy_of(compression)
     refusals.check_policy(policy, optimizer)
     check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
+    refusals.check_batches(policy, optimizer, process_set.size())
     settings = Settings(
         policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,
@@ -212,6 +214,8 @@ class _Distributed:
         self._averager = self._settings.averager(lambda: _exchanged(me()))
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
+        self._small: tf.Variable | None = None  # small batches in a batch, for graphs
+        self._factor: Any = None  # of the learning rate, within a step
 
     # ------------------------------------------------------------------------ what users may need
     @property
@@ -236,6 +240,17 @@ class _Distributed:
     def end_window(self) -> None:
         """A window (an epoch) of the policy ends here; to be called on every rank."""
         self._averager.policy.end_window()
+
+    def resize(self: Any) -> None:
+        """A loader asks, on every rank before an epoch: from now on batches are as they should be.
+
+        Takes the decision that is due.
+        """
+        policy = self._averager.policy
+        policy.loader = True
+        self._averager.decide(float(self.learning_rate))
+        policy.resize()
+        self._follow()
 
     def register_local_var(self, var: Any) -> None:
         """Leave this variable's gradient alone (but see `scale_local_gradients`)."""
@@ -262,19 +277,68 @@ class _Distributed:
         if len(grads) != len(variables):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables.")
         grads = self._unscaled(grads, variables)
-        if self._settings.passes == 1:
-            self._step(grads, variables)
+        batches = self._batches() if self._resizes else 1
+        if self._settings.passes == 1 and (not self._resizes or self._averager.policy.loader):
+            self._step(grads, variables, batches)
         else:
-            self._accumulate(grads, variables)
+            self._accumulate(grads, variables, batches)
 
-    def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
+    def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
         chosen = [i for i, v in enumerate(variables) if not _overwritten(v)]
         means = self._averager.average(
             [grads[i] for i in chosen], [variables[i] for i in chosen], self._rate
         )
         for i, mean in zip(chosen, means, strict=True):
             grads[i] = mean
-        super().apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
+        self._factor = batches if self._resizes else None
+        try:
+            super().apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
+        finally:
+            self._factor = None
+        if self._resizes and self._averager.policy.loader:
+            self._iterations.assign_add(batches - 1)
+
+    def _get_current_learning_rate(self: Any) -> Any:
+        """What Keras' step goes by: within one, as many times the rate as there are batches."""
+        rate = super()._get_current_learning_rate()  # type: ignore[misc]
+        if self._factor is None:
+            return rate
+        rate = tf.convert_to_tensor(rate)
+        return rate * tf.cast(self._factor, rate.dtype)
+
+    # ------------------------------------------------------------------------- batches that grow
+    @property
+    def _resizes(self: Any) -> bool:
+        """Whether batches may grow."""
+        return self._averager.policy.batch_size is not None
+
+    def _batches(self: Any) -> Any:
+        """Small batches in the present one, after a decision that was due; a tensor in a graph."""
+        averager = self._averager
+        if averager.policy.capped and not averager.alone:
+            assert averager.exchange  # which reckons what may be sent
+        if tf.executing_eagerly():
+            averager.decide(self._rate())
+            return averager.policy.micro_batches
+        with tf.init_scope():
+            self._follow()
+        if averager.managed:  # whoever does so decides between steps
+            return self._small.read_value()
+
+        def decided(lr: Any) -> Any:
+            averager.decide(float(lr))
+            return tf.constant(averager.policy.micro_batches, tf.int64)
+
+        found = call_back(decided, [tf.cast(self._rate(), tf.float32)], [tf.int64])
+        return tf.ensure_shape(found[0], ())
+
+    def _follow(self: Any) -> None:
+        """Let graphs know how large batches are."""
+        if not self._resizes:
+            return
+        if self._small is None:
+            self._small = tf.Variable(1, trainable=False, dtype=tf.int64)
+        self._small.assign(self._averager.policy.micro_batches)
 
     def _rate(self: Any) -> Any:
         rate = self.learning_rate
@@ -297,29 +361,34 @@ class _Distributed:
         return [g if g is None or _overwritten(v) else _multiplied(g, scale) for g, v in pairs]
 
     # ---------------------------------------------------------------------------- several backwards
-    def _accumulate(self: Any, grads: list[Any], variables: list[Any]) -> None:
-        """Add gradients up; every `backward_passes_per_step`-th time, take a step with the sum."""
+    def _accumulate(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
+        """Add gradients up; every `backward_passes_per_step`-th time, take a step with the sum.
+
+        Where batches grow, that many times more often, with the average of as many sums.
+        """
         self._make_sums(variables)
+        added = batches if self._resizes and not self._averager.policy.loader else 1
         for total, grad in zip(self._sums, grads, strict=True):
             if grad is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
         passes = self._settings.passes
-        factor = 1.0 / passes if self._settings.average_passes else 1.0
+        parts = added * (passes if self._settings.average_passes else 1)
         self._passes.assign_add(1)
 
         def step() -> None:
+            self._passes.assign(0)
             sums = [
-                None if grad is None else total * tf.cast(factor, total.dtype)
+                None if grad is None else total / tf.cast(parts, total.dtype)
                 for total, grad in zip(self._sums, grads, strict=True)
             ]
             for total in self._sums:
                 total.assign(tf.zeros_like(total))
-            self._step(sums, variables)
+            self._step(sums, variables, batches)
 
         def wait() -> None:
             getattr(self, "inner_optimizer", self)._iterations.assign_add(1)
 
-        last = tf.equal(self._passes % passes, 0)
+        last = self._passes >= passes * added
         if not tf.executing_eagerly():
             tf.cond(last, step, wait)
         elif last:
@@ -388,7 +457,12 @@ class _Averaged(_Distributed):
         """Do not average this variable; before the first step."""
         self._averager.leave_alone(var)
 
-    def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
+    @property
+    def _resizes(self) -> bool:
+        """No policy has a say in batches."""
+        return False
+
+    def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
         rate = self._rate()  # before the step: a schedule's goes on with it
         self._averager.before()
         super(_Distributed, self).apply(self._scaled(grads, variables), variables)  # type: ignore[misc]

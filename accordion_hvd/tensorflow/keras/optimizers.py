@@ -85,13 +85,13 @@ class _Ruled(_Distributed):
         plain = Directions.get_config(getattr(self, "inner_optimizer", self))
         return plain | own | _to_keras(self.rule)
 
-    def _step(self: Any, grads: list[Any], variables: list[Any]) -> None:
+    def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
         given = [i for i, grad in enumerate(grads) if grad is not None]
         inner = getattr(self, "inner_optimizer", self)
         clipped = inner.clip([tf.convert_to_tensor(grads[i]) for i in given])
         for i, grad in zip(given, clipped, strict=True):
             grads[i] = grad
-        super()._step(grads, variables)
+        super()._step(grads, variables, batches)
 
     def save_own_variables(self: Any, store: Any) -> None:
         """Keras' own, and this rank's moments, errors and stage; see `state_dict` in PyTorch."""

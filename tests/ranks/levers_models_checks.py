@@ -1,0 +1,299 @@
+"""`Accordion(low=..., high=WAGMA(...))`: gradients or models averaged, on real ranks in PyTorch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+
+import accordion_hvd.torch as hvd
+from accordion_hvd import DPSGD, WAGMA, Accordion, Dense, DiLoCo, LocalSGD, TopK
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.averaging.groups import Groups
+from accordion_hvd.policy.accordion import MODEL
+
+INIT = hvd.init
+SIZE, LR, MOMENTUM, WINDOW, PERIOD = 1200, 0.1, 0.5, 6, 4
+SYNCHRONOUS = WAGMA(2, PERIOD, wait_avoiding=False)
+
+
+def centre(rank: int, step: int) -> np.ndarray:
+    """What pulls a rank's model at a step; not the same for all."""
+    pull = np.random.default_rng([3, rank]).normal(size=SIZE)
+    return pull + np.random.default_rng([rank, step]).normal(size=SIZE)
+
+
+def rate(step: int) -> float:
+    """It falls once, in the middle: critical until the next check."""
+    return LR if step < 30 else LR / 4
+
+
+class Model(torch.nn.Module):
+    """A matrix and a small vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(40, 29, dtype=torch.float64))
+        self.b = torch.nn.Parameter(torch.zeros(40, dtype=torch.float64))
+        self.register_buffer("seen", torch.full((1,), float(hvd.rank())))
+
+    def flat(self) -> torch.Tensor:
+        return torch.cat([self.w.reshape(-1), self.b])
+
+
+def policy(high: Averaging = SYNCHRONOUS, **options: Any) -> Accordion:
+    chosen = {"low": Dense(), "window": WINDOW, "interval": 1, "threshold": 99.0} | options
+    return Accordion(high=high, **chosen)
+
+
+def wrapped(model: Model, chosen: Accordion, make: Callable[..., Any] = torch.optim.SGD) -> Any:
+    more = {"momentum": MOMENTUM} if make is torch.optim.SGD else {}
+    inner = make(model.parameters(), lr=LR, **more)
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), compression=chosen)
+
+
+def take(model: Model, optimizer: Any, step: int, micro: int = 1) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate(step)
+    for part in range(micro):
+        optimizer.zero_grad()
+        pull = torch.tensor(centre(hvd.rank(), step * micro + part))
+        (0.5 * (model.flat() - pull).square().sum()).backward()
+        optimizer.step()
+
+
+def rows_of(x: torch.Tensor) -> np.ndarray:
+    """Every rank's."""
+    return hvd.allgather(x.detach().reshape(1, -1).clone(), name="check.rows").numpy()
+
+
+class Oracle:
+    """All ranks in NumPy, and rank 0's decisions."""
+
+    def __init__(self, period: int = PERIOD, group_size: int = 2) -> None:
+        self.ranks, self.period = hvd.size(), period
+        self.groups = Groups(self.ranks, group_size)
+        self.models, self.slots = np.zeros((2, self.ranks, SIZE))
+        self.apart, self.settled, self.own = False, True, 0
+        self.sum, self.count, self.before = np.zeros(SIZE), 0, None
+        self.lr = rate(0)
+        self.decisions: list[tuple[int, bool]] = []
+
+    def take(self, step: int) -> np.ndarray:
+        if self.count >= WINDOW and self.settled:
+            self.decide(step)
+        pulls = np.array([centre(rank, step) for rank in range(self.ranks)])
+        grads = self.models - pulls
+        self.sum, self.count = self.sum + grads[0], self.count + 1
+        if not self.apart:
+            grads = np.broadcast_to(grads.mean(0), grads.shape)
+        self.slots = MOMENTUM * self.slots + grads
+        self.models = self.models - rate(step) * self.slots
+        if self.apart:
+            self.average()
+        return self.models
+
+    def average(self) -> None:
+        self.settled = (self.own + 1) % self.period == 0
+        everybody = [tuple(range(self.ranks))] * self.ranks
+        of = [self.groups.of(rank, self.own) for rank in range(self.ranks)]
+        groups = everybody if self.settled else of
+        self.models = np.array([self.models[list(group)].mean(0) for group in groups])
+        self.own += 1
+
+    def decide(self, step: int) -> None:
+        norm, was = np.linalg.norm(self.sum), self.apart
+        critical = self.before is None or abs(norm - self.before) / self.before >= 99
+        self.apart = not critical and not rate(step) <= 0.5 * self.lr
+        self.before, self.lr = norm, rate(step)
+        self.sum, self.count = np.zeros(SIZE), self.count - WINDOW
+        if was and not self.apart:
+            self.slots = np.broadcast_to(self.slots.mean(0), self.slots.shape)
+        if self.apart and not was:
+            self.own = 0
+        self.decisions.append((step, self.apart))
+
+
+def check_real_ranks_do_what_the_oracle_does() -> None:
+    """Models after each step, decisions, and when replicas are alike."""
+    model, oracle = Model(), Oracle()
+    optimizer = wrapped(model, policy())
+    for step in range(60):
+        due = oracle.take(step)
+        take(model, optimizer, step)
+        np.testing.assert_allclose(model.flat().detach().numpy(), due[hvd.rank()], atol=1e-12)
+        rows = rows_of(model.flat())
+        assert (rows == rows[0]).all() == (not oracle.apart or oracle.settled), step
+    history = [row for row in optimizer.exchange.policy.history if row["name"] == MODEL]
+    assert [bool(row["level"]) for row in history] == [apart for _, apart in oracle.decisions]
+    kinds = [apart for _, apart in oracle.decisions]
+    assert True in kinds and kinds.index(True) < len(kinds) - 1 - kinds[::-1].index(False)
+    assert {row["compressor"] for row in history} == {repr(Dense()), repr(SYNCHRONOUS)}
+    assert optimizer.averaging.stats()["sent"] > 0
+
+
+def check_slots_are_averaged_once_and_counts_are_not() -> None:
+    """When gradients are averaged again, ranks' moments are alike; steps are as they were."""
+    model = Model()
+    optimizer = wrapped(model, policy(), torch.optim.Adam)
+    alike = []
+    for step in range(48):
+        before = optimizer.exchange.policy.apart
+        own = {k: v.clone() for k, v in optimizer.state.get(model.w, {}).items()}
+        take(model, optimizer, step)
+        now = optimizer.state[model.w]
+        rows = rows_of(now["exp_avg"])
+        alike.append((rows == rows[0]).all())
+        assert float(now["step"]) == step + 1
+        apart = optimizer.exchange.policy.apart
+        assert alike[-1] == (not apart), step
+        if before and not apart:
+            gradient = now["exp_avg"] - 0.9 * torch.tensor(rows_of(own["exp_avg"]).mean(0)).view(
+                40, 29
+            )
+            rows = rows_of(gradient)  # what is left is the averaged gradient
+            assert np.abs(rows - rows[0]).max() < 1e-14
+        elif own and not apart:
+            rows_of(own["exp_avg"]), rows_of(own["exp_avg"])  # as many collectives on all ranks
+    assert not alike[20] and alike[40 if alike[40] else 33]
+
+
+def check_other_methods_and_levels() -> None:
+    """Decisions are taken where models are equal; a method without such times gets one."""
+    for high in (LocalSGD(PERIOD), DPSGD("ring"), DiLoCo(PERIOD)):
+        model = Model()
+        optimizer = wrapped(model, policy(high, low=TopK(0.1)))
+        for step in range(45):
+            was = optimizer.exchange.policy.apart
+            take(model, optimizer, step)
+            now = optimizer.exchange.policy
+            rows = rows_of(model.flat())
+            equal = (rows == rows[0]).all()
+            assert equal == (not now.apart or now.settled), (high, step)
+            assert equal or now.apart
+            assert was or not now.apart or len(now.history) >= 2
+        levels = [row["level"] for row in now.history if row["name"] == MODEL]
+        assert levels[:2] == [0, 1] and 0 in levels[2:], (high, levels)
+
+
+def check_batches_grow_beside() -> None:
+    """All levers: levels, batches and models; within a batch nothing moves at all."""
+    model = Model()
+    sizes = (2 * hvd.size(), 4 * hvd.size())
+    optimizer = wrapped(model, policy(batch_size=sizes, low=TopK(0.1)))
+    for step in range(20):
+        take(model, optimizer, step, micro=2)
+    now = optimizer.exchange.policy
+    assert now.large and now.apart and optimizer.param_groups[0]["lr"] == LR
+    before, steps = model.flat().detach().clone(), optimizer.averaging.steps
+    optimizer.zero_grad()
+    model.flat().sum().backward()
+    optimizer.step()
+    assert (model.flat() == before).all() and optimizer.averaging.steps == steps
+    model.flat().sum().backward()
+    optimizer.step()
+    assert (model.flat() != before).all() and optimizer.averaging.steps == steps + 1
+    optimizer.average_now(model)
+    rows = rows_of(torch.cat([model.flat().detach(), model.seen.double()]))
+    assert (rows == rows[0]).all() and np.isclose(rows[0, -1], (hvd.size() - 1) / 2)
+
+
+def check_a_budget_for_models_only() -> None:
+    """Averages of gradients are too dear from the first step on, whatever the norms say."""
+    model = Model()
+    optimizer = wrapped(model, policy(LocalSGD(PERIOD), budget=0.005, threshold=0.0))
+    for step in range(3 * PERIOD):
+        take(model, optimizer, step)
+        rows = rows_of(model.flat())
+        assert (rows == rows[0]).all() == (step % PERIOD == PERIOD - 1)
+    assert optimizer.exchange.steps == 0
+    assert optimizer.averaging.stats()["sent"] <= 3 * PERIOD * 5000
+
+
+def check_without_waiting() -> None:
+    """Where MPI is there, groups wait for nobody; each change of mode begins a new thread."""
+    model = Model()
+    optimizer = wrapped(model, policy(WAGMA(2, PERIOD)))
+    engines: list[Any] = []
+    for step in range(60):
+        take(model, optimizer, step)
+        now, rows = optimizer.exchange.policy, rows_of(model.flat())
+        assert (rows == rows[0]).all() or (now.apart and not now.settled)
+        if all(engine is not optimizer.averaging._engine for engine in engines):
+            engines.append(optimizer.averaging._engine)
+    mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ
+    assert optimizer.averaging.without_waiting == mpi
+    running = [engine for engine in engines if engine is not None]
+    assert len(running) == (2 if mpi else 0), "one for each time that models are averaged"
+    assert not any(engine._thread.is_alive() for engine in running[:-1])
+    optimizer.averaging.close()
+
+
+def check_resuming_equals_not_stopping() -> None:
+    """From any step after which models are equal; before others, saving is refused."""
+    oracle, wanted, apart, refused = Oracle(), [], [], []
+    for step in range(40):
+        wanted.append(oracle.take(step)[hvd.rank()])
+        apart += [] if oracle.settled or not oracle.apart else [step + 1]
+    stops = (8, 18, 20, 34)
+    for stop in stops:
+        model = Model()
+        optimizer = wrapped(model, policy())
+        for step in range(stop):
+            take(model, optimizer, step)
+        folder = hvd.broadcast_object(tempfile.mkdtemp(), 0)
+        if not optimizer.exchange.policy.settled:
+            try:
+                hvd.save_state(folder, only=[optimizer])
+            except RuntimeError as error:
+                assert "average_now" in str(error)
+                refused.append(stop)
+            else:
+                raise AssertionError("models are not equal")
+            continue
+        hvd.save_state(folder, only=[optimizer])
+        kept = model.state_dict(), optimizer.state_dict()
+        model = Model()
+        optimizer = wrapped(model, policy())
+        hvd.load_state(folder, only=[optimizer])
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        for step in range(stop, 40):
+            take(model, optimizer, step)
+            due = wanted[step]
+            np.testing.assert_allclose(model.flat().detach().numpy(), due, atol=1e-12)
+    assert refused == [stop for stop in stops if stop in apart] and 18 in refused
+
+
+def check_refusals() -> None:
+    model = Model()
+    newton = torch.optim.LBFGS(model.parameters())
+    plain = torch.optim.SGD(model.parameters(), LR)
+    wrap = hvd.DistributedOptimizer
+    for action, words in (
+        (lambda: wrap(newton, compression=policy()), "LBFGS"),
+        (lambda: wrap(plain, compression=policy(), op=hvd.Sum), "hvd.Average"),
+        (lambda: wrap(plain, compression=policy(), skip=["b"]), "skip"),
+        (lambda: wrap(plain, compression=policy(), grad_scaler=object()), "grad_scaler"),
+        (lambda: wrap(plain, compression=policy(WAGMA(99))), "group_size"),
+    ):
+        try:
+            action()
+        except ValueError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{words}: not refused")
+    try:
+        wrap(plain, compression=Dense()).average_now()
+    except RuntimeError as error:
+        assert "keeps models equal" in str(error)
+    else:
+        raise AssertionError("there is nothing to average")
+
+
+if __name__ == "__main__":
+    harness.main(globals())
