@@ -15,13 +15,14 @@ import numpy as np
 from accordion_hvd import checkpoint
 from accordion_hvd.averaging.base import Averaging, Group
 from accordion_hvd.averaging.engine import WaitAvoiding, why_not
+from accordion_hvd.averaging.neighbourhood import Neighbourhood
 from accordion_hvd.averaging.shares import by_shares
 from accordion_hvd.averaging.wagma import WAGMA
-from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.base import Allreduce, Conversation, Info, Neighbours, State, Tensor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard, require_agreement
-from accordion_hvd.traffic import Traffic
+from accordion_hvd.traffic import Traffic, traffic_of
 
 _HALF = ("float16", "bfloat16")
 _numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
@@ -81,6 +82,7 @@ class Averager(checkpoint.Keeper):
         self._of_all = number == 0
         self._traffic, self._seconds = Traffic(), 0.0
         self._set = self._ready = self._by_shares = False
+        self._neighbourhood: Neighbourhood | None = None
         self._agreed: Sequence[TensorInfo] = ()  # what all ranks have told each other
         self._kinds: list[tuple[str, list[int]]] = []  # dtypes, and whose they are
         self._states: list[State] = []
@@ -110,7 +112,12 @@ class Averager(checkpoint.Keeper):
         self.without_waiting = isinstance(self.method, WAGMA) and self._choose(self.method)
         if not self.without_waiting and groups:
             self._register(groups)
+        if self.method.neighbourly and self._all(self._of_all and self._mpi_serves()):
+            self._neighbourhood = Neighbourhood(self.communicator.pause)
         self._set = True
+
+    def _mpi_serves(self) -> bool:
+        return why_not(self.communicator.size) is None
 
     def _register(self, groups: Sequence[Group]) -> None:
         """As groups of the engine's, where it has or takes them; else `by_shares`."""
@@ -251,6 +258,10 @@ class Averager(checkpoint.Keeper):
         """Average all models and end; for averaging without waiting, ends its thread."""
         if self._engine is not None:
             self._over_mpi(self._engine.close, self.parameters)
+        elif not (self.equal or self.alone):
+            self.average_now()
+        if self._neighbourhood is not None:
+            self._neighbourhood.close()
 
     def _over_mpi(self, what: Callable[[list[np.ndarray]], Any], model: Parameters) -> Any:
         values = model.read()
@@ -284,6 +295,10 @@ class Averager(checkpoint.Keeper):
                 asked = talk.send(answer)
             except StopIteration as stop:
                 return stop.value
+            if isinstance(asked, Neighbours) and self._neighbourhood is not None:
+                answer = self._neighbourhood.exchange(asked)
+                self._traffic.add(traffic_of(asked, self.communicator.size))
+                continue
             several = isinstance(asked, tuple)
             pending = self.communicator.launch(
                 f"{name}.{round_}", asked if isinstance(asked, tuple) else (asked,)

@@ -33,6 +33,7 @@ class Averaging(Compressor):
     Attributes:
         inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
             where the method needs to know what one step is.
+        neighbourly: whether ranks only tell their neighbours something, always the same ones.
         meets: whether it makes all models equal now and then, by itself.
         shared: keys of the state that are equal on all ranks and outlast a change of their number.
     """
@@ -40,6 +41,7 @@ class Averaging(Compressor):
     target: ClassVar[str] = "parameter"
     scope: ClassVar[str] = "model"
     inner: ClassVar[str] = "any"
+    neighbourly: ClassVar[bool] = False
     meets: ClassVar[bool] = True
     shared: ClassVar[tuple[str, ...]] = ()
 

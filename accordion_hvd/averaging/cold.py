@@ -41,6 +41,7 @@ class Innovations(Averaging):
     """
 
     inner: ClassVar[str] = "sgd"
+    neighbourly: ClassVar[bool] = True
 
     topology: Any = "ring"
     gamma: float = 1.0

@@ -25,6 +25,7 @@ class DPSGD(Averaging):
         topology: a `Topology`, the name of one, or a doubly stochastic matrix.
     """
 
+    neighbourly: ClassVar[bool] = True
     meets: ClassVar[bool] = False
 
     topology: Any = "ring"
