@@ -316,8 +316,9 @@ def _neighbours(
     sizes = [_elements(xp, part) for part in parts]
     splits = [sum(sizes) if rank in first.to else 0 for rank in range(communicator.size)]
     sent = xp.concat(parts * len(first.to)) if first.to else xp.split(parts[0], [0, sizes[0]])[0]
-    came, counts = yield communicator.alltoall(name, sent, None, splits)
+    came, _ = yield communicator.alltoall(name, sent, None, splits)
     _compare_sizes(xp, came, sum(sizes) * len(first.of), name)
+    counts = [sum(sizes) if rank in first.of else 0 for rank in range(communicator.size)]
     theirs = xp.split(came, counts)
     pieces = [xp.split(theirs[rank], sizes) for rank in first.of]
     return [

@@ -65,7 +65,7 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """One alltoall; with `splits` not in graphs."""
+        """One alltoall; with `splits`, in graphs, nobody knows yet how much came."""
         options = self._options(name, group)
         if splits is not None:
             came, counts = self._call(
@@ -73,7 +73,7 @@ class HorovodCommunicator(Communicator):
                 lambda part, parts: hvd.alltoall(part, parts, **options),
                 [tensor, tf.constant(splits, tf.int32)],
             )
-            return came, counts.numpy().tolist()
+            return came, counts.numpy().tolist() if tf.executing_eagerly() else counts
         return self._call(
             ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
         )
