@@ -30,7 +30,8 @@ SUITES = {
     "levers_models_checks.py": [("mpirun", 4)],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
-    "keras_averaging_checks.py": BOTH,
+    "keras_averaging_checks.py": [("gloo", 2)],
+    "keras_waiting_checks.py": [("mpirun", 4)],
 }
 """Script -> where it runs. A script that is not there yet has no checks."""
 

@@ -113,7 +113,7 @@ class ModelAverager(Averager):
 
     def prepare(self, given: Parameters | None = None) -> None:
         """See `Averager.prepare`. Raises: RuntimeError when no variables are known."""
-        if not (self.alone or self.parameters.tensors()):
+        if not (self.alone or self._ready or self.parameters.tensors()):
             raise RuntimeError(
                 "no variables are known yet, so there is nothing to average: build the optimizer "
                 "(optimizer.build(model.trainable_variables)) or take a step before."

@@ -36,7 +36,9 @@ def in_turn(operations: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 def few_threads() -> bool:
     """Whether Python, called from a graph, holds the only thread on which graphs can run."""
-    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    word = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    told = int(word) if word.isdecimal() else 0
+    chosen = tf.config.threading.get_inter_op_parallelism_threads() or told
     return (chosen or len(os.sched_getaffinity(0))) < 2
 
 

@@ -23,15 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from test_averaging import Ranks  # noqa: E402
 
 SGD = keras.optimizers.SGD
-MPI = "OMPI_COMM_WORLD_SIZE" in os.environ
-SOLO, PAIR = hvd.ProcessSet([0]), hvd.ProcessSet([0, 1])
+SOLO = hvd.ProcessSet([0])
 SHAPES = {"weight": (4, 5), "bias": (5,)}
 SIZE = 25
 LR = 0.2
 
 
 def INIT() -> None:  # noqa: D103, N802
-    hvd.init(process_sets=[SOLO, PAIR] if MPI else [SOLO])  # of two ranks, both are all
+    hvd.init(process_sets=[SOLO])
 
 
 # ------------------------------------------------------------------------------------------- tools
@@ -98,25 +97,29 @@ def close(optimizer: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------- custom loops
+def follow(method: Averaging, graph: bool) -> None:
+    """See that real ranks do what simulated ones do."""
+    variables = parameters()
+    optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
+    step = stepper(optimizer, variables, graph)
+    for number, due in enumerate(simulated(method, 7)):
+        step()
+        np.testing.assert_allclose(
+            flat(variables), due, rtol=1e-4, atol=1e-4, err_msg=f"{method} {number}"
+        )
+    optimizer.average_now()
+    assert_equal(flat(variables), method)
+    stats = optimizer.averaging.stats()
+    assert stats["steps"] == 7 and stats["sent"] > 0, stats
+    assert not optimizer.averaging.without_waiting
+
+
 def check_real_ranks_do_what_simulated_ones_do() -> None:
-    """Called from graphs, and eagerly; over MPI what needs another kind of exchange there."""
+    """Called from graphs, and eagerly."""
     wagma = WAGMA(2, 4, wait_avoiding=False)
-    chosen = [DiLoCo(3, Nesterov(0.7, 0.9)), COLD("ring", 0.5, TopK(0.5))]
-    for method in [wagma, DynaCOLD("ring")] if MPI else [wagma, *chosen]:
-        for graph in (True, False) if method is wagma else (True,):
-            variables = parameters()
-            optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
-            step = stepper(optimizer, variables, graph)
-            for number, due in enumerate(simulated(method, 7)):
-                step()
-                np.testing.assert_allclose(
-                    flat(variables), due, rtol=1e-4, atol=1e-4, err_msg=f"{method} {number}"
-                )
-            optimizer.average_now()
-            assert_equal(flat(variables), method)
-            stats = optimizer.averaging.stats()
-            assert stats["steps"] == 7 and stats["sent"] > 0, stats
-            assert not optimizer.averaging.without_waiting
+    follow(wagma, graph=False)
+    for method in (wagma, DiLoCo(3, Nesterov(0.7, 0.9)), COLD("ring", 0.5, TopK(0.5))):
+        follow(method, graph=True)
 
 
 def scaled_stepper(optimizer: Any, variable: Any) -> Any:
@@ -125,8 +128,6 @@ def scaled_stepper(optimizer: Any, variable: Any) -> Any:
 
 def check_loss_scaling() -> None:
     """A rank with an overflow takes no step, but averages; its scale alone falls."""
-    if MPI:
-        return
     for graph in (True, False):
         variable = keras.Variable(np.zeros(3, "f"), name="x")
         inner = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
@@ -142,8 +143,6 @@ def check_loss_scaling() -> None:
 
 
 def check_backward_passes_per_step() -> None:
-    if MPI:
-        return
     variable = keras.Variable(np.zeros(3, "f"), name="x")
     optimizer = hvd.DistributedOptimizer(
         SGD(1.0), compression=LocalSGD(2), backward_passes_per_step=2,
@@ -162,8 +161,6 @@ def check_backward_passes_per_step() -> None:
 
 def check_learning_rates_are_those_of_the_step() -> None:
     """COLD must know by which rate a step was made, whatever a schedule says afterwards."""
-    if MPI:
-        return
     rates = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.1, 0.2, 0.3])
     seen: list[float] = []
 
@@ -215,8 +212,9 @@ def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 class Watch(keras.callbacks.Callback):
     """Whether ranks' weights are equal: after batches, in validations, at ends of epochs."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: bool = True) -> None:
         super().__init__()
+        self.batches = batches
         self.seen: dict[str, list[bool]] = {"batch": [], "test": [], "epoch": []}
 
     def note(self, when: str) -> None:
@@ -225,7 +223,7 @@ class Watch(keras.callbacks.Callback):
         self.seen[when].append(bool((rows == rows[0]).all()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not MPI:  # which would make all wait for each other
+        if self.batches:
             self.note("batch")
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -253,8 +251,6 @@ def fit(
 
 def check_fit_averages_before_validation_and_at_ends_of_epochs() -> None:
     """Ranks begin with other weights; validation sees what is saved at the epoch's end."""
-    if MPI:
-        return
     results = []
     for compiled in ({}, {"run_eagerly": True}):
         model, watch = network(hvd.rank()), Watch()
@@ -270,8 +266,6 @@ def check_fit_averages_before_validation_and_at_ends_of_epochs() -> None:
 
 
 def check_statistics_are_a_matter_of_choice() -> None:
-    if MPI:
-        return
     model = network()
     optimizer = fit(model, LocalSGD(100), epochs=1, average="trainable", validate=False)
     assert_equal(flat(model.trainable_variables))
@@ -287,8 +281,6 @@ def check_statistics_are_a_matter_of_choice() -> None:
 
 def check_fit_equals_steps_of_its_own() -> None:
     """Each rank's plain training, averaged by hand where LocalSGD does."""
-    if MPI:
-        return
     model = network(norm=False)
     fit(model, LocalSGD(2), epochs=1, optimizer=SGD(0.05, 0.5), average="nothing", validate=False)
     twin = network(norm=False)
@@ -307,8 +299,6 @@ def check_fit_equals_steps_of_its_own() -> None:
 
 
 def check_mixed_precision_and_several_steps_per_execution() -> None:
-    if MPI:
-        return
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = network()
@@ -321,51 +311,8 @@ def check_mixed_precision_and_several_steps_per_execution() -> None:
     close(optimizer)
 
 
-def check_without_waiting_where_mpi_is_there() -> None:
-    """A rank that is late holds nobody up within a period, and all end at the same version."""
-
-    class Late(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if hvd.rank() == 1:
-                harness.time.sleep(0.05)
-
-    if not MPI:
-        return
-    model, watch = network(hvd.rank()), Watch()
-    optimizer = fit(model, WAGMA(2, 4), callbacks=[Late(), watch])
-    assert watch.seen["test"] == watch.seen["epoch"] == [True, True], watch.seen
-    assert_equal(flat(model.weights))
-    assert optimizer.averaging.without_waiting
-    stats = optimizer.averaging.stats()
-    assert stats["steps"] == 8 and stats["sent"] > 0, stats
-    assert stats["late"] + stats["on_time"] == 6, stats
-    assert everybody(np.array([stats["late"]]))[1] > 0
-    close(optimizer)
-
-
-def check_ranks_that_go_on_are_told() -> None:
-    """In a graph, too, and they keep the last average of all."""
-    if not MPI:
-        return
-    for graph in (True, False):
-        variables = parameters()
-        optimizer = hvd.DistributedOptimizer(SGD(LR), compression=WAGMA(2, 4))
-        step = stepper(optimizer, variables, graph)
-        for _ in range(3):
-            step()
-        if hvd.rank() == 0:
-            optimizer.close()
-        else:
-            kind = tf.errors.OpError if graph else RuntimeError
-            raises(kind, "the averaging has ended", lambda step=step: [step() for _ in range(9)])
-        assert_equal(flat(variables), graph)
-        close(optimizer)
-
-
 def check_what_the_readme_says() -> None:
     """Its block for Keras, as it stands there."""
-    if MPI:
-        return
     readme = Path(__file__).resolve().parent.parent.parent / "README.md"
     blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
     chosen = [text for text in blocks if "WAGMA(" in text and "tensorflow" in text]
@@ -386,8 +333,6 @@ def folder() -> str:
 
 def check_saved_state_goes_on_exactly() -> None:
     """DiLoCo's velocity, COLD's estimates, what a compressor keeps; periods and groups."""
-    if MPI:
-        return
     for method in (DiLoCo(3, Nesterov(0.7, 0.9)), COLD("ring", 0.5, TopK(0.5))):
         variables = parameters()
         optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
@@ -414,61 +359,8 @@ def check_saved_state_goes_on_exactly() -> None:
         np.testing.assert_allclose(flat(twins), flat(variables), atol=1e-7, err_msg=repr(method))
 
 
-def check_periods_go_on_without_waiting() -> None:
-    """Where versions and steps are not the same, after an average out of turn."""
-    if not MPI:
-        return
-    where, engines = folder(), []
-    for steps, due in ((4, 3), (3, 2)):  # 3 is a multiple of the period, and so are 4 + 2
-        variables = parameters()
-        optimizer = hvd.DistributedOptimizer(SGD(LR), compression=WAGMA(2, 3))
-        step = stepper(optimizer, variables, True)
-        if engines:
-            step()  # begun before
-            hvd.load_state(where, only=[optimizer])
-            for variable in variables:
-                variable.assign(tf.zeros_like(variable))
-        for number in range(steps):
-            step()
-            rows = everybody(flat(variables))
-            assert (rows == rows[0]).all() == (number + 1 == due), (steps, number)
-        optimizer.average_now()
-        hvd.save_state(where, only=[optimizer])
-        engines.append(optimizer.averaging._engine)
-        close(optimizer)
-    assert [(e.steps, e.version) for e in engines] == [(4, 6), (7, 10)]  # both ends count
-
-
-def check_saved_state_on_other_ranks() -> None:
-    """Two of four go on: with DiLoCo's velocity, without COLD's estimates."""
-    if hvd.size() < 4:
-        return
-    for method, shared in ((DiLoCo(2, Nesterov(0.7, 0.9)), True), (COLD("ring", 0.5), False)):
-        optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
-        variables = parameters()
-        step = stepper(optimizer, variables, False)
-        for _ in range(4):
-            step()
-        optimizer.average_now()
-        where = folder()
-        hvd.save_state(where, only=[optimizer])
-        few = hvd.DistributedOptimizer(SGD(LR), compression=method, process_set=PAIR)
-        few.build(variables)
-        hvd.load_state(where, only=[few])
-        few.average_now()
-        if hvd.rank() < 2:
-            ours, theirs = (o.averaging.state()["states"][0] for o in (few, optimizer))
-            for key, value in theirs.items():
-                same = (ours[key] == value).all()
-                assert same == (shared or not value.any()), (method, key)
-            assert few.averaging.steps == 0
-        everybody(0.0)
-
-
 def check_saved_models() -> None:
     """A .keras file loads without us; load_model wraps; its state fits beside it."""
-    if MPI:
-        return
     path = os.path.join(folder(), f"model-{hvd.rank()}.keras")
     model = network()
     fit(model, LocalSGD(3), epochs=1)
@@ -489,8 +381,6 @@ def check_saved_models() -> None:
 
 # ----------------------------------------------------------------------------- alone, and refused
 def check_alone_is_plain_training() -> None:
-    if MPI:
-        return
     results = []
     for distributed in (False, True):
         model, plain = network(), SGD(0.05, 0.9)
@@ -548,9 +438,8 @@ def check_what_is_refused() -> None:
         lambda: optimizer.average_now(), autograph=False))  # fmt: skip
     compiled = tf.function(stepper(optimizer, parameters(), False), jit_compile=True)
     raises(RuntimeError, "jit_compile=False", compiled)
-    if not MPI:
-        raises(RuntimeError, "was not started by an MPI launcher", wrapped(
-            WAGMA(2, wait_avoiding=True)))  # fmt: skip
+    raises(RuntimeError, "was not started by an MPI launcher", wrapped(
+        WAGMA(2, wait_avoiding=True)))  # fmt: skip
     os.environ["HOROVOD_ELASTIC"] = "1"
     try:
         raises(RuntimeError, "elastic", wrapped(LocalSGD()))

@@ -59,7 +59,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device_sparse: accepted for compatibility.
         compression: a compressor such as `TopK(0.01)`, a policy such as `Accordion(low=, high=)`,
             a class of either, a word such as "topk:0.01", a method that averages models
-            (`WAGMA(8)`; see `_Averaged`), or Horovod's own `hvd.Compression`.
+            (`WAGMA(8)`; see docs/averaging.md), or Horovod's own `hvd.Compression`.
         sparse_as_dense: exchange `tf.IndexedSlices` like dense gradients; otherwise they are
             gathered, beside any compression.
         gradient_predivide_factor: accepted; an average is an average whatever it is divided by
