@@ -118,7 +118,12 @@ def available(launcher: str) -> bool:
 
 @functools.cache
 def launch(
-    script: str, launcher: str, ranks: int, limit: float = 240, check_limit: float = 120
+    script: str,
+    launcher: str,
+    ranks: int,
+    limit: float = 240,
+    check_limit: float = 120,
+    checks: tuple[str, ...] = (),
 ) -> Report:
     """Run `tests/ranks/<script>` once; later calls return the same report.
 
@@ -128,9 +133,10 @@ def launch(
         ranks: how many.
         limit: seconds after which everything that was started is killed.
         check_limit: seconds that a check may take on a rank.
+        checks: their names, if not all of the script's.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        command = command_for(launcher, ranks, [sys.executable, str(RANKS / script)])
+        command = command_for(launcher, ranks, [sys.executable, str(RANKS / script), *checks])
         environment = {
             **os.environ,
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
