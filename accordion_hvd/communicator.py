@@ -98,8 +98,16 @@ class Communicator(abc.ABC):
         """Start `requests`; all ranks must pass requests alike under the same name."""
         return Pending(self, name, requests)
 
-    def run(self, name: str, conversation: Generator[Any, Any, Any]) -> Any:
-        """Run a conversation to its end, waiting; returns what it returns."""
+    def run(
+        self, name: str, conversation: Generator[Any, Any, Any], traffic: Traffic | None = None
+    ) -> Any:
+        """Run a conversation to its end, waiting; returns what it returns.
+
+        Args:
+            name: of its collectives, the same on all ranks.
+            conversation: whose requests are carried.
+            traffic: its bytes are added to it.
+        """
         result, round_ = None, 0
         while True:
             try:
@@ -107,7 +115,10 @@ class Communicator(abc.ABC):
             except StopIteration as stop:
                 return stop.value
             several = isinstance(wanted, tuple)
-            answers = self.launch(f"{name}.{round_}", wanted if several else (wanted,)).result()
+            pending = self.launch(f"{name}.{round_}", wanted if several else (wanted,))
+            answers = pending.result()
+            if traffic is not None:
+                traffic.add(pending.traffic)
             result, round_ = (tuple(answers) if several else answers[0]), round_ + 1
 
 

@@ -35,6 +35,8 @@ from accordion_hvd import (
 from accordion_hvd.averaging import alone
 from accordion_hvd.averaging.base import Averaging, method_of
 from accordion_hvd.averaging.shares import by_shares
+from accordion_hvd.base import Allreduce, Broadcast
+from accordion_hvd.conversations import among
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
 from accordion_hvd.traffic import Traffic
 
@@ -478,6 +480,20 @@ def test_cold_needs_a_learning_rate() -> None:
 
 
 # ------------------------------------------------------------------------- groups without an engine
+def test_a_group_speaks_of_its_members() -> None:
+    """Roots, senders and groups within a group are its members, by their numbers among all."""
+
+    def talk() -> Any:
+        yield Allreduce(np.ones(2), op="sum", sender=1)
+        yield Broadcast(np.ones(2), root=0), Allreduce(np.ones(2), group=(1, 2))
+
+    asked = among((2, 5, 6), talk())
+    first = next(asked)
+    root, pair = asked.send(None)
+    assert (first.group, first.sender) == ((2, 5, 6), 5)
+    assert (root.root, root.group, pair.group) == (2, (2, 5, 6), (5, 6))
+
+
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize(("ranks", "size"), [(3, 2), (4, 2), (5, 4), (7, 3), (8, 8)])
 def test_shares_among_all_are_means_of_groups(ranks: int, size: int, framework: Framework) -> None:

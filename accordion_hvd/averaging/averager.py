@@ -18,11 +18,11 @@ from accordion_hvd.averaging.engine import WaitAvoiding, why_not
 from accordion_hvd.averaging.neighbourhood import Neighbourhood
 from accordion_hvd.averaging.shares import by_shares
 from accordion_hvd.averaging.wagma import WAGMA
-from accordion_hvd.base import Allreduce, Conversation, Info, Neighbours, State, Tensor
+from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard, require_agreement
-from accordion_hvd.traffic import Traffic, traffic_of
+from accordion_hvd.traffic import Traffic
 
 _HALF = ("float16", "bfloat16")
 _numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
@@ -289,23 +289,9 @@ class Averager(checkpoint.Keeper):
     def _run(self, name: str, talk: Conversation) -> Any:
         if self._by_shares:
             talk = by_shares(talk, self.communicator.rank, self.communicator.size)
-        answer, round_ = None, 0
-        while True:
-            try:
-                asked = talk.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            if isinstance(asked, Neighbours) and self._neighbourhood is not None:
-                answer = self._neighbourhood.exchange(asked)
-                self._traffic.add(traffic_of(asked, self.communicator.size))
-                continue
-            several = isinstance(asked, tuple)
-            pending = self.communicator.launch(
-                f"{name}.{round_}", asked if isinstance(asked, tuple) else (asked,)
-            )
-            answers = pending.result()
-            self._traffic.add(pending.traffic)
-            answer, round_ = (tuple(answers) if several else answers[0]), round_ + 1
+        if self._neighbourhood is not None:
+            talk = self._neighbourhood.serving(talk, self._traffic)
+        return self.communicator.run(name, talk, self._traffic)
 
     def _info(self, number: int, lr: float) -> Info:
         rank, size = self.communicator.rank, self.communicator.size

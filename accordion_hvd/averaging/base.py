@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.base import (
     Allreduce,
-    Broadcast,
     Compressor,
     Conversation,
     Info,
-    Requests,
     Spec,
     State,
     Tensor,
@@ -123,31 +120,8 @@ def precise(spec: Spec) -> str:
     return "float64" if spec.dtype == "float64" else "float32"
 
 
-def within(
-    group: Group, conversation: Generator[Requests, Any, Any]
-) -> Generator[Requests, Any, Any]:
-    """A conversation among all ranks, held by the members of `group` instead."""
-    answer = None
-    while True:
-        try:
-            asked = conversation.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        several = isinstance(asked, tuple)
-        requests = asked if isinstance(asked, tuple) else (asked,)
-        placed = tuple(_placed(request, group) for request in requests)
-        answer = yield placed if several else placed[0]
-
-
-def _placed(request: Any, group: Group) -> Any:
-    chosen = group if request.group is None else tuple(group[i] for i in request.group)
-    if isinstance(request, Broadcast):
-        return replace(request, group=chosen, root=group[request.root])
-    return replace(request, group=chosen)
-
-
 def inside(info: Info, group: Group) -> Info:
-    """What a conversation `within` a group is told."""
+    """What a conversation `among` a group is told."""
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.base import Neighbours, Tensor
+from accordion_hvd.conversations import Talk, translated
 from accordion_hvd.ops import namespace
+from accordion_hvd.traffic import Traffic, traffic_of
 
 
 class Neighbourhood:
@@ -26,6 +28,17 @@ class Neighbourhood:
         self._world, self._pause = comm or MPI.COMM_WORLD, pause
         self._named: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._graph: Any = None
+
+    def serving(self, conversation: Talk, traffic: Traffic) -> Talk:
+        """A conversation whose `Neighbours` requests it carries; counts them in `traffic`."""
+
+        def serve(asked: Any) -> Talk:
+            if not isinstance(asked, Neighbours):
+                return (yield asked)
+            traffic.add(traffic_of(asked, self._world.Get_size()))
+            return self.exchange(asked)
+
+        return translated(conversation, serve)
 
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
         """What the request's result is; all ranks call it together."""

@@ -7,13 +7,11 @@ well: a group's members deal the parts of their vectors to each other and nothin
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
-from accordion_hvd.base import Allreduce, Alltoall, Requests, Tensor
+from accordion_hvd.base import Allreduce, Alltoall, Tensor
+from accordion_hvd.conversations import Talk, translated
 from accordion_hvd.ops import namespace
-
-Talk = Generator[Requests, Any, Any]
 
 
 def by_shares(conversation: Talk, rank: int, size: int) -> Talk:
@@ -27,16 +25,13 @@ def by_shares(conversation: Talk, rank: int, size: int) -> Talk:
         rank: this one.
         size: how many ranks there are.
     """
-    answer = None
-    while True:
-        try:
-            asked = conversation.send(answer)
-        except StopIteration as stop:
-            return stop.value
+
+    def serve(asked: Any) -> Talk:
         if isinstance(asked, Allreduce) and asked.group is not None:
-            answer = yield from _mean(asked, rank, size)
-        else:
-            answer = yield asked
+            return (yield from _mean(asked, rank, size))
+        return (yield asked)
+
+    return translated(conversation, serve)
 
 
 def _mean(asked: Allreduce, rank: int, size: int) -> Talk:

@@ -15,10 +15,10 @@ from accordion_hvd.averaging.base import (
     periodic,
     precise,
     whole,
-    within,
 )
 from accordion_hvd.averaging.groups import Groups, default_size
 from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.conversations import among
 from accordion_hvd.ops import namespace
 
 
@@ -126,7 +126,7 @@ class WAGMA(Averaging):
         fresh = compressor.init(xp.spec(difference), info)
         kept = {k.removeprefix("compressor/"): v for k, v in state.items() if k != "reference"}
         conversation = compressor.exchange(difference, fresh | kept, info)
-        mean, after = yield from within(group, conversation)
+        mean, after = yield from among(group, conversation)
         unsent = compressor.residual(after)
         moved = reference + xp.cast(mean, xp.dtype(reference))
         if unsent is not None:

@@ -8,27 +8,23 @@ Training ImageNet in Four Minutes", 2018). Another method for the slices, with i
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-
-import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.base import (
     Allgather,
     Allreduce,
     Alltoall,
-    Broadcast,
     Compressor,
     Conversation,
     Info,
-    Request,
     Spec,
     State,
     Tensor,
 )
 from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
+from accordion_hvd.conversations import among
 from accordion_hvd.machines import Place, place
 from accordion_hvd.ops import namespace
 
@@ -99,7 +95,7 @@ class TwoLevel(Compressor):
         cut = slice_shape(shape, ranks)
         parts = yield Alltoall(_cut(grad, (ranks, *cut)), group=here.near)
         talk = self.compressor.exchange(_mean(parts, ranks), state, _between(info, here))
-        mean, state = yield from _among(here.far, talk)
+        mean, state = yield from among(here.far, talk)
         means = yield Allgather(mean, group=here.near)
         return _joined(means, shape), state
 
@@ -201,34 +197,3 @@ def _joined(slices: Any, shape: tuple[int, ...]) -> Tensor:
     xp = namespace(slices[0])
     flat = xp.concat([xp.reshape(part, (-1,)) for part in slices])
     return xp.reshape(flat[: math.prod(shape)], shape)
-
-
-def _among(group: tuple[int, ...], talk: Conversation) -> Generator[Any, Any, tuple[Tensor, State]]:
-    """Run a conversation of ranks 0, 1, ... among the ranks of `group`."""
-    answers = None
-    while True:
-        try:
-            asked = talk.send(answers)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(asked, tuple):
-            answers = yield tuple(_addressed(request, group) for request in asked)
-        else:
-            answers = yield _addressed(asked, group)
-
-
-def _addressed(request: Request, group: tuple[int, ...]) -> Request:
-    members = group if request.group is None else tuple(group[rank] for rank in request.group)
-    if isinstance(request, Broadcast):
-        return replace(request, group=members, root=group[request.root])
-    if isinstance(request, Allreduce) and request.sender is not None:
-        return replace(request, group=members, sender=_member(group, request.sender))
-    return replace(request, group=members)
-
-
-def _member(group: tuple[int, ...], number: Any) -> Any:
-    """The rank of one of a group, by its number in it."""
-    if check.is_integer(number):
-        return group[number]
-    xp = namespace(number)
-    return xp.take(xp.asarray(np.array(group)), number)

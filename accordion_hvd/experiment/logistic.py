@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.base import Info, Neighbours
+from accordion_hvd.conversations import Talk, translated
 from accordion_hvd.data import load
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
@@ -152,17 +153,15 @@ def run(
     return curve
 
 
-def _counted(conversation: Generator[Any, Any, Any], sent: list[int]) -> Generator[Any, Any, Any]:
+def _counted(conversation: Talk, sent: list[int]) -> Talk:
     """The same conversation; adds the bytes of each message to a neighbour to `sent`."""
-    answer = None
-    while True:
-        try:
-            asked = conversation.send(answer)
-        except StopIteration as stop:
-            return stop.value
+
+    def serve(asked: Any) -> Talk:
         if isinstance(asked, Neighbours):
             sent.append(asked.tensor.nbytes)
-        answer = yield asked
+        return (yield asked)
+
+    return translated(conversation, serve)
 
 
 METHODS: dict[str, Averaging] = {
