@@ -6,6 +6,7 @@ paper's body was not at hand, so names of variables and defaults are ours.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ _DOUBLINGS = 64  # that a step can need
 
 
 @dataclass(frozen=True)
-class Innovations(Averaging):
+class Innovations(Averaging, abc.ABC):
     """What COLD and Dyna-COLD share: everything but what is sent.
 
     Each rank keeps an estimate of its own vector that its neighbours know as well, and sends
@@ -89,18 +90,17 @@ class Innovations(Averaging):
         moved = xp.cast(y - apart * (self.gamma / 2), xp.dtype(model))
         return moved, {**state, "dual": dual, "mine": own, "theirs": theirs}
 
+    @abc.abstractmethod
     def _message(
         self, innovation: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[alone.Message, Tensor, State]]:
         """What to send, what it means, and the state."""
-        raise NotImplementedError
-        yield
 
+    @abc.abstractmethod
     def _meaning(
         self, message: alone.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         """What a neighbour's message means."""
-        raise NotImplementedError
 
 
 def _unpacked(flat: Tensor, like: alone.Message) -> alone.Message:
