@@ -125,7 +125,7 @@ class Link:
         size = max(cost.sent, cost.received) * factor
         if ranks == 1 or isinstance(request, Neighbours):
             return self.seconds(bool(request.to) if isinstance(request, Neighbours) else 0, size)
-        rounds = 1 if isinstance(request, Alltoall) else len(factors(ranks))
+        rounds = 1 if isinstance(request, Alltoall) else math.ceil(math.log2(ranks))
         return self.seconds(2 * rounds if isinstance(request, Allreduce) else rounds, size)
 
 

@@ -14,10 +14,10 @@ Log = Sequence[tuple[int, bool, int]]
 
 
 def tree(rows: list[Array]) -> Array:
-    """Neighbours first: by halves for 2^k rows, by thirds and so on for other prime factors."""
-    radix = next((r for r in range(2, len(rows) + 1) if len(rows) % r == 0), 1)
-    if radix == 1:
+    """Up to eight neighbours first, as many as divide their number, or else a prime factor."""
+    if len(rows) == 1:
         return rows[0]
+    radix = next(r for r in (8, 7, 6, 5, 4, 3, 2, *range(9, 1000)) if len(rows) % r == 0)
     added = []
     for first in range(0, len(rows), radix):
         total = rows[first]

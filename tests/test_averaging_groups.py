@@ -130,7 +130,13 @@ def test_sums_are_those_of_the_oracle(count: int, size: int) -> None:
         assert abs(sent - 2 * (count - 1) / count * size) <= 2 * count
 
 
-def test_halving_adds_as_recursive_doubling_does() -> None:
+def test_groups_of_up_to_eight_exchange_directly() -> None:
+    known = {1: (), 2: (2,), 8: (8,), 9: (3, 3), 12: (6, 2), 16: (8, 2), 17: (17,), 34: (2, 17)}
+    assert {count: halving.factors(count) for count in known} == known
+    assert all(np.prod(halving.factors(count), initial=1) == count for count in range(1, 200))
+
+
+def test_members_are_added_in_their_order() -> None:
     rng = np.random.default_rng(0)
     a, b, c, d = (rng.normal(size=50) for _ in range(4))
-    assert (halving.oracle([a, b, c, d]) == (a + b) + (c + d)).all()
+    assert (halving.oracle([a, b, c, d]) == ((a + b) + c) + d).all()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.averaging.groups import Group, Groups
+from accordion_hvd.averaging.halving import BLOCK
 
 Model = Any
 
@@ -154,6 +155,8 @@ def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -
     """
     if on_time:
         np.divide(total, members, out=fresh)
-    else:
-        fresh += total
-        fresh /= members + 1
+        return
+    for start in range(0, fresh.size, BLOCK):  # what is added is in the cache yet when divided
+        part = fresh[start : start + BLOCK]
+        part += total[start : start + BLOCK]
+        part /= members + 1

@@ -31,6 +31,7 @@ Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
+_NAP = 1e-4  # seconds between looks at messages that are on their way
 _GRACE = 5.0  # seconds in which a rank that lives tells so
 _DTYPES = ("float32", "float64")
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
@@ -460,7 +461,8 @@ class WaitAvoiding:
                 requests += [
                     self._comm.Isend(part, turn.members[peer], _DATA) for peer, part in turns.send
                 ]
-                MPI.Request.Waitall(requests)
+                while not MPI.Request.Testall(requests):
+                    time.sleep(_NAP)  # Waitall would be busy, on a core that the others may need
                 self.sent += sum(part.nbytes for _, part in turns.send)
 
     def _keep(self, turn: Turn, label: int, model: Model, total: Model) -> None:

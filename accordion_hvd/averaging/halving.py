@@ -1,9 +1,9 @@
 """The sum of vectors within a group: parts are scattered, added and gathered again.
 
-Recursive halving and doubling for groups of 2^k, as in MPI's allreduces; other sizes are taken
-prime factor by prime factor, within which everybody exchanges with everybody. Each member sends
-2 (S - 1) / S of a vector, whatever S is, where recursive doubling sends log2 S of them. Every
-element is added by one member alone, so all members end with the same bits.
+As MPI's recursive halving and doubling, but factor by factor of the group's size instead of two
+by two: within a factor everybody exchanges with everybody, so a group of up to eight needs two
+rounds. Each member sends 2 (S - 1) / S of a vector, whatever S is, where recursive doubling sends
+log2 S of them. Every element is added by one member alone, so all members end with the same bits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ class Round:
     receive: list[tuple[int, Array]]
 
 
+WIDEST = 8
+"""Members that exchange with each other directly, unless a prime factor is larger."""
+
+BLOCK = 1 << 15
+"""Elements that are added at a time: what is added stays in a core's cache meanwhile."""
+
+
 def factors(count: int) -> tuple[int, ...]:
-    """The prime factors of a group's size, ascending."""
-    found, divisor = [], 2
+    """Factors of a group's size: the largest ones up to `WIDEST`, and then the prime ones."""
+    found = []
     while count > 1:
-        while count % divisor == 0:
-            found.append(divisor)
-            count //= divisor
-        divisor += 1
+        wide = [radix for radix in range(2, WIDEST + 1) if count % radix == 0]
+        rest = (radix for radix in range(WIDEST + 1, count + 1) if count % radix == 0)
+        found.append(wide[-1] if wide else next(rest))
+        count //= found[-1]
     return tuple(found)
 
 
@@ -61,13 +68,7 @@ def total(
             [(peers[o], source[cuts[o] : cuts[o + 1]]) for o in others],
             [(peers[o], slot) for o, slot in zip(others, slots, strict=True)],
         )
-        own = source[low:high]
-        if source is into and digit > 1:
-            own = own.copy()  # the first two terms are about to take its place
-        terms = slots[:digit] + [own] + slots[digit:]
-        np.add(terms[0], terms[1], out=into[low:high])
-        for term in terms[2:]:
-            into[low:high] += term
+        _add([*slots[:digit], source[low:high], *slots[digit:]], into[low:high])
         source = into
         stack.append((peers, cuts, digit))
         stride *= radix
@@ -82,6 +83,18 @@ def total(
         )
 
 
+def _add(terms: Sequence[Array], into: Array) -> None:
+    """The sum, first to last; `into` may be one of them."""
+    room = np.empty(min(BLOCK, into.size), into.dtype)
+    for start in range(0, into.size, BLOCK):
+        parts = [term[start : start + BLOCK] for term in terms]
+        some = room[: parts[0].size]
+        np.add(parts[0], parts[1], out=some)
+        for part in parts[2:]:
+            some += part
+        into[start : start + BLOCK] = some
+
+
 def _slots(scratch: Array, count: int, size: int) -> list[Array]:
     return [scratch[i * size : (i + 1) * size] for i in range(count)]
 
@@ -89,7 +102,7 @@ def _slots(scratch: Array, count: int, size: int) -> list[Array]:
 def oracle(vectors: Sequence[Array]) -> Array:
     """What `total` must give, bit for bit, from all members' vectors."""
     rows = [np.asarray(vector) for vector in vectors]
-    for radix in factors(len(rows)):  # neighbours in the row differ in the lowest digit
+    for radix in factors(len(rows)):  # neighbours differ in the lowest digit
         rows = [_added(rows[i : i + radix]) for i in range(0, len(rows), radix)]
     return rows[0].copy()
 

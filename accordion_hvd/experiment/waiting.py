@@ -20,6 +20,7 @@ from accordion_hvd import WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.engine import WaitAvoiding
 from accordion_hvd.averaging.groups import Groups
+from accordion_hvd.averaging.halving import factors
 from accordion_hvd.virtual import Link, Stragglers, train
 
 Array = np.ndarray
@@ -83,11 +84,12 @@ def averager(way: str, comm: Any, model: Array, group_size: int, period: int) ->
     return WaitAvoiding([model], group_size=size, period=steps, comm=comm, timeout=120)
 
 
-def steps_a_second(comm: Any, averaging: Any, model: Array, times: Array) -> float:
-    """Of the slowest rank."""
-    comm.Barrier()
-    began = time.perf_counter()
-    for row in times:
+def steps_a_second(comm: Any, averaging: Any, model: Array, times: Array, warm: int) -> float:
+    """Of the slowest rank, after some steps (whole periods) in which memory is touched first."""
+    for step, row in enumerate([*times[:warm], *times]):
+        if step == warm:
+            comm.Barrier()
+            began = time.perf_counter()
         time.sleep(float(row[comm.Get_rank()]))
         averaging.average([model])
     return len(times) / comm.allreduce(time.perf_counter() - began, op=_max())
@@ -113,7 +115,7 @@ def link(comm: Any, size: int, group_size: int) -> Link:
             took.append(time.perf_counter() - began)
         averaging.close()
         seconds[count] = comm.allreduce(statistics.median(took)) / comm.Get_size()
-    latency = seconds[1] / (2 * np.log2(group_size) + 2)  # with activation and token
+    latency = seconds[1] / (2 * len(factors(group_size)) + 2)  # with activation and token
     moved = 2 * (group_size - 1) / group_size * 4 * size
     return Link(latency, moved / max(seconds[size] - seconds[1], 1e-6))
 
@@ -129,10 +131,10 @@ def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
         for way in WAYS * chosen.repetitions:
             model = np.zeros(size, np.float32)
             averaging = averager(way, comm, model, chosen.group_size, chosen.period)
-            rates[way].append(steps_a_second(comm, averaging, model, times))
+            rates[way].append(steps_a_second(comm, averaging, model, times, 2 * chosen.period))
             averaging.close()
             if way == AVOIDING:
-                late.append(comm.allreduce(averaging.late) / ranks / chosen.steps)
+                late.append(comm.allreduce(averaging.late / averaging.steps) / ranks)
         for way, found in rates.items():
             best, predicted = (
                 expected(way, chosen, times, one, 4.0 * size)
