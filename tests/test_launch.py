@@ -40,6 +40,7 @@ SUITES: dict[str, list[Any]] = {
     "levers_checks.py": BOTH[:1],
     "levers_keras_checks.py": BOTH[:1],
     "levers_models_checks.py": [("mpirun", 4)],
+    "levers_models_keras_checks.py": [("mpirun", 4)],
     "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
     "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
     "keras_averaging_checks.py": [("gloo", 2)],

@@ -22,6 +22,7 @@ from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard, require_agreement
+from accordion_hvd.policy.base import Policy
 from accordion_hvd.traffic import Traffic
 
 _HALF = ("float16", "bfloat16")
@@ -59,6 +60,7 @@ class Averager(checkpoint.Keeper):
         communicator: among whom; with one rank nothing is ever averaged.
         guard: compares models when they should be equal.
         number: of the process set; 0 is that of all ranks.
+        policy: says when models are averaged and when gradients are; None: models always are.
 
     Attributes:
         steps: how many there have been.
@@ -73,8 +75,10 @@ class Averager(checkpoint.Keeper):
         communicator: Communicator,
         guard: Guard,
         number: int = 0,
+        policy: Policy | None = None,
     ) -> None:
         self.method, self.parameters, self.guard = method, parameters, guard
+        self.policy = policy
         self.communicator, self.xp = communicator, communicator.xp
         self.steps, self.equal = 0, True
         self.without_waiting = False
@@ -160,6 +164,20 @@ class Averager(checkpoint.Keeper):
         return not self.xp.to_numpy(anywhere)[0]
 
     # ---------------------------------------------------------------------------------- each step
+    def turn(self) -> bool:
+        """Before a step, where a policy says when models are averaged: act on its decisions.
+
+        Returns:
+            Whether they have been until now, so that optimizers' slots, which were each rank's
+            own, are to be averaged once (`level`).
+        """
+        policy = self.policy
+        if policy is None or not policy.turned:
+            return False
+        policy.turned = False
+        self.rest()
+        return not policy.apart
+
     def prepare(self, given: Parameters | None = None) -> None:
         """Before the first step, where ranks' models are equal, as broadcasts have made them.
 
@@ -217,6 +235,10 @@ class Averager(checkpoint.Keeper):
         else:
             self.equal = self.method.equal(self.steps)
             self._hold(self.method.exchange, lr, model)
+        if self.policy is not None and self.policy.over and not self.method.meets:
+            self._hold(self.method.settle, 0.0, model)
+            self.equal = True
+        self._inform()
         self.steps += 1
         self._seconds += time.perf_counter() - began
         if self.equal and self.guard.due(self.steps):
@@ -237,8 +259,14 @@ class Averager(checkpoint.Keeper):
         else:
             self._hold(self.method.settle, 0.0, self.parameters)
         self.equal = True
+        self._inform()
         if statistics is not None:
             self.level(statistics)
+
+    def _inform(self) -> None:
+        """Let the policy know whether models are equal."""
+        if self.policy is not None:
+            self.policy.settled = self.equal
 
     def level(self, tensors: Parameters) -> None:
         """Average these over the ranks, over Horovod; all ranks have the same ones."""
@@ -250,7 +278,8 @@ class Averager(checkpoint.Keeper):
 
     def rest(self) -> None:
         """Models are equal, and others keep them so; the next `prepare` begins anew. Collective."""
-        self.close()
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         self.load({})
 

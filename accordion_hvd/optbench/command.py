@@ -78,7 +78,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         file = "accuracy" if name == "run" else "tuning"
         one.add_argument("--output", default=f"runs/optbench/{file}.json")
         one.add_argument("-np", type=int, default=4, help="ranks")
-        if name == "run":
+        if name == "tune":
+            one.add_argument("--lr", nargs="+", type=float, help="instead of each method's grid")
+        else:
             one.add_argument(
                 "--tuning", default="runs/optbench/tuning.json",
                 help="what `tune` wrote: its best learning rates are taken, where it has any",
@@ -100,7 +102,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Row]:
             job: Row = {"task": task, "method": name, "seed": seed}
             job |= {"settings": way.told(task, steps), "warm": way.exact(task, steps)}
             once = (best(found, task, name) if found else None) or way.lr[task]
-            for lr in (once,) if options.action == "run" else way.grid:
+            for lr in (once,) if options.action == "run" else options.lr or way.grid:
                 yield job | {"lr": lr}
 
 

@@ -231,19 +231,19 @@ TASKS = {
         "a convex problem",
         f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, with "
         f"{DECAY:g} / 2 times the squared weights; its optimum was found by L-BFGS in fp64.",
-        "training loss, all examples", convex, steps=400, batch=256, every=20, rise=20,
+        "training loss, all examples", convex, steps=1200, batch=256, every=60, rise=60,
     ),
     "digits": Task(
         "digits",
         f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by {SMOOTHING}, "
         "so that the least loss that there is has a value other than 0.",
-        "training loss, all examples", digits, steps=400, batch=128, every=20, rise=20,
+        "training loss, all examples", digits, steps=1200, batch=128, every=60, rise=60,
     ),
     "characters": Task(
         "a Transformer on characters",
         f"Tiny Shakespeare, letter by letter: two layers of width 64, four heads, {LENGTH} letters "
         "of context.",
-        "test loss (nats a letter)", characters, steps=400, batch=8, every=20, rise=20,
+        "test loss (nats a letter)", characters, steps=1200, batch=16, every=60, rise=60,
     ),
 }  # fmt: skip
 """By name."""

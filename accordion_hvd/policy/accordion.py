@@ -43,10 +43,10 @@ class Accordion(Windowed):
     batches are accumulated for that; or loaders give large ones (`AccordionBatchSampler` in
     PyTorch, `AccordionDataset` in Keras). Windows are counted in small batches either way.
 
-    With a method that averages models as `high` (`Accordion(low=Dense(), high=WAGMA(4))`; ours, in
-    PyTorch), that norm decides for the whole model at once: in critical regimes all ranks average
-    their gradients in each step, by `low`; elsewhere each takes steps of its own and the method
-    averages models. Decisions wait for an average of all ranks, so that models are equal when they
+    With a method that averages models as `high` (`Accordion(low=Dense(), high=WAGMA(4))`; ours),
+    that norm decides for the whole model at once: in critical regimes all ranks average their
+    gradients in each step, by `low`; elsewhere each takes steps of its own and the method averages
+    models. Decisions wait for an average of all ranks, so that models are equal when they
     are taken. When gradients are averaged again, optimizers' slots (momentum), which were each
     rank's own, are averaged once.
 
@@ -229,6 +229,7 @@ class Accordion(Windowed):
                 self._size(row)
             elif row["name"] == MODEL:
                 self.history.append(row)
+                self.turned |= self.apart != (row["level"] == HIGH)
                 self.apart = row["level"] == HIGH
         if self._epoch % self.interval == 0:
             seen = {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}

@@ -43,6 +43,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         loader: whether a loader gives batches of these sizes; else small ones are accumulated.
         method: what averages models at times instead of gradients, where there is such a thing.
         apart: whether it does now.
+        turned: whether that has changed since whoever acts on it has cleared this.
         settled: whether ranks' models are equal now; else no decision is due. To be kept up to date
             by who averages them.
         capped: whether it wants to know what levels send (`price`).
@@ -64,6 +65,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     loader: bool = False
     method: Averaging | None = None
     apart: bool = False
+    turned: bool = False
     settled: bool = True
     capped: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
@@ -116,6 +118,11 @@ class Policy(NotForStockHorovod, abc.ABC):
         """
 
     # ------------------------------------------------------------------------- common to all
+    @property
+    def over(self) -> bool:
+        """Whether a window has ended."""
+        return False
+
     @property
     def whole(self) -> bool:
         """Whether it goes by one norm, that of the whole model, in something."""

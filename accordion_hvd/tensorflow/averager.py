@@ -78,7 +78,7 @@ class Averager:
         self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
         self.process_set, self.variables = process_set, variables
         self.total, self.scale_local = total, scale_local
-        self.sparse_as_dense = sparse_as_dense or policy.private
+        self.sparse_as_dense = sparse_as_dense or policy.private or policy.method is not None
         self.communicator = communicator_of(process_set)
         number = getattr(process_set, "process_set_id", None) or 0
         self.name = f"accordion.{number}.{_numbers[number]}"
@@ -232,7 +232,7 @@ class Averager:
         weights = self._weights()
         if tf.executing_eagerly():
             means = self._eagerly(full, float(rate()), weights)
-        elif self.policy.private:  # which is paid for in Python, step by step
+        elif self.policy.private or self.policy.method is not None:  # Python has a say in each step
             means = self._called_back(full, rate, weights)
         elif self._lasting and (self.managed or not self.exchange.switching):
             means = self._within(full, rate, weights)
@@ -267,6 +267,9 @@ class Averager:
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
+        if self.policy.apart:
+            exchange.observe(grads, lr)
+            return list(grads)
         if self._lasting and not (directly or self.policy.private) and self._ready():
             exchange.tick(lr)
             means = self._function(list(grads), tf.constant(lr, tf.float32), list(weights))
@@ -418,7 +421,7 @@ class Averager:
         asked = [tf.equal(clock, step) for step in guards.EARLY]
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
         due = tf.reduce_any(tf.stack(asked))
-        if self.exchange.drifting:
+        if self.exchange.drifting or self.policy.method is not None:  # not step after step due
             due = call_back(lambda step: self._asks(int(step)), [clock], [tf.bool])[0]
 
         def look(step: Tensor, sums: Tensor) -> Tensor:

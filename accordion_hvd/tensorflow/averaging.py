@@ -13,10 +13,11 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.base import Tensor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.guard import Guard
+from accordion_hvd.policy import Policy
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import communicator_of
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
-from accordion_hvd.tensorflow.graph import call_back, few_threads
+from accordion_hvd.tensorflow.graph import call_back, few_threads, when
 from accordion_hvd.tensorflow.variables import describe, key_of, plain
 
 
@@ -71,6 +72,7 @@ class ModelAverager(Averager):
         process_set: who.
         variables: gives the variables; [] as long as none are known.
         guard: compares models when they should be equal.
+        policy: says when they are averaged; None: always.
 
     Attributes:
         local: keys (`key_of`) of variables that are left alone.
@@ -82,11 +84,12 @@ class ModelAverager(Averager):
         process_set: Any,
         variables: Callable[[], Sequence[Any]],
         guard: Guard,
+        policy: Policy | None = None,
     ) -> None:
         self.local: set[int] = set()
         mine = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
         number = getattr(process_set, "process_set_id", None) or 0
-        super().__init__(method, mine, communicator_of(process_set), guard, number)
+        super().__init__(method, mine, communicator_of(process_set), guard, number, policy)
         self._begun: tf.Variable | None = None  # what graphs know of `prepare`
         self._enlisted = False
 
@@ -121,6 +124,45 @@ class ModelAverager(Averager):
         super().prepare(given)
 
     # ----------------------------------------------------------------- around the optimizer's step
+    def follow(self, slots: Parameters) -> Any:
+        """Before a step, where a policy says when models are averaged: act on its decisions.
+
+        Args:
+            slots: of the optimizer; averaged once where gradients are averaged again.
+
+        Returns:
+            Whether models are averaged now; in a graph, a tensor.
+        """
+        policy = self.policy
+        assert policy is not None
+        if tf.executing_eagerly():
+            self.directly(False)
+            if self.turn():
+                self.level(slots)
+            return policy.apart
+
+        def turn() -> tuple[bool, bool]:
+            self.directly(few_threads())
+            turned = self.turn()
+            return policy.apart, turned
+
+        apart, turned = call_back(turn, [], [tf.bool, tf.bool])
+        when(turned, lambda: self._level_within(slots))
+        return apart
+
+    def _level_within(self, slots: Parameters) -> None:
+        def level(*values: Tensor) -> list[Tensor]:
+            passing = Passing(values)
+            self.directly(few_threads())
+            self.level(passing)
+            return passing.read()
+
+        values = slots.read()
+        if values:
+            means = call_back(level, values, [value.dtype for value in values])
+            pairs = zip(means, values, strict=True)
+            slots.write([tf.ensure_shape(mean, old.shape) for mean, old in pairs])
+
     def before(self) -> None:
         """A step is about to be taken: the first one must find equal models."""
         refusals.check_context()

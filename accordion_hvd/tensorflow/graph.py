@@ -34,6 +34,19 @@ def in_turn(operations: Callable[[], list[Tensor]]) -> list[Tensor]:
     return results
 
 
+def when(flag: Any, act: Callable[[], Any]) -> None:
+    """Do this if the flag says so; within a graph, a tensor does."""
+    if not isinstance(flag, bool):
+
+        def acted() -> Tensor:
+            act()
+            return tf.constant(True)
+
+        tf.cond(flag, acted, lambda: tf.constant(False))
+    elif flag:
+        act()
+
+
 def few_threads() -> bool:
     """Whether Python, called from a graph, holds the only thread on which graphs can run."""
     word = os.environ.get("TF_NUM_INTEROP_THREADS", "")

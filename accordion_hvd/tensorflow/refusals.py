@@ -53,8 +53,7 @@ def check_policy(policy: Policy, optimizer: Any = None) -> None:
 
 
 def check_batches(policy: Policy, optimizer: Any, ranks: int) -> None:
-    """Raise ValueError for what does not go with batches that grow, or models that differ."""
-    refuse_models(WHO, policy)
+    """Raise ValueError for what does not go with batches that grow."""
     if policy.batch_size is None:
         return
     levers.share(policy, policy.batch_size, ranks)
@@ -97,8 +96,8 @@ def refuse_models(who: str, policy: Policy) -> None:
     """Raise ValueError for a policy that averages models at times."""
     if policy.method is not None:
         allowed = (
-            f"one without {policy.method!r} among its levels, which works in PyTorch; in Keras it "
-            "stands alone"
+            f"one without {policy.method!r} among its levels, which works with "
+            "accordion_hvd.tensorflow.keras.DistributedOptimizer"
         )
         check.refuse(who, "compression", policy, allowed)
 

@@ -30,6 +30,7 @@ from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
+from accordion_hvd.policy import Policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator
 from accordion_hvd.torch.communicator import HorovodCommunicator
 
@@ -63,10 +64,12 @@ def wrap(
     return wrapped
 
 
-def averager(method: Averaging, named: Named, process_set: Any, guard: Guard) -> Averager:
+def averager(
+    method: Averaging, named: Named, process_set: Any, guard: Guard, policy: Policy | None = None
+) -> Averager:
     """What averages these parameters, known to checkpoints; raises as `wrap` does."""
     link = _communicator(process_set)
-    made = Averager(method, parameters(named), link, guard, process_set.process_set_id)
+    made = Averager(method, parameters(named), link, guard, process_set.process_set_id, policy)
     made.set_up()
     checkpoint.register(made)
     return made

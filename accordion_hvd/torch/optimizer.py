@@ -154,7 +154,7 @@ class _Distributed:
         self._models: Any = None  # what averages these, at times
         if policy.method is not None:
             guard, process_set = options["guard"], options["process_set"]
-            self._models = averaging.averager(policy.method, named, process_set, guard)
+            self._models = averaging.averager(policy.method, named, process_set, guard, policy)
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
 
@@ -362,7 +362,6 @@ class _Distributed:
         buffers = averaging.parameters(list(model.named_buffers())) if model else None
         if self._policy.apart:
             self._models.average_now(buffers)
-            self._policy.settled = True
         elif buffers is not None:
             self._models.level(buffers)
 
@@ -384,11 +383,8 @@ class _Distributed:
         """Before a step: what follows from a change between averaging gradients and models."""
         if self._models is None:
             return
-        if self._reducer.switched:
-            self._reducer.switched = False
-            self._models.rest()
-            if not self._policy.apart:
-                self._models.level(averaging.parameters(self._slots()))
+        if self._models.turn():
+            self._models.level(averaging.parameters(self._slots()))
         if self._policy.apart:
             self._models.prepare()
 
@@ -398,9 +394,6 @@ class _Distributed:
             return
         lr = float(self.param_groups[0]["lr"]) * self._policy.micro_batches
         self._models.average(lr)
-        if self._policy.over and not self._policy.method.meets:
-            self._models.average_now()
-        self._policy.settled = self._models.equal
 
     def _slots(self: Any) -> Named:
         """What the wrapped optimizer keeps of each parameter, without its counts of steps.

@@ -65,13 +65,11 @@ class Reducer:
 
     Attributes:
         finite: whether the last exchange counted.
-        switched: whether the policy has changed between averaging gradients and models.
         listening: whether exchanges start while backward runs; else all do in `finish`.
     """
 
     listening = True
     finite = True
-    switched = False
 
     def __init__(
         self,
@@ -204,9 +202,8 @@ class Reducer:
         if not self._agreed:
             self._look_for_new()
             self._agree()
-        before, apart = self.batches, self.policy.apart
+        before = self.batches
         self.exchange.decide(self._rates())
-        self.switched |= self.policy.apart != apart
         for watched in self._watched.values():
             watched.delay += self.passes * (self.batches - before)
 
@@ -422,7 +419,6 @@ class Idle:
     """Stands in for a `Reducer` where there is nobody to exchange with: alone, or outside."""
 
     passes = batches = 1
-    switched = False
     in_flight = pending = finished = False
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:

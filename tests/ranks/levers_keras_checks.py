@@ -140,17 +140,18 @@ def check_levers_together() -> None:
 
 
 def check_refusals() -> None:
+    apart = Accordion(low=Dense(), high=LocalSGD(4))
+    models = hvdtf.DistributedGradientTape(tf.GradientTape(), compression=apart)
     tape = hvdtf.DistributedGradientTape(tf.GradientTape(), compression=growing())
-    with tape:
+    with tape, models:
         variable = tf.Variable(1.0)
         loss = variable * 2
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(LR))
     summed = keras.optimizers.SGD(LR, gradient_accumulation_steps=2)
     wrap = hvd.DistributedOptimizer
     odd = Accordion(batch_size=(hvd.size() + 1, 2 * hvd.size() + 2))
-    apart = Accordion(low=Dense(), high=LocalSGD(4))
     for action, words in (
-        (lambda: wrap(keras.optimizers.SGD(LR), compression=apart), "works in PyTorch"),
+        (lambda: models.gradient(loss, [variable]), "works with accordion_hvd.tensorflow.keras"),
         (lambda: tape.gradient(loss, [variable]), "a tape takes no steps"),
         (lambda: wrap(scaled, compression=growing()), "mixed_bfloat16"),
         (lambda: wrap(summed, compression=growing()), "gradient_accumulation_steps"),

@@ -9,27 +9,13 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from models_oracle import LR, MOMENTUM, PERIOD, SYNCHRONOUS, Oracle, centre, policy, rate
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import DPSGD, WAGMA, Accordion, Dense, DiLoCo, LocalSGD, TopK
-from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.policy.accordion import MODEL
 
 INIT = hvd.init
-SIZE, LR, MOMENTUM, WINDOW, PERIOD = 1200, 0.1, 0.5, 6, 4
-SYNCHRONOUS = WAGMA(2, PERIOD, wait_avoiding=False)
-
-
-def centre(rank: int, step: int) -> np.ndarray:
-    """What pulls a rank's model at a step; not the same for all."""
-    pull = np.random.default_rng([3, rank]).normal(size=SIZE)
-    return pull + np.random.default_rng([rank, step]).normal(size=SIZE)
-
-
-def rate(step: int) -> float:
-    """It falls once, in the middle: critical until the next check."""
-    return LR if step < 30 else LR / 4
 
 
 class Model(torch.nn.Module):
@@ -43,11 +29,6 @@ class Model(torch.nn.Module):
 
     def flat(self) -> torch.Tensor:
         return torch.cat([self.w.reshape(-1), self.b])
-
-
-def policy(high: Averaging = SYNCHRONOUS, **options: Any) -> Accordion:
-    chosen = {"low": Dense(), "window": WINDOW, "interval": 1, "threshold": 99.0} | options
-    return Accordion(high=high, **chosen)
 
 
 def wrapped(model: Model, chosen: Accordion, make: Callable[..., Any] = torch.optim.SGD) -> Any:
@@ -71,56 +52,9 @@ def rows_of(x: torch.Tensor) -> np.ndarray:
     return hvd.allgather(x.detach().reshape(1, -1).clone(), name="check.rows").numpy()
 
 
-class Oracle:
-    """All ranks in NumPy, and rank 0's decisions."""
-
-    def __init__(self, period: int = PERIOD, group_size: int = 2) -> None:
-        self.ranks, self.period = hvd.size(), period
-        self.groups = Groups(self.ranks, group_size)
-        self.models, self.slots = np.zeros((2, self.ranks, SIZE))
-        self.apart, self.settled, self.own = False, True, 0
-        self.sum, self.count, self.before = np.zeros(SIZE), 0, None
-        self.lr = rate(0)
-        self.decisions: list[tuple[int, bool]] = []
-
-    def take(self, step: int) -> np.ndarray:
-        if self.count >= WINDOW and self.settled:
-            self.decide(step)
-        pulls = np.array([centre(rank, step) for rank in range(self.ranks)])
-        grads = self.models - pulls
-        self.sum, self.count = self.sum + grads[0], self.count + 1
-        if not self.apart:
-            grads = np.broadcast_to(grads.mean(0), grads.shape)
-        self.slots = MOMENTUM * self.slots + grads
-        self.models = self.models - rate(step) * self.slots
-        if self.apart:
-            self.average()
-        return self.models
-
-    def average(self) -> None:
-        self.settled = (self.own + 1) % self.period == 0
-        everybody = [tuple(range(self.ranks))] * self.ranks
-        of = [self.groups.of(rank, self.own) for rank in range(self.ranks)]
-        groups = everybody if self.settled else of
-        self.models = np.array([self.models[list(group)].mean(0) for group in groups])
-        self.own += 1
-
-    def decide(self, step: int) -> None:
-        norm, was = np.linalg.norm(self.sum), self.apart
-        critical = self.before is None or abs(norm - self.before) / self.before >= 99
-        self.apart = not critical and not rate(step) <= 0.5 * self.lr
-        self.before, self.lr = norm, rate(step)
-        self.sum, self.count = np.zeros(SIZE), self.count - WINDOW
-        if was and not self.apart:
-            self.slots = np.broadcast_to(self.slots.mean(0), self.slots.shape)
-        if self.apart and not was:
-            self.own = 0
-        self.decisions.append((step, self.apart))
-
-
 def check_real_ranks_do_what_the_oracle_does() -> None:
     """Models after each step, decisions, and when replicas are alike."""
-    model, oracle = Model(), Oracle()
+    model, oracle = Model(), Oracle(hvd.size())
     optimizer = wrapped(model, policy())
     for step in range(60):
         due = oracle.take(step)
@@ -235,7 +169,7 @@ def check_without_waiting() -> None:
 
 def check_resuming_equals_not_stopping() -> None:
     """From any step after which models are equal; before others, saving is refused."""
-    oracle, wanted, apart, refused = Oracle(), [], [], []
+    oracle, wanted, apart, refused = Oracle(hvd.size()), [], [], []
     for step in range(40):
         wanted.append(oracle.take(step)[hvd.rank()])
         apart += [] if oracle.settled or not oracle.apart else [step + 1]

@@ -123,7 +123,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _average(self) -> None:
         optimizer = self.model.optimizer
-        if self.average == "nothing" or not averages_models(optimizer):
+        if self.average == "nothing" or not (is_distributed(optimizer) and optimizer.apart):
             return
         if self._averaged != optimizer.averaging.steps:  # else it was for a validation
             optimizer.average_now(self.model if self.average == "all" else None)

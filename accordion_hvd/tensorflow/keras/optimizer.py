@@ -23,7 +23,7 @@ from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
-from accordion_hvd.tensorflow.graph import call_back
+from accordion_hvd.tensorflow.graph import call_back, when
 from accordion_hvd.tensorflow.variables import key_of
 
 
@@ -78,7 +78,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Returns:
         The wrapped optimizer; `exchange.stats()` has bytes, `end_window()` ends a window of
         `Accordion`'s (in `fit`, the BroadcastGlobalVariablesCallback does). Where models are
-        averaged, it has `average_now(model)`, `averaging.stats()` and `close()` instead.
+        averaged, it has `average_now(model)`, `averaging.stats()` and `close()` instead; where
+        they are at times (`Accordion(high=WAGMA())`), all of these.
 
     Raises:
         ValueError: an argument is not what it must be; the sentence says which.
@@ -107,12 +108,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     refusals.check_policy(policy, optimizer)
     check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
     refusals.check_batches(policy, optimizer, process_set.size())
+    if policy.method is not None:
+        refusals.check_averaging(policy.method, optimizer, op == hvd.Sum, tuple(skip))
     settings = Settings(
         policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,
     )  # fmt: skip
     Guard(guard, guard_every)
-    return wrap(optimizer, settings)
+    wrapped = wrap(optimizer, settings)
+    if wrapped.averaging is not None:
+        wrapped.averaging.set_up()
+    return wrapped
 
 
 @dataclass
@@ -148,6 +154,16 @@ class Settings:
             hyper=self.hyper,
         )
 
+    def models(self, averager: Averager) -> ModelAverager | None:
+        """What averages the models of those variables at times, if the policy does that."""
+        policy, variables = averager.policy, averager.variables
+        if policy.method is None:
+            return None
+        guard = Guard(self.guard, self.guard_every)
+        made = ModelAverager(policy.method, self.process_set, variables, guard, policy)
+        made.local = averager.local
+        return made
+
 
 @dataclass
 class Averages:
@@ -162,6 +178,10 @@ class Averages:
     def averager(self, variables: Callable[[], Sequence[Any]]) -> ModelAverager:
         """A new one."""
         return ModelAverager(self.method, self.process_set, variables, self.guard)
+
+    def models(self, averager: ModelAverager) -> ModelAverager:
+        """The same: there is nothing else."""
+        return averager
 
 
 def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
@@ -212,6 +232,7 @@ class _Distributed:
         super().__init__(*args, **options)
         me = weakref.ref(self)
         self._averager = self._settings.averager(lambda: _exchanged(me()))
+        self._models = self._settings.models(self._averager)  # averages them, if anything does
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
         self._small: tf.Variable | None = None  # small batches in a batch, for graphs
@@ -229,13 +250,51 @@ class _Distributed:
 
     @property
     def exchange_owner(self: Any) -> Any:
-        """What `save_state(only=[optimizer])` saves."""
-        return self._averager
+        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
+        both = self._models is not None and self._models is not self._averager
+        return (self._averager, self._models) if both else self._averager
 
     @property
     def process_set(self) -> Any:
         """The ranks that average."""
         return self._settings.process_set
+
+    @property
+    def averaging(self) -> ModelAverager | None:
+        """What averages models (at times): `stats()`, `state`; None where nothing does."""
+        return self._models
+
+    def average_now(self: Any, model: Any = None) -> None:
+        """Make all models equal: their average. All ranks call it after the same step.
+
+        For evaluation and checkpoints. Where gradients are averaged now (`Accordion(high=WAGMA())`
+        in critical regimes), models are equal already.
+
+        Args:
+            model: whose statistics (floating-point variables that are never trained) are averaged
+                too; for averaging without waiting, they travel over Horovod.
+
+        Raises:
+            RuntimeError: within a graph; the optimizer is not built; or it never averages models.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError("average_now() is called outside of tf.function.")
+        if self._models is None:
+            raise RuntimeError(
+                f"average_now() is for methods that average models, but {self._averager.policy!r} "
+                "averages gradients, which keeps models equal."
+            )
+        self._models.directly(False)
+        found = Variables(lambda: _statistics(model)) if model is not None else None
+        if self.apart:
+            self._models.average_now(found)
+        elif found is not None:
+            self._models.level(found)
+
+    @property
+    def apart(self) -> bool:
+        """Whether models are averaged now, not gradients, so that ranks' differ in between."""
+        return self._models is not None and self._averager.policy.apart
 
     def end_window(self) -> None:
         """A window (an epoch) of the policy ends here; to be called on every rank."""
@@ -262,6 +321,8 @@ class _Distributed:
         refusals.check_keras_caller(self)
         super().build(variables)  # type: ignore[misc]
         self._averager.enlist()
+        if self._models is not None:
+            self._models.enlist()
 
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
@@ -290,11 +351,17 @@ class _Distributed:
         )
         for i, mean in zip(chosen, means, strict=True):
             grads[i] = mean
+        models, rate = self._models, self._rate()  # before the step: a schedule's goes on with it
+        if self._resizes:
+            rate = _multiplied(tf.convert_to_tensor(rate), batches)
+        apart = models.follow(Variables(lambda: _slots(self))) if models is not None else False
+        when(apart, lambda: models.before())
         self._factor = batches if self._resizes else None
         try:
             super().apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
         finally:
             self._factor = None
+        when(apart, lambda: models.after(rate))
         if self._resizes and self._averager.policy.loader:
             self._iterations.assign_add(batches - 1)
 
@@ -417,22 +484,6 @@ class _Averaged(_Distributed):
 
     _averager: ModelAverager
 
-    def average_now(self: Any, model: Any = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
-
-        Args:
-            model: whose statistics (floating-point variables that are never trained) are averaged
-                too; for averaging without waiting, they travel over Horovod.
-
-        Raises:
-            RuntimeError: within a graph; or the optimizer is not built.
-        """
-        if not tf.executing_eagerly():
-            raise RuntimeError("average_now() is called outside of tf.function.")
-        self._averager.directly(False)
-        found = Variables(lambda: _statistics(model)) if model is not None else None
-        self._averager.average_now(found)
-
     def close(self) -> None:
         """Average all models and end; for averaging without waiting, ends its thread.
 
@@ -440,10 +491,7 @@ class _Averaged(_Distributed):
         """
         self._averager.close()
 
-    @property
-    def averaging(self) -> ModelAverager:
-        """What averages: `stats()`, `state` and `load`."""
-        return self._averager
+    apart = True  # always
 
     @property
     def exchange(self) -> Any:
@@ -469,15 +517,22 @@ class _Averaged(_Distributed):
         self._averager.after(rate)
 
 
+def _slots(optimizer: Any) -> list[Any]:
+    """What the optimizer keeps of variables: momentum and its like."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    own = {key_of(v) for v in (inner._iterations, inner._learning_rate) if hasattr(v, "dtype")}
+    return [v for v in inner.variables if key_of(v) not in own and _floating(v)]
+
+
+def _floating(variable: Any) -> bool:
+    return tf.as_dtype(variable.dtype).is_floating
+
+
 def _statistics(model: Any) -> list[Any]:
     """A model's floating-point variables that are never trained; frozen layers' weights are."""
     layers = model._flatten_layers()
     trained = {key_of(v) for layer in layers for v in layer._trainable_variables}
-    return [
-        v
-        for v in model.non_trainable_variables
-        if key_of(v) not in trained and tf.as_dtype(v.dtype).is_floating
-    ]
+    return [v for v in model.non_trainable_variables if key_of(v) not in trained and _floating(v)]
 
 
 def _exchanged(optimizer: Any) -> list[Any]:
