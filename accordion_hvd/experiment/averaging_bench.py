@@ -179,8 +179,8 @@ _WAITING = """### Who waits for whom
 step two ranks drawn at random are late by {delay:g} s more. Groups of {group_size}, an average of
 all every {period} steps (`all`: every step), {steps} steps, medians of {repetitions} runs.
 "At best" is what these delays allow if messages take no time, "predicted" is virtual time with the
-latency and bandwidth of this machine's exchanges, "late" how often a rank came after its group had
-begun.
+latency and bandwidth of this machine's exchanges, "core ms" what a step takes of a core on each
+rank, "late" how often a rank came after its group had begun.
 
 """
 _ACCURACY = """### Accuracy after equal epochs

@@ -84,15 +84,21 @@ def averager(way: str, comm: Any, model: Array, group_size: int, period: int) ->
     return WaitAvoiding([model], group_size=size, period=steps, comm=comm, timeout=120)
 
 
-def steps_a_second(comm: Any, averaging: Any, model: Array, times: Array, warm: int) -> float:
-    """Of the slowest rank, after some steps (whole periods) in which memory is touched first."""
+def timed(comm: Any, averaging: Any, model: Array, times: Array, warm: int) -> tuple[float, float]:
+    """After some steps (whole periods) in which memory is touched first.
+
+    Returns:
+        Steps a second of the slowest rank; seconds of a core that a step takes on a rank.
+    """
     for step, row in enumerate([*times[:warm], *times]):
         if step == warm:
             comm.Barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
         time.sleep(float(row[comm.Get_rank()]))
         averaging.average([model])
-    return len(times) / comm.allreduce(time.perf_counter() - began, op=_max())
+    took, used = time.perf_counter() - began, time.process_time() - used
+    steps = len(times)
+    return steps / comm.allreduce(took, op=_max()), comm.allreduce(used) / comm.Get_size() / steps
 
 
 def _max() -> Any:
@@ -127,11 +133,14 @@ def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
     for size in chosen.sizes:
         known = link(comm, size, chosen.group_size)
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        busy: dict[str, list[float]] = {way: [] for way in WAYS}
         late: list[float] = []
         for way in WAYS * chosen.repetitions:
             model = np.zeros(size, np.float32)
             averaging = averager(way, comm, model, chosen.group_size, chosen.period)
-            rates[way].append(steps_a_second(comm, averaging, model, times, 2 * chosen.period))
+            rate, used = timed(comm, averaging, model, times, 2 * chosen.period)
+            rates[way].append(rate)
+            busy[way].append(used)
             averaging.close()
             if way == AVOIDING:
                 late.append(comm.allreduce(averaging.late / averaging.steps) / ranks)
@@ -141,6 +150,7 @@ def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
                 for one in (Link(0.0, float("inf")), known)
             )
             row = {"size": size, "way": way, "rates": found, "best": best, "predicted": predicted}
+            row |= {"busy": statistics.median(busy[way])}
             rows.append(row | {"late": statistics.median(late) if way == AVOIDING else 0.0})
     return rows
 
@@ -169,13 +179,14 @@ def _share_of_a_core(comm: Any, seconds: float) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Head and rows."""
-    head = ["parameters", "average", "steps/s", "at best", "of it", "predicted", "off by", "late"]
-    lines = [head]
+    head = ["parameters", "average", "steps/s", "at best", "of it", "predicted", "off by"]
+    lines = [[*head, "core ms", "late"]]
     for row in rows:
         rate, best, due = statistics.median(row["rates"]), row["best"], row["predicted"]
         spread = f"{rate:.2f} ({min(row['rates']):.2f}-{max(row['rates']):.2f})"
         cells = [f"{row['size']:,}", row["way"], spread, f"{best:.2f}"]
         cells.append(f"{100 * rate / best:.0f} %")
         late = f"{100 * row['late']:.0f} %" if row["late"] else ""
-        lines.append([*cells, f"{due:.2f}", f"{100 * (due / rate - 1):+.0f} %", late])
+        cells += [f"{due:.2f}", f"{100 * (due / rate - 1):+.0f} %", f"{1e3 * row['busy']:.1f}"]
+        lines.append([*cells, late])
     return lines

@@ -66,23 +66,23 @@ GRID = (4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
 LOWER = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 
 METHODS = {
-    "Adam": Method("Adam", "", {"convex": 8e-3, "digits": 4e-3, "characters": 8e-3}, GRID),
-    "AMSGrad": Method("AMSGrad", "", {"convex": 8e-3, "digits": 4e-3, "characters": 8e-3}, GRID),
+    "Adam": Method("Adam", "", {"convex": 8e-3, "digits": 32e-3, "characters": 16e-3}, GRID),
+    "AMSGrad": Method("AMSGrad", "", {"convex": 16e-3, "digits": 32e-3, "characters": 16e-3}, GRID),
     "OnebitAdam": Method(
-        "OnebitAdam", "Adam", {"convex": 8e-3, "digits": 4e-3, "characters": 4e-3}, GRID,
+        "OnebitAdam", "Adam", {"convex": 16e-3, "digits": 32e-3, "characters": 16e-3}, GRID,
         {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
-        "Birder", "Adam", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER,
+        "Birder", "Adam", {"convex": 2e-3, "digits": 4e-3, "characters": 4e-3}, LOWER,
         {"feedback": True},
     ),
     "SketchedAMSGrad": Method(
-        "SketchedAMSGrad", "AMSGrad", {"convex": 2e-3, "digits": 4e-3, "characters": 2e-3}, LOWER,
+        "SketchedAMSGrad", "AMSGrad", {"convex": 4e-3, "digits": 8e-3, "characters": 8e-3}, LOWER,
         {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
          "bounded": True}, warm=0.2,
     ),
     "CDAdam": Method(
-        "CDAdam", "AMSGrad", {"convex": 1e-3, "digits": 2e-3, "characters": 1e-3}, LOWER,
+        "CDAdam", "AMSGrad", {"convex": 1e-3, "digits": 2e-3, "characters": 4e-3}, LOWER,
         {"exact_first": True}, warm=0.2,
     ),
 }  # fmt: skip
