@@ -64,6 +64,24 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
 
 
 @contextmanager
+def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
+    """Within it, such an exception must be raised that says all of these words."""
+    try:
+        yield
+    except kind as error:
+        for word in words:
+            assert word in str(error), f"{word!r} is not in: {error}"
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised: {words}")
+
+
+def raises(kind: type[BaseException], part: str, action: Callable[[], Any]) -> None:
+    """The action must raise such an exception that says so."""
+    with refused(kind, part):
+        action()
+
+
+@contextmanager
 def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
     """Within it, `ranks` consecutive ranks pass for a machine; process sets added are removed."""
     from horovod.common.process_sets import remove_process_set

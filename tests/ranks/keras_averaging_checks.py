@@ -13,6 +13,7 @@ import harness
 import keras
 import numpy as np
 import tensorflow as tf
+from harness import raises
 
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD, Nesterov, TopK
@@ -78,15 +79,6 @@ def assert_equal(values: Any, what: object = "") -> None:
     rows = everybody(values)
     assert np.isfinite(rows).all(), what
     assert (rows == rows[0]).all(), (what, np.abs(rows - rows[0]).max())
-
-
-def raises(kind: Any, part: str, action: Any) -> None:
-    try:
-        action()
-    except kind as error:
-        assert part in str(error), error
-    else:
-        raise AssertionError(f"nothing was raised that says {part!r}")
 
 
 def close(optimizer: Any) -> None:

@@ -16,6 +16,7 @@ import horovod.tensorflow.keras as stock
 import keras
 import numpy as np
 import tensorflow as tf
+from harness import raises
 
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import (
@@ -129,15 +130,6 @@ def in_graph(graph: bool, function: Any) -> Any:
 def stepper(graph: bool, opt: Any, *variables: Any) -> Any:
     """Applies the gradients it is given."""
     return in_graph(graph, lambda *grads: opt.apply(list(grads), list(variables)))
-
-
-def raises(kind: type[BaseException], part: str, action: Any) -> None:
-    try:
-        action()
-    except kind as error:
-        assert part in str(error), error
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 # --------------------------------------------------------------------------------------------- fit

@@ -9,6 +9,7 @@ import harness
 import keras
 import numpy as np
 import tensorflow as tf
+from harness import raises
 
 import accordion_hvd.tensorflow as hvdtf
 import accordion_hvd.tensorflow.keras as hvd
@@ -158,12 +159,7 @@ def check_refusals() -> None:
         (lambda: wrap(keras.optimizers.SGD(LR), compression=odd), "multiples of"),
         (lambda: hvd.AccordionDataset(mine(), keras.optimizers.SGD(LR)), "batch_size=(small"),
     ):
-        try:
-            action()
-        except ValueError as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(f"{words}: not refused")
+        raises(ValueError, words, action)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from harness import refused
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Allreduce, BudgetSpent, PrivacyBudget, TopAgg
@@ -61,17 +62,6 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 def everywhere(tensor: torch.Tensor) -> torch.Tensor:
     return hvd.allgather(tensor.detach().reshape(1, -1).clone(), name="check.everywhere")
-
-
-@contextmanager
-def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        for word in words:
-            assert word in str(error), f"{word!r} is not in: {error}"
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
+from harness import raises
 
 import accordion_hvd.tensorflow as hvd
 from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
@@ -34,15 +35,6 @@ def everywhere(values: Any) -> np.ndarray:
 def in_graph(graph: bool, function: Any) -> Any:
     """The function, traced or not."""
     return tf.function(function) if graph else function
-
-
-def raises(kind: type[BaseException], part: str, action: Any) -> None:
-    try:
-        action()
-    except kind as error:
-        assert part in str(error), error
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def tape_step(variables: list[Any], **options: Any) -> Any:

@@ -20,6 +20,7 @@ import harness
 import horovod.torch as stock
 import numpy as np
 import torch
+from harness import refused
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import (
@@ -110,17 +111,6 @@ def assert_same(model: torch.nn.Module) -> None:
     rows = everywhere(weights(model))
     assert torch.isfinite(rows).all(), "weights are not finite"
     assert (rows == rows[0]).all(), "ranks hold different weights"
-
-
-@contextmanager
-def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        for word in words:
-            assert word in str(error), f"{word!r} is not in: {error}"
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def shared_folder() -> Path:
