@@ -69,7 +69,8 @@ bench-optimizers: setup ## compressed optimizers against Adam, for docs/optimize
 	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py report $(OPTBENCH)/*.json
 
 bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (five minutes)
-	@$(IN_VENV) $(RUN) scripts/kernels.py --output docs/kernels.md
+	@$(IN_VENV) GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(RUN) scripts/kernels.py \
+		--output docs/kernels.md
 
 bench-shelf: setup ## train with each compressor, for docs/shelf.md (half an hour)
 	@$(IN_VENV) $(RUN) scripts/train_shelf.py --output docs/shelf.md

@@ -364,6 +364,25 @@ def check_threads(ranks: int, cores: int, setting: str | None) -> Finding:
     return Finding("threads", WARN, what, advice)
 
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+TUNABLE = "glibc.malloc.hugetlb=1"
+
+
+def check_memory(tunables: str | None) -> Finding | None:
+    """Whether large tensors on the CPU come in huge pages; ``tunables``: GLIBC_TUNABLES."""
+    try:
+        system = HUGE_PAGES.read_text()
+    except OSError:
+        return None  # not Linux, or nothing can be done about it
+    version = re.match(r"(\d+)\.(\d+)", platform.libc_ver()[1] or "")
+    if "[always]" in system or TUNABLE in (tunables or ""):
+        return Finding("memory", OK, "large tensors on the CPU come in huge pages")
+    if "[madvise]" not in system or not version or (int(version[1]), int(version[2])) < (2, 35):
+        return Finding("memory", OK, "large tensors on the CPU come in small pages")
+    what = f"small pages; where ranks compute on CPUs, export GLIBC_TUNABLES={TUNABLE}"
+    return Finding("memory", OK, f"{what} (new memory costs less)")
+
+
 # --- really launching ----------------------------------------------------------------------
 
 _RANK = {
@@ -434,6 +453,7 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
         check_mpi4py(outcomes["mpi4py"]),
         check_hostname(outcomes["hostname"]),
         check_threads(ranks, usable_cores(), os.environ.get("OMP_NUM_THREADS")),
+        check_memory(os.environ.get("GLIBC_TUNABLES")),
     ]
     findings = [finding for finding in found if finding is not None]
     working = [name for name, finding in horovods.items() if finding and finding.status != FAIL]

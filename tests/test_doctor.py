@@ -209,3 +209,24 @@ def test_launch_for_real():
 def test_a_launch_that_fails_says_so():
     finding = doctor.launch("false", ["false"], "torch")
     assert finding.status == FAIL and finding.advice
+
+
+@pytest.mark.parametrize(
+    ("system", "tunables", "glibc", "words"),
+    [
+        ("[always] madvise never", "", "2.36", "come in huge pages"),
+        ("always [madvise] never", "a=1:glibc.malloc.hugetlb=1", "2.36", "come in huge pages"),
+        ("always [madvise] never", None, "2.36", "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1"),
+        ("always [madvise] never", None, "2.34", "come in small pages"),
+        ("always madvise [never]", None, "2.36", "come in small pages"),
+    ],
+)
+def test_huge_pages_are_advised_where_they_can_be_had(
+    tmp_path, monkeypatch, system, tunables, glibc, words
+):
+    monkeypatch.setattr(doctor, "HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", glibc))
+    assert doctor.check_memory(tunables) is None, "there is no such file"
+    (tmp_path / "enabled").write_text(system + "\n")
+    finding = doctor.check_memory(tunables)
+    assert finding.status == "ok" and words in finding.what
