@@ -40,14 +40,18 @@ class Table:
 
 
 def expected(way: str, chosen: Any, times: Array, link: Link, size: float) -> float:
-    """Steps a second in virtual time."""
+    """Steps a second in virtual time, after the steps that `timed` does not count."""
     method: Averaging = WAGMA(chosen.group_size, chosen.period)
     if way in (ALL, LOCAL):
         method = LocalSGD(1 if way == ALL else chosen.period)
-    steps, ranks = times.shape
-    avoiding = way == AVOIDING
-    run = train(method, ranks, steps, Table(times), link, wait_avoiding=avoiding, size=size)
-    return run.rate
+    warm, ranks, avoiding = 2 * chosen.period, times.shape[1], way == AVOIDING
+    seconds = []
+    for table in (times[:warm], np.concatenate([times[:warm], times])):
+        run = train(
+            method, ranks, len(table), Table(table), link, wait_avoiding=avoiding, size=size
+        )
+        seconds.append(run.seconds)
+    return len(times) / (seconds[1] - seconds[0])
 
 
 class Waiting:
