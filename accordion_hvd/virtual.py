@@ -214,7 +214,7 @@ def train(
     history = History(ranks, steps, model.size, keep)
     factor = size / model.nbytes
     kind: Any = WithoutWaiting if wait_avoiding else Together
-    run = kind(method, ranks, times, link or Link(), factor, model, update, lr, history)
+    run = kind(_Job(method, times, link or Link(), factor, model, update, lr, history))
     run.run()
     outcome = history.outcome(times)
     if wait_avoiding:
@@ -260,27 +260,52 @@ class History:
         )
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What there is to run.
+
+    Attributes:
+        method: how models are averaged.
+        times: seconds of steps, (steps, ranks).
+        link: what messages take.
+        factor: how often bytes of a model count.
+        first: the model that all start from.
+        update: what a step adds to a model.
+        lr: the learning rate that methods are told.
+        history: takes down what comes of it.
+    """
+
+    method: Any
+    times: Array
+    link: Link
+    factor: float
+    first: Array
+    update: Update
+    lr: float
+    history: History
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.times.shape[1]
+
+    def models(self) -> list[Array]:
+        """Of each rank, before the first step."""
+        return [self.first.copy() for _ in range(self.ranks)]
+
+
 class Together:
     """Conversations: whoever is named in a request waits for all others that are."""
 
-    def __init__(
-        self,
-        method: Averaging,
-        ranks: int,
-        times: Array,
-        link: Link,
-        factor: float,
-        first: Array,
-        update: Update,
-        lr: float,
-        history: History,
-    ) -> None:
-        self._method, self._ranks, self._times = method, ranks, times
-        self._link, self._factor, self._update, self._history = link, factor, update, history
-        method.groups(ranks)
-        self._info = [Info(rank=r, size=ranks, name="model", lr=lr) for r in range(ranks)]
-        self._models = [first.copy() for _ in range(ranks)]
-        self._states = [method.start(first, info) for info in self._info]
+    def __init__(self, job: _Job) -> None:
+        self._method, self._ranks, self._times = job.method, job.ranks, job.times
+        self._link, self._factor = job.link, job.factor
+        self._update, self._history = job.update, job.history
+        ranks = job.ranks
+        job.method.groups(ranks)
+        self._info = [Info(rank=r, size=ranks, name="model", lr=job.lr) for r in range(ranks)]
+        self._models = job.models()
+        self._states = [job.method.start(job.first, info) for info in self._info]
         self._now = np.zeros(ranks)
 
     def run(self) -> None:
@@ -361,23 +386,14 @@ def _results(batch: dict[int, Request]) -> dict[int, Any]:
 class WithoutWaiting:
     """The protocol of the wait-avoiding engine, event by event."""
 
-    def __init__(
-        self,
-        method: WAGMA,
-        ranks: int,
-        times: Array,
-        link: Link,
-        factor: float,
-        first: Array,
-        update: Update,
-        lr: float,
-        history: History,
-    ) -> None:
-        self._times, self._link, self._update, self._history = times, link, update, history
-        self._period, self._bytes = method.period, first.nbytes * factor
-        self._groups: Groups = method.schedule(ranks)
+    def __init__(self, job: _Job) -> None:
+        self._times, self._link = job.times, job.link
+        self._update, self._history = job.update, job.history
+        self._period, self._bytes = job.method.period, job.first.nbytes * job.factor
+        ranks, first = job.ranks, job.first
+        self._groups: Groups = job.method.schedule(ranks)
         self._agents = [Agent(rank, ranks, self._groups, first.copy()) for rank in range(ranks)]
-        self._models = [first.copy() for _ in range(ranks)]
+        self._models = job.models()
         self._waiting: list[int | None] = [None] * ranks  # for which version
         self._turns: list[Turn | None] = [None] * ranks  # that a rank is ready for or taking
         self._ready: dict[tuple[int, tuple[int, ...]], int] = {}
