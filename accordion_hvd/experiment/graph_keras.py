@@ -28,18 +28,6 @@ def prepare() -> None:
         pass  # TensorFlow is running already: a second comparison in this process
 
 
-def summed(values: Array) -> Array:
-    """Over the ranks."""
-    return np.asarray(hvd.allreduce(values, op=hvd.Sum, name="summed"))
-
-
-def largest(values: Array) -> Array:
-    """Over the ranks."""
-    import horovod.tensorflow as horovod
-
-    return np.asarray(hvd.allreduce(values, op=horovod.Max, name="largest"))
-
-
 @keras.saving.register_keras_serializable("accordion_hvd")
 class GCNLayer(keras.layers.Layer):
     """sigma(A X W + b) on a sampled block (Kipf & Welling, 2017).

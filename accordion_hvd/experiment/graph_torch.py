@@ -24,16 +24,6 @@ def prepare() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
 
 
-def summed(values: Array) -> Array:
-    """Over the ranks."""
-    return hvd.allreduce(torch.from_numpy(values), op=hvd.Sum, name="summed").numpy()
-
-
-def largest(values: Array) -> Array:
-    """Over the ranks."""
-    return hvd.allreduce(torch.from_numpy(values), op=hvd.Max, name="largest").numpy()
-
-
 class GCN(nn.Module):
     """Layers sigma(A X W + b) on sampled blocks (Kipf & Welling, 2017).
 

@@ -23,7 +23,9 @@ from accordion_hvd.graph import (
     VarianceGuard,
     partition,
 )
+from accordion_hvd.graph.store import communicator_of
 from accordion_hvd.graph.structure import Array
+from accordion_hvd.guard import gather
 
 FORMAT = 1
 COUNTED = ("remote", "sent", "received")
@@ -69,6 +71,7 @@ class Comparison:
         self.store = self._store(data.features[self.mine], "features", settings.rows_as())
         self.store.agree()
         self.exact = self._whole_neighbourhoods()
+        self.link = communicator_of(self.frame.FRAMEWORK)
 
     def _store(self, rows: Array, name: str, wire: str | None = None) -> FeatureStore:
         return FeatureStore(
@@ -129,8 +132,10 @@ class Comparison:
         seconds, after = time.perf_counter() - began, self.store.stats()
         here = {key: after[key] - self.counted[key] for key in (*COUNTED, "waited")}
         self.counted = after  # a fetch that has begun counts when it ends, in the next epoch
-        counts = self._summed([loss / self.size, *(here[key] for key in COUNTED)])
-        slowest = self.frame.largest(np.array([seconds, here["waited"]]))
+        sums = [loss / self.size, *(here[key] for key in COUNTED)]
+        everybody = self._gathered([*sums, seconds, here["waited"]])
+        counts = everybody[:, : len(sums)].sum(0).tolist()
+        slowest = everybody[:, len(sums) :].max(0).tolist()
         return dict(zip(("loss", *COUNTED, "seconds", "waited"), [*counts, *slowest], strict=True))
 
     def _batches(
@@ -177,11 +182,13 @@ class Comparison:
         counts = []
         for nodes in (self.data.validation, self.data.test):
             counts += [right[nodes].sum(), np.isin(nodes, self.mine).sum()]
-        validated, of, tested, all_ = self._summed(counts)
+        validated, of, tested, all_ = self._gathered(counts).sum(0).tolist()
         return {"validation": validated / of, "test": tested / all_}
 
-    def _summed(self, values: list[float]) -> list[float]:
-        return self.frame.summed(np.array(values, np.float64)).tolist()
+    def _gathered(self, values: list[float]) -> Array:
+        """Everybody's, a row a rank; not by Horovod's own calls, which keep a core busy waiting."""
+        mine = self.link.xp.asarray(np.array(values, np.float64))
+        return np.array(self.link.run("figures", gather(self.link, mine)))
 
 
 def _part(count: int, parts: int, number: int) -> range:

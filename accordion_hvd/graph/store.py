@@ -59,7 +59,7 @@ class FeatureStore:
         compression: Any = None,
         name: str = "features",
     ) -> None:
-        self.communicator = _communicator(communicator)
+        self.communicator = communicator_of(communicator)
         self.name, self.rank, self.size = name, self.communicator.rank, self.communicator.size
         self.wire = wire_of(compression)
         self._agreed, self._problem = False, ""
@@ -270,7 +270,8 @@ class FeatureStore:
             self._counts[key] += value
 
 
-def _communicator(wanted: str | Communicator) -> Communicator:
+def communicator_of(wanted: str | Communicator) -> Communicator:
+    """The communicator itself, or that of all ranks of a framework."""
     if isinstance(wanted, Communicator):
         return wanted
     check.one_of("FeatureStore", "communicator", wanted, FRAMEWORKS)
