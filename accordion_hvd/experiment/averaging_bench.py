@@ -160,7 +160,7 @@ def section(part: str, found: dict[str, Any]) -> str:
         from accordion_hvd.experiment import averaged
 
         return _ACCURACY.format(**chosen) + markdown(averaged.table(rows))
-    head = _WAITING if part == "waiting" else "*With Horovod active in the same processes:*\n\n"
+    head = _WAITING if part == "waiting" else _HOROVOD
     return head.format(**chosen) + markdown(waiting.table(rows))
 
 
@@ -183,6 +183,7 @@ latency and bandwidth of this machine's exchanges, "core ms" what a step takes o
 rank, "late" how often a rank came after its group had begun.
 
 """
+_HOROVOD = "*With Horovod active in the same processes, medians of {repetitions}:*\n\n"
 _ACCURACY = """### Accuracy after equal epochs
 
 {ranks} real ranks, SGD with momentum (which stays local), {ranks} x 16 images a step; groups of
