@@ -227,8 +227,8 @@ gradient into warm memory takes (medians of {rounds}). **State** is what is kept
 **peak memory** what is needed for a while besides state and gradient, what other ranks have sent
 included; both in gradients. TensorFlow is measured eagerly. Memory comes in huge pages, where the
 system has them (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, which `make bench-kernels` sets; jobs that
-compute on CPUs gain by it, too): without, the first touch of new memory costs more here than what
-is then done with it, so that FP16 in new memory takes 3.5 copies instead of one.
+compute on CPUs gain by it, too): without, the first touch of new memory can cost more than what is
+then done with it. Run `scripts/kernels.py` without the setting to see what it brings.
 
 {as_markdown(rows)}
 """

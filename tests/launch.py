@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 RANKS = HERE / "ranks"
 BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
@@ -244,3 +246,11 @@ def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str], folder: str) 
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and (process.poll() is None or any(_started(folder))):
             time.sleep(0.05)
+
+
+def need(launcher: str) -> None:
+    """Skip the test without this launcher; fail it where it must be there."""
+    if not available(launcher):
+        if os.environ.get("NEED_LAUNCHERS"):  # `make test` has installed them
+            pytest.fail(f"{launcher} or Horovod is missing", pytrace=False)
+        pytest.skip(f"{launcher} or Horovod is not installed")

@@ -9,15 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, RANKS, available, command_for
+from launch import HERE, RANKS, command_for, need
 
 
 def run(how: str, folder: Path, ranks: int = 4) -> tuple[int, str, float]:
     """Status, output and seconds of a launch; left-overs are killed."""
-    if not available("mpirun"):
-        if os.environ.get("NEED_LAUNCHERS"):
-            pytest.fail("mpirun or Horovod is missing", pytrace=False)
-        pytest.skip("mpirun is not installed")
+    need("mpirun")
     program = [sys.executable, str(RANKS / "averaging_ends.py"), how]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_CPP_MIN_LOG_LEVEL")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import available
+from launch import need
 
 from accordion_hvd import COLD, DynaCOLD
 
@@ -65,8 +65,7 @@ def test_scale_of_few_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.launch
 def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
     """In small: the ranks start, and what they measure goes between the marks of a page."""
-    if not available("mpirun"):
-        pytest.skip("mpirun is not installed")
+    need("mpirun")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{averaging_bench.BEGIN}\nold\n{averaging_bench.END}\nafter\n")
     script = Path(__file__).resolve().parent.parent / "scripts" / "bench_averaging.py"

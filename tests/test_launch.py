@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import pytest
-from launch import END, available, checks_of, command_for, launch
+from launch import END, checks_of, command_for, launch, need
 
 BOTH = [("gloo", 2), ("mpirun", 4)]  # each launcher, each number of ranks
 AMONG_MORE = (
@@ -61,13 +61,6 @@ def everything() -> list[Any]:
         for chosen in [some[0] if some else ()]
         for check in [*(chosen or checks_of(script)), END]
     ]
-
-
-def need(launcher: str) -> None:
-    if not available(launcher):
-        if os.environ.get("NEED_LAUNCHERS"):  # `make test` has installed them
-            pytest.fail(f"{launcher} or Horovod is missing", pytrace=False)
-        pytest.skip(f"{launcher} or Horovod is not installed")
 
 
 @pytest.mark.launch

@@ -47,6 +47,12 @@ class Oracle:
         self.lr = rate(0)
         self.decisions: list[tuple[int, bool]] = []
 
+    def came_back(self) -> bool:
+        """Whether models were averaged at times, and gradients again after that."""
+        kinds = [apart for _, apart in self.decisions]
+        first = kinds.index(True) if any(kinds) else len(kinds)
+        return not all(kinds[first:])
+
     def take(self, step: int) -> np.ndarray:
         if self.count >= WINDOW and self.settled:
             self.decide(step)

@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         The wrapped optimizer; `exchange.stats()` has bytes, `end_window()` ends a window of
         `Accordion`'s (in `fit`, the BroadcastGlobalVariablesCallback does). Where models are
         averaged, it has `average_now(model)`, `averaging.stats()` and `close()` instead; where
-        they are at times (`Accordion(high=WAGMA())`), all of these.
+        they are at times (`Accordion(high=WAGMA())`), `average_now(model)` and `averaging` besides.
 
     Raises:
         ValueError: an argument is not what it must be; the sentence says which.
