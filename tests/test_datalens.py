@@ -36,6 +36,7 @@ def settings(**more: Any) -> Any:
         ({"threshold": 1.0}, "threshold is 1.0"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"lr": 0}, "lr is 0"),
+        ({"shade": -1}, "shade is -1"),
         ({"name": "../x"}, "name is '../x'"),
     ],
 )
@@ -43,6 +44,21 @@ def test_settings_are_checked(more: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as refusal:
         settings(**more)
     assert told in str(refusal.value)
+
+
+def test_the_config_is_understood() -> None:
+    """With as many votes as its budgets allow."""
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("horovod")
+    from accordion_hvd.experiment import config
+    from accordion_hvd.experiment.datalens import Settings
+
+    path = ROOT / "configs" / "datalens_mnist.yaml"
+    found = config.parse_settings("Train.", ["--config", str(path)], Settings)
+    assert (found.name, found.data, found.delta) == (path.stem, "mnist", 1e-5)
+    for epsilon in found.epsilons:
+        method = found.method(epsilon)
+        assert method.budget.left(method.mechanism) >= found.steps * found.batch
 
 
 def test_the_noise_fits_the_budget() -> None:

@@ -59,6 +59,8 @@ class Settings:
         student_steps: steps of the generator after each vote.
         width: hidden units of the generator.
         noise: dimensions of the generator's noise.
+        shade: that generated images begin with, in (-1, 1); that images are dark (-1) but for some
+            strokes is no secret, and spares votes.
         lr: learning rate of the generator.
         baselines: train by DP-SGD, too: a classifier, and a generator (DP-GAN).
         dp_steps: steps of these.
@@ -88,6 +90,7 @@ class Settings:
     student_steps: int = 30
     width: int = 128
     noise: int = 2
+    shade: float = -0.9
     lr: float = 5e-3
     baselines: bool = True
     dp_steps: int = 200
@@ -107,6 +110,8 @@ class Settings:
             check.integer(who, key, getattr(self, key), least=0)
         if self.limit is not None:
             check.integer(who, "limit", self.limit, least=1)
+        if not check.is_number(self.shade) or not abs(self.shade) < 1:
+            check.refuse(who, "shade", self.shade, "a number between -1 and 1")
         for key in ("lr", "step_size"):
             if not check.is_number(getattr(self, key)) or not getattr(self, key) > 0:
                 check.refuse(who, key, getattr(self, key), "a number above 0")
@@ -192,8 +197,7 @@ def _generator(
     """What came of a generator at this epsilon, and images of each class."""
     method, teachers = settings.method(epsilon), my_teachers(settings, train, classes)
     torch.manual_seed(settings.seed)
-    student = Student(settings, gan.Generator(train[0].shape[1], classes, settings.noise,
-                                              settings.width))  # fmt: skip
+    student = Student(settings, _new_generator(settings, train, classes))
     name = f"datalens.{_title(epsilon)}".replace(" ", "")
     ballot = Ballot(method, HorovodCommunicator(), name)
     place = Path(settings.output) / settings.name / name / "checkpoint"
@@ -226,6 +230,11 @@ def _generator(
         "accuracy": accuracy,
     }
     return row, sheet
+
+
+def _new_generator(settings: Settings, train: Images, classes: int) -> gan.Generator:
+    pixels = train[0].shape[1]
+    return gan.Generator(pixels, classes, settings.noise, settings.width, settings.shade)
 
 
 class Student:
@@ -304,7 +313,7 @@ def _baselines(
         accuracy = dpsgd.train_classifier(method, train, test, classes, budget, **options)
         found[f"{method}_classifier"] = accuracy
     torch.manual_seed(settings.seed)
-    generator = gan.Generator(train[0].shape[1], classes, settings.noise, settings.width)
+    generator = _new_generator(settings, train, classes)
     random = torch.Generator().manual_seed(settings.seed)
     budget = PrivacyBudget(epsilon, settings.delta)
     dpsgd.train_gan(generator, train, budget, random, steps=settings.dp_steps)

@@ -5,6 +5,7 @@ Small multi-layer perceptrons, conditional on the class; the authors of DataLens
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import torch
@@ -22,9 +23,12 @@ class Generator(nn.Module):
         classes: how many there are.
         noise: dimensions of the noise.
         width: hidden units.
+        shade: of the images that it begins with, in (-1, 1).
     """
 
-    def __init__(self, pixels: int, classes: int, noise: int, width: int) -> None:
+    def __init__(
+        self, pixels: int, classes: int, noise: int, width: int, shade: float = 0.0
+    ) -> None:
         super().__init__()
         self.noise, self.classes = noise, classes
         self.layers = nn.Sequential(
@@ -35,6 +39,7 @@ class Generator(nn.Module):
             nn.Linear(width, pixels),
             nn.Tanh(),
         )
+        nn.init.constant_(self.layers[-2].bias, math.atanh(shade))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
         """(count, pixels) in (-1, 1), from z (count, noise) and labels (count,)."""
@@ -52,7 +57,8 @@ class Teachers:
 
     Conditional by projection (Miyato & Koyama, ICLR 2018): the class chooses with which vector the
     hidden layer is multiplied. Parameters are stacked, so that one multiplication serves all;
-    nothing goes from one to another, and Adam works element by element.
+    nothing goes from one to another, and Adam works element by element. First weights are small,
+    for what a teacher wishes should come from its data, not from where its weights began.
 
     Args:
         images: (teachers, count, pixels): what each of them knows.
@@ -68,7 +74,7 @@ class Teachers:
         self.images, self.labels = images, labels
         number, _, pixels = images.shape
         self.weights = [
-            (pixels**-0.5 * torch.randn(number, pixels, width)).requires_grad_(),
+            (0.1 * pixels**-0.5 * torch.randn(number, pixels, width)).requires_grad_(),
             torch.zeros(number, 1, width, requires_grad=True),
             (width**-0.5 * torch.randn(number, classes, width)).requires_grad_(),
             torch.zeros(number, classes, requires_grad=True),
