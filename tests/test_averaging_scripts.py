@@ -71,14 +71,19 @@ def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parent.parent / "scripts" / "bench_averaging.py"
     small = ["--ranks", "4", "--group-size", "2", "--period", "4", "--steps", "8", "--pause", "0.2"]
     small += ["--sizes", "1000", "--repetitions", "1", "--output", str(tmp_path)]
-    run = [sys.executable, str(script), "waiting", "idle", "report", "--page", str(page), *small]
-    subprocess.run(run, check=True, timeout=120)
+    small += ["--tasks", "digits", "--seeds", "1", "--epochs", "2"]
+    parts = ["waiting", "idle", "accuracy", "report"]
+    run = [sys.executable, str(script), *parts, "--page", str(page), *small]
+    subprocess.run(run, check=True, timeout=200)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| 1,000 |")]
     assert [line[2].strip() for line in lines] == list(waiting.WAYS)
     assert all(0 < float(line[5].rstrip("% ")) < 130 for line in lines), "faster than time"
     assert "Sleeping ranks used" in text
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| digits |")]
+    assert [line[2].strip() for line in lines] == list(averaged.ways(2, 4))
+    assert all(20 < float(line[3].rstrip("% ")) < 100 for line in lines), "nothing was learnt"
 
 
 def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def options() -> argparse.ArgumentParser:
     add("--pause", type=float, default=4.0, help="seconds of `idle` (4)")
     add("--tasks", nargs="+", default=["digits", "cifar10"], help="of `accuracy`")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of `accuracy` (1 2 3)")
+    add("--epochs", type=int, help="of `accuracy`, instead of each task's own")
     add("--output", type=Path, default=Path("runs/averaging"), help="folder of results")
     add("--page", type=Path, default=Path("docs/averaging.md"), help="its measured part is renewed")
     return parser
