@@ -47,6 +47,7 @@ class Row:
             as (collective, bytes).
         discrete: rounding may turn a sign, so that fp32 trajectories part after some steps.
         moments: keys of the state that go along when the stage changes.
+        anew: moments begin anew when the dense stage ends.
         narrow: keys of the state that are fp32, whatever the weights are.
         random: what a tensor draws depends on its name, or on those that it travels with.
     """
@@ -56,6 +57,7 @@ class Row:
     rounds: Callable[[int, int, int], Rounds]
     discrete: bool = False
     moments: tuple[str, ...] = ("m", "v", "count")
+    anew: bool = False
     narrow: tuple[str, ...] = ()
     random: bool = False
 
@@ -140,6 +142,7 @@ class CDOracle(AdamOracle):
     betas: tuple[float, float] = (0.9, 0.99)
     amsgrad: bool = True
     exact: tuple[int, ...] = ()  # exchanges, from 1 on, in which all is told
+    whitened: bool = False
 
     def __post_init__(self) -> None:
         self.length = 8 * math.ceil(self.size / (8 * self.ranks))
@@ -157,12 +160,19 @@ class CDOracle(AdamOracle):
         return super().step(self.estimate[None], lr)
 
     def told(self, gradients: Array) -> None:
-        sent = np.array([signed(x, "l1") for x in gradients - self.replicas])
+        unit = self.unit()
+        sent = np.array([unit * signed(x / unit, "l1") for x in gradients - self.replicas])
         self.replicas += sent
         self.mean += sent.mean(0)
-        news = self.mean - self.estimate
+        news = (self.mean - self.estimate) / unit
         pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
-        self.estimate += np.concatenate([signed(x, "l1") for x in pieces])
+        self.estimate += unit * np.concatenate([signed(x, "l1") for x in pieces])
+
+    def unit(self) -> Array:
+        if not self.whitened:
+            return np.ones(self.size)
+        vmax = np.zeros(self.size) + self.vmax
+        return np.sqrt(np.maximum(vmax, 1e-6 * vmax.mean()) + 1e-30)
 
     def direction(self, v: Array) -> Array:
         return super().direction(v) if self.correct else self.m / np.sqrt(v + self.eps)
@@ -507,7 +517,9 @@ def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
     def oracle(ranks: int, size: int) -> Any:
         kind = CDTopKOracle if "compressor" in options else CDOracle
         correct = options.get("bias_correction", True)
-        return kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct, exact=exact)
+        made = kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct, exact=exact)
+        made.whitened = options.get("whitened", False)
+        return made
 
     def chosen_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
         count = int(0.1 * size)
@@ -521,6 +533,7 @@ def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
         chosen_rounds if sparse else signs_rounds,
         discrete=True,
         moments=("m", "v", "count", "vmax"),
+        anew=True,
         narrow=("error",) if sparse else (),
     )
 
@@ -579,6 +592,7 @@ ROWS = [
     onebit(floor=0.7),
     cd_adam(),
     cd_adam(bias_correction=False, eps=1e-4),
+    cd_adam(whitened=True),
     cd_adam(compressor=TopK(0.1)),
     sketched(ratio=0.02, columns=3.0, candidates=4),
     sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
@@ -611,7 +625,7 @@ REFUSED = [
     *[(Birder, name, bad) for name in ("shared", "feedback", "exact") for bad in (1, None, "yes")],
     *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
     *[(OnebitAdam, "floor", bad) for bad in (-0.1, 1.5, "a", None)],
-    *[(CDAdam, "exact_first", bad) for bad in (1, None, "yes")],
+    *[(CDAdam, key, bad) for key in ("exact_first", "whitened") for bad in (1, None, "yes")],
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
     *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],

@@ -77,13 +77,13 @@ METHODS = {
         {"feedback": True},
     ),
     "SketchedAMSGrad": Method(
-        "SketchedAMSGrad", "AMSGrad", {"convex": 4e-3, "digits": 8e-3, "characters": 8e-3}, LOWER,
+        "SketchedAMSGrad", "AMSGrad", {"convex": 2e-3, "digits": 8e-3, "characters": 8e-3}, LOWER,
         {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
-         "bounded": True}, warm=0.2,
+         "bounded": True}, {"convex": {"eps": 1e-6}}, warm=0.2,
     ),
     "CDAdam": Method(
-        "CDAdam", "AMSGrad", {"convex": 1e-3, "digits": 2e-3, "characters": 4e-3}, LOWER,
-        {"exact_first": True}, warm=0.2,
+        "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 8e-3}, LOWER,
+        {"exact_first": True, "whitened": True}, warm=0.2,
     ),
 }  # fmt: skip
 """By name on the page."""

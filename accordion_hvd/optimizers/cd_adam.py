@@ -10,10 +10,17 @@ from accordion_hvd import check
 from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.optimizers.adam import AMSGrad
+from accordion_hvd.optimizers.onebit_adam import floored
 from accordion_hvd.optimizers.signs import Chunks, averaged
 
 COMPRESSED, EXACT = range(2)
 """Phases: what travels in an exchange."""
+
+FLOOR = 1e-6
+"""Of vmax where it says what signs stand for, as a part of its tensor's mean."""
+
+TINY = 1e-30
+"""What is added to it, should all of it be zero."""
 
 MOMENTS = ("m", "v", "vmax", "count")
 
@@ -55,6 +62,13 @@ class ExactCDAdam(AMSGrad):
         """
         state = self.moments(self._decayed(grad, info), state, info)
         return self.direction(state, info, room), state
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """Take over moments; vmax begins at v, for that of compressed gradients is far larger."""
+        state = super().inherit(state, other, other_state)
+        if not isinstance(other, CDAdam):
+            return state
+        return {**state, "vmax": namespace(state["v"]).copy(state["v"])}
 
     def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
         """In the code's form or the paper's."""
@@ -108,9 +122,17 @@ class CDAdam(ExactCDAdam):
     Replicas are sums of all that was sent, of which each addition is rounded. `refresh` makes
     them what they stand for.
 
-    Under `Accordion` critical regimes are exact (`ExactCDAdam`). Moments go along; replicas and G
-    wait, and catch up later as after any change of the gradient. Between two CDAdams that both
-    have a `compressor`, or both signs, replicas go along too.
+    One scale for a whole tensor leaves what is large in it behind for many steps, and shakes what
+    is small. With `whitened` signs stand for elements in units of sqrt(vmax), which all ranks know:
+    c = D (|x / D|_1 / d) sgn(x), D = diag(sqrt(vmax)) (ours; C contracts in these units). Training
+    then bears higher learning rates, and ends lower.
+
+    Under `Accordion` critical regimes are exact (`ExactCDAdam`). Replicas and G wait meanwhile, and
+    catch up later as after any change of the gradient (or at once, with `exact_first`). Moments
+    begin anew then: exact gradients are so much quieter than estimates that steps by their vmax
+    would be several times too long, and take back what training has gained. When exact gradients
+    follow, moments go along, but for vmax, which begins at v. Between two CDAdams moments go along,
+    and where both have a `compressor`, or both signs, replicas too.
 
     On another number of ranks all replicas become the mean of the old ones; where only another
     rank's state is at hand, G. h = mean of h_i then holds, as it must, if all ranks do so.
@@ -127,6 +149,7 @@ class CDAdam(ExactCDAdam):
             of which 100 messages tell all of a gradient that stays.
         exact_first: whether gradients travel as they are in the first exchange.
         refresh: after how many exchanges they do so again; 0: never.
+        whitened: whether signs are in units of sqrt(vmax); not with a `compressor`.
     """
 
     REGROUPED: ClassVar[str] = "all replicas are the ranks' mean"
@@ -135,12 +158,14 @@ class CDAdam(ExactCDAdam):
     compressor: Compressor | None = None
     exact_first: bool = False
     refresh: int = 0
+    whitened: bool = False
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
         super().__post_init__()
-        if not isinstance(self.exact_first, bool):
-            check.refuse(self, "exact_first", self.exact_first, "True or False")
+        for key in ("exact_first", "whitened"):
+            if not isinstance(getattr(self, key), bool):
+                check.refuse(self, key, getattr(self, key), "True or False")
         check.integer(self, "refresh", self.refresh, least=0)
         if self.compressor is None:
             return
@@ -148,6 +173,8 @@ class CDAdam(ExactCDAdam):
         if why:
             allowed = "None (scaled signs), or one that contracts, such as TopK(0.01)"
             check.refuse(self, "compressor", self.compressor, f"{allowed}: this one {why}")
+        if self.whitened:
+            check.refuse(self, "whitened", True, "False with a compressor, which has its own units")
         object.__setattr__(self, "local", self.compressor.local)
         object.__setattr__(self, "stacks", self.compressor.stacks)
 
@@ -213,9 +240,14 @@ class CDAdam(ExactCDAdam):
         """
         xp = namespace(grad)
         fresh = xp.reshape(grad, xp.shape(state["error"]))
-        total = xp.accumulate(state["error"], fresh)
-        news, rest, server = yield from averaged(total, state["server"], info, "l1")
-        return news, {**state, "error": xp.subtract(rest, fresh), "server": server}, fresh
+        total, server = xp.accumulate(state["error"], fresh), state["server"]
+        if not self.whitened:
+            news, rest, server = yield from averaged(total, server, info, "l1")
+            return news, {**state, "error": xp.subtract(rest, fresh), "server": server}, fresh
+        unit, mine = _units(state["vmax"], info)
+        news, rest, server = yield from averaged(total / unit, server / mine, info, "l1")
+        own = {"error": xp.subtract(rest * unit, fresh), "server": server * mine}
+        return news * unit, {**state, **own}, fresh
 
     def _compressed(
         self, grad: Tensor, state: State, info: Info
@@ -255,10 +287,11 @@ class CDAdam(ExactCDAdam):
         return {key: value for key, value in state.items() if key not in MOMENTS}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
-        """Moments; and G with replicas, where these mean the same."""
-        moments = {key: other_state[key] for key in MOMENTS if key in other_state}
-        state = {**state, **moments}
-        if not isinstance(other, CDAdam) or (other.compressor is None) != (self.compressor is None):
+        """Moments of another CDAdam; and G with replicas, where these mean the same."""
+        if not isinstance(other, CDAdam):
+            return state
+        state = {**state, **{key: other_state[key] for key in MOMENTS if key in other_state}}
+        if (other.compressor is None) != (self.compressor is None):
             return state
         copied = namespace(state["m"]).copy
         state["estimate"] = copied(other_state["estimate"])
@@ -301,6 +334,15 @@ def coupled_decay(info: Info) -> Any:
     """The weight decay of the tensor's group, if it goes through the moments, else 0."""
     decoupled = info.hyper.get("decoupled_weight_decay", True)
     return 0.0 if decoupled else info.hyper.get("weight_decay", 0.0)
+
+
+def _units(vmax: Tensor, info: Info) -> tuple[Tensor, Tensor]:
+    """sqrt(vmax), and the part of it that is this rank's chunk; nowhere quite zero."""
+    xp, least = namespace(vmax), floored(vmax, FLOOR)
+    chunks = Chunks(xp.shape(vmax)[-1], info.size)
+    start = info.rank * chunks.length
+    mine = xp.padded(least, info.size * chunks.length)[..., start : start + chunks.length]
+    return (least + TINY) ** 0.5, (mine + TINY) ** 0.5
 
 
 def _unfit(compressor: Any) -> str:
