@@ -147,21 +147,8 @@ class ModelAverager(Averager):
             return policy.apart, turned
 
         apart, turned = call_back(turn, [], [tf.bool, tf.bool])
-        when(turned, lambda: self._level_within(slots))
+        when(turned, lambda: self._within(slots, self.level))
         return apart
-
-    def _level_within(self, slots: Parameters) -> None:
-        def level(*values: Tensor) -> list[Tensor]:
-            passing = Passing(values)
-            self.directly(few_threads())
-            self.level(passing)
-            return passing.read()
-
-        values = slots.read()
-        if values:
-            means = call_back(level, values, [value.dtype for value in values])
-            pairs = zip(means, values, strict=True)
-            slots.write([tf.ensure_shape(mean, old.shape) for mean, old in pairs])
 
     def before(self) -> None:
         """A step is about to be taken: the first one must find equal models."""
@@ -197,21 +184,33 @@ class ModelAverager(Averager):
         if tf.executing_eagerly():
             self.average(float(rate))
             return
-        values = self.parameters.read()
-        kinds = [value.dtype for value in values]
-        means = call_back(self._average_given, [tf.cast(rate, tf.float32), *values], kinds)
-        pairs = zip(means, values, strict=True)
-        self.parameters.write([tf.ensure_shape(mean, old.shape) for mean, old in pairs])
+        rates = tf.cast(rate, tf.float32)
+        self._within(self.parameters, lambda given, told: self.average(float(told), given), rates)
 
-    def _average_given(self, rate: Tensor, *values: Tensor) -> list[Tensor]:
-        passing = Passing(values)
-        self.directly(few_threads())
-        try:
-            self.average(float(rate), passing)
-        except BaseException:  # the graph ends here, and variables keep what there was last
-            self.parameters.write(passing.read())
-            raise
-        return passing.read()
+    def _within(self, parameters: Parameters, act: Callable[..., None], *told: Tensor) -> None:
+        """In a graph: `act` on the values of parameters, in Python; they are what it leaves.
+
+        Args:
+            parameters: whose values it may change.
+            act: is given these as `Parameters`, and then `told`.
+            told: tensors.
+        """
+
+        def work(*given: Tensor) -> list[Tensor]:
+            passing = Passing(given[len(told) :])
+            self.directly(few_threads())
+            try:
+                act(passing, *given[: len(told)])
+            except BaseException:  # the graph ends here, and variables keep what there was last
+                parameters.write(passing.read())
+                raise
+            return passing.read()
+
+        values = parameters.read()
+        if values:
+            found = call_back(work, [*told, *values], [value.dtype for value in values])
+            pairs = zip(found, values, strict=True)
+            parameters.write([tf.ensure_shape(new, old.shape) for new, old in pairs])
 
     def directly(self, directly: bool) -> None:
         """Whether Horovod is called without graphs of its own (see its communicator)."""
