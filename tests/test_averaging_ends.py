@@ -35,6 +35,7 @@ def run(how: str, folder: Path, ranks: int = 4) -> tuple[int, str, float]:
     [
         ("killed", "rank 1 with PID"),  # the launcher's words
         ("stopped", "ends the job: rank 1 did not take part in "),
+        ("moving", "ends the job: rank 1 did not take part in "),
         ("asleep", "ends the job: rank 1 did not take part in the average of all ranks"),
         ("uncaught", "the averaging has ended on all ranks (rank 1: ValueError('intended'))"),
         ("exit", "the averaging has ended on all ranks (rank 1: ended after 12 steps)"),

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,7 @@ _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
 _NAP = 1e-4  # seconds between looks at messages that are on their way
+_QUIET = 0.1  # seconds of an exchange in which nobody needs to be heard
 _GRACE = 5.0  # seconds in which a rank that lives tells so
 _DTYPES = ("float32", "float64")
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
@@ -182,7 +184,6 @@ class WaitAvoiding:
         self._results: dict[int, tuple[int, Model]] = {}
         self._reason = ""  # why this rank ends, for others to read
         self._ended: list[tuple[int, str]] | None = None  # who, and why
-        self._moving: tuple[Turn, float] | None = None  # an exchange of data, and since when
         self._goodbyes: set[int] = set()
         self._answers: dict[int, bool] = {}  # who lives, and whether it waits for others itself
         self._sending: list[tuple[Any, Array]] = []
@@ -340,10 +341,6 @@ class WaitAvoiding:
         with self._changed:
             while not done():
                 self._changed.wait(1.0)
-                moving = self._moving
-                if moving is not None and time.monotonic() - moving[1] > self.timeout:
-                    others = _words([rank for rank in moving[0].members if rank != self.rank])
-                    self._abort(f"an exchange of data with rank {others} does not end")
 
     def _check_going(self) -> None:
         if self._ended is not None:
@@ -419,27 +416,30 @@ class WaitAvoiding:
                     total = self._pool.take()
                     break
             if time.monotonic() - began > self.timeout:
-                self._inquire(turn, missing)
+                answers = self._inquire(missing)
+                with self._changed:
+                    came = not self._agent.missing(turn) or self._agent.turn() != turn
+                if not came:  # who is not waiting for others keeps them waiting
+                    self._blame(turn, [rank for rank in missing if not answers.get(rank, False)])
                 began = time.monotonic()
             self._bell.wait()
-        self._moving = turn, time.monotonic()
         self._add_up(turn, model, total)
-        self._moving = None
         self._keep(turn, label, model, total)
 
-    def _inquire(self, turn: Turn, missing: Sequence[int]) -> None:
-        """End the job if one of those who are missing is dead, or is not waiting for others."""
+    def _inquire(self, ranks: Sequence[int]) -> dict[int, bool]:
+        """Whether each of these is waiting for others; without those that do not answer."""
         self._answers.clear()
-        for rank in missing:
+        for rank in ranks:
             self._send(rank, _ASK)
         until = time.monotonic() + min(self.timeout, _GRACE)
-        while time.monotonic() < until and not self._answers.keys() >= set(missing):
+        while time.monotonic() < until and not self._answers.keys() >= set(ranks):
             self._bell.wait()
             self._listen()
-        suspects = [rank for rank in missing if not self._answers.get(rank, False)]
-        with self._changed:
-            came = not self._agent.missing(turn) or self._agent.turn() != turn
-        if suspects and not came:
+        return self._answers
+
+    def _blame(self, turn: Turn, suspects: Sequence[int]) -> None:
+        """End the job if there are any."""
+        if suspects:
             time.sleep(min(2.0, 0.05 * self.rank))  # one reason is enough
             what = "the average of all ranks" if turn.whole else "a group's average"
             self._abort(
@@ -461,9 +461,24 @@ class WaitAvoiding:
                 requests += [
                     self._comm.Isend(part, turn.members[peer], _DATA) for peer, part in turns.send
                 ]
-                while not MPI.Request.Testall(requests):
-                    time.sleep(_NAP)  # Waitall would be busy, on a core that the others may need
+                self._finish(turn, partial(MPI.Request.Testall, requests))
                 self.sent += sum(part.nbytes for _, part in turns.send)
+
+    def _finish(self, turn: Turn, done: Callable[[], bool]) -> None:
+        """Let data travel; Waitall would be busy, on a core that the others may need."""
+        began = heard = time.monotonic()
+        while not done():
+            time.sleep(_NAP)
+            now = time.monotonic()
+            if now - heard > _QUIET:  # somebody may ask whether this rank lives
+                self._listen()
+                heard = now
+            if now - began > self.timeout:
+                others = [rank for rank in turn.members if rank != self.rank]
+                answers = self._inquire(others)
+                if not done():  # who answers is as stuck as this rank is, or the link is slow
+                    self._blame(turn, [rank for rank in others if rank not in answers])
+                began = time.monotonic()
 
     def _keep(self, turn: Turn, label: int, model: Model, total: Model) -> None:
         if self.log is not None:

@@ -1,6 +1,7 @@
 """Training under wait-avoiding averaging in which rank 1 comes to grief: `averaging_ends.py HOW`.
 
-killed: its process is gone; stopped: it lives, but does nothing; asleep: it trains for too long;
+killed: its process is gone; stopped: it lives, but does nothing; moving: so it does when all were
+ready and data is to travel; asleep: it trains for too long;
 uncaught: an exception, and no `with` block; interrupt: Ctrl-C on all ranks; exit: sys.exit() with a
 status; threads: MPI was started without MPI_THREAD_MULTIPLE.
 """
@@ -32,17 +33,19 @@ def main() -> None:
     for step in range(1000):
         time.sleep(0.001)
         if step == 12 and RANK == 1:
-            grief()
+            grief(averaging)
         if step == 12 and HOW == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         averaging.average([model])
 
 
-def grief() -> None:
+def grief(averaging: WaitAvoiding) -> None:
     if HOW == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if HOW == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if HOW == "moving":
+        averaging._add_up = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     if HOW == "asleep":
         time.sleep(100)
     if HOW == "uncaught":
