@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from accordion_hvd.experiment.report import END
 from accordion_hvd.netbench import command, contestants, network, page, sandbox, tables
 from accordion_hvd.netbench.contestants import ACCORDION, COMPUTE, GROUPED, OURS, SILENT, WAYS
 
@@ -134,10 +135,14 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
     for framework, ways in WAYS.items():
         files.append(str(tmp_path / f"{framework}.json"))
         Path(files[-1]).write_text(json.dumps(made(framework, ways)))
+    written = tmp_path / "docs" / "performance.md"
+    written.parent.mkdir()
+    written.write_text(f"old\n\n{END}\n\nWhat somebody noted.\n")
     with pytest.raises(SystemExit) as ended:
-        command.main(["report", *files, "--output", str(tmp_path / "docs")])
+        command.main(["report", *files, "--output", str(written.parent)])
     assert not ended.value.code
-    text = (tmp_path / "docs" / "performance.md").read_text()
+    text = written.read_text()
+    assert not text.startswith("old") and text.endswith(f"\n\n{END}\n\nWhat somebody noted.\n")
     for words in ("## PyTorch", "## Keras", "### 50 Mbit/s", "averages nothing", "2 cores of x"):
         assert words in text
     assert all(f"| {way} |" in text for ways in WAYS.values() for way in ways)

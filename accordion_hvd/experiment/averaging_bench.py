@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from accordion_hvd.experiment import scale, waiting
+from accordion_hvd.experiment.report import END
 from accordion_hvd.experiment.results import read_json, write_json
 from accordion_hvd.virtual import Link, Stragglers
 
 MEASURED = ("waiting", "horovod", "idle", "accuracy")
 PARTS = (*MEASURED, "scale", "report")
-BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"
+BEGIN = "<!-- measured -->"
 _RANK = "OMPI_COMM_WORLD_RANK"
 
 

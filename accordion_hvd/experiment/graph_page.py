@@ -8,16 +8,16 @@ from pathlib import Path
 
 from accordion_hvd.experiment import graph_report
 from accordion_hvd.experiment.graph_report import COMPARED, LINKS, mean, ways
-from accordion_hvd.experiment.report import as_markdown
+from accordion_hvd.experiment.report import as_markdown, write_page
 from accordion_hvd.experiment.results import Row, read_json
 
 INTRODUCTION = """
 # Skewed neighbour sampling
 
-Written by `make bench-graph` from what it measured; do not edit. Each rank samples neighbours for
-its own training nodes and fetches the features of those that other ranks own. Local nodes are s
-times as likely as by the base sampler, s constant or found for each batch from a variance budget D,
-and everything is weighted by the probability with which it was drawn.
+Written by `make bench-graph` from what it measured, but for notes at the end. Each rank samples
+neighbours for its own training nodes and fetches the features of those that other ranks own. Local
+nodes are s times as likely as by the base sampler, s constant or found for each batch from a
+variance budget D, and everything is weighted by the probability with which it was drawn.
 
 ![test accuracy against rows from other ranks](graph.png)
 
@@ -58,7 +58,7 @@ def write(folder: Path, output: Path) -> Path:
     if compared:
         graph_report.picture(compared, output / "graph.png")
     page = output / "graph.md"
-    page.write_text("\n\n".join(part.strip() for part in parts) + "\n")
+    write_page(page, parts)
     return page
 
 

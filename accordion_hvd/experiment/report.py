@@ -20,8 +20,18 @@ STYLES = {
     "high": ("-.", "v"),
     "accordion": ("-", "o"),
 }
+END = "<!-- end of what was measured -->"
+"""What a page has after it was written by hand."""
+
 Runs = Mapping[tuple[str, str], Row]
 """Results by framework and way; ways are the keys of `COLOURS`."""
+
+
+def write_page(path: Path, parts: Sequence[str]) -> None:
+    """Write a page of what was measured; what an older one says after `END` stays."""
+    mark, notes = path.read_text().partition(END)[1:] if path.is_file() else ("", "")
+    text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    path.write_text(f"{text}\n{mark}{notes}" if mark else text)
 
 
 def label(way: str, result: Row) -> str:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from accordion_hvd import check, parse
 from accordion_hvd.data import DataError, Dataset, Shard, load
-from accordion_hvd.experiment.report import as_markdown
+from accordion_hvd.experiment.report import as_markdown, write_page
 from accordion_hvd.experiment.results import read_json, write_json
 from accordion_hvd.policy import Policy, as_policy
 from accordion_hvd.simulate import simulate
@@ -266,12 +266,12 @@ def _mean(outcomes: Sequence[Outcome], way: Way, key: str) -> float:
 INTRODUCTION = """
 # What accuracy compressors keep
 
-Written by `make bench-shelf` (`scripts/train_shelf.py`); do not edit. Small networks, trained by
-four simulated ranks under each compression: same weights, images, order and learning rates; SGD
-with momentum 0.9, or plain SGD around what returns finished updates. "Points lost" is test accuracy
-against the first row, "ratio" how many times fewer bytes a rank sends than a ring allreduce of the
-gradients (small tensors, warm-ups and all), "at last" that of the last epoch alone. `$epoch`,
-`$third` and `$tenth` are the steps of an epoch and of these parts of the training.
+Written by `make bench-shelf` (`scripts/train_shelf.py`), but for notes at the end. Small networks,
+trained by four simulated ranks under each compression: same weights, images, order and learning
+rates; SGD with momentum 0.9, or plain SGD around what returns finished updates. "Points lost" is
+test accuracy against the first row, "ratio" how many times fewer bytes a rank sends than a ring
+allreduce of the gradients (small tensors, warm-ups and all), "at last" that of the last epoch
+alone. `$epoch`, `$third` and `$tenth` are the steps of an epoch and of these parts of the training.
 """
 
 NOTES = """
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kept[outcome.task, outcome.word, outcome.seed] = outcome
             write_json(wanted.results, {"outcomes": [asdict(o) for o in kept.values()]})
     wanted.output.parent.mkdir(parents=True, exist_ok=True)
-    wanted.output.write_text(page(list(kept.values())))
+    write_page(wanted.output, [page(list(kept.values()))])
     print(f"page: {wanted.output}")
 
 

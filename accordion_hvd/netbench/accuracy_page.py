@@ -204,18 +204,18 @@ def write(found: Row, folder: Path) -> list[Path]:
         METHOD,
     ]  # fmt: skip
     text = folder / "accuracy.md"
-    text.write_text("\n\n".join(part.strip() for part in parts) + "\n")
+    report.write_page(text, parts)
     return [text, folder / "accuracy.png"]
 
 
 INTRODUCTION = """
 # Time to an accuracy on limited links
 
-Written by `make bench-accuracy` from what it measured; do not edit. Bytes that are saved are worth
-nothing if training needs more steps for it. Here several hosts (network namespaces) on one machine
-train until a test accuracy is reached, in many ways, over links whose rate is limited. Times belong
-to this machine; ratios carry further, but measure your own: the networks are small, and these are
-first epochs, not whole trainings.
+Written by `make bench-accuracy` from what it measured, but for notes at the end. Bytes that are
+saved are worth nothing if training needs more steps for it. Here several hosts (network namespaces)
+on one machine train until a test accuracy is reached, in many ways, over links whose rate is
+limited. Times belong to this machine; ratios carry further, but measure your own: the networks are
+small, and these are first epochs, not whole trainings.
 """
 
 METHOD = f"""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accordion_hvd.experiment import results
+from accordion_hvd.experiment.report import write_page
 from accordion_hvd.netbench import accuracy, accuracy_page, bench, page, picture, sandbox
 from accordion_hvd.netbench.launch import BACKENDS, Job
 from accordion_hvd.netbench.network import MOST_HOSTS, Network, parse_rate
@@ -98,7 +99,7 @@ def report(options: argparse.Namespace) -> int:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     picture.draw(found, folder / "performance.png")
-    (folder / "performance.md").write_text(page.write(found, "performance.png"))
+    write_page(folder / "performance.md", page.parts(found, "performance.png"))
     print(f"page: {folder / 'performance.md'}   picture: {folder / 'performance.png'}")
     return 0
 

@@ -26,20 +26,19 @@ NOISY = 0.3
 """Cores that other processes use, from which on a reader should know of it."""
 
 
-def write(found: Sequence[Row], picture: str) -> str:
-    """The page; it says nothing but what the results hold."""
+def parts(found: Sequence[Row], picture: str) -> list[str]:
+    """Of the page; they say nothing but what the results hold."""
     head = [INTRODUCTION, machine(found[0]), f"![ms a step by way and rate]({picture})"]
-    parts = [*head, *map(section, found), METHOD]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return [*head, *map(section, found), METHOD]
 
 
 INTRODUCTION = """
 # Performance on limited links
 
-Written by `make bench-network` from what it measured; do not edit. Several hosts (network
-namespaces) on one machine train the same network over links whose rate is limited, in many ways
-that take turns; what the words mean stands at the end. Times belong to this machine; ratios carry
-further, but measure your own:
+Written by `make bench-network` from what it measured, but for the notes at the end. Several hosts
+(network namespaces) on one machine train the same network over links whose rate is limited, in many
+ways that take turns; what the words mean stands at the end. Times belong to this machine; ratios
+carry further, but measure your own:
 
 ```sh
 make bench-network

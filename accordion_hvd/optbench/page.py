@@ -298,18 +298,18 @@ def write(files: Sequence[Row], folder: Path) -> list[Path]:
         METHOD,
     ]  # fmt: skip
     text = folder / "optimizers.md"
-    text.write_text("\n\n".join(part.strip() for part in parts if part) + "\n")
+    report.write_page(text, parts)
     return [text, folder / "optimizers.png"]
 
 
 INTRODUCTION = """
 # Compressed optimizers
 
-Written by `make bench-optimizers` from what it measured; do not edit. Each compressed optimizer is
-compared with the uncompressed one that it stands for (`OnebitAdam` and `Birder` with `Adam`,
-`SketchedAMSGrad` and `CDAdam` with `AMSGrad`), at equal steps, batches and initial weights. The
-networks are small and trainings short: what is measured is whether the method keeps up, not
-how good a network can get.
+Written by `make bench-optimizers` from what it measured, but for notes at the end. Each compressed
+optimizer is compared with the uncompressed one that it stands for (`OnebitAdam` and `Birder` with
+`Adam`, `SketchedAMSGrad` and `CDAdam` with `AMSGrad`), at equal steps, batches and initial weights.
+The networks are small and trainings short: what is measured is whether the method keeps up, not how
+good a network can get.
 """
 
 OVERVIEW = f"""
