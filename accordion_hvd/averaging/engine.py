@@ -33,7 +33,7 @@ _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
 _NAP = 1e-4  # seconds between looks at messages that are on their way
-_QUIET = 0.1  # seconds of an exchange in which nobody needs to be heard
+_QUIET = 0.1  # seconds between looks at other messages meanwhile
 _GRACE = 5.0  # seconds in which a rank that lives tells so
 _DTYPES = ("float32", "float64")
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
@@ -184,6 +184,8 @@ class WaitAvoiding:
         self._results: dict[int, tuple[int, Model]] = {}
         self._reason = ""  # why this rank ends, for others to read
         self._ended: list[tuple[int, str]] | None = None  # who, and why
+        self._moving = False  # whether data travels
+        self._kept: list[tuple[int, ...]] = []  # messages that came meanwhile
         self._goodbyes: set[int] = set()
         self._answers: dict[int, bool] = {}  # who lives, and whether it waits for others itself
         self._sending: list[tuple[Any, Array]] = []
@@ -363,9 +365,17 @@ class WaitAvoiding:
             self._abort(f"its averaging thread has failed:\n{traceback.format_exc()}")
 
     def _listen(self) -> None:
-        """Take in all messages, send what is to be sent."""
+        """Take in all messages, send what is to be sent.
+
+        While data travels, only tell who asks that this rank lives: what others go on with
+        meanwhile must not change what is being averaged here.
+        """
         from mpi4py import MPI
 
+        if not self._moving:
+            kept, self._kept = self._kept, []
+            for words in kept:
+                self._take_in(*words)
         status, message = MPI.Status(), np.empty(3, np.int64)
         empty = 0
         while empty < 2:  # Open MPI looks for new messages only if it has not found an old one
@@ -374,24 +384,32 @@ class WaitAvoiding:
                 continue
             source = status.Get_source()
             self._comm.Recv(message, source, _CONTROL)
-            kind, version, more = (int(word) for word in message)
-            with self._changed:
-                if kind == _ACTIVATE:
-                    self._outbox += self._agent.hear(version, more)
-                    self._changed.notify_all()
-                elif kind == _HERE:
-                    self._agent.arrived(source, version, bool(more))
-                elif kind == _BYE:
-                    self._goodbyes.add(source)
-                elif kind == _ANSWER:
-                    self._answers[source] = bool(version)
-            if kind == _ASK:
-                self._send(source, _ANSWER, self._agent.turn() is not None)
-        with self._changed:
-            outbox, self._outbox = self._outbox, []
-        for activation in outbox:
-            self._send(activation.to, _ACTIVATE, activation.version, activation.span)
+            words = source, *(int(word) for word in message)
+            if self._moving and words[1] not in (_ASK, _ANSWER):
+                self._kept.append(words)
+            else:
+                self._take_in(*words)
         self._sending = [(r, words) for r, words in self._sending if not r.Test()]
+        if not self._moving:
+            with self._changed:
+                outbox, self._outbox = self._outbox, []
+            for activation in outbox:
+                self._send(activation.to, _ACTIVATE, activation.version, activation.span)
+
+    def _take_in(self, source: int, kind: int, version: int, more: int) -> None:
+        with self._changed:
+            if kind == _ACTIVATE:
+                self._outbox += self._agent.hear(version, more)
+                self._changed.notify_all()
+            elif kind == _HERE:
+                self._agent.arrived(source, version, bool(more))
+            elif kind == _BYE:
+                self._goodbyes.add(source)
+            elif kind == _ANSWER:
+                self._answers[source] = bool(version)
+            waiting = self._agent.turn() is not None
+        if kind == _ASK:
+            self._send(source, _ANSWER, waiting)
 
     def _send(self, to: int, *words: int) -> None:
         message = np.array((*words, 0)[:3], np.int64)
@@ -423,7 +441,9 @@ class WaitAvoiding:
                     self._blame(turn, [rank for rank in missing if not answers.get(rank, False)])
                 began = time.monotonic()
             self._bell.wait()
+        self._moving = True
         self._add_up(turn, model, total)
+        self._moving = False
         self._keep(turn, label, model, total)
 
     def _inquire(self, ranks: Sequence[int]) -> dict[int, bool]:

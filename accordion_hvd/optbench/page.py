@@ -288,7 +288,7 @@ def write(files: Sequence[Row], folder: Path) -> list[Path]:
     parts = [
         INTRODUCTION, machine(found),
         f"Medians over {seeds} seed(s), with the range in brackets.",
-        "## The goal", OVERVIEW, report.as_markdown(overview(found)), *NOTES,
+        "## The goal", OVERVIEW, report.as_markdown(overview(found)),
         "![loss by steps and by bytes](optimizers.png)",
         *(section(found, task) for task in found["tasks"]),
         *([timing(by["links"])] if "links" in by else []),
@@ -316,9 +316,6 @@ OVERVIEW = f"""
 At most {GOAL:g} times the uncompressed loss after equally many steps, with at most a {BYTES}th of
 the bytes once the warm-up is over. Ratios are taken within a seed.
 """
-
-NOTES: tuple[str, ...] = ()
-"""What is to be said of goals that were missed."""
 
 STATES = """
 Bytes that a rank's optimizer keeps for each parameter after a training, on 4 ranks in fp32. Small

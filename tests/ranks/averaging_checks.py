@@ -17,6 +17,7 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from averages import problems, replay  # noqa: E402
 
+from accordion_hvd.averaging import engine  # noqa: E402
 from accordion_hvd.averaging.engine import RanksEnded, WaitAvoiding, why_not  # noqa: E402
 from accordion_hvd.guard import RanksDisagree  # noqa: E402
 
@@ -74,6 +75,26 @@ def check_models_are_the_oracles() -> None:
         assert len({row.tobytes() for row in COMM.allgather(model)}) == 1, "equal at the end"
         late += averaging.late
     assert COMM.allreduce(late) > 0, "nobody was late: nothing was tried"
+
+
+def check_messages_that_come_while_data_travels() -> None:
+    """Ranks that are slow to add up hear of the next versions before they have done with this."""
+    quiet, engine._QUIET = engine._QUIET, 0.0
+    try:
+        model, log = np.zeros(40), []
+        averaging = WaitAvoiding([model], group_size=2, period=3, timeout=60, log=log)
+        finish, draw = averaging._finish, np.random.default_rng([13, RANK])
+
+        def late(turn: Any, done: Any) -> None:
+            until = time.monotonic() + draw.exponential(0.003)
+            finish(turn, lambda: time.monotonic() > until and done())
+
+        averaging._finish = late
+        model, found = train(averaging, 60)
+        averaging.close([model])
+        agrees(averaging, found)
+    finally:
+        engine._QUIET = quiet
 
 
 def check_alone_until_the_period_ends() -> None:
