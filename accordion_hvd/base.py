@@ -231,6 +231,7 @@ class Compressor(NotForStockHorovod):
         contracts: whether what it keeps of x = error + gradient is always shorter than x by some
             factor, at least in expectation, and what it sends depends on that sum alone.
         by_machine: whether it asks who shares a machine.
+        halves: whether it sends nothing but fp16, which some engines add better than others.
         in_parts: whether its state is then that of a part of the tensor (`whole`), and what other
             levels owe reaches it with the next gradient.
         private: whether only what it returns may become known of gradients. It then serves a whole
@@ -250,6 +251,7 @@ class Compressor(NotForStockHorovod):
     local: ClassVar[tuple[str, ...]] = ("error",)
     contracts: ClassVar[bool] = False
     by_machine: ClassVar[bool] = False
+    halves: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     private: ClassVar[bool] = False
     several: ClassVar[bool] = False

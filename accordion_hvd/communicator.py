@@ -27,7 +27,8 @@ class Communicator(abc.ABC):
 
     Attributes:
         xp: the operations of the framework whose tensors it carries.
-        half_allreduce: whether the engine adds 16-bit floats well (NCCL does).
+        half_allreduce: whether the engine should add fp16, as NCCL does well; None while nobody
+            has asked (`halves.meet`), and it does not.
         machines: who shares a machine; () as long as nobody has asked (`machines.meet`).
         extensible: whether `register` can add groups that the engine does not know.
         kept: memory that serves again at the next step, by name; None where nothing can be kept.
@@ -36,7 +37,7 @@ class Communicator(abc.ABC):
     rank: int
     size: int
     xp: ModuleType
-    half_allreduce: bool = False
+    half_allreduce: bool | None = None
     machines: Machines = ()
     extensible: bool = True
     kept: dict[str, Tensor] | None = None

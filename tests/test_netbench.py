@@ -278,6 +278,39 @@ def test_horovod_on_limited_links(backend: str, token: str, tmp_path: Path) -> N
         assert 12e6 <= number < 14e6
 
 
+HALVES = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+import accordion_hvd.torch as hvd
+hvd.init()
+weight = torch.nn.Parameter(torch.zeros(300, 100))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([weight], lr=1.0), [("w", weight)], compression="fp16"
+)
+parts = [torch.randn(300, 100, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+weight.grad = parts[hvd.rank()].clone()
+optimizer.step()
+apart = (weight + sum(parts) / 2).abs().max().item()
+print(hvd.rank(), optimizer.exchange.communicator.half_allreduce, apart < 2e-3)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("rate", "engine"), [("40mbit", True), ("none", False)])
+def test_halves_are_added_by_the_engine_on_slow_links(
+    rate: str, engine: bool, token: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("horovod")
+    program = tmp_path / "program.py"
+    program.write_text(HALVES.format(root=str(ROOT)))
+    words = ["run", "--hosts", "2", "--rate", rate, "--", "python", str(program)]
+    status, out, err = rig(token, *words)
+    assert status == 0, out + err
+    assert out.splitlines() == [f"0 {engine} True"], err
+
+
 COUNTED = """
 import os, sys
 sys.path.insert(0, {root!r})

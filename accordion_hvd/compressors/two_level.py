@@ -59,7 +59,7 @@ class TwoLevel(Compressor):
             check.refuse(self, "compressor", self.compressor, allowed)
         if self.compressor.private:
             check.refuse(self, "compressor", self.compressor, "one that is not private")
-        for aspect in ("target", "output", "scope"):
+        for aspect in ("target", "output", "scope", "halves"):
             object.__setattr__(self, aspect, getattr(self.compressor, aspect))
         stacks = "any" if self.compressor.stacks == "any" else ""
         object.__setattr__(self, "stacks", stacks)

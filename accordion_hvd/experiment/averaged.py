@@ -26,7 +26,7 @@ TASKS = {
         data="digits", model="mlp", width=96, depth=3, epochs=60, batch_size=16, lr=0.1, shift=1
     ),
     "cifar10": Settings(
-        data="cifar10", model="convnet", width=16, depth=3, epochs=10, batch_size=16, lr=0.2,
+        data="cifar10", model="convnet", width=16, depth=3, epochs=20, batch_size=16, lr=0.1,
         shift=2, limit=10_000,
     ),
 }  # fmt: skip

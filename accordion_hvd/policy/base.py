@@ -30,6 +30,7 @@ class Policy(NotForStockHorovod, abc.ABC):
             average) or None (nobody's).
         target, output, scope: what its levels declare (`Compressor`), all alike.
         by_machine: whether one of its levels asks who shares a machine.
+        halves: whether one sends nothing but fp16.
         private, several: what its one level declares.
         fixed: whether one level serves all the time.
         budget: what exchanges are entered in that cost privacy; None where nothing is.
@@ -54,6 +55,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     output: str = "gradient"
     scope: str = "tensor"
     by_machine: bool = False
+    halves: bool = False
     private: bool = False
     several: bool = False
     fixed: bool = False
@@ -245,6 +247,7 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
     _compare(owner, "what serves exempt tensors", {repr(x): x.plain() for x in levels})
     owner._plain = levels[0].plain()
     owner.by_machine = any(level.by_machine for level in levels)
+    owner.halves = any(level.halves for level in levels)
 
 
 def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:

@@ -13,12 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 import accordion_hvd
-from accordion_hvd import checkpoint
+from accordion_hvd import checkpoint, halves, machines
 from accordion_hvd import guard as guards
 from accordion_hvd.base import Compressor, Tensor
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
-from accordion_hvd.machines import meet
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.policy.base import check_private
@@ -375,7 +374,8 @@ class Averager:
         mine = np.array([key in present for key in self._member], np.uint8)
         with tf.init_scope():
             guards.require_agreement(self.communicator, "\n".join(lines))
-            meet(self.communicator, self.policy)
+            machines.meet(self.communicator, self.policy)
+            halves.meet(self.communicator, self.policy)
             if self.hyper is not None:
                 checkpoint.agree_on_origin(self.exchange, self._own)
                 self._own = True

@@ -36,7 +36,8 @@ class HorovodCommunicator(Communicator):
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self.extensible = addable()
-        self.half_allreduce = hvd.nccl_built() and bool(tf.config.list_physical_devices("GPU"))
+        nccl = hvd.nccl_built() and tf.config.list_physical_devices("GPU")
+        self.half_allreduce = True if nccl else None
         self.directly = False
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:

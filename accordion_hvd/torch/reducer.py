@@ -14,13 +14,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import accordion_hvd
-from accordion_hvd import checkpoint, simulate
+from accordion_hvd import checkpoint, halves, machines, simulate
 from accordion_hvd import guard as guards
 from accordion_hvd.base import Allgather, Allreduce, Compressor, Conversation
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.machines import meet
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.torch.communicator import HorovodCommunicator
@@ -397,7 +396,8 @@ class Reducer:
         text = "\n".join([*described, settings, *known])
         device = order[0].device if order else None
         guards.require_agreement(self.communicator, text, device)
-        meet(self.communicator, self.policy, device)
+        machines.meet(self.communicator, self.policy, device)
+        halves.meet(self.communicator, self.policy, device)
         if self.settings is not None:
             checkpoint.agree_on_origin(self.exchange, self._own, device)
             self._own = True

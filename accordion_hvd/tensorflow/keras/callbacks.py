@@ -9,8 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from accordion_hvd import check
-from accordion_hvd.machines import meet
+from accordion_hvd import check, halves, machines
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.functions import broadcast_variables
 from accordion_hvd.tensorflow.keras.optimizer import averages_models, is_distributed
@@ -93,7 +92,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if averager is None or averager.alone or averager._exchange is None:
             return
         averager.check()
-        meet(averager.communicator, averager.policy)
+        machines.meet(averager.communicator, averager.policy)
+        halves.meet(averager.communicator, averager.policy)
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
         self.model.optimizer._follow()

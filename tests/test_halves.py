@@ -1,0 +1,66 @@
+"""Who adds halves up: owners of parts, but on slow links the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accordion_hvd import FP16, Accordion, Dense, Fixed, PowerSGD, TwoLevel, halves
+from accordion_hvd.policy import Policy
+from accordion_hvd.prices import Echo
+
+
+class Line(Echo):
+    """One of four ranks whose messages take 0.1 ms and go at some bytes a second."""
+
+    def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(4)
+        self.launched: list[str] = []
+        clock = SimpleNamespace(
+            perf_counter=lambda: 1e-4 * len(self.launched) + self.traffic.sent / rate
+        )
+        monkeypatch.setattr("accordion_hvd.policy.gate.time", clock)
+
+    def launch(self, name: str, requests: Sequence[Any]) -> Any:
+        """Count these."""
+        self.launched.append(name)
+        return super().launch(name, requests)
+
+
+@pytest.mark.parametrize("mbit", [5, 50, 90, 110, 1000, 100_000])
+def test_the_engine_adds_where_links_are_slow(mbit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(mbit * 1e6 / 8, monkeypatch)
+    halves.meet(line, Fixed(FP16()))
+    assert line.half_allreduce is (mbit < 100)
+    before = len(line.launched)
+    halves.meet(line, Fixed(FP16()))
+    assert len(line.launched) == before  # asked once
+
+
+@pytest.mark.parametrize(
+    ("policy", "asks"),
+    [
+        (Fixed(FP16()), True),
+        (Fixed(TwoLevel(FP16())), True),
+        (Fixed(PowerSGD(1), gate="auto"), True),
+        (Accordion(low=FP16(), high=PowerSGD(1)), True),
+        (Fixed(Dense()), False),
+        (Accordion(low=PowerSGD(4), high=PowerSGD(1)), False),
+    ],
+)
+def test_only_those_who_send_halves_ask(
+    policy: Policy, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(1e6, monkeypatch)
+    halves.meet(line, policy)
+    assert bool(line.launched) == asks and line.half_allreduce is (True if asks else None)
+
+
+def test_an_engine_that_adds_halves_well_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(1e9, monkeypatch)
+    line.half_allreduce = True
+    halves.meet(line, Fixed(FP16()))
+    assert line.half_allreduce and not line.launched
