@@ -84,7 +84,7 @@ bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (r
 	@$(IN_VENV) $(RUN) scripts/graph.py sampling --output $(GRAPH)/sampling.json
 	@$(IN_VENV) $(RUN) scripts/graph.py report $(GRAPH)
 
-bench-averaging: setup ## averaging of models when ranks are late, for docs/averaging.md (half an hour)
+bench-averaging: setup ## averaging of models when ranks are late, for docs/averaging.md (80 minutes)
 	@$(IN_VENV) $(RUN) scripts/bench_averaging.py
 
 doctor: setup ## say what works here and what to do about the rest
