@@ -48,6 +48,7 @@ from accordion_hvd import (
     Threshold,
     TopK,
     TwoLevel,
+    halves,
 )
 from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
 from accordion_hvd.simulate import simulate
@@ -153,6 +154,20 @@ def check_fit_in_a_graph() -> None:
         assert_equal_ranks(model, compression)
         assert np.abs(weights(model) - start).max() > 1e-4
         assert opt.exchange.stats()["steps"] == 4, opt.exchange.stats()
+
+
+def check_halves_that_the_engine_adds() -> None:
+    """As on slow links."""
+    limit, halves.SLOW = halves.SLOW, math.inf
+    try:
+        exact, rounded = make_model(), make_model()
+        fit(exact, Dense())
+        opt = fit(rounded, FP16())
+    finally:
+        halves.SLOW = limit
+    assert opt.exchange.communicator.half_allreduce
+    assert_equal_ranks(rounded)
+    np.testing.assert_allclose(weights(rounded), weights(exact), atol=2e-3)
 
 
 def check_sparse_methods_in_fit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 import os
 import pickle
 import shutil
@@ -43,6 +44,7 @@ from accordion_hvd import (
     Threshold,
     TopK,
     TwoLevel,
+    halves,
 )
 from accordion_hvd.check import PayloadError
 from accordion_hvd.compressors import sparsifier
@@ -144,6 +146,21 @@ def check_weights_are_equal_after_training() -> None:
         train(model, optimizer)
         assert_same(model)
         assert not torch.equal(before, weights(model)), "nothing was learned"
+
+
+def check_halves_that_the_engine_adds() -> None:
+    """As on slow links."""
+    exact, rounded = network(), network()
+    train(exact, wrapped(exact))
+    optimizer = wrapped(rounded, compression=FP16())
+    limit, halves.SLOW = halves.SLOW, math.inf
+    try:
+        train(rounded, optimizer)
+    finally:
+        halves.SLOW = limit
+    assert optimizer.exchange.communicator.half_allreduce
+    assert_same(rounded)
+    torch.testing.assert_close(weights(rounded), weights(exact), atol=2e-3, rtol=0)
 
 
 def check_weights_are_equal_with_two_levels() -> None:
