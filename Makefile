@@ -58,7 +58,7 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/torch.json $(NETBENCH)/keras.json
 
-bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; 45 minutes)
+bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
 
