@@ -22,7 +22,7 @@ class Line(Echo):
         clock = SimpleNamespace(
             perf_counter=lambda: 1e-4 * len(self.launched) + self.traffic.sent / rate
         )
-        monkeypatch.setattr("accordion_hvd.policy.gate.time", clock)
+        monkeypatch.setattr(halves, "time", clock)
 
     def launch(self, name: str, requests: Sequence[Any]) -> Any:
         """Count these."""

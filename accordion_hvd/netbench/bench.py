@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from accordion_hvd.experiment import results
 from accordion_hvd.netbench import contestants, tables
@@ -160,6 +161,8 @@ def measure(
                 row = {"way": way, "rate": rate, "repetition": repetition}
                 if contestants.gated(way):
                     row["verdict"] = settle(groups[way], way)
+                if contestants.halves(way):
+                    ask(groups[way], "judge", way, 0)  # as in a job that began on this link
                 row |= turn(network, groups[way], way, options.turn)
                 say(
                     f"{repetition + 1}/{options.repetitions} {rate:>8} {way:<32} "
@@ -171,10 +174,15 @@ def measure(
 
 def settle(group: Group, way: str) -> str:
     """Let a gate judge the link anew, as it would have in a job that began on it."""
-    with running(group):
-        verdict = group.ask("settle", way, VERDICT)[0]
+    verdict = ask(group, "settle", way, VERDICT)
     say(verdict)
     return verdict
+
+
+def ask(group: Group, method: str, way: str, count: int) -> Any:
+    """The first worker's answer."""
+    with running(group):
+        return group.ask(method, way, count)[0]
 
 
 def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:

@@ -78,6 +78,11 @@ def gated(way: str) -> bool:
     return way.startswith(OURS) and getattr(compression(way), "gate", None) is not None
 
 
+def halves(way: str) -> bool:
+    """Whether who adds its 16-bit floats depends on the link."""
+    return way.startswith(OURS) and compression(way).halves
+
+
 def adapts(way: str) -> bool:
     """Whether its levels depend on the gradients."""
     return way.startswith(OURS) and isinstance(compression(way), Accordion)

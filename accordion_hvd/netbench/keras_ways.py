@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from accordion_hvd import halves
 from accordion_hvd.netbench import contestants
 from accordion_hvd.netbench.contestants import COMPUTE, GROUPED, HOROVOD, OURS
 
@@ -76,6 +77,14 @@ class Keras:
             self.steps(way, 1)
         if contestants.adapts(way):
             contestants.check_level(way, self._models[way].optimizer.exchange.policy.current)
+
+    def judge(self, way: str, count: int) -> None:
+        """Let the way measure anew who should add its 16-bit floats; the next step is traced so."""
+        model = self._models[way]
+        exchange = model.optimizer.exchange
+        exchange.communicator.half_allreduce = None
+        halves.meet(exchange.communicator, exchange.policy)
+        model.make_train_function(force=True)
 
     def digest(self, way: str) -> str:
         """The same on two ranks if their weights are, bit by bit."""

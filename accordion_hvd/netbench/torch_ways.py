@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accordion_hvd import halves
 from accordion_hvd.netbench import contestants
 from accordion_hvd.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OPTIMIZER, OURS
 from accordion_hvd.netbench.torch_models import MODELS, describe
@@ -102,6 +103,12 @@ class Torch:
             if gate.settled:
                 return gate.verdict
         raise RuntimeError(f"the gate of {way!r} has given no verdict after {count} steps.")
+
+    def judge(self, way: str, count: int) -> None:
+        """Let the way measure anew who should add its 16-bit floats."""
+        exchange = self._optimizers[way].exchange
+        exchange.communicator.half_allreduce = None
+        halves.meet(exchange.communicator, exchange.policy)
 
     def digest(self, way: str) -> str:
         """The same on two ranks if their weights are, bit by bit."""

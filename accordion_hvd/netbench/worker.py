@@ -18,7 +18,7 @@ SOCKET = "NETBENCH_SOCKET"
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Serve requests `(method, way, steps)` until the rig hangs up: warm, settle, steps or digest.
+    """Serve requests `(method, way, steps)`, such as to warm up, until the rig hangs up.
 
     Before the first of some steps all workers wait for each other, so that none is measured while
     others still prepare.
