@@ -54,7 +54,7 @@ def test_the_page_compares_with_the_first_row() -> None:
         for word, accuracy in ((PLAIN.word, 0.9 + seed / 100), ("TopK(0.01)", 0.9))
     ]
     text = shelf.page(rows)
-    assert "| `TopK(0.01)` | 1 | 90.0% | +1.5 | 10.0 | 20.0 |" in text
+    assert "| `TopK(0.01)` | 1 | 90.0% | +1.5 (+1.0 to +2.0) | 10.0 | 20.0 |" in text
     assert "end within 1.0 points" in text and "CIFAR" not in text
 
 

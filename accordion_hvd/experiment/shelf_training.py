@@ -242,13 +242,22 @@ def _described(task: Task, outcomes: Sequence[Outcome]) -> str:
 def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Head and rows."""
     rows = [["compression", "learning rate x", "test accuracy", "points lost", "ratio", "at last"]]
-    plain = _mean(outcomes, PLAIN, "accuracy")
     for way in sorted_ways(outcomes):
-        accuracy = _mean(outcomes, way, "accuracy")
-        lost = f"{100 * (plain - accuracy):+.1f}"
+        accuracy = f"{_mean(outcomes, way, 'accuracy'):.1%}"
         ratios = [f"{_mean(outcomes, way, key):.1f}" for key in ("ratio", "settled")]
-        rows.append([f"`{way.word}`", f"{way.rate:g}", f"{accuracy:.1%}", lost, *ratios])
+        rows.append([f"`{way.word}`", f"{way.rate:g}", accuracy, _lost(outcomes, way), *ratios])
     return rows
+
+
+def _lost(outcomes: Sequence[Outcome], way: Way) -> str:
+    """Points of accuracy, in the mean and from the best seed to the worst."""
+    plain = {o.seed: o.accuracy for o in outcomes if o.word == PLAIN.word}
+    lost = [100 * (plain[o.seed] - o.accuracy) for o in outcomes
+            if o.word == way.word and o.seed in plain]  # fmt: skip
+    if not lost:
+        return "-"
+    spread = f" ({min(lost):+.1f} to {max(lost):+.1f})" if len(lost) > 1 else ""
+    return f"{statistics.fmean(lost):+.1f}{spread}"
 
 
 def sorted_ways(outcomes: Sequence[Outcome]) -> list[Way]:
@@ -269,9 +278,10 @@ INTRODUCTION = """
 Written by `make bench-shelf` (`scripts/train_shelf.py`), but for notes at the end. Small networks,
 trained by four simulated ranks under each compression: same weights, images, order and learning
 rates; SGD with momentum 0.9, or plain SGD around what returns finished updates. "Points lost" is
-test accuracy against the first row, "ratio" how many times fewer bytes a rank sends than a ring
-allreduce of the gradients (small tensors, warm-ups and all), "at last" that of the last epoch
-alone. `$epoch`, `$third` and `$tenth` are the steps of an epoch and of these parts of the training.
+test accuracy against the first row within a seed: the mean over seeds, and the range. "Ratio" is
+how many times fewer bytes a rank sends than a ring allreduce of the gradients (small tensors,
+warm-ups and all), "at last" that of the last epoch alone. `$epoch`, `$third` and `$tenth` are the
+steps of an epoch and of these parts of the training.
 """
 
 NOTES = """
