@@ -143,6 +143,7 @@ class CDOracle(AdamOracle):
     amsgrad: bool = True
     exact: tuple[int, ...] = ()  # exchanges, from 1 on, in which all is told
     whitened: bool = False
+    bits: float = 1
 
     def __post_init__(self) -> None:
         self.length = 8 * math.ceil(self.size / (8 * self.ranks))
@@ -161,12 +162,14 @@ class CDOracle(AdamOracle):
 
     def told(self, gradients: Array) -> None:
         unit = self.unit()
-        sent = np.array([unit * signed(x / unit, "l1") for x in gradients - self.replicas])
+        bits = math.floor((self.steps + 1) * self.bits) - math.floor(self.steps * self.bits)
+        rests = (gradients - self.replicas) / unit
+        sent = np.array([unit * coded(x, bits) for x in rests])
         self.replicas += sent
         self.mean += sent.mean(0)
         news = (self.mean - self.estimate) / unit
         pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
-        self.estimate += unit * np.concatenate([signed(x, "l1") for x in pieces])
+        self.estimate += unit * np.concatenate([coded(x, bits) for x in pieces])
 
     def unit(self) -> Array:
         if not self.whitened:
@@ -379,6 +382,15 @@ def signed(x: Array, scale: str) -> Array:
     return size * np.where(x >= 0, 1.0, -1.0)
 
 
+def coded(x: Array, bits: int) -> Array:
+    """Scaled signs of the vector, or two magnitudes with signs."""
+    if bits == 1:
+        return signed(x, "l1")
+    large = np.abs(x) >= 1.2 * np.abs(x).mean()
+    means = [np.abs(x[part]).mean() if part.any() else 0.0 for part in (large, ~large)]
+    return np.where(large, *means) * np.where(x >= 0, 1.0, -1.0)
+
+
 def signs_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
     """An alltoall and an allgather of packed signs, and a scale with each."""
     if ranks == 1:
@@ -514,12 +526,17 @@ def onebit(**options: Any) -> Row:
 
 
 def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
+    bits = options.get("bits", 1)
+
     def oracle(ranks: int, size: int) -> Any:
         kind = CDTopKOracle if "compressor" in options else CDOracle
         correct = options.get("bias_correction", True)
         made = kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct, exact=exact)
-        made.whitened = options.get("whitened", False)
+        made.whitened, made.bits = options.get("whitened", False), bits
         return made
+
+    def all_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
+        return [(name, bits * sent) for name, sent in signs_rounds(size, ranks, itemsize)]
 
     def chosen_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
         count = int(0.1 * size)
@@ -530,7 +547,7 @@ def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
     return Row(
         CDAdam(**options),
         oracle,
-        chosen_rounds if sparse else signs_rounds,
+        chosen_rounds if sparse else all_rounds,
         discrete=True,
         moments=("m", "v", "count", "vmax"),
         anew=True,
@@ -593,6 +610,8 @@ ROWS = [
     cd_adam(),
     cd_adam(bias_correction=False, eps=1e-4),
     cd_adam(whitened=True),
+    cd_adam(bits=2),
+    cd_adam(whitened=True, bits=2),
     cd_adam(compressor=TopK(0.1)),
     sketched(ratio=0.02, columns=3.0, candidates=4),
     sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
@@ -627,7 +646,9 @@ REFUSED = [
     *[(OnebitAdam, "floor", bad) for bad in (-0.1, 1.5, "a", None)],
     *[(CDAdam, key, bad) for key in ("exact_first", "whitened") for bad in (1, None, "yes")],
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
+    *[(CDAdam, "bits", bad) for bad in (0.5, 3, "2", None)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
+    *[(CDAdam, "bits", bad) for bad in (0.5, 3, "2", None)],
     *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],
     *[(SketchedAMSGrad, "betas", bad) for bad in ((0.9,), (1, 0.9), None)],
     *[(SketchedAMSGrad, "eps", bad) for bad in (0, -1.0, 1e-31, math.nan, "a", None, True)],

@@ -153,6 +153,27 @@ def test_signs_of_what_is_missing_approach_it() -> None:
     assert (np.diff(found, axis=0) < 0).all(), "each message must bring replicas closer"
 
 
+def test_a_second_bit_leaves_an_eighth_of_the_square_of_normal_numbers() -> None:
+    """One leaves 1 - 2 / pi; two the least that four values can (Max, 1960), and a little more."""
+    target = gradients_of(4, 1, (100, 1000))[0]
+    for bits, left in ((1, 1 - 2 / np.pi), (2, 0.1175)):
+        found = lost(CDAdam(bits=bits), target, 1)[0] ** 2
+        np.testing.assert_allclose(found, left, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["constant", "sparse", "heavy", "zero"])
+def test_two_bits_contract_whatever_they_tell(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x = {
+        "constant": np.full(1161, -0.3), "sparse": np.where(rng.random(1161) < 0.01, 1.0, 0.0),
+        "heavy": rng.standard_t(1.5, size=1161), "zero": np.zeros(1161),
+    }[kind]  # fmt: skip
+    world = Ranks(CDAdam(bits=2), 2)
+    world.step([x.copy(), x.copy()])
+    left = [np.linalg.norm(s["error"].reshape(-1) + x) for s in world.states]
+    assert left[0] == left[1] <= 0.99 * np.linalg.norm(x)
+
+
 def test_top_k_tells_all_of_a_steady_gradient_in_time() -> None:
     target = gradients_of(2, 1, (100,), dtype="float32")[0]
     found = lost(CDAdam(compressor=TopK(0.05)), target, 20)
@@ -331,9 +352,20 @@ def test_exact_exchanges_begin_anew(framework: Framework, inner: Compressor | No
 
 def test_exact_exchanges_are_the_first_and_each_so_many_later() -> None:
     assert [CDAdam().variant(step) for step in range(4)] == [0, 0, 0, 0]
-    assert [CDAdam(exact_first=True).variant(step) for step in range(4)] == [1, 0, 0, 0]
-    assert [CDAdam(refresh=2).variant(step) for step in range(5)] == [0, 0, 1, 0, 1]
+    assert [CDAdam(exact_first=True).variant(step) for step in range(4)] == [-1, 0, 0, 0]
+    assert [CDAdam(refresh=2).variant(step) for step in range(5)] == [0, 0, -1, 0, -1]
     assert not CDAdam().phases and CDAdam(refresh=2).phases
+
+
+def test_a_fraction_of_a_bit_is_met_by_turns() -> None:
+    told = [1 + CDAdam(bits=1.75).variant(step) for step in range(8)]
+    assert told == [1, 2, 2, 2, 1, 2, 2, 2]
+    assert not CDAdam(bits=2).phases and CDAdam(bits=1.75).phases
+    world, oracle = simulate(CDAdam(bits=1.75), 2), CDOracle(2, 1161, bits=1.75)
+    for now in gradients_of(2, 8, (27, 43)):
+        (found, _) = laws.step(world, NUMPY, [{"w": g} for g in now])
+        wanted = oracle.step(np.array(now).reshape(2, -1), 0.0)
+        np.testing.assert_allclose(found["w"].reshape(-1), wanted, atol=1e-10)
 
 
 def test_refreshing_takes_away_what_rounding_has_left() -> None:
@@ -499,7 +531,7 @@ def test_traced(rule: CDAdam) -> None:
         state = [new for _, new in results]
         for (mean, _), wanted in zip(results, oracle.step(now), strict=True):
             np.testing.assert_allclose(mean.numpy(), wanted, atol=1e-10)
-    assert traces == ([1, 0] if rule.phases else [0])
+    assert traces == ([-1, 0] if rule.phases else [0])
 
 
 def test_refusals_say_why() -> None:
@@ -513,6 +545,8 @@ def test_refusals_say_why() -> None:
             CDAdam(compressor=bad)
     with pytest.raises(ValueError, match="whitened is True, but must be False with a compressor"):
         CDAdam(compressor=TopK(0.1), whitened=True)
+    with pytest.raises(ValueError, match="'?bits'?.*1 with a compressor"):
+        CDAdam(compressor=TopK(0.1), bits=2)
 
 
 def test_the_other_name() -> None:

@@ -1,4 +1,4 @@
-"""Averages in which each number travels as one bit, both ways, with feedback of both errors.
+"""Averages in which each number travels as a bit or a few, both ways, with feedback of errors.
 
 The compressed allreduce of 1-bit Adam (Tang et al., ICML 2021), whose server is spread over the
 ranks: each averages one chunk of everybody's signs and sends signs of that average to all.
@@ -16,6 +16,9 @@ from accordion_hvd.base import Allgather, Alltoall, Info, State, Tensor
 from accordion_hvd.ops import namespace
 
 SCALES = ("l2", "l1")
+
+BOUND = 1.2
+"""In units of the mean magnitude: what is large; 1.23 would be best for normal numbers."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +44,33 @@ class Chunks:
 
 
 def averaged(
-    total: Tensor, server: Tensor, info: Info, scale: str = "l2", room: Tensor = None
+    total: Tensor,
+    server: Tensor,
+    info: Info,
+    scale: str = "l2",
+    room: Tensor = None,
+    bits: int = 1,
 ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
-    """Average `total` over the ranks at one bit an element (the conversation's part of it).
+    """Average `total` over the ranks at a bit or a few an element (the conversation's part of it).
 
     Each rank sends C(total) and keeps the difference; each averages what came of its chunk, adds
     `server`, sends C of that and keeps the difference. C(p) = s sgn(p) with sgn(0) = 1 and a scale
     s for each tensor, and for each chunk: |p|_2 / sqrt(d) ("l2", DeepSpeed's), or |p|_1 / d
     ("l1", least squares, and always a contraction). Elements beyond the end count nowhere.
 
-    In a ring of n ranks a rank sends an alltoall of d / 8 bytes, an allgather of d / (8 n), and
-    one scale for each.
+    With two bits an element magnitudes have two values, the means of those above and of those not
+    above `BOUND` times the mean of all: whatever the `scale`, C is a contraction then.
+
+    In a ring of n ranks a rank sends, times `bits`, an alltoall of d / 8 bytes, an allgather of
+    d / (8 n), and one scale for each.
 
     Args:
-        total: (size,), or (number, size) for several tensors; consumed after the first `yield`.
-        server: what this rank's chunk owes, (length,) or (number, length) of `Chunks`.
+        total: (size,), or (tensors, size) for several; consumed after the first `yield`.
+        server: what this rank's chunk owes, (length,) or (tensors, length) of `Chunks`.
         info: rank and number of ranks.
         scale: "l2" or "l1".
         room: like `total`; memory that may hold the result, consumed after the first `yield`.
+        bits: of an element, 1 or 2.
 
     Returns:
         What all ranks have then, like `total`; what this rank's total lacks of it, likewise; what
@@ -66,19 +78,45 @@ def averaged(
     """
     xp, shape = namespace(total), xp_shape(total)
     chunks = Chunks(shape[-1], info.size)
-    steps = _steps(total, chunks.size, scale)
-    signs = xp.pack_signs(total)
-    sent = _cut(xp, signs, total, chunks)
-    theirs, factors = yield Alltoall(sent), Allgather(steps)
-    factors = [factor / info.size for factor in factors]
+    signs, steps, vectors = _coded(total, chunks.size, scale, bits)
+    sent = [_cut(xp, *both, chunks) for both in zip(signs, vectors, strict=True)]
+    theirs, factors = yield Alltoall(xp.beside(sent)), Allgather(xp.concat(steps))
     error = _minus(xp, total, signs, steps, chunks.size)
-    mine = _values(xp, xp.unstack(theirs), factors, chunks.length, xp_shape(server), server)
-    mine = _within(xp, mine + server, chunks.held(info.rank))
-    steps = _steps(mine, max(chunks.held(info.rank), 1), scale)
-    signs = xp.pack_signs(mine)
-    parts, factors = yield Allgather(signs), Allgather(steps)
-    server = _within(xp, _minus(xp, mine, signs, steps, chunks.length), chunks.held(info.rank))
+    parts = xp.unstack(xp.reshape(theirs, (info.size * bits, -1)))
+    factors = xp.unstack(xp.reshape(xp.concat(list(factors)), (len(parts), -1)))
+    factors = [factor / info.size for factor in factors]
+    mine = _values(xp, parts, factors, chunks.length, xp_shape(server), server)
+    mine, held = _within(xp, mine + server, chunks.held(info.rank)), chunks.held(info.rank)
+    signs, steps, _ = _coded(mine, max(held, 1), scale, bits)
+    parts, factors = yield Allgather(xp.concat(signs)), Allgather(xp.concat(steps))
+    server = _within(xp, _minus(xp, mine, signs, steps, chunks.length), held)
     return _joined(xp, parts, factors, chunks, error, room), error, server
+
+
+def _coded(
+    x: Tensor, count: int, scale: str, bits: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What `x`, of which `count` elements are no padding (zeros), is told by.
+
+    The sum of signs times half their steps: s A, and with two bits s A + s' B, where s' is s for
+    what is large and -s for the rest, so that A + B and A - B are magnitudes.
+
+    Returns:
+        Signs, packed; steps for each row of `x`; the vectors that have these signs.
+    """
+    xp, width = namespace(x), xp_shape(x)[-1]
+    signs, steps = [xp.pack_signs(x)], _steps(x, count, scale if bits == 1 else "l1")
+    if bits == 1:
+        return signs, [steps], [x]
+    rest = _minus(xp, xp.copy(x), signs, [steps * BOUND], width)
+    signs.append(xp.pack_signs(rest))
+    one = xp.full(xp_shape(steps), 1.0, xp.dtype(steps), xp.device(steps))
+    large = norms(_values(xp, signs, [one, one], width, xp_shape(x), x), "l1")  # how many are
+    whole, apart = norms(x, "l1"), norms(rest, "l1")
+    apart = apart + steps * (BOUND / 2) * (2 * large - width)  # sum of the large less the others
+    high = (whole + apart) / (2 * xp.maximum(large, one))
+    low = (whole - apart) / (2 * xp.maximum(count - large, one))
+    return signs, [high + low, high - low], [x, rest]
 
 
 def xp_shape(x: Tensor) -> tuple[int, ...]:
@@ -126,13 +164,15 @@ def _joined(
 ) -> Tensor:
     """The vectors whose chunks' signs and steps came from the ranks; `room` as in `averaged`."""
     shape = xp_shape(like)
-    number, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
-    rows = xp.reshape(xp.concat(list(parts)), (chunks.ranks, number, -1))
-    signs = xp.reshape(xp.swapped(rows), (-1,))
-    factors = xp.reshape(xp.transpose(xp.stack(list(steps))), (-1,))
-    if number == 1 and room is not None and xp.dtype(room) == "float32":
-        return xp.sum_quantized([signs], [factors], chunks.length, 1, 0.5, room)
-    whole = _values(xp, [signs], [factors], chunks.length, (number, width), like)
+    tensors, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
+    vectors = xp_shape(steps[0])[0]  # of each tensor as many as an element has bits
+    rows = xp.reshape(xp.concat(list(parts)), (chunks.ranks, vectors, -1))
+    signs = xp.unstack(xp.reshape(xp.swapped(rows), (vectors // tensors, -1)))
+    factors = xp.transpose(xp.stack(list(steps)))
+    factors = xp.unstack(xp.reshape(factors, (vectors // tensors, -1)))
+    if tensors == 1 and room is not None and xp.dtype(room) == "float32":
+        return xp.sum_quantized(signs, factors, chunks.length, 1, 0.5, room)
+    whole = _values(xp, signs, factors, chunks.length, (tensors, width), like)
     return xp.reshape(whole[:, : chunks.size], shape)
 
 
@@ -155,11 +195,15 @@ def _values(
     return xp.reshape(total, shape)
 
 
-def _minus(xp: ModuleType, x: Tensor, signs: Tensor, steps: Tensor, bucket: int) -> Tensor:
+def _minus(
+    xp: ModuleType, x: Tensor, signs: Sequence[Tensor], steps: Sequence[Tensor], bucket: int
+) -> Tensor:
     """`x` without what its signs and steps stand for. Consumes `x`."""
-    if xp.dtype(x) != "float64":
-        return xp.subtract_quantized(x, signs, steps, bucket, 1, 0.5)
-    return x - _values(xp, [signs], [steps], bucket, xp_shape(x), x)
+    if xp.dtype(x) == "float64":
+        return x - _values(xp, signs, steps, bucket, xp_shape(x), x)
+    for packed, step in zip(signs, steps, strict=True):
+        x = xp.subtract_quantized(x, packed, step, bucket, 1, 0.5)
+    return x
 
 
 def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
