@@ -143,7 +143,8 @@ class CDOracle(AdamOracle):
     amsgrad: bool = True
     exact: tuple[int, ...] = ()  # exchanges, from 1 on, in which all is told
     whitened: bool = False
-    bits: float = 1
+    bits: int = 1
+    silent: tuple[int, ...] = ()  # exchanges, from 0 on, in which nothing is told
 
     def __post_init__(self) -> None:
         self.length = 8 * math.ceil(self.size / (8 * self.ranks))
@@ -156,20 +157,19 @@ class CDOracle(AdamOracle):
         if self.steps + 1 in self.exact:
             self.replicas = gradients.copy()
             self.mean, self.estimate = gradients.mean(0), gradients.mean(0)
-        else:
+        elif self.steps not in self.silent:
             self.told(gradients)
         return super().step(self.estimate[None], lr)
 
     def told(self, gradients: Array) -> None:
         unit = self.unit()
-        bits = math.floor((self.steps + 1) * self.bits) - math.floor(self.steps * self.bits)
         rests = (gradients - self.replicas) / unit
-        sent = np.array([unit * coded(x, bits) for x in rests])
+        sent = np.array([unit * coded(x, self.bits) for x in rests])
         self.replicas += sent
         self.mean += sent.mean(0)
         news = (self.mean - self.estimate) / unit
         pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
-        self.estimate += unit * np.concatenate([coded(x, bits) for x in pieces])
+        self.estimate += unit * np.concatenate([coded(x, self.bits) for x in pieces])
 
     def unit(self) -> Array:
         if not self.whitened:
@@ -646,9 +646,9 @@ REFUSED = [
     *[(OnebitAdam, "floor", bad) for bad in (-0.1, 1.5, "a", None)],
     *[(CDAdam, key, bad) for key in ("exact_first", "whitened") for bad in (1, None, "yes")],
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
-    *[(CDAdam, "bits", bad) for bad in (0.5, 3, "2", None)],
+    *[(CDAdam, "bits", bad) for bad in (0, 2.1, "2", None)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
-    *[(CDAdam, "bits", bad) for bad in (0.5, 3, "2", None)],
+    *[(CDAdam, "bits", bad) for bad in (0, 2.1, "2", None)],
     *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],
     *[(SketchedAMSGrad, "betas", bad) for bad in ((0.9,), (1, 0.9), None)],
     *[(SketchedAMSGrad, "eps", bad) for bad in (0, -1.0, 1e-31, math.nan, "a", None, True)],

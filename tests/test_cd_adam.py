@@ -352,20 +352,47 @@ def test_exact_exchanges_begin_anew(framework: Framework, inner: Compressor | No
 
 def test_exact_exchanges_are_the_first_and_each_so_many_later() -> None:
     assert [CDAdam().variant(step) for step in range(4)] == [0, 0, 0, 0]
-    assert [CDAdam(exact_first=True).variant(step) for step in range(4)] == [-1, 0, 0, 0]
-    assert [CDAdam(refresh=2).variant(step) for step in range(5)] == [0, 0, -1, 0, -1]
+    assert [CDAdam(exact_first=True).variant(step) for step in range(4)] == [1, 0, 0, 0]
+    assert [CDAdam(refresh=2).variant(step) for step in range(5)] == [0, 0, 1, 0, 1]
     assert not CDAdam().phases and CDAdam(refresh=2).phases
 
 
-def test_a_fraction_of_a_bit_is_met_by_turns() -> None:
-    told = [1 + CDAdam(bits=1.75).variant(step) for step in range(8)]
-    assert told == [1, 2, 2, 2, 1, 2, 2, 2]
-    assert not CDAdam(bits=2).phases and CDAdam(bits=1.75).phases
-    world, oracle = simulate(CDAdam(bits=1.75), 2), CDOracle(2, 1161, bits=1.75)
-    for now in gradients_of(2, 8, (27, 43)):
-        (found, _) = laws.step(world, NUMPY, [{"w": g} for g in now])
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("bits, told", [(1.5, [2, 2, 2, 0]), (0.5, [1, 0]), (2, [2])])
+def test_a_fraction_of_bits_is_met_by_turns(
+    framework: Framework, bits: float, told: list[int]
+) -> None:
+    rule, steps = CDAdam(bits=bits), 8
+    turns = [told[step % len(told)] for step in range(steps)]
+    assert [rule.variant(step) == 0 for step in range(steps)] == [turn > 0 for turn in turns]
+    assert rule.phases == (0 in told)
+    silent = tuple(step for step, turn in enumerate(turns) if not turn)
+    world, oracle = simulate(rule, 2), CDOracle(2, 1161, bits=max(told), silent=silent)
+    for now in gradients_of(2, steps, (27, 43)):
+        found = laws.step(world, framework, [{"w": g} for g in now])
         wanted = oracle.step(np.array(now).reshape(2, -1), 0.0)
-        np.testing.assert_allclose(found["w"].reshape(-1), wanted, atol=1e-10)
+        assert found[0] is not None and found[1] is not None
+        assert same_bits(found[0]["w"], found[1]["w"])
+        np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
+    sent = world.exchanges[0].stats()["sent"] / steps
+    assert abs(sent - bits * 1161 / 8) < 50, "bits, scales and flags"
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_nan_is_skipped_where_no_gradient_travels(framework: Framework, ranks: int) -> None:
+    """In a silent exchange, and on one rank."""
+    world = simulate(CDAdam(bits=0.5), ranks)
+    first, second, bad = gradients_of(ranks, 3, (27, 43))
+    oracle = CDOracle(ranks, 1161, silent=(1,))
+    laws.step(world, framework, [{"w": g} for g in first])
+    bad[-1][3, 3] = np.nan
+    assert laws.step(world, framework, [{"w": g} for g in bad]) == [None] * ranks
+    found = laws.step(world, framework, [{"w": g} for g in second])[0]
+    for now in (first, second):
+        wanted = oracle.step(np.array(now).reshape(ranks, -1), 0.0)
+    assert found is not None
+    np.testing.assert_allclose(found["w"].reshape(-1), wanted, atol=1e-10)
 
 
 def test_refreshing_takes_away_what_rounding_has_left() -> None:
@@ -531,7 +558,7 @@ def test_traced(rule: CDAdam) -> None:
         state = [new for _, new in results]
         for (mean, _), wanted in zip(results, oracle.step(now), strict=True):
             np.testing.assert_allclose(mean.numpy(), wanted, atol=1e-10)
-    assert traces == ([-1, 0] if rule.phases else [0])
+    assert traces == ([1, 0] if rule.phases else [0])
 
 
 def test_refusals_say_why() -> None:

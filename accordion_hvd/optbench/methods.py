@@ -82,8 +82,8 @@ METHODS = {
          "bounded": True}, {"convex": {"eps": 1e-6}}, warm=0.2,
     ),
     "CDAdam": Method(
-        "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 8e-3}, LOWER,
-        {"exact_first": True, "whitened": True}, warm=0.2,
+        "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 16e-3}, LOWER,
+        {"exact_first": True, "whitened": True}, {"characters": {"bits": 1.9}}, warm=0.2,
     ),
 }  # fmt: skip
 """By name on the page."""
