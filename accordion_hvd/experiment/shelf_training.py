@@ -61,8 +61,8 @@ class Task:
 
 
 TASKS = {
-    "digits": Task("scikit-learn's digits", None, 1, 20, 16, 0.1, (1,)),
-    "cifar10": Task("CIFAR-10", 6_000, 2, 4, 16, 0.05, (1,)),
+    "digits": Task("scikit-learn's digits", None, 1, 60, 16, 0.1, (1, 2, 3)),
+    "cifar10": Task("CIFAR-10", 20_000, 2, 6, 16, 0.05, (1, 2, 3)),
 }
 """By the name of the image set."""
 
@@ -109,7 +109,7 @@ WAYS = (
     Way("Int8()"),
     Way("SignSGD()", 0.03),  # each step is as long as the learning rate says
     Way("SignSGD(0.9)", 0.02),
-    Way("EFSignSGD()"),
+    Way("EFSignSGD()", 0.5),
     Way("OneBit()"),
     Way("TwoLevel(PowerSGD(1))"),
     Way("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
