@@ -158,7 +158,7 @@ class CDAdam(ExactCDAdam):
         exact_first: whether gradients travel as they are in the first exchange.
         refresh: after how many exchanges they do so again; 0: never.
         whitened: whether signs are in units of sqrt(vmax); not with a `compressor`.
-        bits: of an element, in the mean; in (0, 2]; not with a `compressor`.
+        bits: of an element, in the mean; in [0.1, 2]; not with a `compressor`.
     """
 
     REGROUPED: ClassVar[str] = "all replicas are the ranks' mean"
@@ -177,8 +177,8 @@ class CDAdam(ExactCDAdam):
             if not isinstance(getattr(self, key), bool):
                 check.refuse(self, key, getattr(self, key), "True or False")
         check.integer(self, "refresh", self.refresh, least=0)
-        if not check.is_number(self.bits) or not 0 < self.bits <= 2:
-            check.refuse(self, "bits", self.bits, "a number in (0, 2]")
+        if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
+            check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
         if self.compressor is None:
             return
         why = _unfit(self.compressor)

@@ -1,4 +1,4 @@
-"""Averages in which each number travels as a bit or a few, both ways, with feedback of errors.
+"""Averages in which each number travels as one bit or two, both ways, with feedback of errors.
 
 The compressed allreduce of 1-bit Adam (Tang et al., ICML 2021), whose server is spread over the
 ranks: each averages one chunk of everybody's signs and sends signs of that average to all.
@@ -51,7 +51,7 @@ def averaged(
     room: Tensor = None,
     bits: int = 1,
 ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
-    """Average `total` over the ranks at a bit or a few an element (the conversation's part of it).
+    """Average `total` over the ranks at one or two bits an element (the conversation's part of it).
 
     Each rank sends C(total) and keeps the difference; each averages what came of its chunk, adds
     `server`, sends C of that and keeps the difference. C(p) = s sgn(p) with sgn(0) = 1 and a scale
@@ -86,7 +86,8 @@ def averaged(
     factors = xp.unstack(xp.reshape(xp.concat(list(factors)), (len(parts), -1)))
     factors = [factor / info.size for factor in factors]
     mine = _values(xp, parts, factors, chunks.length, xp_shape(server), server)
-    mine, held = _within(xp, mine + server, chunks.held(info.rank)), chunks.held(info.rank)
+    held = chunks.held(info.rank)
+    mine = _within(xp, mine + server, held)
     signs, steps, _ = _coded(mine, max(held, 1), scale, bits)
     parts, factors = yield Allgather(xp.concat(signs)), Allgather(xp.concat(steps))
     server = _within(xp, _minus(xp, mine, signs, steps, chunks.length), held)
