@@ -182,6 +182,36 @@ class CDOracle(AdamOracle):
 
 
 @dataclass
+class PacedOracle(CDOracle):
+    """With replicas that follow slowly, and errors that are fed back."""
+
+    pace: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.errors, self.owed = np.zeros((self.ranks, self.size)), np.zeros(self.size)
+
+    def step(self, gradients: Array, lr: float) -> Array:
+        if self.ranks == 1 or self.steps + 1 in self.exact:
+            return super().step(gradients, lr)
+        if self.steps in self.silent:
+            self.errors += gradients - self.replicas
+            self.owed += self.mean - self.estimate
+            return AdamOracle.step(self, self.estimate[None], lr)
+        unit, shared = self.unit(), self.estimate
+        wanted = gradients - self.replicas + self.errors
+        sent = np.array([unit * coded(x, self.bits) for x in wanted / unit])
+        news = (self.mean + sent.mean(0) - shared + self.owed) / unit
+        pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
+        told = unit * np.concatenate([coded(x, self.bits) for x in pieces])
+        self.errors, self.owed = wanted - sent, news * unit - told
+        self.replicas = self.replicas + self.pace * sent
+        self.mean = self.mean + self.pace * sent.mean(0)
+        self.estimate = shared + self.pace * told
+        return AdamOracle.step(self, (shared + told)[None], lr)
+
+
+@dataclass
 class CDTopKOracle(CDOracle):
     """With top-k, which is fp32 and whose mean all ranks make themselves."""
 
@@ -413,6 +443,7 @@ class BirderOracle:
     rule: Birder
     local: int = 1
     steps: int = 0
+    silent: Callable[[int], bool] = lambda step: False
 
     def __post_init__(self) -> None:
         self.m, self.b, self.errors = np.zeros((3, self.ranks, self.size))
@@ -433,7 +464,10 @@ class BirderOracle:
 
     def chosen(self, u: Array) -> Array:
         if self.rule.shared or self.ranks == 1:
-            return self.fed(u[0], self.errors[0], 0, "owner")
+            return self.fed(u[0], self.errors[0], 0, "owner", self.ranks)
+        if self.silent(self.steps):
+            self.errors += u
+            return np.zeros(self.size)
         if self.rule.within == "half" and self.local > 1:
             sent = u.astype(np.float16).astype(float)
         else:
@@ -443,7 +477,7 @@ class BirderOracle:
         for owner in range(self.ranks):
             mine = slice(owner * self.length, (owner + 1) * self.length)
             mean = self.of_machines(sent, owner)[mine] if self.local > 1 else sent[:, mine].mean(0)
-            out[mine] = self.fed(mean, self.owners[mine], owner, "owner")
+            out[mine] = self.fed(mean, self.owners[mine], owner, "owner", self.ranks)
         return out
 
     def of_machines(self, sent: Array, owner: int) -> Array:
@@ -457,20 +491,34 @@ class BirderOracle:
         for mean, peer in zip(means, peers, strict=True):
             padded = np.zeros(total.size)
             padded[: self.size] = mean
-            total[where] += self.drawn(padded[where], peer, "machine")
+            total[where] += self.drawn(padded[where], peer, "machine", self.local)
         return total[: self.size] / len(means)
 
-    def fed(self, u: Array, error: Array, rank: int, stage: str) -> Array:
+    def fed(self, u: Array, error: Array, rank: int, stage: str, ranks: int = 1) -> Array:
         """A draw of `u`, and with feedback of the error, which is changed in place."""
         wanted = u + (error if self.rule.feedback else 0.0)
-        sent = self.drawn(wanted, rank, stage)
+        sent = self.drawn(wanted, rank, stage, ranks)
         error[:] = wanted - sent
         return sent
 
-    def drawn(self, u: Array, rank: int, stage: str) -> Array:
+    def drawn(self, u: Array, rank: int, stage: str, ranks: int) -> Array:
+        """One of the two levels next to `u`, a mean over so many ranks."""
         r = numbers(u.size, random.key("birder", "w", self.steps // 2, rank, stage))
         r = 1 - r if self.steps % 2 else r
-        return np.where(r > (1 - u) / 2, 1.0, -1.0)
+        levels = birder_levels(self.rule, ranks)
+        u = np.clip(u, -1, 1)
+        above = np.clip(np.searchsorted(levels, u, "right"), 1, len(levels) - 1)
+        low, high = levels[above - 1], levels[above]
+        return np.where(r > (high - u) / (high - low), high, low)
+
+
+def birder_levels(rule: Birder, ranks: int) -> Array:
+    """What a draw for a mean over so many ranks may be."""
+    if rule.bits <= 1:
+        return np.array([-1.0, 1.0])
+    noise = min(0.5, ((1 - rule.beta) / (1 + rule.beta)) ** 0.5)
+    inner = round(4096 * noise / ranks**0.5) / 4096
+    return np.array([-1, -inner, inner, 1])
 
 
 def numbers(count: int, seed: int) -> Array:
@@ -494,7 +542,9 @@ def birder_rounds(rule: Birder, local: int = 1) -> Callable[[int, int, int], Rou
         near = ranks * chunk * (16 if rule.within == "half" else 1)
         inside = [("alltoall", near), ("allgather", machines * chunk)] if local > 1 else []
         outside = [("alltoall", machines * chunk), ("allgather", chunk)] if machines > 1 else []
-        return inside + outside
+        once = 1 if rule.within == "half" and local > 1 else rule.bits
+        rounds = [(name, rule.bits * sent) for name, sent in inside + outside]
+        return [(rounds[0][0], rounds[0][1] // rule.bits * once), *rounds[1:]]
 
     return rounds
 
@@ -530,9 +580,11 @@ def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
 
     def oracle(ranks: int, size: int) -> Any:
         kind = CDTopKOracle if "compressor" in options else CDOracle
+        kind = PacedOracle if "pace" in options else kind
         correct = options.get("bias_correction", True)
         made = kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct, exact=exact)
         made.whitened, made.bits = options.get("whitened", False), bits
+        made.pace = options.get("pace", 1)
         return made
 
     def all_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
@@ -612,6 +664,8 @@ ROWS = [
     cd_adam(whitened=True),
     cd_adam(bits=2),
     cd_adam(whitened=True, bits=2),
+    cd_adam(pace=0.1),
+    cd_adam(whitened=True, bits=2, pace=0.5),
     cd_adam(compressor=TopK(0.1)),
     sketched(ratio=0.02, columns=3.0, candidates=4),
     sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
@@ -621,6 +675,8 @@ ROWS = [
     birder(beta=0.8, shared=True, eps=0.01),
     birder(beta=0.0, within="half", feedback=True),
     birder(exact=True),
+    birder(bits=2),
+    birder(beta=0.9, bits=2, feedback=True, eps=0.01),
     Row(
         Lamb(),
         lambda *n: LambOracle(*n, dense=10**9),
@@ -640,6 +696,7 @@ REFUSED = [
     *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 0, 1.5, "soon", None, True)],
     *[(Birder, "beta", bad) for bad in (1, -0.1, math.nan, "a", None, True, (0.9,))],
     *[(Birder, "within", bad) for bad in ("fp16", 1, True)],
+    *[(Birder, "bits", bad) for bad in (0, 1.9, 2.5, "2", True, math.nan)],
     *[(Birder, "eps", bad) for bad in (-1.0, "a", None)],
     *[(Birder, name, bad) for name in ("shared", "feedback", "exact") for bad in (1, None, "yes")],
     *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
@@ -647,6 +704,7 @@ REFUSED = [
     *[(CDAdam, key, bad) for key in ("exact_first", "whitened") for bad in (1, None, "yes")],
     *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
     *[(CDAdam, "bits", bad) for bad in (0, 1e-9, 2.1, "2", None)],
+    *[(CDAdam, "pace", bad) for bad in (0, 1.1, "1", None, math.nan)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
     *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],
     *[(SketchedAMSGrad, "betas", bad) for bad in ((0.9,), (1, 0.9), None)],

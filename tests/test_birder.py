@@ -28,6 +28,7 @@ from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops import quantization, random
 from accordion_hvd.optimizers import Birder
+from accordion_hvd.optimizers.birder import Draw
 from accordion_hvd.simulate import simulate
 
 HALVES = np.array([-1, -0.999, -0.5, -0.01, 0, 0.3, 0.75, 1])
@@ -46,10 +47,10 @@ def signs(packed: np.ndarray, count: int) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------- one draw
-Draw = Callable[[np.ndarray, int, int], np.ndarray]
+Signs = Callable[[np.ndarray, int, int], np.ndarray]
 
 
-def check_unbiased(draw: Draw) -> None:
+def check_unbiased(draw: Signs) -> None:
     """200 000 draws, over positions and over seeds: means and variances to sampling error."""
     count = 200_000
     for u in HALVES:
@@ -155,6 +156,87 @@ def test_scale_does_not_matter(local: int) -> None:
         np.testing.assert_array_equal(one[0], other[0])
 
 
+# ------------------------------------------------------------------------------------- two bits
+@pytest.mark.parametrize("inner", [0.0625, 0.5])
+def test_two_random_bits_are_unbiased(inner: float) -> None:
+    """One of the two levels next to each element, with the mean and the variance that it must."""
+    count = 200_000
+    for u in (*HALVES, inner, -inner, 1.5):
+        for turn in (0, 1):
+            draw = Draw(7, turn, inner)
+            packed, _ = draw.of(np.full(count, u, np.float32))
+            found = draw.values(xp, packed, np.zeros(count, np.float32)).astype(float)
+            wanted, levels = np.clip(u, -1, 1), np.array([-1, -inner, inner, 1])
+            beside = levels[levels <= wanted + 1e-7].max(), levels[levels >= wanted - 1e-7].min()
+            assert set(found) <= set(beside)
+            spread = np.prod(np.abs(np.array(beside) - wanted))
+            bound = 4 * np.sqrt(spread / count) + 2**-16
+            assert abs(found.mean() - wanted) < bound
+            assert abs(found.var() - spread) < 2 * bound
+
+
+def test_two_bits_of_two_turns_are_antithetic() -> None:
+    zeros = np.zeros(150_001, np.float32)
+    first, second = (
+        draw.values(xp, draw.of(zeros)[0], zeros.copy())
+        for draw in (Draw(9, 0, 0.2), Draw(9, 1, 0.2))
+    )
+    np.testing.assert_array_equal(first, -second)
+
+
+@pytest.mark.parametrize("ranks, local, within", [(3, 1, None), (4, 2, "bits"), (6, 2, "half")])
+def test_steps_have_two_lengths(ranks: int, local: int, within: str | None) -> None:
+    world = placed(Birder(within=within, bits=2), ranks, local)
+    inner = np.sqrt(0.05 / 1.95 / ranks)
+    for grads in np.random.default_rng(6).normal(size=(3, ranks, 500)):
+        steps = world.step(list(grads))
+        assert all(same_bits(mine, steps[0]) for mine in steps)
+        small = np.abs(steps[0]) < 0.9
+        assert 0 < small.mean() < 1 and (np.abs(steps[0][~small]) == 1).all()
+        np.testing.assert_allclose(np.abs(steps[0][small]), inner, atol=2**-13)
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("bits, told", [(1.5, [2, 2, 2, 0]), (0.5, [1, 0])])
+def test_a_fraction_of_bits_is_met_by_turns(
+    framework: Framework, bits: float, told: list[int]
+) -> None:
+    """What a silent exchange does not send is in the next one."""
+    rule = Birder(bits=bits, feedback=True)
+    world = simulate(rule, 2)
+    oracle = BirderOracle(2, 1161, rule, silent=lambda step: not told[step % len(told)])
+    rng = np.random.default_rng(8)
+    for step in range(8):
+        now = rng.normal(size=(2, 27, 43))
+        found = laws.step(world, framework, [{"w": g} for g in now])
+        wanted = oracle.step(now.reshape(2, -1), 0.0)
+        assert found[0] is not None and found[1] is not None
+        assert same_bits(found[0]["w"], found[1]["w"])
+        np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
+        assert told[step % len(told)] or not wanted.any()
+    sent = world.exchanges[0].stats()["sent"]
+    assert rule.phases and not Birder(bits=2).phases
+    assert abs(sent / 8 - bits * 1161 / 8) < 30, "bits and flags"
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+def test_a_nan_is_skipped_where_nothing_is_drawn(framework: Framework) -> None:
+    """That exchange has no number in the order of turns, but one for what is random."""
+    rule = Birder(bits=0.5, feedback=True)
+    world, oracle = simulate(rule, 2), BirderOracle(2, 1161, rule, silent=lambda step: step == 2)
+    for step, now in enumerate(np.random.default_rng(8).normal(size=(4, 2, 27, 43))):
+        if step == 1:
+            now[1, 3, 3] = np.nan
+        found = laws.step(world, framework, [{"w": g} for g in now])
+        if step == 1:
+            assert found == [None, None]
+            oracle.steps += 1
+            continue
+        wanted = oracle.step(now.reshape(2, -1), 0.0)
+        assert found[0] is not None
+        np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
+
+
 # --------------------------------------------------------------------------------- conversations
 def check_mean(rule: Birder, ranks: int, local: int, steps: int = 200) -> None:
     """The mean of what all ranks hold is the ranks' mean of u, for m and b that stay."""
@@ -199,16 +281,16 @@ SOME = {NUMPY: PLACES, POISONED: PLACES[2:3], TORCH: PLACES[2:], TENSORFLOW: PLA
 
 @pytest.mark.parametrize("framework, places", combined(SOME))
 @pytest.mark.parametrize("within", ["bits", "half"])
-@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("bits, feedback", [(1, False), (1, True), (2, True)])
 def test_machines(
-    framework: Framework, places: tuple[int, int], within: str, feedback: bool
+    framework: Framework, places: tuple[int, int], within: str, bits: int, feedback: bool
 ) -> None:
     """What all ranks get is what a loop over machines, places and chunks gives, in any framework.
 
     Vectors that do not fill their chunks, or fill fewer than there are, included.
     """
     ranks, local = places
-    rule = Birder(within=within, feedback=feedback)
+    rule = Birder(within=within, feedback=feedback, bits=bits)
     for size in (1161, 7):
         world, oracle = (
             placed(rule, ranks, local, framework),

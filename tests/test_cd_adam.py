@@ -12,7 +12,7 @@ import laws
 import numpy as np
 import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, Ranks, installed, parameters, same_bits
-from rules import AdamOracle, CDOracle, signed
+from rules import AdamOracle, CDOracle, PacedOracle, signed
 
 from accordion_hvd import (
     DGC,
@@ -79,22 +79,49 @@ def held(world: Ranks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     estimate = states[0]["estimate"]
     for state in states:
         assert same_bits(state["estimate"], estimate), "ranks hold different estimates"
-    mean = np.mean([-s["error"].reshape(-1).astype(np.float64) for s in states], 0)
-    lacks = np.zeros_like(estimate)
+    slow = "replica" in states[0]
+    replicas = [s["replica"] if slow else -s["error"].reshape(-1) for s in states]
+    mean, lacks = np.mean(np.array(replicas, np.float64), 0), np.zeros_like(estimate)
     if "server" in states[0]:
-        lacks = np.concatenate([s["server"] for s in states])[: estimate.size]
+        parts = [s["behind" if slow else "server"] for s in states]
+        lacks = np.concatenate(parts)[: estimate.size]
     return mean, estimate + lacks, estimate
 
 
 # ----------------------------------------------------------------------------- what is held by whom
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_the_server_knows_the_mean_of_the_replicas(framework: Framework, ranks: int) -> None:
-    world = Ranks(CDAdam(), ranks, framework)
+@pytest.mark.parametrize("pace", [1, 0.3])
+def test_the_server_knows_the_mean_of_the_replicas(
+    framework: Framework, ranks: int, pace: float
+) -> None:
+    world = Ranks(CDAdam(pace=pace), ranks, framework)
     for now in gradients_of(ranks, 12):
         world.step([g * 10.0**rank for rank, g in enumerate(now)])
         mean, known, _ = held(world)
         np.testing.assert_allclose(known, mean, atol=1e-12 * 10.0**ranks)
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("whitened", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 1.5, 0.5])
+def test_with_a_pace_steps_lack_only_what_is_owed(
+    framework: Framework, bits: float, whitened: bool
+) -> None:
+    """Sum of what steps go by + what ranks and servers owe = sum of gradients, silence included."""
+    rule = CDAdam(betas=(0.0, 0.99), bits=bits, whitened=whitened, pace=0.2)
+    world, lacks = simulate(rule, 3), np.zeros((27, 43))
+    for now in gradients_of(3, 9, (27, 43)):
+        laws.step(world, framework, [{"w": g} for g in now])
+        states = [
+            {k: framework.array(x) for k, x in exchange.slots[0].state.items()}
+            for exchange in world.exchanges
+        ]
+        lacks += np.mean(now, 0) - states[0]["m"].reshape(lacks.shape)  # m is what they go by
+        owed = np.mean([s["error"] for s in states], 0)
+        owed += np.concatenate([s["server"] for s in states])[: owed.size]
+        np.testing.assert_allclose(owed.reshape(lacks.shape), lacks, atol=1e-10)
+    assert np.abs(lacks).max() > 0.01, "something must have been owed"
 
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
@@ -117,7 +144,8 @@ def test_replicas_are_kept_in_fp32_where_gradients_are_halves() -> None:
 
 
 def test_no_state_is_the_gradient_s_memory() -> None:
-    for rule in (CDAdam(), CDAdam(compressor=TopK(0.1)), CDAdam(exact_first=True)):
+    exact = CDAdam(exact_first=True), CDAdam(exact_first=True, pace=0.5)
+    for rule in (CDAdam(), CDAdam(pace=0.5), CDAdam(compressor=TopK(0.1)), *exact):
         world = Ranks(rule, 2, NUMPY)
         for now in gradients_of(2, 3, dtype="float32"):
             world.states = world.states or world.init(now[0])
@@ -284,6 +312,7 @@ def of_rule(rule: CDAdam) -> Callable[[np.ndarray], np.ndarray]:
 def test_it_settles_where_error_feedback_stalls() -> None:
     """Signs of changes tell all in the end; errors fed back through a root do not, nor do signs."""
     assert settled(of_rule(CDAdam())) < 1e-6
+    assert settled(of_rule(CDAdam(pace=0.1))) < 1e-6
     naive, feedback = Naive(RANKS, SIZE), ErrorFeedback(RANKS, SIZE)
     assert settled(lambda grads: naive.step(grads, 0.0)) > 1
     assert settled(lambda grads: feedback.step(grads, 0.0)) > 1e-3
@@ -318,7 +347,14 @@ def test_a_32nd_is_sent(ranks: int) -> None:
     assert stats["sent"] == steps * (bits + scales_and_flags)
 
 
-@pytest.mark.parametrize("rule, each", [(CDAdam(), 20 + 4 / 3), (CDAdam(compressor=TopK()), 20)])
+@pytest.mark.parametrize(
+    "rule, each",
+    [
+        (CDAdam(), 20 + 4 / 3),
+        (CDAdam(pace=0.1), 24 + 8 / 3),
+        (CDAdam(compressor=TopK()), 20),
+    ],
+)
 def test_bytes_of_state(rule: CDAdam, each: float) -> None:
     spec = NUMPY.xp.spec(np.zeros(24000, np.float32))
     state = rule.init(spec, Info(rank=1, size=3))
@@ -380,11 +416,14 @@ def test_a_fraction_of_bits_is_met_by_turns(
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_nan_is_skipped_where_no_gradient_travels(framework: Framework, ranks: int) -> None:
+@pytest.mark.parametrize("pace, kind", [(1, CDOracle), (0.1, PacedOracle)])
+def test_a_nan_is_skipped_where_no_gradient_travels(
+    framework: Framework, ranks: int, pace: float, kind: type[CDOracle]
+) -> None:
     """In a silent exchange, and on one rank."""
-    world = simulate(CDAdam(bits=0.5), ranks)
+    world = simulate(CDAdam(bits=0.5, pace=pace), ranks)
     first, second, bad = gradients_of(ranks, 3, (27, 43))
-    oracle = CDOracle(ranks, 1161, silent=(1,))
+    oracle = kind(ranks, 1161, silent=(1,))
     laws.step(world, framework, [{"w": g} for g in first])
     bad[-1][3, 3] = np.nan
     assert laws.step(world, framework, [{"w": g} for g in bad]) == [None] * ranks
@@ -445,12 +484,22 @@ def test_decay_without_weights_is_refused() -> None:
 
 
 # -------------------------------------------------------------------- other ranks and other stages
-@pytest.mark.parametrize("inner", [None, TopK(0.2), PowerSGD(1)], ids=repr)
+def owed_by(world: Ranks) -> Any:
+    """What all that ranks and servers owe comes to."""
+    owed = np.mean([s["error"] for s in world.states], 0)
+    return owed + np.concatenate([s["server"] for s in world.states])[: owed.size]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [CDAdam(), CDAdam(pace=0.5), CDAdam(compressor=TopK(0.2)), CDAdam(compressor=PowerSGD(1))],
+    ids=repr,
+)
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 5), (4, 1), (1, 3)])
 @pytest.mark.parametrize("how", ["regroup", "foreign"])
-def test_another_number_of_ranks(inner: Compressor | None, old: int, new: int, how: str) -> None:
+def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> None:
     """All replicas agree with what the servers know, and the estimate is not lost."""
-    rule = CDAdam(compressor=inner)
+    inner = rule.compressor
     before, after = Ranks(rule, old), Ranks(rule, new)
     for now in gradients_of(old, 6, dtype="float32"):
         before.step(now)
@@ -464,6 +513,9 @@ def test_another_number_of_ranks(inner: Compressor | None, old: int, new: int, h
     ]
     wanted = mean if how == "regroup" and inner is None else estimate
     np.testing.assert_allclose(held(after)[0], wanted, atol=1e-6)
+    if rule.pace != 1:
+        owed = owed_by(before) if how == "regroup" else 0.0
+        np.testing.assert_allclose(owed_by(after), owed, atol=1e-6)
     for now in gradients_of(new, 5, seed=3, dtype="float32"):
         after.step(now)
         found, known, _ = held(after)
@@ -489,6 +541,7 @@ def switched(first: Any, then: Any) -> tuple[World, list[Any], list[Any]]:
     "first, then",
     [
         (CDAdam(), CDAdam((0.8, 0.99), exact_first=True)),
+        (CDAdam(pace=0.1), CDAdam(pace=0.5, bits=2)),
         (CDAdam(compressor=TopK(0.1)), CDAdam(compressor=TopK(0.01))),
         (CDAdam(compressor=TopK(0.1)), CDAdam(compressor=PowerSGD(2))),
         (CDAdam(compressor=PowerSGD(1)), CDAdam(compressor=PowerSGD(2))),
@@ -507,7 +560,12 @@ def test_replicas_go_along_to_another_compressor(first: CDAdam, then: CDAdam) ->
 
 
 @pytest.mark.parametrize(
-    "first, then", [(CDAdam(), CDAdam(compressor=TopK(0.1))), (CDAdam(), CDAdam().dense())]
+    "first, then",
+    [
+        (CDAdam(), CDAdam(compressor=TopK(0.1))),
+        (CDAdam(), CDAdam(pace=0.1)),
+        (CDAdam(), CDAdam().dense()),
+    ],
 )
 def test_replicas_that_mean_something_else_wait(first: CDAdam, then: Any) -> None:
     """And are as they were when they are wanted again, with the estimate that belongs to them."""
@@ -574,6 +632,8 @@ def test_refusals_say_why() -> None:
         CDAdam(compressor=TopK(0.1), whitened=True)
     with pytest.raises(ValueError, match="'?bits'?.*1 with a compressor"):
         CDAdam(compressor=TopK(0.1), bits=2)
+    with pytest.raises(ValueError, match="'?pace'?.*1 with a compressor"):
+        CDAdam(compressor=TopK(0.1), pace=0.5)
 
 
 def test_the_other_name() -> None:

@@ -43,13 +43,21 @@ def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert outcome.settled > 4 and outcome.accuracy > 0.3 and outcome.ranks == 4
     text = (tmp_path / "a.md").read_text()
     assert all(f"| `{word}` | 1 |" in text for word in words) and "| `FP16()`" not in text
+    trained = [shelf._kept(tmp_path / "a.json")]
+    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", *words, *files])  # all there
+    trained.append(shelf._kept(tmp_path / "a.json"))
+    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", words[1], "--anew", *files])
+    trained.append(shelf._kept(tmp_path / "a.json"))
+    first, second, third = ({key[1]: o.seconds for key, o in kept.items()} for kept in trained)
+    assert first == second and third[words[1]] != first[words[1]]
+    assert {word: third[word] for word in words if word != words[1]}.items() <= first.items()
     before = load("digits").train.images.copy()
     assert (before == load("digits").train.images).all()
 
 
 def test_the_page_compares_with_the_first_row() -> None:
     rows = [
-        Outcome("digits", word, seed, 4, accuracy, 10.0, 20.0, 1.0)
+        Outcome("digits", word, seed, 4, 60, accuracy, 10.0, 20.0, 1.0)
         for seed in (1, 2)
         for word, accuracy in ((PLAIN.word, 0.9 + seed / 100), ("TopK(0.01)", 0.9))
     ]

@@ -23,9 +23,12 @@ from accordion_hvd.base import (
 from accordion_hvd.machines import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.optimizers.base import Rule, check_eps
-from accordion_hvd.optimizers.signs import Chunks
+from accordion_hvd.optimizers.signs import Chunks, speaks
 
 WITHIN = (None, "bits", "half")
+
+SPEAKS, SILENT = range(2)
+"""Phases: whether anything travels in an exchange."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,17 @@ class Birder(Rule):
     - `feedback`: what a draw has lacked is added before the next one, by senders and owners of
       chunks (not for the mean over a machine). Steps are then not unbiased one by one, but their
       sum stays within a few lr of the sum of u: less noise, for 4 more bytes an element.
+    - `bits` = 2: noisy gradients have small u, of which a sign is nearly all chance. A draw of two
+      bits is one of -1, -a, a, 1, without bias (of the two next to u, by the same random number).
+      a = sqrt((1 - beta) / (1 + beta)), at most 1/2, is the deviation that averaging leaves of
+      noise; for a mean over k ranks it is a / sqrt(k). The step of an element is lr or a lr long,
+      up or down. A fraction is met by turns, with `feedback`: of 1.9 bits two are sent in 19
+      exchanges of 20; in the other nothing is sent, no element steps, and u waits with the rest.
 
-    Sent, of d elements on n ranks: an alltoall of d / 8 bytes, an allgather of d / (8 n). With
-    `within`, over the network: these of d / L elements among N ranks; in a machine, an alltoall
-    of d / 8 (2 d for "half") bytes and an allgather of d / (8 L). With `shared`: two allreduces.
+    Sent, of d elements on n ranks: an alltoall of d / 8 bytes, an allgather of d / (8 n), times
+    `bits`. With `within`, over the network: these of d / L elements among N ranks; in a machine, an
+    alltoall of d / 8 (2 d for "half") bytes and an allgather of d / (8 L). With `shared`: two
+    allreduces.
 
     Under `Accordion` critical regimes are in the stage `dense`, where the mean of u is exact
     (fp32, an allreduce of 4 d bytes) and nothing is random; there are small and exempt tensors
@@ -79,6 +89,7 @@ class Birder(Rule):
         feedback: whether what a draw has lacked is added before the next one.
         eps: added to b; at least 0. Above 0 the steps depend on the gradients' scale.
         exact: whether u is averaged as it is: the dense stage.
+        bits: of an element, in the mean; 1, 2, or with feedback any number in [0.1, 2].
     """
 
     REGROUPED: ClassVar[str] = "m and b are the ranks' means"
@@ -90,6 +101,7 @@ class Birder(Rule):
     feedback: bool = False
     eps: float = 0.0
     exact: bool = False
+    bits: float = 1
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
@@ -100,6 +112,10 @@ class Birder(Rule):
         for name in ("shared", "feedback", "exact"):
             if not isinstance(getattr(self, name), bool):
                 check.refuse(self, name, getattr(self, name), "True or False")
+        if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
+            check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
+        if self.bits not in (1, 2) and not self.feedback:
+            check.refuse(self, "bits", self.bits, "1 or 2 without feedback")
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
         object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
@@ -108,7 +124,16 @@ class Birder(Rule):
 
     def dense(self) -> Birder:
         """The exact mean of u."""
-        return replace(self, within=None, feedback=False, exact=True)
+        return replace(self, within=None, feedback=False, exact=True, bits=1)
+
+    def variant(self, step: int) -> int:
+        """Whether anything is drawn."""
+        return SPEAKS if self.exact or speaks(self.bits, step) else SILENT
+
+    @property
+    def phases(self) -> bool:
+        """Whether that ever changes."""
+        return self.bits not in (1, 2)
 
     def init(self, spec: Spec, info: Info) -> State:
         """`m` and `b`, (size,); with feedback, what draws lacked: `error`, and `server` (chunk)."""
@@ -134,44 +159,64 @@ class Birder(Rule):
             return xp.reshape(u, xp.shape(grad)), {"m": m, "b": b}
         room = grad if info.size > 1 else xp.copy(grad)  # alone, taking back needs the gradient
         if self.shared or info.size == 1:
-            signs, owed = drawn(u, state, replace(info, rank=0), "owner", "error")
+            draw = self._draw(replace(info, rank=0), "owner", info.size)
+            signs, owed = draw.of(u, state, "error")
+        elif info.phase == SILENT:
+            yield ()
+            owed = {"error": xp.accumulate(state["error"], u)}
+            return xp.reshape(xp.emptied(room), xp.shape(grad)), {**state, **owed, "m": m, "b": b}
         else:
             signs, owed = yield from self._averaged(u, state, info)
-        return _values(xp, [signs], room), {**state, **owed, "m": m, "b": b}
+            draw = self._draw(info, "owner", info.size)
+        return draw.values(xp, signs, room), {**state, **owed, "m": m, "b": b}
+
+    def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
+        """How means over so many ranks are told."""
+        seed = random.key("birder", info.name, info.step // 2, info.rank, stage)
+        inner = magnitude(self.setting(info, "beta"), ranks) if self.bits > 1 else 1.0
+        return Draw(seed, info.step % 2, inner)
 
     def _averaged(
         self, u: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[list[Tensor], State]]:
         """Signs whose mean is the ranks' mean of `u`, packed; what draws lacked.
 
         Rank r owns chunk r, whoever shares its machine. Within a machine, each averages the chunks
         of all ranks that have its place.
         """
         xp, width = namespace(u), math.prod(namespace(u).shape(u))
-        chunk = Chunks(width, info.size).length
+        whole = Chunks(width, info.size).length * info.size
+        dtype = xp.dtype(state["m"])
         owed: State = {}
         plan = Places.of(info.machines if self.by_machine else (), info)
         if plan.neighbours > 1 and self.within == "half":
-            u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), chunk * info.size)
+            u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), whole)
             theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.near)
-            mean = _mean(xp, theirs, xp.dtype(state["m"]))
+            mean = _mean(xp, theirs, dtype)
         else:
-            signs, owed = drawn(u, state, info, "worker", "error")
-            signs = xp.padded(signs, chunk * info.size // 8)
+            draw = self._draw(info, "worker", 1)
+            signs, owed = draw.of(u, state, "error")
+            signs = [xp.padded(packed, whole // 8) for packed in signs]
             if plan.neighbours > 1:
-                theirs = yield Alltoall(plan.arranged(xp, signs, plan.neighbours), group=plan.near)
-                mean = _mean_of_signs(xp, theirs, xp.dtype(state["m"]))
+                rows = [plan.arranged(xp, packed, plan.neighbours) for packed in signs]
+                theirs = yield Alltoall(xp.beside(rows), group=plan.near)
+                mean = draw.mean(xp, theirs, dtype)
         if plan.machines > 1:
             if plan.neighbours > 1:
-                signs, _ = drawn(mean, {}, info, "machine")
-            theirs = yield Alltoall(xp.reshape(signs, (plan.machines, -1)), group=plan.far)
-            mean = _mean_of_signs(xp, theirs, xp.dtype(state["m"]))
-        signs, lacked = drawn(mean, state, info, "owner", "server")
+                draw = self._draw(info, "machine", plan.neighbours)
+                signs, _ = draw.of(mean)
+            rows = [xp.reshape(packed, (plan.machines, -1)) for packed in signs]
+            theirs = yield Alltoall(xp.beside(rows), group=plan.far)
+            mean = draw.mean(xp, theirs, dtype)
+        signs, lacked = self._draw(info, "owner", info.size).of(mean, state, "server")
+        bits, packed = len(signs), xp.concat(signs)
         for group, number in ((plan.far, plan.machines), (plan.near, plan.neighbours)):
             if number > 1:
-                parts = yield Allgather(signs, group=group)
-                signs = xp.concat(list(parts))
-        return plan.restored(xp, signs)[: math.ceil(width / 8)], {**owed, **lacked}
+                parts = yield Allgather(packed, group=group)
+                packed = xp.concat(list(parts))
+        packed = xp.swapped(xp.reshape(packed, (info.size, bits, -1)))
+        signs = [plan.restored(xp, row) for row in xp.unstack(xp.reshape(packed, (bits, -1)))]
+        return [x[: math.ceil(width / 8)] for x in signs], {**owed, **lacked}
 
     def inherit(self, state: State, other: Any, other_state: State) -> State:
         """Take over the moments of this optimizer's other stage."""
@@ -241,38 +286,75 @@ def _permuted(xp: ModuleType, x: Tensor, order: Sequence[int]) -> Tensor:
     return xp.concat([pieces[rank] for rank in order])
 
 
-def drawn(
-    u: Tensor, state: State, info: Info, stage: str, owed: str = ""
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Random signs for `u`, packed. With `owed` in the state: for both together; and what lacks.
+def magnitude(beta: float, ranks: int) -> float:
+    """The smaller magnitude that two bits tell of a mean over so many ranks; see `Birder`.
 
-    The random numbers depend on the pair of steps, the tensor's name, the rank and the stage.
+    A multiple of 2^-12, so that fp32 sums over 2048 ranks are exact.
     """
-    xp, error = namespace(u), state.get(owed)
-    if error is not None:
-        u = u + xp.reshape(error, xp.shape(u))
-    seed = random.key("birder", info.name, info.step // 2, info.rank, stage)
-    signs = xp.pack_random_signs(u, seed, info.step % 2)
-    if error is None:
-        return signs, {}
-    sent = _values(xp, [signs], xp.zeros(xp.shape(u), "float32", xp.device(u)))
-    return signs, {owed: xp.reshape(u - xp.cast(sent, xp.dtype(u)), xp.shape(error))}
+    noise = math.sqrt((1 - beta) / (1 + beta))
+    return max(1, round(4096 * min(0.5, noise) / math.sqrt(ranks))) / 4096
 
 
-def _values(xp: ModuleType, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of packed signs, as -1 and 1, in the shape of `like`, which it consumes; fp32, exact.
+@dataclass(frozen=True)
+class Draw:
+    """Random codes, without bias, for elements in [-1, 1]: of one bit, -1 or 1, or of two.
 
-    Below 2^24 parts, that is.
+    With two they are one of -1, -inner, inner, 1, and what travels is two signs, which weigh
+    (1 + inner) / 2 and (1 - inner) / 2. The first is random up to `inner`, and beyond it certain;
+    then the second is random, which before says the opposite of the first. So one random number
+    an element does for both.
+
+    Attributes:
+        seed: of the random numbers.
+        turn: 0, or 1 to read a number r as 1 - r.
+        inner: in (0, 1); 1 for one bit.
     """
-    two = xp.full((1,), 2.0, "float32", xp.device(like))
-    return xp.sum_quantized(parts, [two] * len(parts), math.prod(xp.shape(like)), 1, 0.5, like)
 
+    seed: Any
+    turn: Any
+    inner: float = 1.0
 
-def _mean_of_signs(xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
-    """Of each element of the rows, which are packed signs."""
-    parts = xp.unstack(rows)
-    room = xp.zeros((8 * xp.shape(parts[0])[0],), "float32", xp.device(rows))
-    return xp.cast(_values(xp, parts, room), dtype) * (1 / len(parts))
+    def of(
+        self, u: Tensor, state: State | None = None, owed: str = ""
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Signs for `u`, packed. With `owed` in the state: for both together; and what lacks."""
+        xp, error = namespace(u), (state or {}).get(owed)
+        if error is not None:
+            u = u + xp.reshape(error, xp.shape(u))
+        if self.inner == 1:
+            signs = [xp.pack_random_signs(u, self.seed, self.turn)]
+        else:
+            signs = [xp.pack_random_signs(u * (1 / self.inner), self.seed, self.turn)]
+            rest = self._less(u, signs) * (2 / (1 - self.inner))
+            signs.append(xp.pack_random_signs(rest, self.seed, self.turn))
+        if error is None:
+            return signs, {}
+        return signs, {owed: xp.reshape(self._less(u, signs), xp.shape(error))}
+
+    def values(self, xp: ModuleType, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The sum of what signs stand for, in the shape of `like`, which it consumes; fp32.
+
+        Exact, below 2^24 parts with one bit and 2^12 with two.
+        """
+        steps = [2.0] if self.inner == 1 else [1 + self.inner, 1 - self.inner]
+        device = xp.device(like)
+        factors = [
+            xp.full((1,), steps[i % len(steps)], "float32", device) for i in range(len(parts))
+        ]
+        return xp.sum_quantized(parts, factors, math.prod(xp.shape(like)), 1, 0.5, like)
+
+    def mean(self, xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
+        """Of what the rows stand for: each has an element's first signs, then its second."""
+        bits = 1 if self.inner == 1 else 2
+        parts = xp.unstack(xp.reshape(rows, (xp.shape(rows)[0] * bits, -1)))
+        room = xp.zeros((8 * xp.shape(parts[0])[0],), "float32", xp.device(rows))
+        return xp.cast(self.values(xp, parts, room), dtype) * (bits / len(parts))
+
+    def _less(self, u: Tensor, signs: Sequence[Tensor]) -> Tensor:
+        """`u` without what signs stand for."""
+        xp = namespace(u)
+        sent = self.values(xp, signs, xp.zeros(xp.shape(u), "float32", xp.device(u)))
+        return u - xp.cast(sent, xp.dtype(u))
 
 
 def _mean(xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar
 
 from accordion_hvd import check
@@ -13,7 +12,7 @@ from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, 
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.optimizers.adam import AMSGrad
 from accordion_hvd.optimizers.onebit_adam import floored
-from accordion_hvd.optimizers.signs import Chunks, averaged
+from accordion_hvd.optimizers.signs import Chunks, averaged, settled, speaks
 
 SIGNS, EXACT, NOTHING = range(3)
 """Phases: what travels in an exchange."""
@@ -25,6 +24,12 @@ TINY = 1e-30
 """What is added to it, should all of it be zero."""
 
 MOMENTS = ("m", "v", "vmax", "count")
+
+OWN = ("error", "server")
+"""What ranks have of their own."""
+
+SLOW = ("replica", "behind")
+"""What else they have with a pace below 1."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +140,29 @@ class CDAdam(ExactCDAdam):
     else. A fraction is met by turns: of 1.9 bits two are sent in 19 exchanges of 20, and nothing in
     the other, where ranks take their step by G as it is.
 
+    Replicas follow all of a message, its noise too: g_i - h_i then has the noise of two
+    minibatches. With `pace` = p below 1 (ours; EC-SGD-DIANA of Gorbunov et al., NeurIPS 2020, does
+    this for SGD) replicas follow slowly, and what a message lacks goes with the next one:
+    c_i = C(g_i - h_i + e_i), e_i <- what C left, h_i <- h_i + p c_i; likewise the server, whose
+    c all add to what they share, H, for the step by G = H + c, and H <- H + p c. What steps go by
+    then lacks of gradients, summed up over all of them, no more than C has left of the last. Where
+    gradients stay replicas still come to them. In a silent exchange steps go by H.
+
     Under `Accordion` critical regimes are exact (`ExactCDAdam`). Replicas and G wait meanwhile, and
     catch up later as after any change of the gradient (or at once, with `exact_first`). Moments
     begin anew then: exact gradients are so much quieter than estimates that steps by their vmax
     would be several times too long, and take back what training has gained. When exact gradients
     follow, moments go along, but for vmax, which begins at v. Between two CDAdams moments go along,
-    and where both have a `compressor`, or both signs, replicas too.
+    and where both have a `compressor`, or both signs, or both signs and a `pace`, replicas too.
 
-    On another number of ranks all replicas become the mean of the old ones; where only another
-    rank's state is at hand, G. h = mean of h_i then holds, as it must, if all ranks do so.
+    On another number of ranks all replicas become the mean of the old ones, and all that messages
+    lacked everyone's error; where only another rank's state is at hand, replicas are G, and errors
+    dropped. h = mean of h_i then holds, as it must, if all ranks do so.
 
     Sent with signs, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
     allgather of d / (8 n), and two scales: a 32nd of fp32's, times `bits`. State: m, v, vmax, G,
-    h_i, and a part 1 / n of h - G: 20 + 4 / n bytes an element in fp32.
+    h_i, and a part 1 / n of h - G: 20 + 4 / n bytes an element in fp32; with
+    `pace` 24 + 8 / n.
 
     Args:
         betas: b1 and b2, in [0, 1).
@@ -159,16 +174,18 @@ class CDAdam(ExactCDAdam):
         refresh: after how many exchanges they do so again; 0: never.
         whitened: whether signs are in units of sqrt(vmax); not with a `compressor`.
         bits: of an element, in the mean; in [0.1, 2]; not with a `compressor`.
+        pace: which part of each message replicas follow, in (0, 1]; not with a `compressor`.
     """
 
     REGROUPED: ClassVar[str] = "all replicas are the ranks' mean"
-    local: ClassVar[tuple[str, ...]] = ("error", "server")
+    local: ClassVar[tuple[str, ...]] = OWN
 
     compressor: Compressor | None = None
     exact_first: bool = False
     refresh: int = 0
     whitened: bool = False
     bits: float = 1
+    pace: float = 1
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
@@ -179,7 +196,9 @@ class CDAdam(ExactCDAdam):
         check.integer(self, "refresh", self.refresh, least=0)
         if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
             check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
+        check.ratio(self, "pace", self.pace)
         if self.compressor is None:
+            object.__setattr__(self, "local", OWN if self.pace == 1 else (*OWN, *SLOW))
             return
         why = _unfit(self.compressor)
         if why:
@@ -189,6 +208,8 @@ class CDAdam(ExactCDAdam):
             check.refuse(self, "whitened", True, "False with a compressor, which has its own units")
         if self.bits != 1:
             check.refuse(self, "bits", self.bits, "1 with a compressor, which has its own")
+        if self.pace != 1:
+            check.refuse(self, "pace", self.pace, "1 with a compressor, which has its own errors")
         object.__setattr__(self, "local", self.compressor.local)
         object.__setattr__(self, "stacks", self.compressor.stacks)
 
@@ -201,8 +222,7 @@ class CDAdam(ExactCDAdam):
         again = step > 0 and self.refresh > 0 and step % self.refresh == 0
         if again or (step == 0 and self.exact_first):
             return EXACT
-        part = Fraction(self.bits).limit_denominator(1000) / math.ceil(self.bits)
-        return SIGNS if math.ceil((step + 1) * part) > math.ceil(step * part) else NOTHING
+        return SIGNS if speaks(self.bits, step) else NOTHING
 
     @property
     def phases(self) -> bool:
@@ -212,14 +232,18 @@ class CDAdam(ExactCDAdam):
     def init(self, spec: Spec, info: Info) -> State:
         """As `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of this rank's chunk.
 
-        With a `compressor` its own state, in which -h_i is what it owes, and no `server`.
+        With a `compressor` its own state, in which -h_i is what it owes, and no `server`. With a
+        `pace` below 1 `estimate`: H; `error`: e_i; `server`: what this rank's chunk owes;
+        `replica`: h_i; `behind`: h - H of the chunk.
         """
         state = super().init(spec, info) | {"estimate": spec.zeros((spec.size,), spec.wide)}
         if self.compressor is not None:
             return state | self.compressor.init(spec, info)
         length = Chunks(spec.size, info.size).length
-        own = {"error": spec.zeros((spec.size,), spec.wide)}
-        return state | own | {"server": spec.zeros((length,), spec.wide)}
+        sizes = {"error": spec.size, "server": length}
+        if self.pace != 1:
+            sizes |= {"replica": spec.size, "behind": length}
+        return state | {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Signs to those who average them and back, or the compressor's rounds."""
@@ -229,25 +253,31 @@ class CDAdam(ExactCDAdam):
             room = xp.reshape(grad, xp.shape(state["m"]))
             direction, state = self.stepped(room, state, info, room)
         else:
-            state, room = yield from self._estimated(grad, state, info)
-            direction, state = self.stepped(state["estimate"], state, info, room)
+            mean, state, room = yield from self._estimated(grad, state, info)
+            direction, state = self.stepped(mean, state, info, room)
         return xp.reshape(direction, shape), state
 
     def _estimated(
         self, grad: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[State, Tensor]]:
-        """The state with a new estimate and new replicas, and memory that nobody needs."""
+    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+        """What steps go by, the state with new replicas, and memory that nobody needs."""
         xp = namespace(grad)
         if info.phase == NOTHING:
             yield ()  # moments are consumed once all ranks' gradients are known to be finite
-            return state, xp.reshape(grad, xp.shape(state["m"]))
+            if self.pace != 1:
+                state = self._waited(grad, state)
+            return state["estimate"], state, xp.reshape(grad, xp.shape(state["m"]))
         if info.phase == EXACT:
             fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
             mean = yield Allreduce(fresh)
-            return self._exactly(state, xp.copy(mean), fresh), mean
+            state = self._exactly(state, xp.copy(mean), fresh)
+            return state["estimate"], state, mean
+        if self.pace != 1:
+            return (yield from self._paced(grad, state, info))
         talk = self._signed if self.compressor is None else self._compressed
         news, state, room = yield from talk(grad, state, info)
-        return {**state, "estimate": xp.accumulate(state["estimate"], news)}, room
+        state = {**state, "estimate": xp.accumulate(state["estimate"], news)}
+        return state["estimate"], state, room
 
     def _signed(
         self, grad: Tensor, state: State, info: Info
@@ -261,16 +291,52 @@ class CDAdam(ExactCDAdam):
         """
         xp = namespace(grad)
         fresh = xp.reshape(grad, xp.shape(state["error"]))
-        total, server = xp.accumulate(state["error"], fresh), state["server"]
+        total = xp.accumulate(state["error"], fresh)
+        news, rest, server = yield from self._told(total, state["server"], state, info)
+        return news, {**state, "error": xp.subtract(rest, fresh), "server": server}, fresh
+
+    def _told(
+        self, total: Tensor, server: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
+        """`averaged`, in units of sqrt(vmax) if `whitened`."""
         bits = math.ceil(self.bits)
         if not self.whitened:
-            news, rest, server = yield from averaged(total, server, info, "l1", bits=bits)
-            return news, {**state, "error": xp.subtract(rest, fresh), "server": server}, fresh
+            return (yield from averaged(total, server, info, "l1", bits=bits))
         unit, mine = _units(state["vmax"], info)
-        total, server = total / unit, server / mine
-        news, rest, server = yield from averaged(total, server, info, "l1", bits=bits)
-        own = {"error": xp.subtract(rest * unit, fresh), "server": server * mine}
-        return news * unit, {**state, **own}, fresh
+        talk = averaged(total / unit, server / mine, info, "l1", bits=bits)
+        news, rest, server = yield from talk
+        return news * unit, rest * unit, server * mine
+
+    def _paced(
+        self, grad: Tensor, state: State, info: Info
+    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+        """With a pace below 1: what steps go by, the new state, free memory.
+
+        As the server's h is H + `behind`, and c what the mean of c_i was with that and what it
+        owed, less what it owes now, h - H changes by p times what the latter has grown by.
+        """
+        xp, pace = namespace(grad), self.pace
+        fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
+        ahead = fresh - state["replica"]
+        wanted = ahead + state["error"], state["server"] + state["behind"]
+        news, rest, server = yield from self._told(*wanted, state, info)
+        sent = xp.subtract(xp.accumulate(ahead, state["error"]), rest)
+        grown = server - state["server"] - state["behind"]
+        new = {
+            "replica": xp.accumulate(state["replica"], sent * pace),
+            "behind": xp.accumulate(state["behind"], grown * pace),
+            "estimate": state["estimate"] + news * pace,
+        }
+        mean = xp.accumulate(news, state["estimate"])
+        return mean, {**state, **new, "error": rest, "server": server}, fresh
+
+    def _waited(self, grad: Tensor, state: State) -> State:
+        """The state after steps have gone by H: errors are what it lacked."""
+        xp = namespace(grad)
+        fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
+        error = xp.accumulate(state["error"], fresh - state["replica"])
+        server = xp.accumulate(state["server"], state["behind"])
+        return {**state, "error": error, "server": server}
 
     def _compressed(
         self, grad: Tensor, state: State, info: Info
@@ -291,16 +357,23 @@ class CDAdam(ExactCDAdam):
         """The state where G = h = `mean`, and this rank's gradient is `replica`, which stays."""
         xp = namespace(mean)
         state = self._replaced({**state, "estimate": mean}, replica)
-        if "server" not in state:
+        if self.compressor is not None:
             return state
         shape = xp.shape(state["server"])
-        return {**state, "server": xp.zeros(shape, xp.dtype(mean), xp.device(mean))}
+        return {**state, self._ahead: xp.zeros(shape, xp.dtype(mean), xp.device(mean))}
+
+    @property
+    def _ahead(self) -> str:
+        """What of the state is this rank's part of h - G, or of h - H."""
+        return "server" if self.pace == 1 else "behind"
 
     def _replaced(self, state: State, replica: Tensor) -> State:
         """The state with another h_i, which stays as it is."""
+        xp = namespace(replica)
+        if self.pace != 1:
+            return {**state, "replica": xp.copy(replica)}
         if self.compressor is None:
             return {**state, "error": -replica}
-        xp = namespace(replica)
         owed = xp.cast(-replica, xp.dtype(state["error"]))
         return self.compressor.with_residual(state, owed)
 
@@ -316,6 +389,8 @@ class CDAdam(ExactCDAdam):
         state = {**state, **{key: other_state[key] for key in MOMENTS if key in other_state}}
         if (other.compressor is None) != (self.compressor is None):
             return state
+        if (other.pace == 1) != (self.pace == 1):
+            return state
         copied = namespace(state["m"]).copy
         state["estimate"] = copied(other_state["estimate"])
         if self.compressor is None or other.compressor is None:
@@ -329,11 +404,14 @@ class CDAdam(ExactCDAdam):
         state = super().regroup(states, spec, info)
         if self.compressor is not None or "estimate" not in states[0]:
             return self._settled(state, state["estimate"], info)
-        mean = sum(-old["error"] for old in states) / len(states)
-        return self._settled(state, mean, info)
+        if self.pace == 1:
+            mean = sum(-old["error"] for old in states) / len(states)
+            return self._settled(state, mean, info)
+        mean = sum(old["replica"] for old in states) / len(states)
+        return self._settled(state, mean, info) | {"error": settled(states, spec.size)}
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """What is alike is kept; all replicas become G. Every rank must do so."""
+        """What is alike is kept; all replicas become G (or H). Every rank must do so."""
         state = super().regroup([state], spec, info)
         return self._settled(state, state["estimate"], info)
 
@@ -346,7 +424,7 @@ class CDAdam(ExactCDAdam):
         chunks = Chunks(xp.shape(lacks)[0], info.size)
         lacks = xp.padded(lacks, info.size * chunks.length)
         start = info.rank * chunks.length
-        return {**state, "server": xp.copy(lacks[start : start + chunks.length])}
+        return {**state, self._ahead: xp.copy(lacks[start : start + chunks.length])}
 
 
 CDAMSGrad = CDAdam

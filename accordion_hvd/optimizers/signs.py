@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,12 @@ class Chunks:
     def held(self, rank: int) -> int:
         """Elements of the vector in this rank's chunk."""
         return min(max(self.size - rank * self.length, 0), self.length)
+
+
+def speaks(bits: float, step: int) -> bool:
+    """Whether `bits` an element in the mean, by turns of one bit (two, above 1), travel now."""
+    part = Fraction(bits).limit_denominator(1000) / math.ceil(bits)
+    return math.ceil((step + 1) * part) > math.ceil(step * part)
 
 
 def averaged(
