@@ -72,7 +72,7 @@ bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (f
 	@$(IN_VENV) GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(RUN) scripts/kernels.py \
 		--output docs/kernels.md
 
-bench-shelf: setup ## train with each compressor, for docs/shelf.md (two hours)
+bench-shelf: setup ## train with each compressor, for docs/shelf.md (three hours)
 	@$(IN_VENV) $(RUN) scripts/train_shelf.py --output docs/shelf.md
 
 bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (root; half an hour)

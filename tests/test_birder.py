@@ -334,6 +334,12 @@ def test_bytes_by_machine(ranks: int, local: int, within: str) -> None:
     assert 0 <= flags <= steps * 8 * ranks
 
 
+@pytest.mark.parametrize("options", [{"feedback": False}, {"within": "half"}, {"within": "bits"}])
+def test_turns_need_all_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="1.9.*1 or 2 within machines, or without feedback"):
+        Birder(**{"feedback": True, "bits": 1.9} | options)
+
+
 def test_uneven_machines_are_refused() -> None:
     given = [{"w": np.ones((40, 30), np.float32)} for _ in range(3)]
     with pytest.raises(ValueError, match="the machines have 2, 1 ranks, but to exchange"):

@@ -73,17 +73,19 @@ METHODS = {
         {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
-        "Birder", "Adam", {"convex": 2e-3, "digits": 4e-3, "characters": 4e-3}, LOWER,
-        {"feedback": True},
+        "Birder", "Adam", {"convex": 2e-3, "digits": 4e-3, "characters": 12e-3}, (*LOWER, 12e-3),
+        {"feedback": True}, {"characters": {"beta": 0.9, "bits": 1.9}},
     ),
     "SketchedAMSGrad": Method(
-        "SketchedAMSGrad", "AMSGrad", {"convex": 2e-3, "digits": 8e-3, "characters": 8e-3}, LOWER,
+        "SketchedAMSGrad", "AMSGrad", {"convex": 2.5e-3, "digits": 8e-3, "characters": 8e-3},
+        (*LOWER, 2.5e-3),
         {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
-         "bounded": True}, {"convex": {"eps": 1e-6}}, warm=0.2,
+         "bounded": True}, {"convex": {"eps": 1e-6, "ratio": 0.0202, "rows": 1}}, warm=0.2,
     ),
     "CDAdam": Method(
         "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 16e-3}, LOWER,
-        {"exact_first": True, "whitened": True}, {"characters": {"bits": 1.9}}, warm=0.2,
+        {"exact_first": True, "whitened": True},
+        {"characters": {"exact_first": False, "bits": 1.9, "pace": 0.1}}, warm=0.2,
     ),
 }  # fmt: skip
 """By name on the page."""

@@ -177,7 +177,7 @@ STATE = {
     "OnebitAdam": "m, v, error, this rank's part of the server error",
     "Birder": "m, b, error, this rank's part of the owners' (without `feedback` only m, b)",
     "SketchedAMSGrad": "m, v, vmax, error",
-    "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's",
+    "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's (`pace`: error)",
 }
 
 

@@ -89,7 +89,8 @@ class Birder(Rule):
         feedback: whether what a draw has lacked is added before the next one.
         eps: added to b; at least 0. Above 0 the steps depend on the gradients' scale.
         exact: whether u is averaged as it is: the dense stage.
-        bits: of an element, in the mean; 1, 2, or with feedback any number in [0.1, 2].
+        bits: of an element, in the mean; 1, 2, or, with `feedback` and without `within`, any number
+            in [0.1, 2].
     """
 
     REGROUPED: ClassVar[str] = "m and b are the ranks' means"
@@ -114,8 +115,8 @@ class Birder(Rule):
                 check.refuse(self, name, getattr(self, name), "True or False")
         if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
             check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
-        if self.bits not in (1, 2) and not self.feedback:
-            check.refuse(self, "bits", self.bits, "1 or 2 without feedback")
+        if self.phases and (self.within or not self.feedback):
+            check.refuse(self, "bits", self.bits, "1 or 2 within machines, or without feedback")
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
         object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
