@@ -197,26 +197,39 @@ def test_steps_have_two_lengths(ranks: int, local: int, within: str | None) -> N
 
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
-@pytest.mark.parametrize("bits, told", [(1.5, [2, 2, 2, 0]), (0.5, [1, 0])])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"bits": 1.5, "feedback": True}, [2, 2, 2, 0]),
+        ({"bits": 0.5, "feedback": True}, [1, 0]),
+        ({"bits": 0.5}, [1, 0]),
+        ({"bits": 1.5, "within": "half"}, [2, 2, 2, 0]),
+    ],
+)
 def test_a_fraction_of_bits_is_met_by_turns(
-    framework: Framework, bits: float, told: list[int]
+    framework: Framework, options: dict[str, Any], told: list[int]
 ) -> None:
-    """What a silent exchange does not send is in the next one."""
-    rule = Birder(bits=bits, feedback=True)
-    world = simulate(rule, 2)
-    oracle = BirderOracle(2, 1161, rule, silent=lambda step: not told[step % len(told)])
+    """In a silent exchange no element steps and errors stay; m and b do not."""
+    rule = Birder(**options)
+    local = 2 if rule.within else 1
+    world = simulate(rule, 2 * local, local_size=local)
+    oracle = BirderOracle(
+        2 * local, 1161, rule, local, silent=lambda step: not told[step % len(told)]
+    )
     rng = np.random.default_rng(8)
     for step in range(8):
-        now = rng.normal(size=(2, 27, 43))
+        now = rng.normal(size=(2 * local, 27, 43))
         found = laws.step(world, framework, [{"w": g} for g in now])
-        wanted = oracle.step(now.reshape(2, -1), 0.0)
-        assert found[0] is not None and found[1] is not None
-        assert same_bits(found[0]["w"], found[1]["w"])
-        np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
+        wanted = oracle.step(now.reshape(2 * local, -1), 0.0)
+        for mine in found:
+            assert mine is not None and found[0] is not None
+            assert same_bits(mine["w"], found[0]["w"])
+            np.testing.assert_allclose(mine["w"].reshape(-1), wanted, atol=1e-10)
         assert told[step % len(told)] or not wanted.any()
-    sent = world.exchanges[0].stats()["sent"]
     assert rule.phases and not Birder(bits=2).phases
-    assert abs(sent / 8 - bits * 1161 / 8) < 30, "bits and flags"
+    if not rule.within:
+        sent = world.exchanges[0].stats()["sent"]
+        assert abs(sent / 8 - rule.bits * 1161 / 8) < 30, "bits and flags"
 
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
@@ -332,12 +345,6 @@ def test_bytes_by_machine(ranks: int, local: int, within: str) -> None:
     between = 2 * (machines - 1) * chunk
     flags = stats["between"] - steps * between
     assert 0 <= flags <= steps * 8 * ranks
-
-
-@pytest.mark.parametrize("options", [{"feedback": False}, {"within": "half"}, {"within": "bits"}])
-def test_turns_need_all_errors(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="1.9.*1 or 2 within machines, or without feedback"):
-        Birder(**{"feedback": True, "bits": 1.9} | options)
 
 
 def test_uneven_machines_are_refused() -> None:

@@ -68,8 +68,9 @@ class Birder(Rule):
       bits is one of -1, -a, a, 1, without bias (of the two next to u, by the same random number).
       a = sqrt((1 - beta) / (1 + beta)), at most 1/2, is the deviation that averaging leaves of
       noise; for a mean over k ranks it is a / sqrt(k). The step of an element is lr or a lr long,
-      up or down. A fraction is met by turns, with `feedback`: of 1.9 bits two are sent in 19
-      exchanges of 20; in the other nothing is sent, no element steps, and u waits with the rest.
+      up or down. A fraction is met by turns: of 1.9 bits two are sent in 19 exchanges of 20; in
+      the other nothing is sent and no element steps. That u is left out (what errors took of it
+      would come on top of the next one, beyond 1), its gradient stays in m and b.
 
     Sent, of d elements on n ranks: an alltoall of d / 8 bytes, an allgather of d / (8 n), times
     `bits`. With `within`, over the network: these of d / L elements among N ranks; in a machine, an
@@ -89,8 +90,7 @@ class Birder(Rule):
         feedback: whether what a draw has lacked is added before the next one.
         eps: added to b; at least 0. Above 0 the steps depend on the gradients' scale.
         exact: whether u is averaged as it is: the dense stage.
-        bits: of an element, in the mean; 1, 2, or, with `feedback` and without `within`, any number
-            in [0.1, 2].
+        bits: of an element, in the mean; in [0.1, 2].
     """
 
     REGROUPED: ClassVar[str] = "m and b are the ranks' means"
@@ -115,8 +115,6 @@ class Birder(Rule):
                 check.refuse(self, name, getattr(self, name), "True or False")
         if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
             check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
-        if self.phases and (self.within or not self.feedback):
-            check.refuse(self, "bits", self.bits, "1 or 2 within machines, or without feedback")
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
         object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
@@ -164,8 +162,7 @@ class Birder(Rule):
             signs, owed = draw.of(u, state, "error")
         elif info.phase == SILENT:
             yield ()
-            owed = {"error": xp.accumulate(state["error"], u)}
-            return xp.reshape(xp.emptied(room), xp.shape(grad)), {**state, **owed, "m": m, "b": b}
+            return xp.reshape(xp.emptied(room), xp.shape(grad)), {**state, "m": m, "b": b}
         else:
             signs, owed = yield from self._averaged(u, state, info)
             draw = self._draw(info, "owner", info.size)
