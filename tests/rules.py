@@ -455,7 +455,8 @@ class BirderOracle:
         if self.rule.shared:
             gradients, sizes = (np.broadcast_to(x.mean(0), x.shape) for x in (gradients, sizes))
         self.m = self.rule.beta * self.m + (1 - self.rule.beta) * gradients
-        self.b = self.rule.beta * self.b + (1 - self.rule.beta) * sizes
+        slow = self.rule.beta if self.rule.beta_b is None else self.rule.beta_b
+        self.b = np.maximum(slow * self.b + (1 - slow) * sizes, np.abs(self.m))
         below = self.b + self.rule.eps
         u = np.where(below > 0, self.m / np.where(below > 0, below, 1), 0)
         direction = u.mean(0) if self.rule.exact else self.chosen(u)
@@ -675,7 +676,7 @@ ROWS = [
     birder(beta=0.0, within="half", feedback=True),
     birder(exact=True),
     birder(bits=2),
-    birder(beta=0.9, bits=2, feedback=True, eps=0.01),
+    birder(beta=0.9, beta_b=0.99, bits=2, feedback=True, eps=0.01),
     Row(
         Lamb(),
         lambda *n: LambOracle(*n, dense=10**9),
@@ -694,6 +695,7 @@ REFUSED = [
     *[(AMSGrad, "eps", bad) for bad in (-1e-8, math.nan, "a", None, True)],
     *[(OnebitAdam, "warmup_steps", bad) for bad in (-1, 0, 1.5, "soon", None, True)],
     *[(Birder, "beta", bad) for bad in (1, -0.1, math.nan, "a", None, True, (0.9,))],
+    *[(Birder, "beta_b", bad) for bad in (0.9, 1, math.nan, "a", True)],
     *[(Birder, "within", bad) for bad in ("fp16", 1, True)],
     *[(Birder, "bits", bad) for bad in (0, 2.5, "2", None, math.nan)],
     *[(Birder, "eps", bad) for bad in (-1.0, "a", None)],

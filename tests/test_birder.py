@@ -156,6 +156,16 @@ def test_scale_does_not_matter(local: int) -> None:
         np.testing.assert_array_equal(one[0], other[0])
 
 
+@pytest.mark.parametrize("slow, rests", [(None, False), (0.99, True)])
+def test_a_slower_scale_lets_elements_rest(slow: float | None, rests: bool) -> None:
+    """After a single gradient; in its own step u is 1, as all bounds allow."""
+    world = Ranks(Birder(beta=0.9, beta_b=slow, exact=True), 2)
+    steps = [world.step([g, g])[0] for g in [np.ones(30), *np.zeros((80, 30))]]
+    assert (np.abs(steps) <= 1).all()
+    np.testing.assert_allclose(steps[0], 1)
+    np.testing.assert_allclose(steps[-1], 0 if rests else 1, atol=1e-3)
+
+
 # ------------------------------------------------------------------------------------- two bits
 @pytest.mark.parametrize("inner", [0.0625, 0.5])
 def test_two_random_bits_are_unbiased(inner: float) -> None:

@@ -73,8 +73,8 @@ METHODS = {
         {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
-        "Birder", "Adam", {"convex": 2e-3, "digits": 4e-3, "characters": 12e-3}, (*LOWER, 12e-3),
-        {"feedback": True}, {"characters": {"beta": 0.9, "bits": 1.9}},
+        "Birder", "Adam", {"convex": 2e-3, "digits": 4e-3, "characters": 16e-3}, LOWER,
+        {"feedback": True}, {"characters": {"beta": 0.9, "beta_b": 0.99, "bits": 1.9}},
     ),
     "SketchedAMSGrad": Method(
         "SketchedAMSGrad", "AMSGrad", {"convex": 2.5e-3, "digits": 8e-3, "characters": 8e-3},

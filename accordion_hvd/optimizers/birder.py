@@ -52,6 +52,9 @@ class Birder(Rule):
       gradient is always zero) returns to where it was; independent bits let it walk at random.
     - An element with few gradients has u = +-1 long after the last one, for u knows no scale:
       `eps`, in units of the gradient, ends that.
+    - `beta_b`: b as it is remembers as little as m, and follows the noise of a few batches. With a
+      decay rate of its own, nearer to 1, it is b <- max(beta_b b + (1 - beta_b) |g|, |m|), for
+      |m| <= b must hold. Small batches want that. Elements with few gradients come to rest, too.
     - `shared`: a rank's b weighs its own gradients, so that where shards of data differ between
       ranks training ends where the sum of m_i / b_i is zero, and not the sum of gradients. Shuffle
       the data, or share: then gradients and their magnitudes are averaged before m and b are
@@ -85,6 +88,7 @@ class Birder(Rule):
 
     Args:
         beta: decay rate of both moments, in [0, 1).
+        beta_b: decay rate of b, in [beta, 1); None: `beta`.
         within: None, "bits" or "half": how ranks of one machine exchange, if apart from others.
         shared: whether m and b are the ranks' means.
         feedback: whether what a draw has lacked is added before the next one.
@@ -94,7 +98,7 @@ class Birder(Rule):
     """
 
     REGROUPED: ClassVar[str] = "m and b are the ranks' means"
-    GROUP: ClassVar[tuple[str, ...]] = ("beta", "eps")
+    GROUP: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
 
     beta: float = 0.95
     within: str | None = None
@@ -103,11 +107,16 @@ class Birder(Rule):
     eps: float = 0.0
     exact: bool = False
     bits: float = 1
+    beta_b: float | None = None
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
         if not check.is_number(self.beta) or not 0 <= self.beta < 1:
             check.refuse(self, "beta", self.beta, "a number in [0, 1)")
+        slow = self.beta_b
+        if slow is not None and not (check.is_number(slow) and self.beta <= slow < 1):
+            allowed = f"None, or a number of at least beta ({self.beta}) and below 1"
+            check.refuse(self, "beta_b", slow, allowed)
         check_eps(self, self.eps)
         check.one_of(self, "within", self.within, WITHIN)
         for name in ("shared", "feedback", "exact"):
@@ -151,7 +160,7 @@ class Birder(Rule):
             magnitude = xp.maximum(given, -given)
             given, magnitude = yield Allreduce(given, reuse=True), Allreduce(magnitude, reuse=True)
         m = xp.momentum(state["m"], beta, given)
-        b = xp.absolute_moment(state["b"], beta, magnitude)
+        b = self._scale(state["b"], m, magnitude, info)
         u = xp.bounded_ratio(m, b, self.setting(info, "eps"))
         if self.exact:
             u = u if self.shared else (yield Allreduce(u, reuse=True))
@@ -167,6 +176,13 @@ class Birder(Rule):
             signs, owed = yield from self._averaged(u, state, info)
             draw = self._draw(info, "owner", info.size)
         return draw.values(xp, signs, room), {**state, **owed, "m": m, "b": b}
+
+    def _scale(self, b: Tensor, m: Tensor, magnitude: Tensor, info: Info) -> Tensor:
+        """The new b, at least |m|."""
+        xp, slow = namespace(m), self.setting(info, "beta_b")
+        if slow is None:
+            return xp.absolute_moment(b, self.setting(info, "beta"), magnitude)
+        return xp.maximum(xp.absolute_moment(b, slow, magnitude), xp.maximum(m, -m))
 
     def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
         """How means over so many ranks are told."""
