@@ -49,9 +49,12 @@ RULES: dict[str, dict[str, Any]] = {
     "Birder": {},
     "SketchedAMSGrad": {"warmup_steps": 4},
     "CDAdam": {},
+    "Birder, two bits": {"beta": 0.9, "beta_b": 0.99, "bits": 1.9, "feedback": True},
+    "CDAdam, two bits": {"whitened": True, "bits": 1.9, "pace": 0.1},
 }
 """Optimizers that are measured when asked for (as `optimizer OnebitAdam`), in PyTorch.
 
+What follows a comma tells settings of the same one apart.
 Their exact stage is over before anything is measured.
 """
 

@@ -135,8 +135,8 @@ def contestant(way: str, net: Any) -> tuple[Any, Any]:
         import accordion_hvd.torch as ours
 
         name = way.removeprefix(OPTIMIZER)
-        rule = contestants.RULES[name]
-        return net, getattr(ours, name)(named, lr=1e-4, guard="off", **rule)
+        made = getattr(ours, name.partition(",")[0])
+        return net, made(named, lr=1e-4, guard="off", **contestants.RULES[name])
     import horovod.torch as hvd
 
     wire = hvd.Compression.fp16 if way.endswith(FP16) else hvd.Compression.none

@@ -22,11 +22,13 @@ INIT = hvd.init
 NAMES = optimizers.NATIVE
 EARLY: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"warmup_steps": 3},
+    "Birder": {"beta": 0.9, "beta_b": 0.99, "bits": 2, "feedback": True},
+    "CDAdam": {"bits": 2, "pace": 0.1, "whitened": True},
     "SketchedAMSGrad": {"warmup_steps": 3, "ratio": 0.02},
     "OnebitLamb": {"warmup_steps": 3},
     "ZeroOneAdam": {"var_freeze_step": 3},
 }
-"""Settings with which the stages change within a few steps."""
+"""Settings with which stages change within a few steps, or that small batches want."""
 
 
 def made(name: str, **options: Any) -> Any:
