@@ -232,7 +232,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict()`.
+        """Go on from `state_dict()`; what an older version's groups did not know is as set here.
 
         Raises:
             ValueError: it is that of another optimizer, or of another model.
@@ -244,6 +244,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             )
         rest = {key: value for key, value in state_dict.items() if key != "exchange"}
         torch.optim.Optimizer.load_state_dict(self, rest)
+        for group in self.param_groups:
+            group.update(self.defaults | group)
         self._reducer.adopt(state_dict["exchange"])
 
     def doubt(self) -> None:
