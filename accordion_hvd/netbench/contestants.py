@@ -54,7 +54,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 """Optimizers that are measured when asked for (as `optimizer OnebitAdam`), in PyTorch.
 
-What follows a comma tells settings of the same one apart.
+What follows a comma tells settings of the same one apart; two bits are for small batches.
 Their exact stage is over before anything is measured.
 """
 

@@ -23,7 +23,7 @@ from accordion_hvd.base import (
 from accordion_hvd.machines import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.optimizers.base import Rule, check_eps
-from accordion_hvd.optimizers.signs import Chunks, speaks
+from accordion_hvd.optimizers.signs import Chunks, check_bits, speaks
 
 WITHIN = (None, "bits", "half")
 
@@ -122,8 +122,7 @@ class Birder(Rule):
         for name in ("shared", "feedback", "exact"):
             if not isinstance(getattr(self, name), bool):
                 check.refuse(self, name, getattr(self, name), "True or False")
-        if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
-            check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
+        check_bits(self, self.bits)
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
         object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
@@ -187,7 +186,7 @@ class Birder(Rule):
     def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
         """How means over so many ranks are told."""
         seed = random.key("birder", info.name, info.step // 2, info.rank, stage)
-        inner = magnitude(self.setting(info, "beta"), ranks) if self.bits > 1 else 1.0
+        inner = inner_magnitude(self.setting(info, "beta"), ranks) if self.bits > 1 else 1.0
         return Draw(seed, info.step % 2, inner)
 
     def _averaged(
@@ -300,7 +299,7 @@ def _permuted(xp: ModuleType, x: Tensor, order: Sequence[int]) -> Tensor:
     return xp.concat([pieces[rank] for rank in order])
 
 
-def magnitude(beta: float, ranks: int) -> float:
+def inner_magnitude(beta: float, ranks: int) -> float:
     """The smaller magnitude that two bits tell of a mean over so many ranks; see `Birder`.
 
     A multiple of 2^-12, so that fp32 sums over 2048 ranks are exact.

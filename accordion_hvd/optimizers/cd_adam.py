@@ -12,7 +12,7 @@ from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, 
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.optimizers.adam import AMSGrad
 from accordion_hvd.optimizers.onebit_adam import floored
-from accordion_hvd.optimizers.signs import Chunks, averaged, settled, speaks
+from accordion_hvd.optimizers.signs import Chunks, averaged, check_bits, settled, speaks
 
 SIGNS, EXACT, NOTHING = range(3)
 """Phases: what travels in an exchange."""
@@ -194,8 +194,7 @@ class CDAdam(ExactCDAdam):
             if not isinstance(getattr(self, key), bool):
                 check.refuse(self, key, getattr(self, key), "True or False")
         check.integer(self, "refresh", self.refresh, least=0)
-        if not check.is_number(self.bits) or not 0.1 <= self.bits <= 2:
-            check.refuse(self, "bits", self.bits, "a number in [0.1, 2]")
+        check_bits(self, self.bits)
         check.ratio(self, "pace", self.pace)
         if self.compressor is None:
             object.__setattr__(self, "local", OWN if self.pace == 1 else (*OWN, *SLOW))

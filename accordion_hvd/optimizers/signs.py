@@ -13,6 +13,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
+from accordion_hvd import check
 from accordion_hvd.base import Allgather, Alltoall, Info, State, Tensor
 from accordion_hvd.ops import namespace
 
@@ -42,6 +43,12 @@ class Chunks:
     def held(self, rank: int) -> int:
         """Elements of the vector in this rank's chunk."""
         return min(max(self.size - rank * self.length, 0), self.length)
+
+
+def check_bits(owner: Any, bits: Any) -> None:
+    """Refuse what `speaks` cannot go by. Raises: ValueError."""
+    if not check.is_number(bits) or not 0.1 <= bits <= 2:
+        check.refuse(owner, "bits", bits, "a number in [0.1, 2]")
 
 
 def speaks(bits: float, step: int) -> bool:
