@@ -26,8 +26,8 @@ from accordion_hvd.base import Allgather, Allreduce, Compressor, Info, Request, 
 from accordion_hvd.experiment.report import as_markdown, as_text, write_page
 from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import backend
+from accordion_hvd.resolve import parse
 from accordion_hvd.shelf import SHELF
-from accordion_hvd.words import parse
 
 RANKS = 4
 LATE = 10**6

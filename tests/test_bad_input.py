@@ -15,7 +15,7 @@ from accordion_hvd.base import Compressor, Spec
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.compressors.half import _Half
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
 
 FEW = {type(case.compressor): case for case in CASES}
@@ -149,7 +149,7 @@ def test_frozen_integers_do_not_matter() -> None:
     import torch
 
     pytest.importorskip("horovod.torch")
-    from accordion_hvd.policy import as_policy
+    from accordion_hvd.resolve import as_policy
     from accordion_hvd.torch.reducer import Idle
 
     named = [("w", torch.ones(40, 50)), ("q", torch.ones(40, 50, dtype=torch.int8))]

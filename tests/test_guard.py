@@ -21,7 +21,7 @@ from accordion_hvd.guard import (
     gather,
 )
 from accordion_hvd.optimizers import ZeroOneAdam
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
 
 

@@ -34,7 +34,7 @@ from accordion_hvd.compressors.autoencoder import (
     code_length,
     signals_of,
 )
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
 FORMS = pytest.mark.parametrize("form", ["ring", "server"])

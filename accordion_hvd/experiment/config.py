@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
 from accordion_hvd import check
-from accordion_hvd.policy import Accordion, Policy, as_policy
-
-VARIABLE = "ACCORDION_HVD_COMPRESSION"
-"""The environment variable that names a compression where the settings do not."""
+from accordion_hvd.policy import Accordion, Policy
+from accordion_hvd.resolve import VARIABLE, as_policy, parse
 
 
 @dataclass
@@ -132,8 +130,7 @@ def _policy(wanted: Any) -> Policy | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict):
-        none = isinstance(wanted, str) and wanted.strip().lower() == "none"
-        return as_policy("dense" if none else wanted)
+        return as_policy(wanted)
     known = inspect.signature(Accordion).parameters
     for key in wanted:
         check.one_of("compression", "key", key, tuple(known))
@@ -142,8 +139,6 @@ def _policy(wanted: Any) -> Policy | None:
 
 def _levels(value: Any) -> Any:
     """Words for compressors, wherever they stand, as the compressors."""
-    from accordion_hvd.words import parse
-
     if isinstance(value, str) and value not in ("local", "reduced"):
         return parse(value)
     if isinstance(value, dict):

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from accordion_hvd import check
 from accordion_hvd.experiment.config import VARIABLE
-from accordion_hvd.policy import Policy, as_policy
+from accordion_hvd.policy import Policy
+from accordion_hvd.resolve import as_policy
 
 WHO = "settings"
 

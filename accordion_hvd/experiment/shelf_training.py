@@ -22,11 +22,12 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from accordion_hvd import check, parse
+from accordion_hvd import check
 from accordion_hvd.data import DataError, Dataset, Shard, load
 from accordion_hvd.experiment.report import as_markdown, write_page
 from accordion_hvd.experiment.results import read_json, write_json
-from accordion_hvd.policy import Policy, as_policy
+from accordion_hvd.policy import Policy
+from accordion_hvd.resolve import as_policy, parse
 from accordion_hvd.simulate import simulate
 
 MOMENTUM = 0.9

@@ -1,6 +1,6 @@
 """The ways to exchange gradients that are measured, by name.
 
-`ours <word>` is this package with a compression as of `accordion_hvd.words.parse`, and
+`ours <word>` is this package with a compression as of `accordion_hvd.parse`, and
 `optimizer <name>` one of its optimizers; all other names are those below. Ways are held by two
 launches: one over Horovod, and a plain one without, so that Horovod's threads, which talk even when
 there is nothing to do, take nothing from the others.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accordion_hvd.policy import Accordion
-from accordion_hvd.words import parse
+from accordion_hvd.resolve import parse
 
 COMPUTE = "compute only"
 STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "

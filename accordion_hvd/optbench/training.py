@@ -15,7 +15,7 @@ from accordion_hvd.exchange import Exchange
 from accordion_hvd.experiment.results import Row
 from accordion_hvd.optbench.methods import METHODS
 from accordion_hvd.optbench.tasks import TASKS, Batch, Problem
-from accordion_hvd.optimizers import staged
+from accordion_hvd.resolve import staged
 from accordion_hvd.simulate import simulate
 
 RANKS = 4

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -20,7 +19,6 @@ from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
-from accordion_hvd.policy.base import check_private
 from accordion_hvd.simulate import Hub, SimulatedCommunicator
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
@@ -71,8 +69,6 @@ class Averager:
         scale_local: bool = True,
         hyper: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        if policy.private:
-            check_private(policy, hvd.size(), process_set.size())
         self.hyper, self.group_of = hyper, _no_group
         self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
         self.process_set, self.variables = process_set, variables

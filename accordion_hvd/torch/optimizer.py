@@ -14,14 +14,14 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd import process_sets
-from accordion_hvd.averaging.base import method_of
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.guard import Guard, require_agreement
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policy.base import check_private
-from accordion_hvd.stock import is_ours, policy_of
+from accordion_hvd.resolve import resolve
 from accordion_hvd.torch import averaging, refusals
 from accordion_hvd.torch.reducer import Idle, Reducer
+from accordion_hvd.validate import check_adasum, check_arguments, check_passes, validate
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -78,13 +78,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: an argument is not what it must be; the sentence says which.
         TypeError: `compression` is nothing known.
     """
-    refusals.check_arguments(op, gradient_predivide_factor, backward_passes_per_step, groups)
+    check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
+    check_passes(backward_passes_per_step)
+    refusals.check_groups(groups)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
     if op == hvd.Adasum:
-        refusals.check_adasum(is_ours(compression), compression)
+        check_adasum(compression)
         return hvd.DistributedOptimizer(
             optimizer, named_parameters, compression, backward_passes_per_step, op,
             gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
@@ -93,20 +95,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"{type(optimizer).__name__} is distributed already; wrap nothing twice.")
     names = refusals.check_names(optimizer.param_groups, named_parameters)
     refusals.check_parameters(names)
-    method = method_of(compression)
-    if method is not None:
-        total, scaled = op == hvd.Sum, grad_scaler is not None
-        refusals.check_averaging(method, optimizer, total, scaled, tuple(skip))
-        return averaging.wrap(optimizer, names, method, process_set, Guard(guard, guard_every))
-    policy = policy_of(compression)
-    refusals.check_output(policy, optimizer)
-    check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
-    refusals.check_batches(policy, optimizer, process_set.size(), grad_scaler is not None)
-    if policy.method is not None:
-        total, scaled = op == hvd.Sum, grad_scaler is not None
-        refusals.check_averaging(policy.method, optimizer, total, scaled, tuple(skip))
+    serving, passes = resolve(compression), backward_passes_per_step
+    validate(serving, refusals.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    refusals.check_optimizer(serving, optimizer, grad_scaler is not None)
+    if isinstance(serving, Averaging):
+        return averaging.wrap(optimizer, names, serving, process_set, Guard(guard, guard_every))
     options = {
-        "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
+        "policy": serving, "passes": passes, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
         "guard": Guard(guard, guard_every), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor,
@@ -205,8 +200,7 @@ class _Distributed:
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Change how many backward passes add up, from the next exchange on."""
-        refusals.check_passes(passes)
-        check_private(self._policy, 1, 1, passes)
+        check_passes(passes, self._policy)
         self._passes = self._options["passes"] = passes
         self._reducer.passes = passes
         self._reducer.reset()

@@ -25,6 +25,7 @@ from accordion_hvd.base import Allreduce, Conversation
 from accordion_hvd.guard import Guard
 from accordion_hvd.optimizers import Rule
 from accordion_hvd.policy import Policy
+from accordion_hvd.resolve import staged
 from accordion_hvd.torch import refusals
 from accordion_hvd.torch.optimizer import _Distributed
 from accordion_hvd.torch.reducer import Reducer
@@ -88,7 +89,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             check.refuse(self, "max_grad_norm", max_grad_norm, "a number above 0, or None")
         self._max_norm = max_grad_norm
         options = {
-            "policy": optimizers.staged(self.rule, policy), "process_set": process_set,
+            "policy": staged(self.rule, policy), "process_set": process_set,
             "skip": tuple(skip), "guard": Guard(guard, guard_every), "passes": 1, "total": False,
             "sparse_as_dense": True, "scaler": None, "predivide": 1.0,
         }  # fmt: skip

@@ -36,6 +36,7 @@ from accordion_hvd import (
     Fixed,
     Gate,
     Int8,
+    LocalSGD,
     Natural,
     OneBit,
     PowerSGD,
@@ -967,6 +968,13 @@ def check_words_and_environment() -> None:
         assert (
             repr(hvd.DistributedOptimizer(SGD(0.1))._averager.policy) == "Fixed(TopK(ratio=0.25))"
         )
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "none"
+        assert repr(hvd.DistributedOptimizer(SGD(0.1))._averager.policy) == "Fixed(Dense())"
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "localsgd:2"
+        assert hvd.DistributedOptimizer(SGD(0.1)).averaging.method == LocalSGD(2)
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "topk:7"
+        raises(ValueError, "ACCORDION_HVD_COMPRESSION is 'topk:7'",
+               lambda: hvd.DistributedOptimizer(SGD(0.1)))  # fmt: skip
     finally:
         del os.environ["ACCORDION_HVD_COMPRESSION"]
     opt = hvd.DistributedOptimizer(SGD(0.1), compression="powersgd:rank=3")

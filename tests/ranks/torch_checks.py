@@ -35,6 +35,7 @@ from accordion_hvd import (
     Dense,
     Fixed,
     Gate,
+    LocalSGD,
     PowerSGD,
     RandomK,
     Replay,
@@ -1050,6 +1051,14 @@ def check_environment_names_a_compression() -> None:
         assert "TopK(ratio=0.25)" in optimizer.exchange.levels().values()
         explicit = wrapped(network(), compression=Fixed(Dense()))
         assert set(explicit.exchange.levels().values()) == {"Dense()"}
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "none"
+        assert set(wrapped(network()).exchange.levels().values()) == {"Dense()"}
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "localsgd:2"
+        averaged = wrapped(network())
+        assert averaged.averaging.method == LocalSGD(2)
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "topk:7"
+        with refused(ValueError, "ACCORDION_HVD_COMPRESSION is 'topk:7'", "ratio"):
+            wrapped(network())
     finally:
         del os.environ["ACCORDION_HVD_COMPRESSION"]
 

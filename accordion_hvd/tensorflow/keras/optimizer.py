@@ -13,18 +13,17 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging, method_of
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
-from accordion_hvd.policy.base import check_private
-from accordion_hvd.stock import policy_of
+from accordion_hvd.resolve import resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, when
 from accordion_hvd.tensorflow.variables import key_of
+from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -85,34 +84,29 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: an argument is not what it must be; the sentence says which.
         TypeError: `compression` or `optimizer` is nothing known.
     """
-    refusals.check_arguments(op, compression, gradient_predivide_factor, groups)
+    check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     if op == hvd.Adasum:
+        check_adasum(compression)
         raise ValueError("op == Adasum is not supported with Keras; use op=hvd.Average.")
     refusals.check_strategy()
-    check.integer(refusals.WHO, "backward_passes_per_step", backward_passes_per_step, least=1)
+    check_passes(backward_passes_per_step)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
-    method = method_of(compression)
-    if method is not None:
-        refusals.check_averaging(method, optimizer, op == hvd.Sum, tuple(skip))
+    serving, passes = resolve(compression), backward_passes_per_step
+    validate(serving, refusals.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    refusals.check_optimizer(serving, optimizer)
+    if isinstance(serving, Averaging):
         averages = Averages(
-            method, process_set, Guard(guard, guard_every), backward_passes_per_step,
-            average_aggregated_gradients,
-        )  # fmt: skip
+            serving, process_set, Guard(guard, guard_every), passes, average_aggregated_gradients
+        )
         wrapped = wrap(optimizer, averages, _Averaged)
         wrapped.averaging.set_up()
         return wrapped
-    policy = policy_of(compression)
-    refusals.check_policy(policy, optimizer)
-    check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
-    refusals.check_batches(policy, optimizer, process_set.size())
-    if policy.method is not None:
-        refusals.check_averaging(policy.method, optimizer, op == hvd.Sum, tuple(skip))
     settings = Settings(
-        policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
-        scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,
+        serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
+        scale_local_gradients, passes, average_aggregated_gradients,
     )  # fmt: skip
     Guard(guard, guard_every)
     wrapped = wrap(optimizer, settings)
@@ -189,9 +183,7 @@ def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
     if is_distributed(optimizer):
         raise ValueError("this optimizer is distributed already; wrap the plain one once.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"{refusals.WHO}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer."
-        )
+        raise TypeError(f"{OWNER}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer.")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise TypeError("wrap the optimizer within LossScaleOptimizer no second time.")

@@ -22,6 +22,7 @@ import tensorflow as tf
 from accordion_hvd import check, checkpoint, optimizers
 from accordion_hvd.guard import Guard
 from accordion_hvd.optimizers import Rule
+from accordion_hvd.resolve import staged
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
 
@@ -194,7 +195,7 @@ class CompressedOptimizer(_Ruled, Directions):
         told = {"weight_decay": decay, "decoupled_weight_decay": True}
         hyper = {"": told, UNDECAYED: told | {"weight_decay": 0.0}}
         settings = Settings(
-            optimizers.staged(rule, policy), process_set, False, True, tuple(skip), guard,
+            staged(rule, policy), process_set, False, True, tuple(skip), guard,
             guard_every, False, passes, True, hyper,
         )  # fmt: skip
         Guard(guard, guard_every)
