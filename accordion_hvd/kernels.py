@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.places import consecutive
 from accordion_hvd.experiment.report import as_markdown, as_text, write_page
-from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import backend
 from accordion_hvd.resolve import parse
 from accordion_hvd.shelf import SHELF

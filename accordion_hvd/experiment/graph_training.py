@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from accordion_hvd.comm.agreement import gather
 from accordion_hvd.data import GraphData
 from accordion_hvd.experiment.graph_config import GraphSettings
 from accordion_hvd.experiment.results import Row, write_json
@@ -25,7 +26,6 @@ from accordion_hvd.graph import (
 )
 from accordion_hvd.graph.store import communicator_of
 from accordion_hvd.graph.structure import Array
-from accordion_hvd.guard import gather
 
 FORMAT = 1
 COUNTED = ("remote", "sent", "received")

@@ -15,6 +15,7 @@ import accordion_hvd
 from accordion_hvd import checkpoint, halves, machines
 from accordion_hvd import guard as guards
 from accordion_hvd.base import Compressor, Tensor
+from accordion_hvd.comm.agreement import gather, require_agreement
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
@@ -369,14 +370,14 @@ class Averager:
         present = {key_of(v) for v, g in pairs if g is not None}
         mine = np.array([key in present for key in self._member], np.uint8)
         with tf.init_scope():
-            guards.require_agreement(self.communicator, "\n".join(lines))
-            machines.meet(self.communicator, self.policy)
+            require_agreement(self.communicator, "\n".join(lines))
+            machines.meet(self.communicator, self.policy.by_machine)
             halves.meet(self.communicator, self.policy)
             if self.hyper is not None:
                 checkpoint.agree_on_origin(self.exchange, self._own)
                 self._own = True
             if mine.size:
-                gathered = guards.gather(self.communicator, xp.asarray(mine))
+                gathered = gather(self.communicator, xp.asarray(mine))
                 table = self.communicator.run("accordion.present", gathered)
                 given = np.max(table, axis=0).tolist()
                 self._idle = {key for key, i in self._member.items() if not given[i]}

@@ -15,8 +15,9 @@ import torch
 
 from accordion_hvd import process_sets
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.guard import Guard, require_agreement
+from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import resolve
 from accordion_hvd.torch import averaging, refusals

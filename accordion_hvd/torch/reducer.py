@@ -15,9 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import accordion_hvd
 from accordion_hvd import checkpoint, halves, machines, simulate
-from accordion_hvd import guard as guards
 from accordion_hvd.base import Allgather, Allreduce, Compressor, Conversation
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import torch as xp
@@ -395,8 +395,8 @@ class Reducer:
         settings += " loaders give large batches" if self.policy.loader else ""
         text = "\n".join([*described, settings, *known])
         device = order[0].device if order else None
-        guards.require_agreement(self.communicator, text, device)
-        machines.meet(self.communicator, self.policy, device)
+        require_agreement(self.communicator, text, device)
+        machines.meet(self.communicator, self.policy.by_machine, device)
         halves.meet(self.communicator, self.policy, device)
         if self.settings is not None:
             checkpoint.agree_on_origin(self.exchange, self._own, device)

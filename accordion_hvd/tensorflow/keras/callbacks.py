@@ -92,7 +92,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if averager is None or averager.alone or averager._exchange is None:
             return
         averager.check()
-        machines.meet(averager.communicator, averager.policy)
+        machines.meet(averager.communicator, averager.policy.by_machine)
         halves.meet(averager.communicator, averager.policy)
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
