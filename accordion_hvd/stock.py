@@ -66,6 +66,17 @@ def policy_of(compression: Any) -> Policy:
     return as_policy(compression)  # says what is allowed
 
 
+def default_guard(compression: Any) -> str:
+    """Return what the guard does by default: "warn" with Horovod's own compression, else "error".
+
+    Horovod compares no replicas, and scripts written for it may never broadcast their weights.
+    Compressors and policies of ours need equal replicas, so training stops without them.
+    """
+    none = _is_none(compression)
+    ours = os.environ.get("ACCORDION_HVD_COMPRESSION") if none else is_ours(compression)
+    return "error" if ours else "warn"
+
+
 def _is_none(compression: Any) -> bool:
     """Whether it is `hvd.Compression.none` of one of Horovod's modules."""
     module = str(getattr(compression, "__module__", ""))

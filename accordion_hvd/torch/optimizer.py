@@ -19,7 +19,7 @@ from accordion_hvd.exchange import Exchange
 from accordion_hvd.guard import Guard, require_agreement
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy.base import check_private
-from accordion_hvd.stock import is_ours, policy_of
+from accordion_hvd.stock import default_guard, is_ours, policy_of
 from accordion_hvd.torch import averaging, refusals
 from accordion_hvd.torch.reducer import Idle, Reducer
 
@@ -65,7 +65,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             beside any compression.
         process_set: the ranks that average; others take plain steps.
         skip: patterns (as of file names) of parameters that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
         grad_scaler: the `GradScaler` in use: errors are then kept in unscaled units, and
             `scaler.step(optimizer)` may be called without `synchronize()`.
@@ -108,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     options = {
         "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
-        "guard": Guard(guard, guard_every), "scaler": grad_scaler,
+        "guard": Guard(guard, guard_every, default_guard(compression)), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor,
     }  # fmt: skip
     wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)

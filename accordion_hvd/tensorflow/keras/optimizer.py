@@ -18,7 +18,7 @@ from accordion_hvd.averaging.base import Averaging, method_of
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
 from accordion_hvd.policy.base import check_private
-from accordion_hvd.stock import policy_of
+from accordion_hvd.stock import default_guard, policy_of
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
@@ -72,7 +72,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average; others take plain steps.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
 
     Returns:
@@ -110,11 +111,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     refusals.check_batches(policy, optimizer, process_set.size())
     if policy.method is not None:
         refusals.check_averaging(policy.method, optimizer, op == hvd.Sum, tuple(skip))
+    guard = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
         policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,
     )  # fmt: skip
-    Guard(guard, guard_every)
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
         wrapped.averaging.set_up()
