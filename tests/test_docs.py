@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
 import types
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,22 @@ def test_files_and_targets_exist() -> None:
             assert (ROOT / link).exists(), link
         for path in re.findall(r"`((?:accordion_hvd|scripts|configs|tests)/[\w/.]+)`", text):
             assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("broken, wanted", [("", "check test"), ("check", "check")])
+def test_continuous_integration_checks_then_tests(tmp_path: Path, broken: str, wanted: str) -> None:
+    """With a `make` that only notes its target, and fails at one."""
+    make = f"""#!/bin/sh
+echo "$1" >>'{tmp_path}/targets'
+test "$1" != '{broken}'
+"""
+    for name, text in (("make", make), ("g++", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, timeout=60, check=False)
+    assert (tmp_path / "targets").read_text().split() == wanted.split()
+    assert (done.returncode != 0) == bool(broken)
 
 
 # ----------------------------------------------------------------- the example in CONTRIBUTING.md
