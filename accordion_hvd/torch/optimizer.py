@@ -16,7 +16,7 @@ from accordion_hvd import process_sets
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.controls import Controls
 from accordion_hvd.guard import Guard, require_agreement
-from accordion_hvd.resolve import resolve
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.torch import averaging, refusals
 from accordion_hvd.torch.reducer import Reducer
 from accordion_hvd.validate import check_adasum, check_arguments, check_passes, validate
@@ -63,7 +63,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             beside any compression.
         process_set: the ranks that average; others take plain steps.
         skip: patterns (as of file names) of parameters that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
         grad_scaler: the `GradScaler` in use: errors are then kept in unscaled units, and
             `scaler.step(optimizer)` may be called without `synchronize()`.
@@ -101,7 +102,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     options = {
         "policy": serving, "passes": passes, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
-        "guard": Guard(guard, guard_every), "scaler": grad_scaler,
+        "guard": Guard(guard, guard_every, default_guard(compression)), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor,
     }  # fmt: skip
     wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)

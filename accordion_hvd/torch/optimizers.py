@@ -43,6 +43,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         weight_decay: of weights, in each step.
         decoupled_weight_decay: whether it is taken off the weights (x <- x - lr weight_decay x,
             as in AdamW) or added to this rank's gradients (x's share of the loss, as in Adam).
+            None: as in the optimizer's paper (the rule's `decoupled_weight_decay`). A loaded
+            `state_dict` keeps the form that it was saved with.
         max_grad_norm: all ranks scale their gradients by one factor, so that the root mean square
             over the ranks of their norms, which the mean gradient's does not exceed, is at most
             this. (`torch.nn.utils.clip_grad_norm_` before `step()` clips each rank's by its own.)
@@ -72,7 +74,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         eps: float | None = None,
         weight_decay: float = 0.0,
         *,
-        decoupled_weight_decay: bool = False,
+        decoupled_weight_decay: bool | None = None,
         max_grad_norm: float | None = None,
         policy: Policy | None = None,
         named_parameters: Any = None,
@@ -85,6 +87,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         given = {"betas": betas, "eps": eps}
         settings |= {name: value for name, value in given.items() if value is not None}
         self.rule = self._rule(**settings)
+        if decoupled_weight_decay is None:
+            decoupled_weight_decay = self.rule.decoupled_weight_decay
         if max_grad_norm is not None and not (check.is_number(max_grad_norm) and max_grad_norm > 0):
             check.refuse(self, "max_grad_norm", max_grad_norm, "a number above 0, or None")
         self._max_norm = max_grad_norm

@@ -17,7 +17,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.controls import Controls
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
-from accordion_hvd.resolve import resolve
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
@@ -71,7 +71,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average; others take plain steps.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
 
     Returns:
@@ -104,11 +105,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wrapped = wrap(optimizer, averages, _Averaged)
         wrapped.averaging.set_up()
         return wrapped
+    guard = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
         serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients, passes, average_aggregated_gradients,
     )  # fmt: skip
-    Guard(guard, guard_every)
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
         wrapped.averaging.set_up()
