@@ -20,9 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accordion_hvd.experiment import report, results
-
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent.parent))
+
+from examples import report, results  # noqa: E402
+
 STOCK = {"Horovod": "none", "Horovod fp16": "fp16"}
 OURS = ("dense", "fp16", "powersgd:4", "powersgd:1", "topk:0.01", "randomk:0.01")
 

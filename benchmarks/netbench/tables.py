@@ -1,0 +1,133 @@
+"""What the benchmark found, in numbers: medians, limits and ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from benchmarks.netbench.contestants import COMPUTE
+from examples import report
+from examples.results import Row
+
+HEAD = [
+    "way", "weights equal", "ms/step", "(range)", "CPU ms", "MB sent", "MB received",
+    "limit ms", "one after the other", "x limit",
+]  # fmt: skip
+
+
+def summary(found: Row, rate: str) -> dict[str, Row]:
+    """Way -> medians at a rate.
+
+    Each has `ms` (of the slowest rank), `least` and `most` (over the turns), `cpu_ms` (mean of the
+    ranks), `sent` and `received` (bytes a step of the host with most), `wire` (ms that the larger
+    of these takes at the measured goodput), `limit` (if computation and links were busy at the same
+    time throughout), `one_by_one` (if they never were), and `times` (`ms` over `limit`).
+    """
+    alone = statistics.median(slowest(turn) for turn in turns(found, COMPUTE))
+    rows = {}
+    for way in found["equal"]:
+        mine = [turn for turn in turns(found, way) if turn["rate"] == rate]
+        ms = [slowest(turn) for turn in mine]
+        sent = _median(mine, lambda turn: max(turn["sent"]))
+        received = _median(mine, lambda turn: max(turn["received"]))
+        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if way != COMPUTE else 0.0
+        row = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "sent": sent,
+               "received": received, "wire": wire, "limit": max(alone, wire),
+               "one_by_one": alone + wire}  # fmt: skip
+        row["cpu_ms"] = _median(mine, lambda turn: statistics.mean(turn["cpu_ms"]))
+        row["times"] = row["ms"] / row["limit"]
+        rows[way] = row
+    return rows
+
+
+def turns(found: Row, way: str) -> list[Row]:
+    """All turns of a way."""
+    return [turn for turn in found["turns"] if turn["way"] == way]
+
+
+def slowest(turn: Row) -> float:
+    """Milliseconds of a step: all wait for the slowest."""
+    return max(turn["ms"])
+
+
+def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return statistics.median(value(turn) for turn in found)
+
+
+def ratios(found: Row, way: str, other: str, rate: str) -> list[float] | None:
+    """How many times as fast as another way it is: one ratio for each repetition, None if unknown.
+
+    Both took their turns within minutes then, so that what else the machine did hit them alike.
+    """
+    ms: dict[str, dict[int, float]] = {}
+    for name in (way, other):
+        mine = [turn for turn in turns(found, name) if turn["rate"] == rate]
+        ms[name] = {turn["repetition"]: slowest(turn) for turn in mine}
+    return [
+        ms[other][number] / ms[way][number] for number in ms[way] if number in ms[other]
+    ] or None
+
+
+def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """Head and rows: for each (way, other), how many times as fast it is at each rate."""
+    rates = found["settings"]["rates"]
+    rows = [["way", "against", *rates]]
+    for way, other in pairs:
+        if way in found["equal"] and other in found["equal"]:
+            cells = [_spread(ratios(found, way, other, rate)) for rate in rates]
+            rows.append([way, other, *cells])
+    return rows
+
+
+def limits(found: Row) -> list[list[str]]:
+    """Head and rows: how many times the limit each way takes at each rate."""
+    rates = found["settings"]["rates"]
+    all_rates = {rate: summary(found, rate) for rate in rates}
+    rows = [["way", "MB sent", *rates]]
+    for way in found["equal"]:
+        cells = [f"{all_rates[rate][way]['times']:.2f}" for rate in rates]
+        rows.append([way, f"{all_rates[rates[0]][way]['sent'] / 1e6:.3f}", *cells])
+    return rows
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    if values is None:
+        return "-"
+    return f"{_digits(statistics.median(values))} ({_digits(min(values))}-{_digits(max(values))})"
+
+
+def _digits(value: float) -> str:
+    """Two or three of them."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def table(found: Row, rate: str) -> list[list[str]]:
+    """Head and rows."""
+    rows = [HEAD]
+    for way, row in summary(found, rate).items():
+        rows.append(
+            [
+                way,
+                "yes" if found["equal"][way] else "no",
+                f"{row['ms']:.0f}",
+                f"{row['least']:.0f}-{row['most']:.0f}",
+                f"{row['cpu_ms']:.0f}",
+                f"{row['sent'] / 1e6:.3f}",
+                f"{row['received'] / 1e6:.3f}",
+                f"{row['limit']:.0f}",
+                f"{row['one_by_one']:.0f}",
+                f"{row['times']:.2f}",
+            ]
+        )
+    return rows
+
+
+def as_text(found: Row) -> str:
+    """The tables of all rates."""
+    parts = []
+    for rate in found["settings"]["rates"]:
+        goodput = found["bandwidth"][rate] * 8 / 1e6
+        parts.append(
+            f"{rate} ({goodput:.0f} Mbit/s of goodput)\n{report.as_text(table(found, rate))}"
+        )
+    return "\n\n".join(parts)
