@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,8 @@ STYLES = {
     "high": ("-.", "v"),
     "accordion": ("-", "o"),
 }
-END = "<!-- end of what was measured -->"
-"""What a page has after it was written by hand."""
-
 Runs = Mapping[tuple[str, str], Row]
 """Results by framework and way; ways are the keys of `COLOURS`."""
-
-
-def write_page(path: Path, parts: Sequence[str]) -> None:
-    """Write a page of what was measured; what an older one says after `END` stays."""
-    mark, notes = path.read_text().partition(END)[1:] if path.is_file() else ("", "")
-    text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
-    path.write_text(f"{text}\n{mark}{notes}" if mark else text)
 
 
 def label(way: str, result: Row) -> str:
@@ -76,11 +66,11 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table for a README."""
+def as_markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1)) -> str:
+    """The table for a page; numbers of columns in `left` are aligned there, others to the right."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|---|---|" + "---:|" * (len(rows[0]) - 2))
-    return "\n".join(lines)
+    rule = "|".join("---" if column in left else "---:" for column in range(len(rows[0])))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
 # -------------------------------------------------------------------------------------- the picture

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import WAGMA, Dense, LocalSGD
+from benchmarks.report import spread
 from examples.config import Settings
 from examples.data import Shard, load
 from examples.torch_training import build
@@ -110,8 +111,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         base = _of(rows, task, GRADIENTS)
         apart = [100 * (found[seed] - base[seed]) for seed in found if seed in base]
         cells = [task, way, f"{100 * statistics.mean(found.values()):.2f} %"]
-        told = f"{statistics.mean(apart):+.2f} ({min(apart):+.2f} to {max(apart):+.2f})"
-        lines.append([*cells, "" if way == GRADIENTS else told, str(len(found))])
+        told = "" if way == GRADIENTS else spread(apart, "{:+.2f}".format, statistics.mean, " to ")
+        lines.append([*cells, told, str(len(found))])
     return lines
 
 

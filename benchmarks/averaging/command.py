@@ -22,7 +22,8 @@ from typing import Any
 
 from accordion_hvd.virtual import Link, Stragglers
 from benchmarks.averaging import scale, waiting
-from examples.report import END
+from benchmarks.report import END, render
+from examples.report import as_markdown
 from examples.results import read_json, write_json
 
 MEASURED = ("waiting", "horovod", "idle", "accuracy")
@@ -145,7 +146,7 @@ def report(folder: Path, page: Path) -> None:
     sections = [section(part, found[part]) for part in MEASURED if part in found]
     table = folder / "scale.md"
     if table.is_file():
-        sections.append(_SCALE + table.read_text().rstrip())
+        sections.append(render("averaging/scale", table=table.read_text()))
     page.write_text(before + "\n\n".join([BEGIN, *sections, END]) + after)
 
 
@@ -154,50 +155,17 @@ def section(part: str, found: dict[str, Any]) -> str:
     chosen, rows = found["settings"], found["rows"]
     if part == "idle":
         plain, busy = (statistics.median(row[key] for row in rows) for key in ("without", "with"))
-        return (
-            f"*Idle.* Sleeping ranks used {100 * plain:.2f} % of a core each without the thread "
-            f"and {100 * busy:.2f} % with it (medians of {len(rows)}, {chosen['pause']:g} s each)."
+        return render(
+            "averaging/idle",
+            without=f"{100 * plain:.2f}",
+            with_thread=f"{100 * busy:.2f}",
+            repetitions=len(rows),
+            pause=f"{chosen['pause']:g}",
         )
     if part == "accuracy":
         from benchmarks.averaging import averaged
 
-        return _ACCURACY.format(**chosen) + markdown(averaged.table(rows))
-    head = _WAITING if part == "waiting" else _HOROVOD
-    return head.format(**chosen) + markdown(waiting.table(rows))
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table with figures on the right."""
-    columns = zip(*rows[1:], strict=True)
-    figures = [all(not cell or cell[0] in "+-0123456789" for cell in column) for column in columns]
-    rule = "|".join("---:" if figure else "---" for figure in figures)
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
-
-
-_WAITING = """### Who waits for whom
-
-{ranks} ranks over MPI on one machine sleep for {compute:g} s a step instead of computing; at each
-step two ranks drawn at random are late by {delay:g} s more. Groups of {group_size}, an average of
-all every {period} steps (`all`: every step), {steps} steps, medians of {repetitions} runs.
-"At best" is what these delays allow if messages take no time, "predicted" is virtual time with the
-latency and bandwidth of this machine's exchanges, "core ms" what a step takes of a core on each
-rank, "late" how often a rank came after its group had begun.
-
-"""
-_HOROVOD = "*With Horovod active in the same processes, medians of {repetitions}:*\n\n"
-_ACCURACY = """### Accuracy after equal epochs
-
-{ranks} real ranks, SGD with momentum (which stays local), {ranks} x 16 images a step; groups of
-{group_size}, an average of all every {period} steps. Points are differences seed by seed, mean and
-range.
-
-"""
-_SCALE = """### On a thousand ranks
-
-In virtual time, by the code that real ranks run: steps of 0.4 s, two ranks 0.32 s late at each,
-models of 102 MB (ResNet-50's), links of 10 GB/s (`scripts/simulate_scale.py` takes others).
-
-![steps a second and distances](averaging.png)
-
-"""
+        return render("averaging/accuracy", **chosen, table=as_markdown(averaged.table(rows)))
+    numbers = {key: f"{chosen[key]:g}" for key in ("compute", "delay")}
+    table = as_markdown(waiting.table(rows), left=[1])
+    return render(f"averaging/{part}", **chosen | numbers, table=table)

@@ -24,6 +24,7 @@ from accordion_hvd.conversations import Talk, translated
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
 from examples.data import load
+from examples.report import as_markdown
 
 Array = np.ndarray
 
@@ -174,21 +175,17 @@ METHODS: dict[str, Averaging] = {
 }
 
 
-def table(curves: Sequence[Curve], error: float) -> str:
-    """Steps and bits to an error, in Markdown."""
-    rows = [
-        f"| method | steps to {error:g} | bits to each neighbour | of NIDS' | least error |",
-        "|---|---:|---:|---:|---:|",
-    ]
+def table(curves: Sequence[Curve], error: float) -> list[list[str]]:
+    """Head and rows: steps and bits to an error."""
+    rows = [["method", f"steps to {error:g}", "bits to each neighbour", "of NIDS'", "least error"]]
     base = curves[0].until(error)
     for curve in curves:
-        found, least = curve.until(error), f"{min(curve.errors):.1e}"
-        if found is None or base is None:
-            rows.append(f"| {curve.name} | - | - | - | {least} |")
-        else:
-            part = f"{found[1] / base[1]:.3f}"
-            rows.append(f"| {curve.name} | {found[0]} | {found[1]:.3g} | {part} | {least} |")
-    return "\n".join(rows)
+        found, cells = curve.until(error), ["-", "-", "-"]
+        if found is not None and base is not None:
+            steps, bits = found
+            cells = [str(steps), f"{bits:.3g}", f"{bits / base[1]:.3f}"]
+        rows.append([curve.name, *cells, f"{min(curve.errors):.1e}"])
+    return rows
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
@@ -226,6 +223,6 @@ def main(words: Sequence[str] | None = None) -> None:
         print(
             f"{name}: {len(curves[-1].errors)} steps, error {curves[-1].errors[-1]:.1e}", flush=True
         )
-    print(table(curves, chosen.error))
+    print(as_markdown(table(curves, chosen.error), left=[0]))
     if chosen.picture:
         draw(curves, chosen.picture)

@@ -15,6 +15,7 @@ from typing import Any
 from accordion_hvd import DPSGD, WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.virtual import Constant, Link, LogNormal, Outcome, Stragglers, Traced, train
+from examples.report import as_markdown
 
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _COLOURS = ("#7f7f7f", "#0072B2", "#E69F00", "#56B4E9", "#009E73")
@@ -49,20 +50,19 @@ def measure(
 
 def table(found: Found) -> str:
     """Steps a second, and the largest distance of models, in Markdown."""
-    ranks = list(next(iter(found.values())))
-    lines = []
+    ranks = [f"{count} ranks" for count in next(iter(found.values()))]
+    parts = []
     for title, value in (
         ("steps a second", lambda one: f"{one.rate:.2f}"),
         ("largest distance from the mean model", lambda one: f"{max(one.distance):.3f}"),
         ("late models in groups' averages", lambda one: f"{100 * one.late:.0f} %"),
     ):
-        lines.append(f"| {title} | " + " | ".join(f"{count} ranks" for count in ranks) + " |")
-        lines.append("|---|" + "---:|" * len(ranks))
+        rows = [[title, *ranks]]
         for name, row in found.items():
             if "late" not in title or any(one.late for one in row.values()):
-                lines.append(f"| {name} | " + " | ".join(map(value, row.values())) + " |")
-        lines.append("")
-    return "\n".join(lines[:-1])
+                rows.append([name, *map(value, row.values())])
+        parts.append(as_markdown(rows, left=[0]))
+    return "\n\n".join(parts)
 
 
 def draw(found: Found, path: Path) -> None:

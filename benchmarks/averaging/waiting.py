@@ -22,6 +22,7 @@ from accordion_hvd.averaging.engine import WaitAvoiding
 from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.averaging.halving import factors
 from accordion_hvd.virtual import Link, Stragglers, train
+from benchmarks.report import digits, spread
 
 Array = np.ndarray
 ALL, LOCAL, WAITING, AVOIDING = "all", "local", "groups that wait", "groups that do not"
@@ -187,8 +188,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     lines = [[*head, "core ms", "late"]]
     for row in rows:
         rate, best, due = statistics.median(row["rates"]), row["best"], row["predicted"]
-        spread = f"{rate:.2f} ({min(row['rates']):.2f}-{max(row['rates']):.2f})"
-        cells = [f"{row['size']:,}", row["way"], spread, f"{best:.2f}"]
+        cells = [f"{row['size']:,}", row["way"], spread(row["rates"], digits(2)), f"{best:.2f}"]
         cells.append(f"{100 * rate / best:.0f} %")
         late = f"{100 * row['late']:.0f} %" if row["late"] else ""
         cells += [f"{due:.2f}", f"{100 * (due / rate - 1):+.0f} %", f"{1e3 * row['busy']:.1f}"]

@@ -27,7 +27,8 @@ from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import backend
 from accordion_hvd.words import parse
 from benchmarks.compressors.shelf import SHELF
-from examples.report import as_markdown, as_text, write_page
+from benchmarks.report import render, write_page
+from examples.report import as_markdown, as_text
 
 RANKS = 4
 LATE = 10**6
@@ -217,22 +218,15 @@ def table(found: dict[str, dict[str, Cost]]) -> list[list[str]]:
 
 def page(rows: list[list[str]], side: int, rounds: int) -> str:
     """All of docs/kernels.md."""
-    return f"""# What compressors compute
-
-Written by `make bench-kernels` from what it measured, but for notes at the end. One fp32 gradient
-of {side} x {side} elements ({4e-6 * side * side:.0f} MB) on one thread of this machine
-({processor()}), with {RANKS} ranks, of which three repeat what this one sends. **Encode** is the
-time until the first request is ready, **decode** all computing after it, both in multiples of the
-time that copying the gradient into warm memory takes (medians of {rounds}). **State** is what is
-kept from step to step, **peak memory** what is needed for a while besides state and gradient, what
-other ranks have sent included; both in gradients. TensorFlow is measured eagerly. Memory comes in
-huge pages, where the system has them (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, which `make
-bench-kernels` sets; jobs that compute on CPUs gain by it, too): without, the first touch of new
-memory can cost more than what is then done with it. Run `scripts/kernels.py` without the setting to
-see what it brings.
-
-{as_markdown(rows)}
-"""
+    return render(
+        "kernels",
+        side=side,
+        megabytes=f"{4e-6 * side * side:.0f}",
+        processor=processor(),
+        ranks=RANKS,
+        rounds=rounds,
+        table=as_markdown(rows),
+    )
 
 
 def processor() -> str:
@@ -264,8 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = table(found)
     print(as_text(rows))
     if options.output:
-        Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-        write_page(Path(options.output), [page(rows, options.side, options.rounds)])
+        write_page(Path(options.output), page(rows, options.side, options.rounds))
         print(f"\npage: {options.output}")
 
 

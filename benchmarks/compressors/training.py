@@ -25,8 +25,9 @@ from tqdm import tqdm
 from accordion_hvd import check, parse
 from accordion_hvd.policy import Policy, as_policy
 from accordion_hvd.simulate import simulate
+from benchmarks import report
 from examples.data import DataError, Dataset, Shard, load
-from examples.report import as_markdown, write_page
+from examples.report import as_markdown
 from examples.results import read_json, write_json
 
 MOMENTUM = 0.9
@@ -237,28 +238,32 @@ def _accuracy(model: nn.Module, data: Dataset) -> float:
 # --------------------------------------------------------------------------------------- the page
 def page(outcomes: Sequence[Outcome]) -> str:
     """docs/shelf.md."""
-    parts = [INTRODUCTION.strip()]
-    for name, task in TASKS.items():
-        mine = [o for o in outcomes if o.task == name]
-        if mine:
-            parts += [f"## {task.title}", _described(task, mine), as_markdown(_table(mine))]
-    return "\n\n".join([*parts, NOTES.strip()]) + "\n"
+    mine = {name: [o for o in outcomes if o.task == name] for name in TASKS}
+    parts = [_section(TASKS[name], found) for name, found in mine.items() if found]
+    return report.render("shelf/page", tasks=report.join(parts))
 
 
-def _described(task: Task, outcomes: Sequence[Outcome]) -> str:
-    seeds = sorted({o.seed for o in outcomes})
-    images = "All" if task.images is None else f"{task.images:,}"
-    text = f"{images} training images, {task.epochs} epochs, {outcomes[0].ranks} ranks with "
-    text += f"{task.batch} images a step each, learning rate {task.lr:g}, seeds {seeds}."
+def _section(task: Task, outcomes: Sequence[Outcome]) -> str:
+    """The table of a task, and what belongs to it."""
     plain = [100 * o.accuracy for o in outcomes if o.word == PLAIN.word]
-    if len(plain) > 1:
-        text += f" Over seeds, uncompressed trainings end within {max(plain) - min(plain):.1f}"
-        text += " points."
+    apart = f"{max(plain) - min(plain):.1f} points" if len(plain) > 1 else ""
     ways = {way.word for way in task.chosen()}
     missing = len(ways - {o.word for o in outcomes})
-    if missing:
-        text += f" {missing} of {len(ways)} ways have not been trained with yet: they have no row."
-    return text
+    return report.render(
+        "shelf/task",
+        title=task.title,
+        images="All" if task.images is None else f"{task.images:,}",
+        epochs=task.epochs,
+        ranks=outcomes[0].ranks,
+        batch=task.batch,
+        lr=f"{task.lr:g}",
+        seeds=sorted({o.seed for o in outcomes}),
+        apart=apart and f" Over seeds, uncompressed trainings end within {apart}.",
+        missing=f" {missing} of {len(ways)} ways have not been trained with yet: they have no row."
+        if missing
+        else "",
+        table=as_markdown(_table(outcomes)),
+    )
 
 
 def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -276,10 +281,7 @@ def _lost(outcomes: Sequence[Outcome], way: Way) -> str:
     plain = {o.seed: o.accuracy for o in outcomes if o.word == PLAIN.word}
     lost = [100 * (plain[o.seed] - o.accuracy) for o in outcomes
             if o.word == way.word and o.seed in plain]  # fmt: skip
-    if not lost:
-        return "-"
-    spread = f" ({min(lost):+.1f} to {max(lost):+.1f})" if len(lost) > 1 else ""
-    return f"{statistics.fmean(lost):+.1f}{spread}"
+    return report.spread(lost, "{:+.1f}".format, statistics.fmean, " to ")
 
 
 def sorted_ways(outcomes: Sequence[Outcome]) -> list[Way]:
@@ -292,29 +294,6 @@ def sorted_ways(outcomes: Sequence[Outcome]) -> list[Way]:
 def _mean(outcomes: Sequence[Outcome], way: Way, key: str) -> float:
     found = [getattr(o, key) for o in outcomes if o.word == way.word]
     return statistics.fmean(found) if found else float("nan")
-
-
-INTRODUCTION = """
-# What accuracy compressors keep
-
-Written by `make bench-shelf` (`scripts/train_shelf.py`), but for notes at the end. Small networks,
-trained by four simulated ranks under each compression: same weights, images, order and learning
-rates; SGD with momentum 0.9, or plain SGD around what returns finished updates. "Points lost" is
-test accuracy against the first row within a seed: the mean over seeds, and the range. "Ratio" is
-how many times fewer bytes a rank sends than a ring allreduce of the gradients (small tensors,
-warm-ups and all), "at last" that of the last epoch alone. `$epoch`, `$third` and `$tenth` are the
-steps of an epoch and of these parts of the training.
-"""
-
-NOTES = """
-- Trainings are short and networks small, which is hard on what waits long before it is sent: a
-  hundredth of the elements a step needs some hundred steps to get through them once.
-- At the same ratio `TopK` and `DGC` move more elements a step than `ScaleCom`, `RandomK`, `LGC` and
-  `SketchedSGD`, which agree on theirs: each rank has its own. What these send does not grow with
-  the ranks (see compressors.md).
-- Nothing is tuned for single ways but what their papers ask for: warm-ups, a first tenth without
-  compression (ScaleCom, LGC), learning rates for signs.
-"""
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -335,8 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             outcome = train(name, data, way, seed, wanted.ranks)
             kept[outcome.task, outcome.word, outcome.seed] = outcome
             write_json(wanted.results, {"outcomes": [asdict(o) for o in kept.values()]})
-    wanted.output.parent.mkdir(parents=True, exist_ok=True)
-    write_page(wanted.output, [page(list(kept.values()))])
+    report.write_page(wanted.output, page(list(kept.values())))
     print(f"page: {wanted.output}")
 
 

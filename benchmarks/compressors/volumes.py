@@ -17,6 +17,7 @@ import numpy as np
 from accordion_hvd.ops import indices
 from accordion_hvd.simulate import simulate
 from benchmarks.compressors.shelf import SHELF, Volume
+from benchmarks.report import render, write_page
 from examples.report import as_markdown
 
 SHAPE = (500, 400)
@@ -73,33 +74,9 @@ def _cell(sent: float, received: float) -> str:
 
 def page() -> str:
     """All of docs/compressors.md."""
-    return INTRODUCTION.strip() + "\n\n" + as_markdown(table()) + "\n\n" + NOTES.strip() + "\n"
-
-
-KB = 4e-3 * SHAPE[0] * SHAPE[1]
-INTRODUCTION = f"""
-# What compressors send
-
-Written by `python scripts/volumes.py`; do not edit. Bytes that each of n ranks sends in a step, by
-formula, and in kB for one fp32 gradient of {SHAPE[0]} x {SHAPE[1]} elements ({KB:.0f} kB), as
-`stats()` counts them in a simulation. Each rank receives as much as it sends; where not, the cell
-has both. The formulas are Python: `d` elements form a matrix of `a` rows and `b` columns, `k` of
-them are kept, `packed(k, d)` is what `k` positions below `d` take (about 1.2 bytes each at one in a
-hundred), other names are the compressor's arguments.
-"""
-
-NOTES = """
-- The model is that of `accordion_hvd/traffic.py`: a ring allreduce of B bytes moves
-  2 (n - 1) / n B, an allgather (n - 1) B. So what is added up on the way costs hardly more on many
-  ranks, and what is gathered costs in proportion to them.
-- The counted bytes hold 8 more a message: the flags that tell all ranks of a bad gradient.
-- `AdaComp` is shown at its third step; later, as its errors settle, it sends less (five steps on,
-  half as much in bins of 500).
-- `TwoLevel` is shown with L = 2 ranks on each of m machines; the first term of its bytes stays
-  within a machine.
-- Biases, norms and other small tensors are not compressed: they add 2 (n - 1) / n * 4 bytes an
-  element. (`SignSGD` sends signs of theirs, too: 2 (n - 1) / n bits an element.)
-"""
+    rows, columns = SHAPE
+    size = f"{4e-3 * rows * columns:.0f}"
+    return render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,8 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", default="docs/compressors.md")
     path = Path(parser.parse_args(arguments).output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page())
+    write_page(path, page())
     print(f"page: {path}")
 
 

@@ -88,7 +88,9 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
             found["runs"].append(row)
             results.write_json(path, found)
     minutes = (time.monotonic() - began) / 60
-    bench.say(f"\n{accuracy_page.as_text(found)}\n\nresults: {path}   {minutes:.0f} minutes in all")
+    bench.say(
+        f"\n{accuracy_page.all_as_text(found)}\n\nresults: {path}   {minutes:.0f} minutes in all"
+    )
     return 0
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netbench import page
+from benchmarks import report
 from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
 from benchmarks.netbench.contestants import DDP, OURS, STOCK
 from benchmarks.netbench.picture import words
-from examples import report
+from benchmarks.report import digits, spread
+from examples.report import as_markdown, as_text
 from examples.results import Row
 
 STYLES = {
@@ -64,21 +64,6 @@ def ratios(found: Row, place: tuple[str, str], way: str, other: str) -> list[flo
     return [theirs / mine for theirs, mine in pairs if math.isfinite(theirs + mine)]
 
 
-def spread(values: Sequence[float], digits: Callable[[float], str] | None = None) -> str:
-    """Median and range; a dash if there is nothing."""
-    if not values:
-        return "-"
-    told = digits or _digits
-    if len(values) == 1:
-        return told(values[0])
-    return f"{told(statistics.median(values))} ({told(min(values))}-{told(max(values))})"
-
-
-def _digits(value: float) -> str:
-    """Two or three of them."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 def _percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
@@ -111,7 +96,7 @@ def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
                 spread(ratios(found, place, way, STOCK)),
                 spread(ratios(found, place, way, DDP)),
                 spread(ratios(found, place, way, HOOK)),
-                spread([steps for _, steps in there], lambda steps: f"{steps:.0f}"),
+                spread([steps for _, steps in there], digits(0)),
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
                 spread([run["sent"][-1] / 1e6 for run in mine]),
                 spread([run["accuracy"][-1] for run in mine], _percent),
@@ -120,11 +105,9 @@ def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
     return rows
 
 
-def as_text(found: Row) -> str:
+def all_as_text(found: Row) -> str:
     """All tables, for a terminal."""
-    parts = [
-        f"{title(found, place)}\n{report.as_text(table(found, place))}" for place in places(found)
-    ]
+    parts = [f"{title(found, place)}\n{as_text(table(found, place))}" for place in places(found)]
     return "\n\n".join(parts)
 
 
@@ -191,72 +174,44 @@ def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
 # ----------------------------------------------------------------------------------------- the page
 def write(found: Row, folder: Path) -> list[Path]:
     """Write accuracy.md and accuracy.png; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(found, folder / "accuracy.png")
-    seeds = found["settings"]["seeds"]
-    parts = [
-        INTRODUCTION, page.machine(found), noise(found),
-        f"Medians over {seeds} seed(s), with the range in brackets. *times Horovod*: how many "
-        f"times as fast as `{STOCK}` the way is at the target, within a seed; likewise `{DDP}` and "
-        f"`{HOOK}`.",
-        "![test accuracy over training seconds](accuracy.png)",
-        *(section(found, place) for place in places(found)),
-        METHOD,
-    ]  # fmt: skip
-    text = folder / "accuracy.md"
-    report.write_page(text, parts)
-    return [text, folder / "accuracy.png"]
+    page, picture = folder / "accuracy.md", folder / "accuracy.png"
+    report.write_page(page, text(found))
+    draw(found, picture)
+    return [page, picture]
 
 
-INTRODUCTION = """
-# Time to an accuracy on limited links
-
-Written by `make bench-accuracy` from what it measured, but for notes at the end. Bytes that are
-saved are worth nothing if training needs more steps for it. Here several hosts (network namespaces)
-on one machine train until a test accuracy is reached, in many ways, over links whose rate is
-limited. Times belong to this machine; ratios carry further, but measure your own: the networks are
-small, and these are first epochs, not whole trainings.
-"""
-
-METHOD = f"""
-## How it was measured
-
-- **Alike in all ways**: network, initial weights and order of images (both by seed), batches, SGD
-  with momentum 0.9, and the learning rate: it rises for a tenth of the step limit and then falls
-  in a line, to reach 0 at the limit.
-- **The clock** counts training alone: forward, backward, exchange and the optimizer, from the first
-  step on, of the slowest rank. Evaluation, which stops it, and reading images are not counted;
-  what a way does at its start (the first decisions, the gate's trials) is.
-- **The target** is reached at the first evaluation at or above it; then training ends. What does
-  not reach it ends at the step limit. Ratios leave out seeds with which one of the two failed.
-- **MB sent** are counted at the interface of the busiest host, until the end.
-- **Turns.** All ways train with the first seed, then all with the second, and so on, each time
-  beginning with another one.
-- `{STOCK}` is Horovod's own optimizer; `{DDP}` is PyTorch's DistributedDataParallel over Gloo,
-  with its PowerSGD hook in one bucket and compressing from step 2; `ours` is this package.
-- `{ADAPTIVE}` is Accordion between PowerSGD(4) and PowerSGD(1), its default threshold, and checks
-  every {INTERVAL} windows, which are shorter than epochs since trainings are short.
-  `{GATED}` is the same with `gate="auto"`.
-"""
+def text(found: Row) -> str:
+    """All of the page."""
+    cores = [run["foreign"] for run in found["runs"]]
+    return report.render(
+        "accuracy/page",
+        noise=report.noise(cores, "training", "the links' work"),
+        seeds=found["settings"]["seeds"],
+        hook=HOOK,
+        interval=INTERVAL,
+        places=report.join([section(found, place) for place in places(found)]),
+        **report.machine(found["machine"]),
+        **report.hosts(found["settings"]),
+    )
 
 
 def section(found: Row, place: tuple[str, str]) -> str:
     """The table of a task at a rate, and what belongs to it."""
     task = found["tasks"][place[0]]
-    goodput = found["bandwidth"][place[1]] * 8 / 1e6
-    ranks = found["settings"]["hosts"] * found["settings"]["per_host"]
-    shift = f", moved by up to {task['shift']} pixel" if task["shift"] else ""
-    parts = [
-        f"## {title(found, place)}",
-        f"TCP goodput {goodput:.0f} Mbit/s. {task['parameters']:,} parameters in "
-        f"{task['tensors']} tensors; {task['train']:,} images for training{shift}, "
-        f"{task['test']:,} for testing; batches of {ranks} x {task['batch']}, learning rate at "
-        f"most {task['lr']}; evaluated every {task['every']} steps, at most {task['limit']} steps. "
-        f"A window of Accordion is {task['window']} steps.",
-        report.as_markdown(table(found, place)),
-        levels(found, place),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    return report.render(
+        "accuracy/place",
+        title=title(found, place),
+        goodput=f"{found['bandwidth'][place[1]] * 8 / 1e6:.0f}",
+        parameters=f"{task['parameters']:,}",
+        tensors=task["tensors"],
+        train=f"{task['train']:,}",
+        test=f"{task['test']:,}",
+        shift=f", moved by up to {task['shift']} pixel" if task["shift"] else "",
+        ranks=report.hosts(found["settings"])["ranks"],
+        **{key: task[key] for key in ("batch", "lr", "every", "limit", "window")},
+        table=as_markdown(table(found, place)),
+        levels=levels(found, place),
+    )
 
 
 def levels(found: Row, place: tuple[str, str]) -> str:
@@ -265,7 +220,7 @@ def levels(found: Row, place: tuple[str, str]) -> str:
     for way in found["settings"]["ways"]:
         mine = runs(found, place, way)
         if any(run["high"] for run in mine):
-            share = spread([100 * run["high"] for run in mine], lambda value: f"{value:.0f}")
+            share = spread([100 * run["high"] for run in mine], digits(0))
             lines.append(f"- `{way}`: {share} % of layers and steps were at the high level.")
         for run in mine:
             if run["verdict"]:
@@ -274,13 +229,3 @@ def levels(found: Row, place: tuple[str, str]) -> str:
         if not all(run["equal"] for run in mine):
             lines.append(f"- `{way}`: ranks ended with **different weights**.")
     return "\n".join(lines)
-
-
-def noise(found: Row) -> str:
-    """What else the machine did."""
-    cores = [run["foreign"] for run in found["runs"]]
-    loud = sum(one > page.NOISY for one in cores)
-    return (
-        f"Beside the ranks {max(0.0, statistics.median(cores)):.1f} cores were busy in the median "
-        f"training, more than {page.NOISY} in {loud} of {len(cores)} (the links' work included)."
-    )

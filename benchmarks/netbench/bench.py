@@ -110,7 +110,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
     path = Path(options.output or name)
     results.write_json(path, found)
-    say(f"\n{tables.as_text(found)}\n\nresults: {path}")
+    say(f"\n{tables.all_as_text(found)}\n\nresults: {path}")
     return 0
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.netbench import accuracy, accuracy_page, bench, page, picture, sandbox
 from benchmarks.netbench.launch import BACKENDS, Job
 from benchmarks.netbench.network import MOST_HOSTS, Network, parse_rate
+from benchmarks.report import write_page
 from examples import results
-from examples.report import write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,7 +99,7 @@ def report(options: argparse.Namespace) -> int:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     picture.draw(found, folder / "performance.png")
-    write_page(folder / "performance.md", page.parts(found, "performance.png"))
+    write_page(folder / "performance.md", page.text(found))
     print(f"page: {folder / 'performance.md'}   picture: {folder / 'performance.png'}")
     return 0
 

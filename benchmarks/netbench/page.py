@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
+from benchmarks import report
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import (
     ACCORDION,
     CAUTIOUS,
-    COMPUTE,
     DDP,
     GATED,
     GROUPED,
@@ -22,110 +21,58 @@ from benchmarks.netbench.picture import words
 from examples.report import FRAMEWORKS, as_markdown
 from examples.results import Row
 
-NOISY = 0.3
-"""Cores that other processes use, from which on a reader should know of it."""
 
-
-def parts(found: Sequence[Row], picture: str) -> list[str]:
-    """Of the page; they say nothing but what the results hold."""
-    head = [INTRODUCTION, machine(found[0]), f"![ms a step by way and rate]({picture})"]
-    return [*head, *map(section, found), METHOD]
-
-
-INTRODUCTION = """
-# Performance on limited links
-
-Written by `make bench-network` from what it measured, but for the notes at the end. Several hosts
-(network namespaces) on one machine train the same network over links whose rate is limited, in many
-ways that take turns; what the words mean stands at the end. Times belong to this machine; ratios
-carry further, but measure your own:
-
-```sh
-make bench-network
-.venv/bin/python scripts/netbench.py run --hosts 4 --rate 200mbit -- python my_training.py
-```
-"""
-
-METHOD = f"""
-## How it was measured
-
-- **Links.** Each host has a full-duplex link, limited both ways by a token bucket (`tc tbf`). There
-  is bandwidth here, but neither the latency of long lines (some 20 us instead) nor random losses.
-- **A step** is forward, backward, exchange, and SGD with momentum 0.9; its time is that of the
-  slowest rank, each with one thread. Ways take turns of some steps each; the tables have the
-  median of the turns and their range. Ratios are formed within a repetition, then so is the median.
-- **CPU ms** is the processor time of all threads of a rank in a step. Where ranks share cores, it
-  counts more than once: four ranks that need 50 ms each keep two cores busy for 100 ms.
-- **MB** are counted at the interface of the busiest host. They hold few of the TCP headers, since
-  the kernel counts large packets before they are cut up (segmentation offload). The links are taken
-  at the goodput of one TCP connection, measured on them at the start, so this cancels.
-- **limit** is the larger of computation alone and of these bytes over that goodput: what a step
-  takes if both overlap perfectly and compression costs nothing. **one after the other** is their
-  sum, **x limit** the measured time over the limit.
-- **weights equal**: whether all ranks had the same weights, bit by bit, at the end.
-- `{COMPUTE}` exchanges nothing. `{STOCK}` is Horovod's own optimizer. `{DDP}` is PyTorch's
-  DistributedDataParallel over Gloo, with its own hooks where a compression is named; PowerSGD's has
-  all gradients in one bucket, because over Gloo it aborts with several. `ours` is this package.
-- `{OURS}{ACCORDION}` is `{STEADY}`
-  outside critical regimes, where every layer is at its high level: to be compared with
-  `{OURS}powersgd:1`.
-- `{OURS}{GATED}` is `{CAUTIOUS}`. Before each of its turns the gate
-  judges the link anew; what it says is under the table, and the trials are not part of the times.
-- Speed says nothing about accuracy: what a compression does to that is another question.
-"""
-
-
-def notes(found: Row) -> str:
-    """What a reader must know of the framework's own ways."""
-    if SILENT not in found["equal"] or found["equal"][SILENT]:
-        return ""
-    return f"""
-Horovod's own Keras wrapper runs under Keras 3, but averages nothing: its replicas differ. What a
-compression must beat is therefore `{GROUPED}`: an optimizer that calls
-`hvd.grouped_allreduce` in `apply`, written for this comparison.
-"""
-
-
-def machine(found: Row) -> str:
-    """What it ran on."""
-    here, settings = found["machine"], found["settings"]
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
-    ranks = settings["hosts"] * settings["per_host"]
-    return (
-        f"Measured on {here['date']}: {here['cores']} cores of {here['cpu']}, Linux "
-        f"{here['kernel']}, Python {here['python']}, {versions}. {settings['hosts']} hosts, "
-        f"{ranks} ranks, Horovod over {settings['backend'].upper().replace('GLOO', 'Gloo')}."
+def text(found: Sequence[Row]) -> str:
+    """All of the page; it says nothing but what the results hold."""
+    places = report.machine(found[0]["machine"]) | report.hosts(found[0]["settings"])
+    return report.render(
+        "performance/page",
+        frameworks=report.join([section(one) for one in found]),
+        steady=STEADY,
+        cautious=CAUTIOUS,
+        **places,
     )
 
 
 def section(found: Row) -> str:
     """Tables of one framework."""
     settings, model = found["settings"], found["model"]
-    framework = settings["framework"]
-    parts = [
-        f"## {FRAMEWORKS[framework]}",
-        f"Model `{settings['model']}`: {model['parameters']:,} parameters in {model['tensors']} "
-        f"tensors, batches of {settings['batch']} on each rank; {settings['repetitions']} turn(s) "
-        f"of each way at each rate. {noise(found)}",
-        notes(found),
-        "### How many times as fast (medians, and their range)",
-        as_markdown(tables.comparison(found, pairs(framework, list(found["equal"])))),
-        "### Times the limit",
-        as_markdown(tables.limits(found)),
-    ]
-    for rate in settings["rates"]:
-        goodput = found["bandwidth"][rate] * 8 / 1e6
-        parts.append(f"### {words(rate)}\n\nTCP goodput {goodput:.0f} Mbit/s.")
-        parts.append(as_markdown(tables.table(found, rate)))
-        parts += verdicts(found, rate)
-    return "\n\n".join(part.strip() for part in parts if part.strip())
+    framework, ways = settings["framework"], list(found["equal"])
+    silent = SILENT in ways and not found["equal"][SILENT]
+    return report.render(
+        "performance/framework",
+        framework=FRAMEWORKS[framework],
+        model=settings["model"],
+        parameters=f"{model['parameters']:,}",
+        tensors=model["tensors"],
+        batch=settings["batch"],
+        repetitions=settings["repetitions"],
+        noise=report.noise(
+            [turn["foreign"] for turn in found["turns"]], "turn", "the links' own work"
+        ),
+        notes=report.render("performance/silent", grouped=GROUPED) if silent else "",
+        comparison=as_markdown(tables.comparison(found, pairs(framework, ways))),
+        limits=as_markdown(tables.limits(found)),
+        rates=report.join([at_rate(found, rate) for rate in settings["rates"]]),
+    )
 
 
-def verdicts(found: Row, rate: str) -> list[str]:
+def at_rate(found: Row, rate: str) -> str:
+    """The table of a rate, and what gates said of it."""
+    return report.render(
+        "performance/rate",
+        rate=words(rate),
+        goodput=f"{found['bandwidth'][rate] * 8 / 1e6:.0f}",
+        table=as_markdown(tables.table(found, rate)),
+        verdicts=verdicts(found, rate),
+    )
+
+
+def verdicts(found: Row, rate: str) -> str:
     """What gates said of a rate, each line once."""
     turns = [turn for turn in found["turns"] if turn["rate"] == rate]
     said = dict.fromkeys(turn["verdict"] for turn in turns if "verdict" in turn)
-    return ["\n".join(f"- {line}" for line in said)] if said else []
+    return "\n".join(f"- {line}" for line in said)
 
 
 def pairs(framework: str, ways: Sequence[str]) -> list[tuple[str, str]]:
@@ -141,13 +88,3 @@ def pairs(framework: str, ways: Sequence[str]) -> list[tuple[str, str]]:
     peers[OURS + ACCORDION] = [f"{OURS}powersgd:1", f"{DDP} powersgd:1"]
     peers[OURS + GATED] = [f"{OURS}{word}" for word in ("dense", "fp16", "powersgd:1")]
     return found + [(way, peer) for way in ours for peer in peers.get(way, [])]
-
-
-def noise(found: Row) -> str:
-    """What else the machine did."""
-    cores = [turn["foreign"] for turn in found["turns"]]
-    loud = sum(one > NOISY for one in cores)
-    return (
-        f"Beside the ranks {max(0.0, statistics.median(cores)):.1f} cores were busy in the median "
-        f"turn, more than {NOISY} in {loud} of {len(cores)} (the links' own work included)."
-    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+from benchmarks import report
 from benchmarks.netbench.contestants import COMPUTE
-from examples import report
+from examples.report import as_text
 from examples.results import Row
 
 HEAD = [
@@ -54,8 +55,8 @@ def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
     return statistics.median(value(turn) for turn in found)
 
 
-def ratios(found: Row, way: str, other: str, rate: str) -> list[float] | None:
-    """How many times as fast as another way it is: one ratio for each repetition, None if unknown.
+def ratios(found: Row, way: str, other: str, rate: str) -> list[float]:
+    """How many times as fast as another way it is: one ratio for each repetition.
 
     Both took their turns within minutes then, so that what else the machine did hit them alike.
     """
@@ -63,9 +64,7 @@ def ratios(found: Row, way: str, other: str, rate: str) -> list[float] | None:
     for name in (way, other):
         mine = [turn for turn in turns(found, name) if turn["rate"] == rate]
         ms[name] = {turn["repetition"]: slowest(turn) for turn in mine}
-    return [
-        ms[other][number] / ms[way][number] for number in ms[way] if number in ms[other]
-    ] or None
+    return [ms[other][number] / ms[way][number] for number in ms[way] if number in ms[other]]
 
 
 def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
@@ -74,7 +73,7 @@ def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
     rows = [["way", "against", *rates]]
     for way, other in pairs:
         if way in found["equal"] and other in found["equal"]:
-            cells = [_spread(ratios(found, way, other, rate)) for rate in rates]
+            cells = [report.spread(ratios(found, way, other, rate)) for rate in rates]
             rows.append([way, other, *cells])
     return rows
 
@@ -88,17 +87,6 @@ def limits(found: Row) -> list[list[str]]:
         cells = [f"{all_rates[rate][way]['times']:.2f}" for rate in rates]
         rows.append([way, f"{all_rates[rates[0]][way]['sent'] / 1e6:.3f}", *cells])
     return rows
-
-
-def _spread(values: Sequence[float] | None) -> str:
-    if values is None:
-        return "-"
-    return f"{_digits(statistics.median(values))} ({_digits(min(values))}-{_digits(max(values))})"
-
-
-def _digits(value: float) -> str:
-    """Two or three of them."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def table(found: Row, rate: str) -> list[list[str]]:
@@ -122,12 +110,10 @@ def table(found: Row, rate: str) -> list[list[str]]:
     return rows
 
 
-def as_text(found: Row) -> str:
+def all_as_text(found: Row) -> str:
     """The tables of all rates."""
     parts = []
     for rate in found["settings"]["rates"]:
         goodput = found["bandwidth"][rate] * 8 / 1e6
-        parts.append(
-            f"{rate} ({goodput:.0f} Mbit/s of goodput)\n{report.as_text(table(found, rate))}"
-        )
+        parts.append(f"{rate} ({goodput:.0f} Mbit/s of goodput)\n{as_text(table(found, rate))}")
     return "\n\n".join(parts)

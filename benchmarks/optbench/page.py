@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import OPTIMIZER
 from benchmarks.netbench.picture import words
 from benchmarks.optbench.methods import METHODS
-from examples import report
+from benchmarks.report import digits, spread
+from examples.report import as_markdown
 from examples.results import Row
 
 GOAL, BYTES = 1.03, 16
@@ -83,20 +85,6 @@ def until(run: Row, loss: float) -> tuple[float, float] | None:
     return None
 
 
-def spread(values: Sequence[float], told: Callable[[float], str]) -> str:
-    """Median and range; a dash if there is nothing."""
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return told(values[0])
-    return f"{told(statistics.median(values))} ({told(min(values))}-{told(max(values))})"
-
-
-def digits(count: int) -> Callable[[float], str]:
-    """A number with so many digits after the point."""
-    return lambda value: f"{value:.{count}f}"
-
-
 def reached(mine: Sequence[Row], loss: float) -> list[tuple[float, float]] | None:
     """Steps and bytes until a loss; None unless most seeds reach it."""
     there = [place for run in mine if (place := until(run, loss))]
@@ -144,7 +132,11 @@ def table(found: Row, task: str) -> list[list[str]]:
     for name in methods(found, task):
         mine, way = runs(found, task, name), METHODS[name]
         there = reached(mine, goal) if goal is not None else None
-        row = [name, f"{mine[0]['lr']:g}", spread([final(run) for run in mine], digits(4))]
+        row = [
+            name,
+            f"{mine[0]['lr']:g}",
+            spread([final(run) for run in mine], digits(4)),
+        ]
         row.append(spread(pairs(found, task, name), digits(3)) if way.beside else "-")
         if least is not None:
             row.append(spread(pairs(found, task, name, least), digits(2)) if way.beside else "-")
@@ -214,7 +206,7 @@ def links(timing: Row) -> list[list[str]]:
         row = [way.removeprefix(OPTIMIZER), f"{summaries[wanted[0]][way]['sent'] / 1e6:.3f}"]
         for rate in wanted:
             row.append(f"{summaries[rate][way]['ms']:.0f}")
-            row.append(spread(tables.ratios(timing, way, plain, rate) or [], digits(2)))
+            row.append(spread(tables.ratios(timing, way, plain, rate), digits(2)))
         rows.append(row)
     return rows
 
@@ -281,102 +273,48 @@ def write(files: Sequence[Row], folder: Path) -> list[Path]:
     by = {one.get("action", "links"): one for one in files}
     if "run" not in by or not by["run"]["runs"]:
         raise ValueError("no file has results of `run`, without which there is no page.")
-    found = by["run"]
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(found, folder / "optimizers.png")
-    seeds = len({run["seed"] for run in found["runs"]})
-    parts = [
-        INTRODUCTION, machine(found),
-        f"Medians over {seeds} seed(s), with the range in brackets.",
-        "## The goal", OVERVIEW, report.as_markdown(overview(found)),
-        "![loss by steps and by bytes](optimizers.png)",
-        *(section(found, task) for task in found["tasks"]),
-        *([timing(by["links"])] if "links" in by else []),
-        "## State", STATES, report.as_markdown(states(found)),
-        "## Settings", SETTINGS, report.as_markdown(settings(found)),
-        chosen(by["tune"]) if "tune" in by else TRIED,
-        METHOD,
-    ]  # fmt: skip
-    text = folder / "optimizers.md"
-    report.write_page(text, parts)
-    return [text, folder / "optimizers.png"]
+    page, picture = folder / "optimizers.md", folder / "optimizers.png"
+    report.write_page(page, text(by["run"], by.get("tune"), by.get("links")))
+    draw(by["run"], picture)
+    return [page, picture]
 
 
-INTRODUCTION = """
-# Compressed optimizers
-
-Written by `make bench-optimizers` from what it measured, but for notes at the end. Each compressed
-optimizer is compared with the uncompressed one that it stands for (`OnebitAdam` and `Birder` with
-`Adam`, `SketchedAMSGrad` and `CDAdam` with `AMSGrad`), at equal steps, batches and initial weights.
-The networks are small and trainings short: what is measured is whether the method keeps up, not how
-good a network can get.
-"""
-
-OVERVIEW = f"""
-At most {GOAL:g} times the uncompressed loss after equally many steps, with at most a {BYTES}th of
-the bytes once the warm-up is over. Ratios are taken within a seed.
-"""
-
-STATES = """
-Bytes that a rank's optimizer keeps for each parameter after a training, on 4 ranks in fp32. Small
-tensors, which travel dense, need less. The network's own weights and gradients come on top.
-"""
-
-SETTINGS = """
-Arguments that are not defaults, and the highest learning rate of each task.
-"""
-
-TRIED = """
-Learning rates were chosen in trials on simulated ranks, with a seed that is not reported; not all
-of a grid was tried everywhere (`scripts/bench_optimizers.py tune` does that).
-"""
-
-METHOD = """
-## How it was measured
-
-- **Alike for all methods**: initial weights and batches (both by seed, every rank draws its own
-  batches from the whole set), steps, and the form of the schedule: the learning rate rises in a
-  line, and falls along a cosine to 0 at the last step.
-- **The loss** is evaluated on the same examples each time, by all ranks together.
-- **The target** is that goal for Adam's median; it is reached at the first evaluation at or below
-  it. As the learning rate falls to 0 at a fixed step, no method is there long before the end.
-- **Bytes** are those that a rank sends by `exchange.stats()`: a model of ring collectives, small
-  dense tensors included. *Saved after warm-up* compares them with an uncompressed exchange over
-  the steps after the exact ones; *MB in all* and *MB to the target* include the exact ones.
-- **Real ranks**: `horovodrun --gloo`; replicas were compared bit by bit after each training.
-"""
-
-
-def machine(found: Row) -> str:
-    """What it ran on."""
-    here = found["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
-    unequal = [run for run in found["runs"] if not run["equal"]]
-    told = (
-        "all ranks ended with the same bits"
-        if not unequal
-        else f"in **{len(unequal)} trainings ranks ended with different weights**"
-    )
-    return (
-        f"Measured on {here['date']}: {found['ranks']} ranks on {here['cores']} cores of "
-        f"{here['cpu']}, Python {here['python']}, {versions}; {len(found['runs'])} trainings, "
-        f"{told}."
+def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
+    """All of the page."""
+    unequal = sum(not run["equal"] for run in found["runs"])
+    return report.render(
+        "optimizers/page",
+        ranks=found["ranks"],
+        trainings=len(found["runs"]),
+        equality=f"in **{unequal} trainings ranks ended with different weights**"
+        if unequal
+        else "all ranks ended with the same bits",
+        seeds=len({run["seed"] for run in found["runs"]}),
+        goal=f"{GOAL:g}",
+        bytes=BYTES,
+        overview=as_markdown(overview(found)),
+        tasks=report.join([section(found, task) for task in found["tasks"]]),
+        links=on_links(timing) if timing else "",
+        states=as_markdown(states(found)),
+        settings=as_markdown(settings(found)),
+        rates=tuned(tuning) if tuning else report.render("optimizers/untuned"),
+        **report.machine(found["machine"]),
     )
 
 
 def section(found: Row, task: str) -> str:
     """The table of a task, and what belongs to it."""
     given, goal = found["tasks"][task], target(found, task)
-    least = f" The least loss that there is: {given['least']:.5f}." if given["least"] else ""
-    aim = f" The target is a loss of {goal:.4f}." if goal is not None else ""
-    parts = [
-        f"## {given['title'][0].upper()}{given['title'][1:]}",
-        f"{given['what']} {given['parameters']:,} parameters in {given['tensors']} tensors; "
-        f"{given['steps']} steps of {found['ranks']} x {given['batch']} examples. Loss: "
-        f"{given['loss']}.{least}{aim}",
-        report.as_markdown(table(found, task)),
-    ]
-    return "\n\n".join(parts)
+    return report.render(
+        "optimizers/task",
+        title=f"{given['title'][0].upper()}{given['title'][1:]}",
+        parameters=f"{given['parameters']:,}",
+        ranks=found["ranks"],
+        **{key: given[key] for key in ("what", "tensors", "steps", "batch", "loss")},
+        least=f" The least loss that there is: {given['least']:.5f}." if given["least"] else "",
+        aim=f" The target is a loss of {goal:.4f}." if goal is not None else "",
+        table=as_markdown(table(found, task)),
+    )
 
 
 def settings(found: Row) -> list[list[str]]:
@@ -393,29 +331,26 @@ def settings(found: Row) -> list[list[str]]:
     return rows
 
 
-def chosen(tuning: Row) -> str:
+def tuned(tuning: Row) -> str:
     """What the grids gave."""
-    seeds = sorted({run["seed"] for run in tuning["runs"]})
-    told = ", ".join(map(str, seeds))
-    parts = [
-        "### Loss in the end by learning rate",
-        "Learning rates are the best of a grid for each task, with seeds that are not reported "
-        f"({told}), on simulated ranks (`scripts/bench_optimizers.py tune`).",
-    ]
+    parts = []
     for task, given in tuning["tasks"].items():
-        parts += [f"{given['title']}:", report.as_markdown(rates(tuning, task))]
-    return "\n\n".join(parts)
+        parts += [f"{given['title']}:", as_markdown(rates(tuning, task))]
+    seeds = sorted({run["seed"] for run in tuning["runs"]})
+    return report.render(
+        "optimizers/tuned", seeds=", ".join(map(str, seeds)), grids=report.join(parts)
+    )
 
 
-def timing(found: Row) -> str:
+def on_links(found: Row) -> str:
     """Milliseconds a step on limited links."""
     given, model = found["settings"], found["model"]
-    parts = [
-        "## On limited links",
-        f"`netbench.py bench`: model `{given['model']}`, {model['parameters']:,} parameters in "
-        f"{model['tensors']} tensors, batches of {given['batch']} on each of {given['hosts']} "
-        "hosts, whose links are limited; after the warm-up. *times Adam*: how many times as fast "
-        "as uncompressed Adam through the same machinery, within a repetition.",
-        report.as_markdown(links(found)),
-    ]
-    return "\n\n".join(parts)
+    return report.render(
+        "optimizers/links",
+        model=given["model"],
+        parameters=f"{model['parameters']:,}",
+        tensors=model["tensors"],
+        batch=given["batch"],
+        hosts=given["hosts"],
+        table=as_markdown(links(found)),
+    )

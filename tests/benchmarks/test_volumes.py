@@ -35,4 +35,4 @@ def test_the_whole_shelf_is_there() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     """Else: `python scripts/volumes.py`."""
-    assert PAGE.read_text() == volumes.page()
+    assert PAGE.read_text() == volumes.page() + "\n"
