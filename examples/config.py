@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from accordion_hvd import check
 from accordion_hvd.policy import Accordion, Policy, as_policy
+from examples import schedule
 
 VARIABLE = "ACCORDION_HVD_COMPRESSION"
 """The environment variable that names a compression where the settings do not."""
@@ -118,9 +118,9 @@ class Settings:
     def lr_at(self, epoch: int) -> float:
         """The learning rate of an epoch (from 0)."""
         if self.schedule == "drops":
-            return self.lr * self.drop ** sum(epoch >= when for when in self.drops)
+            return schedule.drops(self.lr, epoch, self.drops, self.drop)
         if self.schedule == "cosine":
-            return self.lr * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+            return schedule.cosine(self.lr, epoch, self.epochs)
         return self.lr
 
     def as_dict(self) -> dict[str, Any]:

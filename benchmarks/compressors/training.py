@@ -26,6 +26,7 @@ from accordion_hvd import check, parse
 from accordion_hvd.policy import Policy, as_policy
 from accordion_hvd.simulate import simulate
 from benchmarks import report
+from benchmarks.task import Task
 from examples.data import DataError, Dataset, Shard, load
 from examples.report import as_markdown
 from examples.results import read_json, write_json
@@ -33,36 +34,27 @@ from examples.results import read_json, write_json
 MOMENTUM = 0.9
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is trained.
+@dataclass(frozen=True, kw_only=True)
+class EpochTask(Task):
+    """A training on images for some epochs.
 
     Attributes:
-        title: in words.
         data: the name of the image set.
         images: for training; None: all.
         shift: pixels by which they are moved at most, anew in each epoch.
         epochs: passes over them.
-        batch: images a step and rank.
-        lr: the highest learning rate: reached after a tenth of all steps, then falling to 0.
+        lr: the highest learning rate.
         seeds: of weights and order; accuracies are means over them.
         ways: beginnings of the words of those that are tried; empty: all.
     """
 
-    title: str
     data: str
     images: int | None
     shift: int
     epochs: int
-    batch: int
     lr: float
     seeds: tuple[int, ...]
     ways: tuple[str, ...] = ()
-
-    def lr_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step (from 0) of so many."""
-        rise = max(1, steps // 10)
-        return self.lr * min(1.0, (step + 1) / rise) * (1 - step / steps)
 
     def chosen(self) -> list[Way]:
         """What is tried."""
@@ -76,12 +68,23 @@ LONG = ("Dense", "PowerSGD(1", "TopK", "RandomK", "StepSchedule", "AdaComp", "LG
 LARGE = ("Dense", "TernGrad", "SignSGD()")
 """What loses more than two even in longer ones."""
 
+DIGITS = EpochTask(
+    title="scikit-learn's digits", data="digits", images=None, shift=1, epochs=60, batch=16, lr=0.1,
+    seeds=(1, 2, 3),
+)  # fmt: skip
+CIFAR10 = EpochTask(
+    title="CIFAR-10", data="cifar10", images=20_000, shift=2, epochs=6, batch=16, lr=0.05,
+    seeds=(1, 2, 3),
+)  # fmt: skip
+LONGER = dataclasses.replace(
+    CIFAR10, title="CIFAR-10, for longer", epochs=20, seeds=(1,), ways=LONG
+)
 TASKS = {
-    "digits": Task("scikit-learn's digits", "digits", None, 1, 60, 16, 0.1, (1, 2, 3)),
-    "cifar10": Task("CIFAR-10", "cifar10", 20_000, 2, 6, 16, 0.05, (1, 2, 3)),
-    "cifar10-long": Task("CIFAR-10, for longer", "cifar10", 20_000, 2, 20, 16, 0.05, (1,), LONG),
-    "cifar10-large": Task(
-        "CIFAR-10, larger batches", "cifar10", 20_000, 2, 20, 64, 0.05, (1,), LARGE
+    "digits": DIGITS,
+    "cifar10": CIFAR10,
+    "cifar10-long": LONGER,
+    "cifar10-large": dataclasses.replace(
+        LONGER, title="CIFAR-10, larger batches", batch=64, ways=LARGE
     ),
 }
 """By name."""
@@ -179,7 +182,7 @@ def train(name: str, data: Dataset, way: Way, seed: int, ranks: int) -> Outcome:
             for shard in shards:
                 shard.shuffle(step // epoch)
             before = _sent(world) if step else before
-        lr = way.rate * task.lr_at(step, steps)
+        lr = way.rate * task.lr_at(task.lr, step, steps)
         (mean, *_) = world.step([_slopes(model, *s[step % epoch]) for s in shards], lr=lr)
         if mean is None:
             continue
@@ -243,7 +246,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
     return report.render("shelf/page", tasks=report.join(parts))
 
 
-def _section(task: Task, outcomes: Sequence[Outcome]) -> str:
+def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
     """The table of a task, and what belongs to it."""
     plain = [100 * o.accuracy for o in outcomes if o.word == PLAIN.word]
     apart = f"{max(plain) - min(plain):.1f} points" if len(plain) > 1 else ""

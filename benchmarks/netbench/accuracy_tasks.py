@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import ACCORDION, COMPUTE, DDP, FP16, OURS, STOCK
+from benchmarks.task import Task
 from examples.data import Dataset, load
 
 ADAPTIVE = OURS + ACCORDION
@@ -25,14 +26,12 @@ HOOK = f"{DDP} powersgd:4"
 QUICK_WAYS = (STOCK, HOOK, OURS + "powersgd:4")
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class TargetTask(Task):
     """A training that ends when a test accuracy is reached.
 
     Attributes:
-        title: in words.
         target: test accuracy, in [0, 1].
-        batch: images of each rank in a step.
         lr: the highest learning rate.
         limit: steps after which it counts as not reached; the learning rate is 0 there.
         every: steps between evaluations.
@@ -42,9 +41,7 @@ class Task:
         rates: of the links, unless others are asked for.
     """
 
-    title: str
     target: float
-    batch: int
     lr: float
     limit: int
     every: int
@@ -53,19 +50,14 @@ class Task:
     tested: int | None
     rates: tuple[str, ...]
 
-    def lr_at(self, step: int) -> float:
-        """The learning rate of a step (from 0): up for a tenth of the limit, then down to 0."""
-        rise = self.limit // 10
-        return self.lr * min(1.0, (step + 1) / rise) * (1 - step / self.limit)
-
 
 TASKS = {
-    "digits": Task(
-        "scikit-learn's digits", target=0.97, batch=32, lr=0.03, limit=600, every=10,
+    "digits": TargetTask(
+        title="scikit-learn's digits", target=0.97, batch=32, lr=0.03, limit=600, every=10,
         window=10, shift=1, tested=None, rates=("50mbit", "200mbit"),
     ),
-    "cifar10": Task(
-        "CIFAR-10", target=0.60, batch=32, lr=0.05, limit=800, every=25,
+    "cifar10": TargetTask(
+        title="CIFAR-10", target=0.60, batch=32, lr=0.05, limit=800, every=25,
         window=25, shift=0, tested=2500, rates=("200mbit",),
     ),
 }  # fmt: skip

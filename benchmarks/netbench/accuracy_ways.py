@@ -112,8 +112,9 @@ class Accuracy:
         together()
         began, busy, sent = time.perf_counter(), time.process_time(), _sent()
         for images, labels in batches:
+            lr = self._task.lr_at(self._task.lr, self._done, self._task.limit)
             for group in self._optimizer.param_groups:
-                group["lr"] = self._task.lr_at(self._done)
+                group["lr"] = lr
             self._optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(self._wrapped(images), labels)
             loss.backward()

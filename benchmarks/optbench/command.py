@@ -221,7 +221,9 @@ def facts(name: str) -> Row:
 
     task, made = TASKS[name], problem(name).make()
     sizes = [parameter.numel() for parameter in made.parameters()]
-    plain = {key: getattr(task, key) for key in ("title", "what", "loss", "steps", "batch", "rise")}
+    plain = {
+        key: getattr(task, key) for key in ("title", "what", "loss", "steps", "batch", "warmup")
+    }
     return plain | {
         "least": problem(name).least, "parameters": sum(sizes), "tensors": len(sizes)
     }  # fmt: skip

@@ -6,12 +6,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.task import Task
 from examples.data import load
 from examples.data.text import load_tinyshakespeare
 
@@ -39,36 +40,25 @@ class Problem:
     right: list[Batch] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class StepTask(Task):
     """A training of a fixed length.
 
     Attributes:
-        title: in words.
         what: it is, in a sentence or two.
         loss: which loss is reported, in words.
         problem: makes it.
         steps: of a training.
-        batch: examples of each rank in a step.
         every: steps between evaluations.
-        rise: steps in which the learning rate rises; then it falls along a cosine, to 0.
     """
 
-    title: str
     what: str
     loss: str
     problem: Callable[[], Problem]
     steps: int
-    batch: int
     every: int
-    rise: int
-
-    def lr_at(self, highest: float, step: int) -> float:
-        """The learning rate of a step (from 0)."""
-        if step < self.rise:
-            return highest * (step + 1) / self.rise
-        done = (step - self.rise) / (self.steps - self.rise)
-        return highest * (1 + math.cos(math.pi * done)) / 2
+    warmup: float = 0.05
+    decay: Literal["linear", "cosine"] = "cosine"
 
 
 # --------------------------------------------------------------------------------- a convex problem
@@ -227,23 +217,23 @@ def characters() -> Problem:
 
 
 TASKS = {
-    "convex": Task(
-        "a convex problem",
-        f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, with "
-        f"{DECAY:g} / 2 times the squared weights; its optimum was found by L-BFGS in fp64.",
-        "training loss, all examples", convex, steps=1200, batch=256, every=60, rise=60,
+    "convex": StepTask(
+        title="a convex problem",
+        what=f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, "
+        f"with {DECAY:g} / 2 times the squared weights; its optimum was found by L-BFGS in fp64.",
+        loss="training loss, all examples", problem=convex, steps=1200, batch=256, every=60,
     ),
-    "digits": Task(
-        "digits",
-        f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by {SMOOTHING}, "
-        "so that the least loss that there is has a value other than 0.",
-        "training loss, all examples", digits, steps=1200, batch=128, every=60, rise=60,
+    "digits": StepTask(
+        title="digits",
+        what=f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by "
+        f"{SMOOTHING}, so that the least loss that there is has a value other than 0.",
+        loss="training loss, all examples", problem=digits, steps=1200, batch=128, every=60,
     ),
-    "characters": Task(
-        "a Transformer on characters",
-        f"Tiny Shakespeare, letter by letter: two layers of width 64, four heads, {LENGTH} letters "
-        "of context.",
-        "test loss (nats a letter)", characters, steps=1200, batch=16, every=60, rise=60,
+    "characters": StepTask(
+        title="a Transformer on characters",
+        what="Tiny Shakespeare, letter by letter: two layers of width 64, four heads, "
+        f"{LENGTH} letters of context.",
+        loss="test loss (nats a letter)", problem=characters, steps=1200, batch=16, every=60,
     ),
 }  # fmt: skip
 """By name."""

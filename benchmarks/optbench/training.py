@@ -150,7 +150,7 @@ def train(team: Team, task: str, lr: float) -> Row:
             row["sent"].append(stats["sent"])
             row["dense"].append(stats["dense_sent"])
         if step < plan.steps:
-            team.step(plan.lr_at(lr, step))
+            team.step(plan.lr_at(lr, step, plan.steps))
     return row | {
         "accuracy": accuracy(team, task),
         "state": state_bytes(team.exchange),

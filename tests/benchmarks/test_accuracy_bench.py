@@ -138,13 +138,6 @@ def test_ways() -> None:
         assert (policy.gate is not None) == gated
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
-    task = TASKS["digits"]
-    rates = [task.lr_at(step) for step in range(task.limit)]
-    assert rates.index(max(rates)) == task.limit // 10 - 1 and max(rates) <= task.lr
-    assert rates[0] > 0 and 0 < rates[-1] < task.lr / 100
-
-
 def test_networks_begin_alike() -> None:
     torch = pytest.importorskip("torch")
     from benchmarks.netbench.accuracy_ways import network

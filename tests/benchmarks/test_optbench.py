@@ -35,7 +35,7 @@ def made(names: tuple[str, ...] = tuple(METHODS)) -> dict[str, Any]:
         }
         for task in ("one", "two") for seed in (1, 2) for i, name in enumerate(names)
     ]  # fmt: skip
-    given = {"what": "It is.", "loss": "training loss", "steps": 30, "batch": 8, "rise": 3}
+    given = {"what": "It is.", "loss": "training loss", "steps": 30, "batch": 8, "warmup": 0.1}
     given |= {"parameters": 1000, "tensors": 2}
     return {
         "format": 1, "benchmark": "optimizers", "action": "run", "ranks": 4,
@@ -193,7 +193,9 @@ def test_exact_steps_come_first_where_they_are_wanted() -> None:
 
 
 def test_simulated_training_learns_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tasks.Task("t", "", "", tasks.digits, steps=12, batch=16, every=6, rise=2)
+    short = tasks.StepTask(
+        title="t", what="", loss="", problem=tasks.digits, steps=12, batch=16, every=6, warmup=0.2
+    )
     monkeypatch.setitem(tasks.TASKS, "short", short)
     monkeypatch.setitem(METHODS, "Birder", methods.Method("Birder", "Adam", {"short": 1e-3}, ()))
     row = training.train(training.Simulated("short", "Birder", 1e-3, 1), "short", 1e-3)
@@ -202,13 +204,6 @@ def test_simulated_training_learns_and_counts(monkeypatch: pytest.MonkeyPatch) -
     assert 20 < page.saved({**row, "warm": 0}) < 32
     assert row["state"] == pytest.approx(8 * row["parameters"], rel=0.05)
     assert 0 <= row["accuracy"] <= 1
-
-
-def test_the_schedule_falls_to_nothing() -> None:
-    task = next(iter(tasks.TASKS.values()))
-    rates = [task.lr_at(1.0, step) for step in range(task.steps + 1)]
-    assert max(rates) == rates[task.rise - 1] == 1 and rates[0] == 1 / task.rise
-    assert abs(rates[-1]) < 1e-9 and rates[task.rise :] == sorted(rates[task.rise :])[::-1]
 
 
 def test_nothing_is_trained_twice(tmp_path: Path) -> None:

@@ -74,12 +74,6 @@ def test_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 2 and wrong in capsys.readouterr().err.lower()
 
 
-def test_rates_rise_and_fall() -> None:
-    task = shelf.TASKS["digits"]
-    rates = [task.lr_at(step, 100) for step in range(100)]
-    assert max(rates) == rates[9] < task.lr and rates[0] < rates[9] / 5 and rates[-1] < 0.01 * 1.1
-
-
 def test_the_page_is_there() -> None:
     text = PAGE.read_text()
     assert "## CIFAR-10" in text and "`TopK(0.01)`" in text
