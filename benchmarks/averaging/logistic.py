@@ -24,6 +24,7 @@ from accordion_hvd.conversations import Talk, translated
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
 from examples.data import load
+from examples.pictures import figure
 from examples.report import as_markdown
 
 Array = np.ndarray
@@ -190,20 +191,13 @@ def table(curves: Sequence[Curve], error: float) -> list[list[str]]:
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """The error over bits."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    for curve in curves:
-        axis.loglog(curve.bits, curve.errors, label=curve.name)
-    axis.axhline(1e-8, color="black", lw=0.7, ls=":")
-    axis.set(xlabel="bits sent to each neighbour", ylabel="largest distance from the optimum")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with figure(path, (8, 5)) as (_, ((axis,),)):
+        for curve in curves:
+            axis.loglog(curve.bits, curve.errors, label=curve.name)
+        axis.axhline(1e-8, color="black", lw=0.7, ls=":")
+        axis.set(xlabel="bits sent to each neighbour", ylabel="largest distance from the optimum")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from accordion_hvd import DPSGD, WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.virtual import Constant, Link, LogNormal, Outcome, Stragglers, Traced, train
+from examples.pictures import figure
 from examples.report import as_markdown
 
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -67,25 +68,20 @@ def table(found: Found) -> str:
 
 def draw(found: Found, path: Path) -> None:
     """Both over the number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for (name, row), colour in zip(found.items(), _COLOURS, strict=True):
-        rates = [one.rate for one in row.values()]
-        apart = [max(one.distance) for one in row.values()]
-        axes[0].plot(list(row), rates, "o-", color=colour, label=name, ms=4)
-        axes[1].plot(list(row), apart, "o-", color=colour, label=name, ms=4)
-    for axis, what in zip(axes, ("steps a second", "largest distance from the mean"), strict=True):
-        axis.set(xscale="log", xlabel="ranks", ylabel=what, ylim=(0, None))
-        axis.set_xticks(list(next(iter(found.values()))))
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    panels = {
+        "steps a second": lambda one: one.rate,
+        "largest distance from the mean": lambda one: max(one.distance),
+    }
+    with figure(path, (11, 4), columns=len(panels)) as (_, (axes,)):
+        for axis, (what, value) in zip(axes, panels.items(), strict=True):
+            for (name, row), colour in zip(found.items(), _COLOURS, strict=True):
+                values = [value(one) for one in row.values()]
+                axis.plot(list(row), values, "o-", color=colour, label=name, ms=4)
+            axis.set(xscale="log", xlabel="ranks", ylabel=what, ylim=(0, None))
+            axis.set_xticks(list(next(iter(found.values()))))
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=8)
 
 
 def main(words: Sequence[str] | None = None) -> None:

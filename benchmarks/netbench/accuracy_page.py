@@ -12,6 +12,7 @@ from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
 from benchmarks.netbench.contestants import DDP, OURS, STOCK
 from benchmarks.netbench.picture import words
 from benchmarks.report import digits, spread
+from examples.pictures import figure
 from examples.report import as_markdown, as_text
 from examples.results import Row
 
@@ -129,22 +130,13 @@ def typical(found: Row, place: tuple[str, str], way: str) -> Row | None:
 # -------------------------------------------------------------------------------------- the picture
 def draw(found: Row, path: Path) -> None:
     """A panel for each task and rate: test accuracy over training seconds, of the median seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     here = places(found)
-    figure, axes = plt.subplots(
-        1, len(here), figsize=(1 + 5.2 * len(here), 5.6), squeeze=False, layout="constrained"
-    )
-    for axis, place in zip(axes[0], here, strict=True):
-        _panel(axis, found, place)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    columns = min(len(labels), 2 + len(here))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with figure(path, (1 + 5.2 * len(here), 5.6), columns=len(here)) as (whole, axes):
+        for axis, place in zip(axes[0], here, strict=True):
+            _panel(axis, found, place)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        columns = min(len(labels), 2 + len(here))
+        whole.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import COMPUTE, DDP, OURS
+from examples.pictures import figure
 from examples.report import FRAMEWORKS
 from examples.results import Row
 
@@ -35,40 +36,24 @@ def kind(way: str) -> str:
 
 def draw(found: Sequence[Row], path: Path) -> None:
     """A panel for each framework (down) and rate (across)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     across = max(len(one["settings"]["rates"]) for one in found)
     heights = [len(one["equal"]) + 2 for one in found]
-    figure, axes = plt.subplots(
-        len(found), across, figsize=(2.2 + 3.9 * across, 1.2 + 0.31 * sum(heights)),
-        squeeze=False, height_ratios=heights, layout="constrained",
-    )  # fmt: skip
-    for row, one in enumerate(found):
-        rates = one["settings"]["rates"]
-        for column in range(across):
-            if column < len(rates):
-                _panel(axes[row][column], one, rates[column], names=column == 0)
-            else:
-                axes[row][column].set_axis_off()
-    marks: list[Any] = [Patch(color=colour, label=name) for name, colour in KINDS.items()]
-    limit = Line2D(
-        [],
-        [],
-        color="black",
-        marker="|",
-        ms=13,
-        mew=2,
-        ls="",
-        label="limit of link and computation",
-    )
-    figure.legend(handles=[*marks, limit], loc="outside lower center", ncols=len(marks) + 1)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    size = (2.2 + 3.9 * across, 1.2 + 0.31 * sum(heights))
+    with figure(path, size, len(found), across, height_ratios=heights) as (whole, axes):
+        for row, one in enumerate(found):
+            rates = one["settings"]["rates"]
+            for column in range(across):
+                if column < len(rates):
+                    _panel(axes[row][column], one, rates[column], names=column == 0)
+                else:
+                    axes[row][column].set_axis_off()
+        marks: list[Any] = [Patch(color=colour, label=name) for name, colour in KINDS.items()]
+        mark = {"color": "black", "marker": "|", "ms": 13, "mew": 2, "ls": ""}
+        limit = Line2D([], [], label="limit of link and computation", **mark)
+        whole.legend(handles=[*marks, limit], loc="outside lower center", ncols=len(marks) + 1)
 
 
 def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:

@@ -14,6 +14,7 @@ from benchmarks.netbench.contestants import OPTIMIZER
 from benchmarks.netbench.picture import words
 from benchmarks.optbench.methods import METHODS
 from benchmarks.report import digits, spread
+from examples.pictures import figure
 from examples.report import as_markdown
 from examples.results import Row
 
@@ -214,22 +215,14 @@ def links(timing: Row) -> list[list[str]]:
 # -------------------------------------------------------------------------------------- the picture
 def draw(found: Row, path: Path) -> None:
     """For each task, loss by steps (above) and by bytes sent (below): medians, and ranges."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tasks = list(found["tasks"])
-    figure, axes = plt.subplots(
-        2, len(tasks), figsize=(1 + 4.6 * len(tasks), 8.2), squeeze=False, layout="constrained"
-    )
-    for column, task in enumerate(tasks):
-        for row, key in enumerate(("steps", "sent")):
-            _panel(axes[row][column], found, task, key)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    size = (1 + 4.6 * len(tasks), 8.2)
+    with figure(path, size, rows=2, columns=len(tasks), dpi=100) as (whole, axes):
+        for column, task in enumerate(tasks):
+            for row, key in enumerate(("steps", "sent")):
+                _panel(axes[row][column], found, task, key)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        whole.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
 
 
 def _panel(axis: Any, found: Row, task: str, key: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from examples.config import stop
 from examples.data import DataError, load_graph
 from examples.graph.config import GraphSettings
+from examples.pictures import figure
 from examples.report import FRAMEWORKS, as_text
 from examples.results import Row
 
@@ -114,20 +115,10 @@ COLOURS = {"s": "#0072B2", "D": "#D55E00"}
 
 def picture(found: Sequence[Row], path: Path) -> None:
     """A panel for each comparison: test accuracy against remote rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(found), figsize=(5.2 * len(found), 4.6), squeeze=False, layout="constrained"
-    )
-    for axis, one in zip(axes[0], found, strict=True):
-        _panel(axis, one)
-    axes[0][0].set_ylabel("test accuracy (%), mean and standard deviation over seeds")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with figure(path, (5.2 * len(found), 4.6), columns=len(found)) as (_, axes):
+        for axis, one in zip(axes[0], found, strict=True):
+            _panel(axis, one)
+        axes[0][0].set_ylabel("test accuracy (%), mean and standard deviation over seeds")
 
 
 def _panel(axis: Any, found: Row) -> None:
