@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def table(runs: Runs) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def tabulate(columns: Mapping[str, str], rows: Iterable[Row]) -> list[list[str]]:
+    """Head and rows, from each column's head and the format of its cells ("{seconds:.1f}")."""
+    return [list(columns), *([cell.format(**row) for cell in columns.values()] for row in rows)]
 
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:

@@ -23,6 +23,7 @@ from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.averaging.halving import factors
 from accordion_hvd.virtual import Link, Stragglers, train
 from benchmarks.report import digits, spread
+from examples.report import tabulate
 
 Array = np.ndarray
 ALL, LOCAL, WAITING, AVOIDING = "all", "local", "groups that wait", "groups that do not"
@@ -182,15 +183,30 @@ def _share_of_a_core(comm: Any, seconds: float) -> float:
     return comm.allreduce(used) / comm.Get_size()
 
 
+COLUMNS = {
+    "parameters": "{size:,}",
+    "average": "{way}",
+    "steps/s": "{rates}",
+    "at best": "{best:.2f}",
+    "of it": "{reached:.0f} %",
+    "predicted": "{predicted:.2f}",
+    "off by": "{off:+.0f} %",
+    "core ms": "{core_ms:.1f}",
+    "late": "{late}",
+}
+
+
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Head and rows."""
-    head = ["parameters", "average", "steps/s", "at best", "of it", "predicted", "off by"]
-    lines = [[*head, "core ms", "late"]]
+    lines = []
     for row in rows:
-        rate, best, due = statistics.median(row["rates"]), row["best"], row["predicted"]
-        cells = [f"{row['size']:,}", row["way"], spread(row["rates"], digits(2)), f"{best:.2f}"]
-        cells.append(f"{100 * rate / best:.0f} %")
-        late = f"{100 * row['late']:.0f} %" if row["late"] else ""
-        cells += [f"{due:.2f}", f"{100 * (due / rate - 1):+.0f} %", f"{1e3 * row['busy']:.1f}"]
-        lines.append([*cells, late])
-    return lines
+        rate = statistics.median(row["rates"])
+        told = {
+            "rates": spread(row["rates"], digits(2)),
+            "reached": 100 * rate / row["best"],
+            "off": 100 * (row["predicted"] / rate - 1),
+            "core_ms": 1e3 * row["busy"],
+            "late": f"{100 * row['late']:.0f} %" if row["late"] else "",
+        }
+        lines.append({**row, **told})
+    return tabulate(COLUMNS, lines)

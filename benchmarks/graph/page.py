@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import report
 from examples.graph import report as graph_report
 from examples.graph.report import COMPARED, LINKS, mean, ways
-from examples.report import as_markdown
+from examples.report import as_markdown, tabulate
 from examples.results import Row, read_json
 
 
@@ -66,27 +66,37 @@ def summary(found: Row) -> str:
     )
 
 
+ON_LINKS = {
+    "rows travel as": "{wire}",
+    "sampler": "{sampler}",
+    "MB an epoch": "{megabytes:.2f}",
+    "ms an epoch": "{ms:.0f}",
+    "range": "{least:.0f} to {most:.0f}",
+    "times as fast": "{faster:.2f}",
+}
+SAMPLING = {
+    "sampler": "{sampler}",
+    "D": "{budget:g}",
+    "edges a batch": "{edges:,.0f}",
+    "million edges a second": "{millions:.2f}",
+}
+
+
 def _links(found: Sequence[Row]) -> str:
     """Epochs on limited links."""
-    head = ["rows travel as", "sampler", "MB an epoch", "ms an epoch", "range", "times as fast"]
-    rows = [head]
+    rows = []
     for one in found:
         by_way = ways(one)
         base = statistics.median(_epochs(by_way[("s", 1.0)]))
         for (kind, value), runs in by_way.items():
             times = _epochs(runs)
             middle = statistics.median(times)
-            rows.append(
-                [
-                    one["settings"]["wire"] or "fp32",
-                    f"{kind} = {value:g}",
-                    f"{mean(runs, 'received') / 1e6:.2f}",
-                    f"{1000 * middle:.0f}",
-                    f"{1000 * min(times):.0f} to {1000 * max(times):.0f}",
-                    f"{base / middle:.2f}",
-                ]
-            )
-    return report.render("graph/links", title=graph_report.title(found[0]), table=as_markdown(rows))
+            row = {"wire": one["settings"]["wire"] or "fp32", "sampler": f"{kind} = {value:g}"}
+            row |= {"megabytes": mean(runs, "received") / 1e6, "faster": base / middle}
+            row |= {"ms": 1000 * middle, "least": 1000 * min(times), "most": 1000 * max(times)}
+            rows.append(row)
+    table = as_markdown(tabulate(ON_LINKS, rows))
+    return report.render("graph/links", title=graph_report.title(found[0]), table=table)
 
 
 def _epochs(runs: Sequence[Row]) -> list[float]:
@@ -94,14 +104,11 @@ def _epochs(runs: Sequence[Row]) -> list[float]:
 
 
 def _speed(found: Row) -> str:
-    rows = [["sampler", "D", "edges a batch", "million edges a second"]]
-    for row in found["samplers"]:
-        rate = f"{row['rate'] / 1e6:.2f}"
-        rows.append([row["sampler"], f"{row['budget']:g}", f"{row['edges']:,.0f}", rate])
+    rows = [{**row, "millions": row["rate"] / 1e6} for row in found["samplers"]]
     return report.render(
         "graph/sampling",
         nodes=f"{found['nodes']:,}",
         edges=f"{found['edges']:,}",
         parts=found["parts"],
-        table=as_markdown(rows),
+        table=as_markdown(tabulate(SAMPLING, rows)),
     )

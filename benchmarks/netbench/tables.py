@@ -7,13 +7,21 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import report
 from benchmarks.netbench.contestants import COMPUTE
-from examples.report import as_text
+from examples.report import as_text, tabulate
 from examples.results import Row
 
-HEAD = [
-    "way", "weights equal", "ms/step", "(range)", "CPU ms", "MB sent", "MB received",
-    "limit ms", "one after the other", "x limit",
-]  # fmt: skip
+COLUMNS = {
+    "way": "{way}",
+    "weights equal": "{equal}",
+    "ms/step": "{ms:.0f}",
+    "(range)": "{least:.0f}-{most:.0f}",
+    "CPU ms": "{cpu_ms:.0f}",
+    "MB sent": "{megabytes_sent:.3f}",
+    "MB received": "{megabytes_received:.3f}",
+    "limit ms": "{limit:.0f}",
+    "one after the other": "{one_by_one:.0f}",
+    "x limit": "{times:.2f}",
+}
 
 
 def summary(found: Row, rate: str) -> dict[str, Row]:
@@ -91,23 +99,12 @@ def limits(found: Row) -> list[list[str]]:
 
 def table(found: Row, rate: str) -> list[list[str]]:
     """Head and rows."""
-    rows = [HEAD]
+    rows = []
     for way, row in summary(found, rate).items():
-        rows.append(
-            [
-                way,
-                "yes" if found["equal"][way] else "no",
-                f"{row['ms']:.0f}",
-                f"{row['least']:.0f}-{row['most']:.0f}",
-                f"{row['cpu_ms']:.0f}",
-                f"{row['sent'] / 1e6:.3f}",
-                f"{row['received'] / 1e6:.3f}",
-                f"{row['limit']:.0f}",
-                f"{row['one_by_one']:.0f}",
-                f"{row['times']:.2f}",
-            ]
-        )
-    return rows
+        megabytes = {f"megabytes_{key}": row[key] / 1e6 for key in ("sent", "received")}
+        equal = "yes" if found["equal"][way] else "no"
+        rows.append({**row, **megabytes, "way": way, "equal": equal})
+    return tabulate(COLUMNS, rows)
 
 
 def all_as_text(found: Row) -> str:

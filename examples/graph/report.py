@@ -12,13 +12,18 @@ from examples.config import stop
 from examples.data import DataError, load_graph
 from examples.graph.config import GraphSettings
 from examples.pictures import figure
-from examples.report import FRAMEWORKS, as_text
+from examples.report import FRAMEWORKS, as_text, tabulate
 from examples.results import Row
 
-HEAD = [
-    "sampler", "test accuracy", "points against s = 1", "remote rows an epoch", "times fewer",
-    "MB an epoch", "ms an epoch",
-]  # fmt: skip
+COLUMNS = {
+    "sampler": "{sampler}",
+    "test accuracy": "{accuracy:.2f} %",
+    "points against s = 1": "{against}",
+    "remote rows an epoch": "{remote:.1f}",
+    "times fewer": "{fewer}",
+    "MB an epoch": "{megabytes:.3f}",
+    "ms an epoch": "{ms:.1f}",
+}
 COMPARED = ("cora", "citeseer", "blocks")
 LINKS = ("links", "links_int8")
 """Names of the comparisons that `make bench-graph` makes."""
@@ -71,27 +76,21 @@ def difference(runs: Sequence[Row], base: Sequence[Row]) -> tuple[float, float]:
 
 def table(found: Row) -> list[list[str]]:
     """Head and rows: means over seeds."""
-    rows, by_way = [HEAD], ways(found)
+    rows: list[Row] = []
+    by_way = ways(found)
     base = by_way.get(("s", 1.0))
     for (kind, value), runs in by_way.items():
-        remote = mean(runs, "remote")
-        against, fewer = "", ""
-        if base is not None and runs is not base:
+        row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": ""}
+        row |= {"remote": mean(runs, "remote"), "accuracy": 100 * mean(runs, "accuracy")}
+        row |= {"megabytes": mean(runs, "received") / 1e6, "ms": 1000 * mean(runs, "seconds")}
+        if runs is base:
+            row["sampler"] += " (base)"
+        elif base is not None:
             points, error = difference(runs, base)
-            against = f"{points:+.2f}" + (f" ± {error:.2f}" if error == error else "")
-            fewer = f"{mean(base, 'remote') / remote:.1f}" if remote else "-"
-        rows.append(
-            [
-                f"{kind} = {value:g}" + (" (base)" if (kind, value) == ("s", 1.0) else ""),
-                f"{100 * mean(runs, 'accuracy'):.2f} %",
-                against,
-                f"{remote:.1f}",
-                fewer,
-                f"{mean(runs, 'received') / 1e6:.3f}",
-                f"{1000 * mean(runs, 'seconds'):.1f}",
-            ]
-        )
-    return rows
+            row["against"] = f"{points:+.2f}" + (f" ± {error:.2f}" if error == error else "")
+            row["fewer"] = f"{mean(base, 'remote') / row['remote']:.1f}" if row["remote"] else "-"
+        rows.append(row)
+    return tabulate(COLUMNS, rows)
 
 
 def title(found: Row) -> str:
