@@ -49,7 +49,7 @@ def test_costs_are_about_what_was_done() -> None:
     code = "import test_kernels as t; c = t.kernels.Bench('numpy', 3000, 3).measure(t.Slow())"
     command = [sys.executable, "-c", code + "; print(c.encode, c.decode, c.peak)"]
     here = Path(__file__).resolve().parent
-    paths = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
+    paths = os.pathsep.join(map(str, (here, here.parent / "support", here.parents[1])))
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": paths},

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-RANKS = HERE / "ranks"
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = ROOT / "tests" / "ranks"
 BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
 END = "(end)"
 LAUNCHERS = {"gloo": "horovodrun", "mpirun": "mpirun"}
@@ -142,9 +142,7 @@ def launch(
         environment = {
             **os.environ,
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
-            ),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "TF_NUM_INTRAOP_THREADS": "1",
