@@ -21,6 +21,7 @@ from accordion_hvd.simulate import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
+FOLDERS = "accordion_hvd|benchmarks|examples|scripts|configs|tests"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -124,7 +125,7 @@ def test_files_and_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
             assert (ROOT / link).exists(), link
-        for path in re.findall(r"`((?:accordion_hvd|scripts|configs|tests)/[\w/.]+)`", text):
+        for path in re.findall(rf"`((?:{FOLDERS})/[\w/.]+)`", text):
             assert (ROOT / path).exists(), path
 
 
