@@ -127,6 +127,17 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, NotForStockHorovod)
 
 
+def default_guard(compression: Any) -> str:
+    """Return what the guard does by default: "warn" with Horovod's own compression, else "error".
+
+    Horovod compares no replicas, and scripts written for it may never broadcast their weights.
+    Compressors and policies of ours need equal replicas, so training stops without them.
+    """
+    none = _is_none(compression)
+    ours = os.environ.get(VARIABLE) if none else is_ours(compression)
+    return "error" if ours else "warn"
+
+
 def _from_environment() -> Serving:
     word = os.environ.get(VARIABLE)
     if not word:

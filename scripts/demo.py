@@ -15,9 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from accordion_hvd.experiment import config, report, results, start
-
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent.parent))
+
+from examples import config, report, results, start  # noqa: E402
+
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
 

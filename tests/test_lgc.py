@@ -426,7 +426,7 @@ def trained(compression: Any, ranks: int = 2, steps: int = 400) -> tuple[float, 
     """Accuracy on unseen digits of a small network, and bytes saved; the last layer is exempt."""
     import torch
 
-    from accordion_hvd.data import load
+    from examples.data import load
 
     digits = load("digits")
     train, test = (

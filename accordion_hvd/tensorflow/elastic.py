@@ -50,7 +50,7 @@ class TensorFlowKerasState(ObjectState):
         """Give every rank what rank 0 has."""
         averager = getattr(self.optimizer, "_averager", None)
         if averager is not None:
-            averager.renew()
+            averager.ranks_changed()
         broadcast_variables(self._variables(), 0)
         self._keep()
         super().sync()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
-from accordion_hvd.resolve import resolve
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.variables import key_of
@@ -57,7 +57,8 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average.
         scale_local_gradients: divide gradients of local sources by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
 
     Raises:
@@ -203,7 +204,7 @@ def _averager(variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]
             total=op == hvd.Sum,
             sparse_as_dense=sparse_as_dense,
             skip=skip,
-            guard=Guard(guard, every),
+            guard=Guard(guard, every, default_guard(compression)),
             scale_local=scale_local,
         )
         averager.local = set(local)

@@ -6,8 +6,9 @@ their definition, and ends with
     if __name__ == "__main__":
         harness.main(globals())
 
-An optional `INIT` (a callable, `hvd.init` say) runs first. `tests/launch.py` starts the script once
-for each launcher and number of ranks and reports every check as a test of its own. Run by hand:
+An optional `INIT` (a callable, `hvd.init` say) runs first. `tests/support/launch.py` starts the
+script once for each launcher and number of ranks and reports every check as a test of its own. Run
+by hand:
 
     horovodrun -np 2 python tests/ranks/core_checks.py [check_this check_that]
 

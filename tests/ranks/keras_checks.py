@@ -907,7 +907,7 @@ def check_ranks_that_disagree() -> None:
 def check_guard_finds_a_changed_replica() -> None:
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)), name="poked")
-        opt = hvd.DistributedOptimizer(SGD(1.0), guard_every=4)
+        opt = hvd.DistributedOptimizer(SGD(1.0), compression=Dense(), guard_every=4)
         run = functools.partial(stepper(graph, opt, variable), tf.ones((40, 40)))
         for _ in range(4):
             run()
@@ -915,6 +915,27 @@ def check_guard_finds_a_changed_replica() -> None:
             variable.assign(variable + 1e-3)
         kind = tf.errors.OpError if graph else ReplicasDiffer
         raises(kind, "poked", run)
+
+
+def check_weights_that_were_never_broadcast() -> None:
+    """Horovod's own compression warns once, on rank 0, and goes on as Horovod does; ours stops."""
+    for graph in (False, True):
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            variable = keras.Variable(tf.fill((40, 40), float(hvd.rank())), name="careless")
+            opt = hvd.DistributedOptimizer(SGD(1.0), compression=compression, guard_every=1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run = stepper(graph, opt, variable)
+                for _ in range(5):
+                    run(tf.ones((40, 40)))
+            told = [w for w in caught if "replicas differ" in str(w.message)]
+            assert len(told) == (hvd.rank() == 0), (graph, compression)
+            assert (variable.numpy() == hvd.rank() - 5.0).all()
+        variable = keras.Variable(tf.fill((40, 40), float(hvd.rank())), name="careless")
+        opt = hvd.DistributedOptimizer(SGD(1.0), compression=TopK(0.5))
+        run = functools.partial(stepper(graph, opt, variable), tf.ones((40, 40)))
+        run()
+        raises(tf.errors.OpError if graph else ReplicasDiffer, "careless", run)
 
 
 def check_guard_in_fit() -> None:

@@ -14,13 +14,13 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.controls import Controls
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
-from accordion_hvd.resolve import resolve
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
-from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, when
 from accordion_hvd.tensorflow.variables import key_of
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
@@ -71,7 +71,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average; others take plain steps.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
 
     Returns:
@@ -104,11 +105,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wrapped = wrap(optimizer, averages, _Averaged)
         wrapped.averaging.set_up()
         return wrapped
+    guard = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
         serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients, passes, average_aggregated_gradients,
     )  # fmt: skip
-    Guard(guard, guard_every)
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
         wrapped.averaging.set_up()
@@ -215,7 +216,7 @@ def averages_models(optimizer: Any) -> bool:
     return isinstance(optimizer, _Averaged)
 
 
-class _Distributed:
+class _Distributed(Controls):
     """What it has besides its own class; every path of Keras 3 leads through `apply`."""
 
     _settings: Any
@@ -231,66 +232,16 @@ class _Distributed:
         self._factor: Any = None  # of the learning rate, within a step
 
     # ------------------------------------------------------------------------ what users may need
-    @property
-    def exchange(self: Any) -> TensorFlowExchange:
-        """Bytes, levels and policy of what this optimizer exchanges: `stats()`, `levels()`.
-
-        Raises:
-            RuntimeError: the optimizer is not built, so that nobody knows what to exchange.
-        """
-        return self._averager.exchange
-
-    @property
-    def exchange_owner(self: Any) -> Any:
-        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
-        both = self._models is not None and self._models is not self._averager
-        return (self._averager, self._models) if both else self._averager
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that average."""
-        return self._settings.process_set
-
-    @property
-    def averaging(self) -> ModelAverager | None:
-        """What averages models (at times): `stats()`, `state`; None where nothing does."""
-        return self._models
-
     def average_now(self: Any, model: Any = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
-
-        For evaluation and checkpoints. Where gradients are averaged now (`Accordion(high=WAGMA())`
-        in critical regimes), models are equal already.
-
-        Args:
-            model: whose statistics (floating-point variables that are never trained) are averaged
-                too; for averaging without waiting, they travel over Horovod.
-
-        Raises:
-            RuntimeError: within a graph; the optimizer is not built; or it never averages models.
-        """
+        """Make all models equal, outside of graphs; see `Controls`."""
         if not tf.executing_eagerly():
             raise RuntimeError("average_now() is called outside of tf.function.")
-        if self._models is None:
-            raise RuntimeError(
-                f"average_now() is for methods that average models, but {self._averager.policy!r} "
-                "averages gradients, which keeps models equal."
-            )
-        self._models.directly(False)
-        found = Variables(lambda: _statistics(model)) if model is not None else None
-        if self.apart:
-            self._models.average_now(found)
-        elif found is not None:
-            self._models.level(found)
+        if self._models is not None:
+            self._models.directly(False)
+        super().average_now(model)
 
-    @property
-    def apart(self) -> bool:
-        """Whether models are averaged now, not gradients, so that ranks' differ in between."""
-        return self._models is not None and self._averager.policy.apart
-
-    def end_window(self) -> None:
-        """A window (an epoch) of the policy ends here; to be called on every rank."""
-        self._averager.policy.end_window()
+    def _statistics(self: Any, model: Any) -> Variables:
+        return Variables(lambda: _statistics(model))
 
     def resize(self: Any) -> None:
         """A loader asks, on every rank before an epoch: from now on batches are as they should be.
@@ -374,7 +325,7 @@ class _Distributed:
     def _batches(self: Any) -> Any:
         """Small batches in the present one, after a decision that was due; a tensor in a graph."""
         averager = self._averager
-        if averager.policy.capped and not averager.alone:
+        if averager.policy.capped and not averager.idle:
             assert averager.exchange  # which reckons what may be sent
         if tf.executing_eagerly():
             averager.decide(self._rate())
