@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from typing import Any
 
 __version__ = "0.1.0"
@@ -45,11 +46,16 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_homes())
-    if name.startswith("_") or name not in _homes():
+    if name.startswith("_") or _is_module(name) or name not in _homes():
         raise AttributeError(f"module 'accordion_hvd' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_homes()[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _is_module(name: str) -> bool:
+    """Return whether `name` is a module of this package, for which no other is to be imported."""
+    return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 
 def __dir__() -> list[str]:

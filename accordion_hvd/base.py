@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
-import accordion_hvd.check as check  # `from` would ask the package, and that for compressors
+from accordion_hvd import check
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 

@@ -40,6 +40,34 @@ def test_no_framework_is_loaded(code: str) -> None:
     assert not loaded(code) & set(HEAVY)
 
 
+FIRST = """
+import importlib, os, sys
+import numpy  # once for all: it takes longest
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            importlib.import_module(name)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, f"{name} cannot be imported first"
+"""
+
+
+def test_any_module_can_be_the_first() -> None:
+    """Which is imported first depends on the user; none may need another one to come before."""
+    files = [path.relative_to(ROOT) for path in (ROOT / "accordion_hvd").rglob("*.py")]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
+    pure = [name for name in names if not {*HEAVY, "process_sets"} & {*name.split(".")}]
+    others = [name for name in pure if not name.endswith(("quantization_torch", "__main__"))]
+    assert len(others) > 80
+    command = [sys.executable, "-c", FIRST, *others]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_the_package_itself_needs_nothing() -> None:
     """The doctor and build_horovod run before anything is installed."""
     assert "numpy" not in loaded("import accordion_hvd")
