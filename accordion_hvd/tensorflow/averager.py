@@ -128,6 +128,14 @@ class Averager(GradientAverager[TensorFlowExchange]):
     def ranks_changed(self) -> None:
         """Connect to the ranks that there are now, and trace anew."""
         super().ranks_changed()
+        self._retrace()
+
+    def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
+        """Take over policy, levels and clock of rank 0; see `GradientAverager`."""
+        super().follow_rank_zero(broadcast)
+        self._retrace()
+
+    def _retrace(self) -> None:
         self._traced_version = -1
         if self._exchange is not None:
             self._exchange.version += 1

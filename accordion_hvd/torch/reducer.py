@@ -114,8 +114,8 @@ class Reducer(GradientAverager[Exchange]):
 
     def ranks_changed(self) -> None:
         """Connect to the ranks that there are now, and hear of gradients if it was alone before."""
-        super().ranks_changed()
         self.reset()
+        super().ranks_changed()
         if self.listening and not self.idle:
             for parameter in self._watched:
                 _listen(parameter, weakref.ref(self))
