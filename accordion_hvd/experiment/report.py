@@ -11,20 +11,29 @@ from accordion_hvd import parse
 from accordion_hvd.experiment.results import Row
 
 FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
-COLOURS = {"uncompressed": "#4d4d4d", "low": "#0072B2", "high": "#E69F00", "accordion": "#009E73"}
+COLOURS = {
+    "uncompressed": "#4d4d4d",
+    "low": "#0072B2",
+    "middle": "#56B4E9",
+    "high": "#E69F00",
+    "schedule": "#CC79A7",
+    "accordion": "#009E73",
+}
 """Told apart by colour-blind readers too (Okabe & Ito)."""
 
-STYLES = {
+STYLES: dict[str, tuple[Any, str]] = {
     "uncompressed": (":", "s"),
     "low": ("--", "^"),
+    "middle": ((0, (6, 1.5, 1, 1.5, 1, 1.5)), "D"),
     "high": ("-.", "v"),
+    "schedule": ((0, (7, 2)), "P"),
     "accordion": ("-", "o"),
 }
 END = "<!-- end of what was measured -->"
 """What a page has after it was written by hand."""
 
 Runs = Mapping[tuple[str, str], Row]
-"""Results by framework and way; ways are the keys of `COLOURS`."""
+"""Results by framework and configuration, whose names are the keys of `COLOURS`."""
 
 
 def write_page(path: Path, parts: Sequence[str]) -> None:
@@ -35,10 +44,12 @@ def write_page(path: Path, parts: Sequence[str]) -> None:
 
 
 def label(way: str, result: Row) -> str:
-    """A way to train, in words."""
-    if way == "accordion":
-        return "Accordion, between the two"
+    """Return the name of a configuration, for tables and legends."""
     wanted = result["settings"]["compression"]
+    if way == "accordion":
+        return "Accordion: low or high for each layer"
+    if way == "schedule":
+        return f"schedule: low for {max(parse(wanted).schedule)} epochs, then high"
     return "uncompressed" if way == "uncompressed" else f"always {way}: {_call(wanted)}"
 
 
@@ -119,7 +130,7 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
         accuracy = [100 * row["accuracy"] for row in result["epochs"]]
         line, marker = STYLES[way]
         text = f"{label(way, result)}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
-        axis.plot(sent, accuracy, line, color=COLOURS[way], lw=1.6, label=text)
+        axis.plot(sent, accuracy, ls=line, color=COLOURS[way], lw=1.6, label=text)
         axis.plot(
             sent[-1], accuracy[-1], marker, color=COLOURS[way], ms=9, mec="white", zorder=5,
             clip_on=False,
