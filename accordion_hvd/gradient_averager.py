@@ -6,7 +6,7 @@ import abc
 import copy
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -206,12 +206,33 @@ class GradientAverager(abc.ABC, Generic[E]):
         """Have ranks agree again before the next exchange."""
         self.agreed = False
 
+    # -------------------------------------------------------------------------- elastic jobs
     def ranks_changed(self) -> None:
-        """Connect to the ranks that there are now, in an elastic job, and agree again."""
+        """Connect to the ranks that there are now, after Horovod has started again."""
         self.communicator = self.connect()
         if self._exchange is not None:
-            self._exchange.communicator = self.communicator
-            self._exchange.forget_plan()
+            checkpoint.move(self._exchange, self.communicator)
+        self._own = False
+        self.doubt()
+
+    def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
+        """Take over policy, levels and clock of rank 0, if this rank has just come; collective.
+
+        A rank that has taken part in as many steps as rank 0 keeps what it has. Another one begins
+        without a residual.
+
+        Args:
+            broadcast: returns rank 0's object on all ranks.
+        """
+        begun = self._exchange is not None and self._exchange.steps > 0
+        leads = self.communicator.rank == 0
+        mine = checkpoint.shared(self.exchange) if leads and begun else None
+        self.name, saved = broadcast((self.name, mine))
+        if saved is not None and not (begun and self.exchange.steps == saved["about"]["steps"]):
+            self.expect(saved["about"]["tensors"])
+            checkpoint.join(self.exchange, saved)
+        if self._exchange is not None:
+            self._exchange.name = self.name
         self.doubt()
 
     # -------------------------------------------------------------------------------- checkpoints
@@ -270,6 +291,11 @@ class GradientAverager(abc.ABC, Generic[E]):
         """
         names = [*self.replicas(), "compression levels"]
         self.guard.compare(self.communicator, step, names, checksums)
+
+
+def gradient_averagers() -> list[GradientAverager[Any]]:
+    """Return those of this process, in the order in which they were made."""
+    return [owner for owner in checkpoint.owners() if isinstance(owner, GradientAverager)]
 
 
 def _largest(flags: Tensor) -> Conversation:

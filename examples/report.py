@@ -11,24 +11,35 @@ from accordion_hvd import parse
 from examples.results import Row
 
 FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
-COLOURS = {"uncompressed": "#4d4d4d", "low": "#0072B2", "high": "#E69F00", "accordion": "#009E73"}
+COLOURS = {
+    "uncompressed": "#4d4d4d",
+    "low": "#0072B2",
+    "middle": "#56B4E9",
+    "high": "#E69F00",
+    "schedule": "#CC79A7",
+    "accordion": "#009E73",
+}
 """Told apart by colour-blind readers too (Okabe & Ito)."""
 
-STYLES = {
+STYLES: dict[str, tuple[Any, str]] = {
     "uncompressed": (":", "s"),
     "low": ("--", "^"),
+    "middle": ((0, (6, 1.5, 1, 1.5, 1, 1.5)), "D"),
     "high": ("-.", "v"),
+    "schedule": ((0, (7, 2)), "P"),
     "accordion": ("-", "o"),
 }
 Runs = Mapping[tuple[str, str], Row]
-"""Results by framework and way; ways are the keys of `COLOURS`."""
+"""Results by framework and configuration, whose names are the keys of `COLOURS`."""
 
 
 def label(way: str, result: Row) -> str:
-    """A way to train, in words."""
-    if way == "accordion":
-        return "Accordion, between the two"
+    """Return the name of a configuration, for tables and legends."""
     wanted = result["settings"]["compression"]
+    if way == "accordion":
+        return "Accordion: low or high for each layer"
+    if way == "schedule":
+        return f"schedule: low for {max(parse(wanted).schedule)} epochs, then high"
     return "uncompressed" if way == "uncompressed" else f"always {way}: {_call(wanted)}"
 
 
@@ -80,7 +91,7 @@ def as_markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1)) -
 
 # -------------------------------------------------------------------------------------- the picture
 def picture(runs: Runs, path: Path) -> None:
-    """Draw accuracy against MB sent, and Accordion's levels over the epochs."""
+    """Draw accuracy against MB sent, the ends magnified, and Accordion's levels over the epochs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,17 +100,18 @@ def picture(runs: Runs, path: Path) -> None:
     frameworks = list(dict.fromkeys(framework for framework, _ in runs))
     first = next(iter(runs.values()))
     figure, axes = plt.subplots(
-        2, len(frameworks), figsize=(6.6 * len(frameworks), 8.6), squeeze=False,
-        height_ratios=[1.45, 1], layout="constrained",
+        3, len(frameworks), figsize=(6.6 * len(frameworks), 11.6), squeeze=False,
+        height_ratios=[1.45, 1, 1], layout="constrained",
     )  # fmt: skip
     for column, framework in enumerate(frameworks):
         mine = {way: result for (which, way), result in runs.items() if which == framework}
         _curves(axes[0][column], FRAMEWORKS[framework], mine)
+        _ends(axes[1][column], mine)
         if "accordion" in mine:
-            _levels(axes[1][column], mine["accordion"], keys=column == len(frameworks) - 1)
+            _levels(axes[2][column], mine["accordion"], keys=column == len(frameworks) - 1)
     figure.suptitle(
         f"{first['settings']['data'].capitalize()}, {first['ranks']} workers: "
-        "test accuracy and what it took to get there",
+        "test accuracy and the bytes it took",
         fontsize=14,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,10 +126,9 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
         accuracy = [100 * row["accuracy"] for row in result["epochs"]]
         line, marker = STYLES[way]
         text = f"{label(way, result)}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
-        axis.plot(sent, accuracy, line, color=COLOURS[way], lw=1.6, label=text)
         axis.plot(
-            sent[-1], accuracy[-1], marker, color=COLOURS[way], ms=9, mec="white", zorder=5,
-            clip_on=False,
+            sent, accuracy, ls=line, color=COLOURS[way], lw=1.6, label=text, marker=marker,
+            markevery=[len(sent) - 1], ms=9, mec="white", clip_on=False,
         )  # fmt: skip
     axis.set(xscale="log", ylim=(0, 101))
     axis.set_xlabel("MB sent by each worker since the start (logarithmic)")
@@ -126,6 +137,27 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
     axis.set_title(title)
     axis.grid(alpha=0.3, which="major")
     axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.35)
+
+
+def _ends(axis: Any, results: Mapping[str, Row]) -> None:
+    """Draw the last epoch of each run; uncompressed, which is far to the right, as a line."""
+    for way, result in results.items():
+        last, (line, marker) = result["epochs"][-1], STYLES[way]
+        sent, accuracy = last["sent"] / 1e6, 100 * last["accuracy"]
+        if way == "uncompressed":
+            axis.axhline(accuracy, ls=line, color=COLOURS[way], lw=1.6)
+            axis.annotate(
+                f"uncompressed: {sent:.0f} MB", (0, accuracy), xytext=(5, 4),
+                textcoords="offset points", fontsize=9, color=COLOURS[way],
+            )  # fmt: skip
+        else:
+            axis.plot(sent, accuracy, marker, color=COLOURS[way], ms=11, mec="white", zorder=5)
+    axis.margins(0.12)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("MB sent by each worker in the whole training")
+    axis.set_ylabel("test accuracy at the end (%)")
+    axis.set_title("The ends of the runs, magnified", loc="left", fontsize=11)
+    axis.grid(alpha=0.3)
 
 
 def _levels(axis: Any, result: Row, keys: bool) -> None:

@@ -1,8 +1,10 @@
-"""A first look: train on digits with 4 workers, in PyTorch and in Keras, four ways each.
+"""A first look: train on digits with four workers, in PyTorch and in Keras.
 
-Without compression, always with low, always with high compression, and with Accordion, which
-chooses between the two. Ends with a table and a picture in runs/demo. Settings are those of
-configs/demo.yaml; the command line may say others: `scripts/demo.py --seed 2 --epochs 12`.
+Compares six configurations in each framework: no compression; a low, a middle and a high level of
+compression throughout; the low level until the learning rate falls and the high level afterwards;
+and Accordion, which chooses between low and high for each layer. Writes a table and a picture to
+runs/demo. The settings are those of configs/demo.yaml; arguments override them:
+`scripts/demo.py --seed 2 --epochs 12`.
 """
 
 from __future__ import annotations
@@ -18,30 +20,50 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
+from accordion_hvd import StepSchedule, parse  # noqa: E402
 from examples import config, report, results, start  # noqa: E402
 
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
+MIDDLE = "powersgd:2"
+"""Costs about as many bytes as Accordion, but is the same for all layers and epochs."""
 
 
-def ways(settings: config.Settings) -> dict[str, config.Settings]:
-    """The four runs."""
+def configurations(settings: config.Settings) -> dict[str, config.Settings]:
+    """Return the settings of the six runs by name."""
     levels = settings.compression
     if not isinstance(levels, dict):
         config.stop("demo: compression must be a mapping with low and high.")
-    found = {"uncompressed": "none", "low": levels["low"], "high": levels["high"]}
+    found = {
+        "uncompressed": "none",
+        "low": levels["low"],
+        "middle": MIDDLE,
+        "high": levels["high"],
+        "schedule": schedule(settings, levels["low"], levels["high"]),
+        "accordion": levels,
+    }
     return {
-        way: dataclasses.replace(settings, name=way, compression=compression)
-        for way, compression in [*found.items(), ("accordion", levels)]
+        name: dataclasses.replace(settings, name=name, compression=compression)
+        for name, compression in found.items()
     }
 
 
+def schedule(settings: config.Settings, low: str, high: str) -> str:
+    """Return the schedule that switches from low to high where the learning rate first falls."""
+    if not settings.drops:
+        config.stop(
+            f"demo: schedule is {settings.schedule!r}, but must be 'drops': one of the runs "
+            "switches from low to high where the learning rate falls."
+        )
+    return repr(StepSchedule({0: parse(low), min(settings.drops): parse(high)}))
+
+
 def work(framework: str, arguments: list[str]) -> None:
-    """What each rank does: all ways, one after the other."""
+    """Train one configuration after the other; every rank runs this."""
     settings = config.read(__doc__ or "", CONFIG + arguments)
-    for way in ways(settings).values():
+    for chosen in configurations(settings).values():
         output = f"{settings.output}/{settings.name}/{framework}"
-        start.run(framework, dataclasses.replace(way, output=output))
+        start.run(framework, dataclasses.replace(chosen, output=output))
 
 
 def launch(framework: str, arguments: list[str]) -> None:
@@ -97,12 +119,13 @@ def main(arguments: list[str]) -> None:
     """Run everything, then show it."""
     began = time.perf_counter()
     settings = config.read(__doc__ or "", CONFIG + arguments)
+    chosen = configurations(settings)
     folder, runs = Path(settings.output) / settings.name, {}
     for framework in report.FRAMEWORKS:
         launch(framework, arguments)
-        for way in ways(settings):
-            path = folder / framework / way / "result.json"
-            runs[framework, way] = results.read_json(path)
+        for name in chosen:
+            path = folder / framework / name / "result.json"
+            runs[framework, name] = results.read_json(path)
     rows = report.table(runs)
     (folder / "table.md").write_text(report.as_markdown(rows) + "\n")
     report.picture(runs, folder / "demo.png")

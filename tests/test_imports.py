@@ -137,3 +137,16 @@ def test_no_public_name_is_hidden_by_a_module() -> None:
     """A submodule of the same name would take its place once it is imported."""
     modules = {path.stem for path in (ROOT / "accordion_hvd").glob("*")}
     assert not modules & set(accordion_hvd.__all__)
+
+
+def test_production_does_not_borrow_the_simulator() -> None:
+    """Only simulations need ranks in one process; a rank alone has a communicator of its own."""
+    for path in (ROOT / "accordion_hvd").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            assert not any("simulate" in name.split(".") for name in names), path

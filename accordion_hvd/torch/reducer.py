@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accordion_hvd import checkpoint, simulate
+from accordion_hvd import checkpoint
 from accordion_hvd.base import Allgather, Conversation
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.local import connect
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.gradient_averager import GradientAverager
@@ -114,17 +115,15 @@ class Reducer(GradientAverager[Exchange]):
 
     def ranks_changed(self) -> None:
         """Connect to the ranks that there are now, and hear of gradients if it was alone before."""
-        super().ranks_changed()
         self.reset()
+        super().ranks_changed()
         if self.listening and not self.idle:
             for parameter in self._watched:
                 _listen(parameter, weakref.ref(self))
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set over Horovod; a rank alone, to itself."""
-        if self.process_set.included() and self.process_set.size() > 1:
-            return HorovodCommunicator(self.process_set)
-        return simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
+        """Connect to the ranks of the process set over Horovod."""
+        return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
         """Return an exchange whose buffers serve again at each step."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 pytest.importorskip("jsonargparse")
 
-from accordion_hvd.policy import Accordion, Fixed  # noqa: E402
+from accordion_hvd.policy import Accordion, Fixed, StepSchedule  # noqa: E402
 from examples import config, report, results  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +143,49 @@ def test_the_environment_variable_is_checked_too(monkeypatch: pytest.MonkeyPatch
     assert settings("--compression", "fp16").compression == "fp16"
 
 
+# --------------------------------------------------------------------------------------- the demo
+def compared(*words: str) -> dict[str, config.Settings]:
+    """Return the settings of the runs that the demo compares."""
+    shown = settings("--config", str(ROOT / "configs" / "demo.yaml"), *words)
+    return runpy.run_path(str(SCRIPTS / "demo.py"))["configurations"](shown)
+
+
+def test_the_demo_compares_six_configurations() -> None:
+    found = compared()
+    assert list(found) == list(report.COLOURS) == list(report.STYLES)
+    policies = {name: repr(run.policy()) for name, run in found.items()}
+    assert policies.pop("schedule").startswith("StepSchedule(")
+    assert policies.pop("accordion").startswith("Accordion(low=PowerSGD(rank=4), high=PowerSGD(")
+    assert policies == {
+        "uncompressed": "Fixed(Dense())",
+        "low": "Fixed(PowerSGD(rank=4))",
+        "middle": "Fixed(PowerSGD(rank=2))",
+        "high": "Fixed(PowerSGD(rank=1))",
+    }
+
+
+def test_runs_of_the_demo_differ_in_compression_only() -> None:
+    runs = [dataclasses.replace(run, name="a", compression=None) for run in compared().values()]
+    assert runs == [runs[0]] * 6
+
+
+@pytest.mark.parametrize("drops", [[], [5], [30, 7]])
+def test_the_schedule_of_the_demo_switches_where_the_rate_first_falls(drops: list[int]) -> None:
+    found = compared(*([f"--drops={drops}"] if drops else []))
+    run, levels = found["schedule"], found["accordion"].policy()
+    falls = [e for e in range(1, run.epochs) if run.lr_at(e) < run.lr_at(e - 1)]
+    policy = run.policy()
+    assert isinstance(policy, StepSchedule) and isinstance(levels, Accordion)
+    assert list(policy.schedule) == [0, falls[0]]
+    assert repr(policy.levels("")) == repr(levels.levels(""))
+
+
+def test_the_demo_needs_an_epoch_where_the_rate_falls(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compared("--schedule", "cosine", "--drops", "[]")
+    assert "schedule is 'cosine', but must be 'drops'" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------- the processes
 def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
@@ -259,16 +304,26 @@ def made(framework: str, way: str, compression: Any) -> dict[str, Any]:
 @pytest.fixture
 def runs() -> dict[tuple[str, str], dict[str, Any]]:
     levels = {"low": "powersgd:4", "high": "powersgd:1"}
-    ways = {"uncompressed": "none", **levels, "accordion": levels}
+    schedule = "StepSchedule({0: PowerSGD(4), 2: PowerSGD(1)})"
+    ways = {"uncompressed": "none", "low": "powersgd:4", "middle": "powersgd:2"}
+    ways |= {"high": "powersgd:1", "schedule": schedule, "accordion": levels}
     return {(f, way): made(f, way, c) for f in ("torch", "keras") for way, c in ways.items()}
 
 
 def test_table(runs: Any) -> None:
     rows = report.table(runs)
-    assert len(rows) == 9 and {len(row) for row in rows} == {6}
+    assert len(rows) == 13 and {len(row) for row in rows} == {6}
+    assert [row[1] for row in rows[1:7]] == [
+        "uncompressed",
+        "always low: PowerSGD(4)",
+        "always middle: PowerSGD(2)",
+        "always high: PowerSGD(1)",
+        "schedule: low for 2 epochs, then high",
+        "Accordion: low or high for each layer",
+    ]
     assert rows[2] == ["PyTorch", "always low: PowerSGD(4)", "80.0%", "4.00", "2.5", "1.2"]
     text = report.as_text(rows).splitlines()
-    assert len(text) == 10 and set(text[1]) == {"-"}
+    assert len(text) == 14 and set(text[1]) == {"-"}
     assert report.as_markdown(rows).splitlines()[1] == "|---|---|---:|---:|---:|---:|"
 
 

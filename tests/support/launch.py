@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,42 +139,75 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         command = command_for(launcher, ranks, [sys.executable, str(RANKS / script), *checks])
-        environment = {
-            **os.environ,
-            "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
-            "TF_NUM_INTRAOP_THREADS": "1",
-            "TF_NUM_INTEROP_THREADS": "2",  # one for ours inside a graph, one for what it calls
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "CHECK_FOLDER": folder,
-            "CHECK_LIMIT": str(check_limit),
-        }
-        report, began = Report(command, ranks), time.monotonic()
-        with open(Path(folder, "output"), "w+", errors="replace") as output:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                report.status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                for pid in _started(folder):  # those who know the signal say where they are
-                    if Path(folder, f"pid{pid}").exists():
-                        os.kill(pid, signal.SIGUSR1)
-                time.sleep(1)
-            finally:
-                _end(process, folder)
-                report.seconds = time.monotonic() - began
-            output.seek(0)
-            report.output = output.read()
+        report = Report(command, ranks)
+        _run(report, folder, limit, {"CHECK_LIMIT": str(check_limit)})
         _read(report, Path(folder))
         return report
+
+
+def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Report, list[dict]]:
+    """Run an elastic job of two ranks that may grow to three, over Gloo.
+
+    Args:
+        script: a file in `tests/ranks`. It adds ranks by writing to the file that the environment
+            variable ELASTIC_HOSTS names, and says how it ended with `harness.tell`.
+        words: the script's arguments.
+        limit: seconds after which everything that was started is killed.
+
+    Returns:
+        What came of the launch, and what the ranks told at their ends.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        hosts, discovery = Path(folder, "hosts"), Path(folder, "discover")
+        hosts.write_text("localhost:2\n")
+        discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
+        discovery.chmod(0o700)
+        path = _find("gloo")
+        assert path is not None
+        command = [path, "--gloo", "--network-interface", "lo", "-np", "2", "--min-np", "1"]
+        command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
+        report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
+        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts)})
+        told = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told*"))]
+        return report, told
+
+
+def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> None:
+    """Start the report's command, and end whatever it has started after `limit` seconds."""
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "2",  # one for ours inside a graph, one for what it calls
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CHECK_FOLDER": folder,
+        **more,
+    }
+    began = time.monotonic()
+    with open(Path(folder, "output"), "w+", errors="replace") as output:
+        process = subprocess.Popen(
+            report.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            report.status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            for pid in _started(folder):  # those who know the signal say where they are
+                if Path(folder, f"pid{pid}").exists():
+                    os.kill(pid, signal.SIGUSR1)
+            time.sleep(1)
+        finally:
+            _end(process, folder)
+            report.seconds = time.monotonic() - began
+        output.seek(0)
+        report.output = output.read()
 
 
 def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
