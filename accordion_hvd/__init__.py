@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from typing import Any
+
+from accordion_hvd._moved import Finder
 
 __version__ = "0.1.0"
 
-_SHELVES = ("compressors", "policy", "averaging")  # their own `__all__` says what is public
+sys.meta_path.insert(0, Finder)
+
+_SHELVES = ("compressors", "policies", "averaging")  # their own `__all__` says what is public
 _HOME = {
-    "base": (
+    "core.base": (
         "Allgather",
         "Allreduce",
         "Alltoall",
@@ -24,11 +29,11 @@ _HOME = {
         "Conversation",
         "Info",
         "Neighbours",
-        "Spec",
         "State",
         "Tensor",
     ),
     "ops": ("namespace",),
+    "ops.spec": ("Spec",),
     "privacy": ("BudgetSpent", "PrivacyBudget", "TopAgg"),
     "resolve": ("parse",),
 }

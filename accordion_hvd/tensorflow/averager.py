@@ -9,18 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from accordion_hvd import checkpoint
-from accordion_hvd import guard as guards
-from accordion_hvd.base import Tensor
-from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
-from accordion_hvd.communicator import Communicator
-from accordion_hvd.gradient_averager import GradientAverager
-from accordion_hvd.guard import Guard
+from accordion_hvd.core.base import Tensor
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import guard as guards
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.gradient_averager import GradientAverager
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
-from accordion_hvd.policy import Policy
+from accordion_hvd.policies import Policy
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
 from accordion_hvd.tensorflow.variables import describe, key_of

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from accordion_hvd import checkpoint
-from accordion_hvd.averaging.averager import Averager, Parameters
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 from accordion_hvd.comm.local import connect
-from accordion_hvd.guard import Guard
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.model_averager import Averager, Parameters
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policy import Policy
-from accordion_hvd.torch.communicator import HorovodCommunicator
+from accordion_hvd.policies import Policy
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accordion_hvd import checkpoint
-from accordion_hvd.base import Allgather, Conversation
-from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 from accordion_hvd.comm.local import connect
-from accordion_hvd.communicator import Communicator
-from accordion_hvd.exchange import Exchange
-from accordion_hvd.gradient_averager import GradientAverager
-from accordion_hvd.guard import Guard
+from accordion_hvd.core.base import Allgather, Conversation
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.gradient_averager import GradientAverager
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policy import Policy
-from accordion_hvd.torch.communicator import HorovodCommunicator
+from accordion_hvd.policies import Policy
 
 _listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
 
