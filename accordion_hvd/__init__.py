@@ -35,7 +35,7 @@ _HOME = {
     "ops": ("namespace",),
     "ops.spec": ("Spec",),
     "privacy": ("BudgetSpent", "PrivacyBudget", "TopAgg"),
-    "resolve": ("parse",),
+    "resolve": ("as_policy", "parse"),
 }
 
 
