@@ -21,11 +21,14 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
 # It is no failure (5) if PYTEST_ARGS chooses tests of one part only.
-PYTEST = $(IN_VENV) NEED_LAUNCHERS=1 sh -c '$(RUN) -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
+IN_TESTS = $(IN_VENV) NEED_LAUNCHERS=1 sh -c
+PYTEST = $(IN_TESTS) '$(RUN) -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
+COVERAGE = $(VENV)/bin/coverage
+COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test check bench bench-network bench-accuracy bench-optimizers \
+.PHONY: help setup demo test coverage check bench bench-network bench-accuracy bench-optimizers \
 	bench-kernels bench-shelf bench-graph bench-averaging doctor clean
 .DEFAULT_GOAL := help
 
@@ -44,6 +47,15 @@ demo: setup ## a first look: digits with four workers, in PyTorch and in Keras
 test: setup ## run the tests; PYTEST_ARGS adds options
 	@TEST_PART=alone $(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS)
 	@TEST_PART=launch $(PYTEST) $(PYTEST_ARGS)
+
+coverage: setup ## run the tests and report which lines ran: runs/coverage/index.html
+	@mkdir -p runs/coverage
+	@$(COVERAGE) erase
+	@TEST_PART=alone $(COVERED) -n 2 --dist loadfile $(PYTEST_ARGS)
+	@TEST_PART=launch $(COVERED) $(PYTEST_ARGS)
+	@$(COVERAGE) combine -q
+	@$(COVERAGE) html -q
+	@$(COVERAGE) report
 
 check: setup ## ruff and mypy
 	@$(VENV)/bin/ruff check

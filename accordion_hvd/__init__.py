@@ -29,7 +29,7 @@ _HOME = {
     ),
     "ops": ("namespace",),
     "privacy": ("BudgetSpent", "PrivacyBudget"),
-    "words": ("parse",),
+    "resolve": ("parse",),
 }
 
 

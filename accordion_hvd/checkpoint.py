@@ -179,6 +179,43 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
     return own
 
 
+def shared(exchange: Exchange) -> dict[str, Any]:
+    """Return what a rank that joins takes over from this one, as NumPy arrays and plain values."""
+    arrays = export(exchange)
+    arrays = {key: np.zeros_like(x) if _owes(key) else x for key, x in arrays.items()}
+    return {"ranks": exchange.communicator.size, "about": describe(exchange), "arrays": arrays}
+
+
+def join(exchange: Exchange, saved: dict[str, Any]) -> None:
+    """Take over what another rank has `shared`; residuals are zero.
+
+    Raises:
+        ValueError: it does not fit, and why.
+    """
+    _compare(exchange, saved["about"])
+    arrays = {k: x for k, x in saved["arrays"].items() if not k.endswith("/seen")}
+    arrays = _regrouped(exchange, arrays, [arrays], saved["about"])
+    restore(exchange, arrays, saved["about"])
+
+
+def move(exchange: Exchange, link: Communicator) -> None:
+    """Go on over another communicator, whose ranks may be more or fewer.
+
+    Residuals are multiplied by the ratio of the numbers of ranks, so that the mean of those which
+    stay is what it was.
+    """
+    exchange.abort()
+    before, about = exchange.communicator, describe(exchange)
+    arrays = _of_wholes(exchange, export(exchange), about, _told(about, before.rank, before.size))
+    exchange.communicator = link
+    exchange.forget_plan()
+    if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
+        return
+    factor = link.size / before.size
+    arrays = {key: (x * factor).astype(x.dtype) if _owes(key) else x for key, x in arrays.items()}
+    restore(exchange, _regrouped(exchange, arrays, [arrays], about), about)
+
+
 def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
     """If a rank has adopted what was another's, all forget what was theirs alone; collective.
 

@@ -39,23 +39,26 @@ class Guard:
     soon as one bit does (unless changes cancel out exactly).
 
     Args:
-        mode: "error" raises `ReplicasDiffer` on every rank, "warn" warns on rank 0, "off". None
-            means what the environment variable ACCORDION_HVD_GUARD says, else "error".
+        mode: "error" raises `ReplicasDiffer` on every rank, "warn" warns once, on rank 0, "off".
+            None means what the environment variable ACCORDION_HVD_GUARD says, else `default`.
         every: steps between checks; steps 1, 2 and 10 are checked too. None means
             ACCORDION_HVD_GUARD_EVERY, else 100.
+        default: the mode where nobody has chosen one; see `resolve.default_guard`.
 
     Raises:
         ValueError: one is none of these.
     """
 
-    def __init__(self, mode: str | None = None, every: int | None = None) -> None:
+    def __init__(
+        self, mode: str | None = None, every: int | None = None, default: str = "error"
+    ) -> None:
         if mode is None:
-            mode = os.environ.get("ACCORDION_HVD_GUARD", "error")
+            mode = os.environ.get("ACCORDION_HVD_GUARD", default)
         word: Any = os.environ.get("ACCORDION_HVD_GUARD_EVERY", "100")
         steps = every if every is not None else int(word) if word.isdecimal() else word
         check.one_of("DistributedOptimizer", "guard", mode, MODES)
         check.integer("DistributedOptimizer", "guard_every", steps, least=1)
-        self.mode, self.every = mode, int(steps)
+        self.mode, self.every, self.warned = mode, int(steps), False
 
     def due(self, step: int, span: int = 1) -> bool:
         """Whether to check after exchange number `step` (from 1).
@@ -73,6 +76,9 @@ class Guard:
     ) -> None:
         """Compare checksums (int64, one for each name) with the other ranks'; collective.
 
+        After a warning the ranks go on comparing, in silence: a rank that joins them later, which
+        knows of no warning, would wait for them.
+
         Raises:
             ReplicasDiffer: they differ, and the mode is "error".
         """
@@ -82,11 +88,14 @@ class Guard:
         if message is None:
             return
         if self.mode == "error":
+            message += " (guard='warn' or guard='off' goes on regardless.)"
             if communicator.rank == 0:
                 print(f"accordion_hvd: {message}", file=sys.stderr, flush=True)
             raise ReplicasDiffer(message)
-        if communicator.rank == 0:
+        if communicator.rank == 0 and not self.warned:
+            message += " (Training goes on without another warning; guard='error' stops it.)"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self.warned = True
 
 
 def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
@@ -109,8 +118,7 @@ def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
     )
     return (
         f"after step {step} the ranks' replicas differ, first in {names[first]!r}{others}: "
-        f"{who}. {cause} "
-        "(guard='warn' or guard='off' goes on regardless.)"
+        f"{who}. {cause}"
     )
 
 

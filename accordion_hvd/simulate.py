@@ -23,7 +23,7 @@ from accordion_hvd.communicator import Communicator, Group, Pending
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import namespace
-from accordion_hvd.policy.base import as_policy
+from accordion_hvd.resolve import as_policy
 
 Key = tuple[str, Group]
 

@@ -20,9 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accordion_hvd.experiment import report, results
-
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent.parent))
+
+from examples import report, results  # noqa: E402
+
 STOCK = {"Horovod": "none", "Horovod fp16": "fp16"}
 OURS = ("dense", "fp16", "powersgd:4", "powersgd:1", "topk:0.01", "randomk:0.01")
 
@@ -197,23 +199,24 @@ def work(options: argparse.Namespace) -> None:
         results.write_json(Path(options.output) / "bench.json", {"settings": head, "ways": rows})
 
 
+COLUMNS = {
+    "way": "{way}",
+    "": "{whose}",
+    "ms/step": "{ms:.1f}",
+    "time / Horovod's": "{time_ratio:.2f}",
+    "(range)": "{time_ratio_range[0]:.2f}-{time_ratio_range[1]:.2f}",
+    "MB sent/step": "{megabytes:.3f}",
+    "fewer bytes": "{bytes_ratio:.1f} x",
+}
+
+
 def table(found: results.Row) -> list[list[str]]:
     """Head and rows."""
-    rows = [["way", "", "ms/step", "time / Horovod's", "(range)", "MB sent/step", "fewer bytes"]]
+    rows = []
     for way, row in found["ways"].items():
-        least, most = row["time_ratio_range"]
-        rows.append(
-            [
-                way,
-                "" if way in STOCK else "ours",
-                f"{row['ms']:.1f}",
-                f"{row['time_ratio']:.2f}",
-                f"{least:.2f}-{most:.2f}",
-                f"{row['sent'] / 1e6:.3f}",
-                f"{row['bytes_ratio']:.1f} x",
-            ]
-        )
-    return rows
+        whose = "" if way in STOCK else "ours"
+        rows.append({**row, "way": way, "whose": whose, "megabytes": row["sent"] / 1e6})
+    return report.tabulate(COLUMNS, rows)
 
 
 def main() -> None:

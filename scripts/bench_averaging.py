@@ -1,4 +1,4 @@
-"""Averaging of models, measured; see `accordion_hvd.experiment.averaging_bench`."""
+"""Averaging of models, measured; see `benchmarks.averaging.command`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.experiment.averaging_bench import main  # noqa: E402
+from benchmarks.averaging.command import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
-from accordion_hvd.optbench.command import main  # noqa: E402
+from benchmarks.optbench.command import main  # noqa: E402
 
 if __name__ == "__main__":
     main(HERE)

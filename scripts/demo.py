@@ -17,10 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-from accordion_hvd import StepSchedule, parse
-from accordion_hvd.experiment import config, report, results, start
-
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent.parent))
+
+from accordion_hvd import StepSchedule, parse  # noqa: E402
+from examples import config, report, results, start  # noqa: E402
+
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
 MIDDLE = "powersgd:2"

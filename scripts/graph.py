@@ -7,10 +7,13 @@ graph.py report FOLDER              docs/graph.md from what `make bench-graph` h
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from accordion_hvd.experiment import graph_page, graph_speed
-from accordion_hvd.experiment.results import write_json
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.graph import page, speed  # noqa: E402
+from examples.results import write_json  # noqa: E402
 
 
 def main() -> None:
@@ -27,9 +30,9 @@ def main() -> None:
     report.add_argument("--output", type=Path, default=Path("docs"), help="folder for both")
     options = parser.parse_args()
     if options.action == "report":
-        print(graph_page.write(options.folder, options.output))
+        print(page.write(options.folder, options.output))
         return
-    found = graph_speed.measure(options.nodes, options.seconds)
+    found = speed.measure(options.nodes, options.seconds)
     if options.output:
         write_json(options.output, found)
 

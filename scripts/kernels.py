@@ -1,4 +1,7 @@
-"""Measure what compressors compute and how much memory they need; see `accordion_hvd.kernels`."""
+"""Measure what compressors compute and how much memory they need.
+
+See `benchmarks.compressors.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.kernels import main  # noqa: E402
+from benchmarks.compressors.kernels import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Logistic regression over a ring, to 1e-8; see `accordion_hvd.experiment.logistic`."""
+"""Logistic regression over a ring, to 1e-8; see `benchmarks.averaging.logistic`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.experiment.logistic import main  # noqa: E402
+from benchmarks.averaging.logistic import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.netbench.command import main  # noqa: E402
+from benchmarks.netbench.command import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Averaging methods on up to 1,024 virtual ranks; see `accordion_hvd.experiment.scale`."""
+"""Averaging methods on up to 1,024 virtual ranks; see `benchmarks.averaging.scale`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.experiment.scale import main  # noqa: E402
+from benchmarks.averaging.scale import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from accordion_hvd.experiment import config
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples import config  # noqa: E402
 
 if __name__ == "__main__":
-    from accordion_hvd.experiment.datalens import Settings, run
+    from examples.datalens.training import Settings, run
 
     run(config.read(__doc__, kind=Settings))

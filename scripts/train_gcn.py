@@ -7,7 +7,12 @@ of an epoch.
 
 from __future__ import annotations
 
-from accordion_hvd.experiment import graph_config, graph_report
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples.graph import config, report  # noqa: E402
 
 if __name__ == "__main__":
-    graph_report.start(graph_config.read(__doc__))
+    report.start(config.read(__doc__))

@@ -1,4 +1,4 @@
-"""Train with each compressor and write docs/shelf.md; see `accordion_hvd.experiment`."""
+"""Train with each compressor and write docs/shelf.md; see `benchmarks.compressors`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.experiment.shelf_training import main  # noqa: E402
+from benchmarks.compressors.training import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

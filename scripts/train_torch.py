@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from accordion_hvd.experiment import config, start
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples import config, start  # noqa: E402
 
 if __name__ == "__main__":
     start.run("torch", config.read(__doc__))

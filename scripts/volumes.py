@@ -1,4 +1,7 @@
-"""Write docs/compressors.md: what each compressor sends; see `accordion_hvd.volumes`."""
+"""Write docs/compressors.md: what each compressor sends.
+
+See `benchmarks.compressors.volumes`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accordion_hvd.volumes import main  # noqa: E402
+from benchmarks.compressors.volumes import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

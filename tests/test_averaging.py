@@ -33,7 +33,7 @@ from accordion_hvd import (
     TwoLevel,
 )
 from accordion_hvd.averaging import alone
-from accordion_hvd.averaging.base import Averaging, method_of
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.shares import by_shares
 from accordion_hvd.base import Allreduce, Broadcast
 from accordion_hvd.conversations import among
@@ -215,13 +215,6 @@ def test_states_keep_their_keys_and_all_settle(method: Averaging) -> None:
     assert [sorted(state) for state in world.states] == keys
     assert (after == after[0]).all()
     np.testing.assert_allclose(after[0], before.mean(0), atol=1e-12)
-
-
-def test_words() -> None:
-    assert method_of("wagma:4,period=7") == WAGMA(4, 7)
-    assert method_of("LocalSGD(3)") == LocalSGD(3)
-    assert method_of(DiLoCo) == DiLoCo()
-    assert method_of("topk") is None and method_of(TopK()) is None
 
 
 def test_default_groups_and_repr() -> None:

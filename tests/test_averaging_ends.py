@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, RANKS, command_for, need
+from launch import RANKS, ROOT, command_for, need
 
 
 def run(how: str, folder: Path, ranks: int = 4) -> tuple[int, str, float]:
     """Status, output and seconds of a launch; left-overs are killed."""
     need("mpirun")
     program = [sys.executable, str(RANKS / "averaging_ends.py"), how]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_CPP_MIN_LOG_LEVEL")
     environment |= dict.fromkeys([*names, "CHECK_LIMIT", "PYTHONUNBUFFERED"], "1")
     environment["CHECK_FOLDER"] = str(folder)

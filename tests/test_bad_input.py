@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from accordion_hvd.base import Compressor, Spec
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.compressors.half import _Half
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
 
 FEW = {type(case.compressor): case for case in CASES}
@@ -149,11 +150,15 @@ def test_frozen_integers_do_not_matter() -> None:
     import torch
 
     pytest.importorskip("horovod.torch")
-    from accordion_hvd.policy import as_policy
-    from accordion_hvd.torch.reducer import Idle
+    from accordion_hvd.resolve import as_policy
+    from accordion_hvd.torch.reducer import Reducer
 
-    named = [("w", torch.ones(40, 50)), ("q", torch.ones(40, 50, dtype=torch.int8))]
-    assert [t.name for t in Idle(named, as_policy(TopK(0.1))).exchange.tensors] == ["w"]
+    quantised = torch.nn.Parameter(torch.ones(40, 50, dtype=torch.int8), requires_grad=False)
+    named = [("w", torch.nn.Parameter(torch.ones(40, 50))), ("q", quantised)]
+    alone = SimpleNamespace(process_set_id=0, included=lambda: True, size=lambda: 1)
+    reducer = Reducer(named, as_policy(TopK(0.1)), alone, lambda: [])
+    assert reducer.idle
+    assert [tensor.name for tensor in reducer.exchange.tensors] == ["w"]
 
 
 def test_a_refusal_leaves_the_policy_free() -> None:

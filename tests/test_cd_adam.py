@@ -455,7 +455,7 @@ def test_refreshing_takes_away_what_rounding_has_left() -> None:
     [
         ({"weight_decay": 0.1, "decoupled_weight_decay": False}, True),
         ({"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
-        ({"weight_decay": 0.1}, False),
+        ({"weight_decay": 0.1}, True),
     ],
 )
 def test_decay_is_added_to_what_all_know(

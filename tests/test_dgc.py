@@ -20,8 +20,9 @@ from accordion_hvd import (
     TopK,
     TwoLevel,
 )
-from accordion_hvd.policy.base import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.validate import Use, validate
 
 SHAPE = (24, 50)
 
@@ -226,11 +227,9 @@ def test_only_plain_sgd_takes_updates_in_torch() -> None:
     import torch
 
     pytest.importorskip("horovod.torch")
-    from accordion_hvd.torch import refusals
-
     weights, policy, optim = [torch.nn.Parameter(torch.ones(3))], as_policy(DGC()), torch.optim
-    refusals.check_output(policy, optim.SGD(weights, lr=0.1, weight_decay=1e-4))
-    refusals.check_output(as_policy("topk"), optim.Adam(weights))
+    check_torch(policy, optim.SGD(weights, lr=0.1, weight_decay=1e-4))
+    check_torch(as_policy("topk"), optim.Adam(weights))
     for inner in (
         optim.SGD(weights, lr=0.1, momentum=0.9),
         optim.SGD([{"params": weights, "momentum": 0.9}], lr=0.1),
@@ -238,7 +237,13 @@ def test_only_plain_sgd_takes_updates_in_torch() -> None:
         *[kind(weights) for kind in (optim.Adadelta, optim.Rprop, optim.ASGD, optim.LBFGS)],
     ):
         with pytest.raises(ValueError, match=f"DGC.* returns finished updates.*{name(inner)}"):
-            refusals.check_output(policy, inner)
+            check_torch(policy, inner)
+
+
+def check_torch(policy: Any, inner: Any) -> None:
+    from accordion_hvd.torch.refusals import is_plain
+
+    validate(policy, Use("torch", 1, 1, name(inner), plain=is_plain(inner)))
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
@@ -246,12 +251,10 @@ def test_only_plain_sgd_takes_updates_in_keras() -> None:
     import keras
 
     pytest.importorskip("horovod.tensorflow")
-    from accordion_hvd.tensorflow import refusals
-
     policy, optim = as_policy(DGC()), keras.optimizers
-    refusals.check_policy(policy, optim.SGD(0.1))
-    refusals.check_policy(policy, optim.LossScaleOptimizer(optim.SGD(0.1)))
-    refusals.check_policy(as_policy("topk"), optim.Adam())
+    check_keras(policy, optim.SGD(0.1))
+    check_keras(policy, optim.LossScaleOptimizer(optim.SGD(0.1)))
+    check_keras(as_policy("topk"), optim.Adam())
     for inner in (
         optim.SGD(0.1, momentum=0.9),
         *[kind() for kind in (optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad)],
@@ -259,7 +262,13 @@ def test_only_plain_sgd_takes_updates_in_keras() -> None:
         optim.LossScaleOptimizer(optim.Adam()),
     ):
         with pytest.raises(ValueError, match="returns finished updates, momentum included"):
-            refusals.check_policy(policy, inner)
+            check_keras(policy, inner)
+
+
+def check_keras(policy: Any, inner: Any) -> None:
+    from accordion_hvd.tensorflow.refusals import is_plain
+
+    validate(policy, Use("keras", 1, 1, name(inner), plain=is_plain(inner)))
 
 
 def name(x: Any) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
 import types
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from accordion_hvd.simulate import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
+FOLDERS = "accordion_hvd|benchmarks|examples|scripts|configs|tests"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -91,6 +94,28 @@ def test_words_for_compressions(page: str) -> None:
     assert words or page != "README.md"
 
 
+@pytest.mark.parametrize(
+    "word, claim",
+    [
+        ("FP16()", "2 n m"), ("TopK(0.01)", "0.052 n m"), ("RandomK(0.01)", "0.04 n m"),
+        ("ScaleCom(0.01)", "0.05 n m"), ("Natural()", "1.1, 1 n m"), ("EFSignSGD()", "n m / 8"),
+        ("SignSGD()", "n m / 8"), ("DGC(0.001)", "0.006 n m"), ("SketchedSGD()", "0.22 n m"),
+    ],
+)  # fmt: skip
+def test_bytes_in_the_table_of_compressors(word: str, claim: str) -> None:
+    """Two ranks send as much as the formula says."""
+    row = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if f"`{word}`" in line
+    )
+    assert claim in row
+    world, rng, sent = simulate(parse(word), 2), np.random.default_rng(0), []
+    for _ in range(3):
+        world.step([{"w": rng.normal(size=(512, 512)).astype(np.float32)} for _ in range(2)])
+        sent.append(world.exchanges[0].stats()["sent"])
+    factor = 1 / 8 if "/" in claim else float(claim.split()[0].rstrip(","))
+    assert sent[2] - sent[1] == pytest.approx(factor * 512**2, rel=0.1)
+
+
 def test_files_and_targets_exist() -> None:
     """What pages link to, and the make targets that they name."""
     makefile = (ROOT / "Makefile").read_text()
@@ -100,8 +125,24 @@ def test_files_and_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
             assert (ROOT / link).exists(), link
-        for path in re.findall(r"`((?:accordion_hvd|scripts|configs|tests)/[\w/.]+)`", text):
+        for path in re.findall(rf"`((?:{FOLDERS})/[\w/.]+)`", text):
             assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("broken, wanted", [("", "check test"), ("check", "check")])
+def test_continuous_integration_checks_then_tests(tmp_path: Path, broken: str, wanted: str) -> None:
+    """With a `make` that only notes its target, and fails at one."""
+    make = f"""#!/bin/sh
+echo "$1" >>'{tmp_path}/targets'
+test "$1" != '{broken}'
+"""
+    for name, text in (("make", make), ("g++", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, timeout=60, check=False)
+    assert (tmp_path / "targets").read_text().split() == wanted.split()
+    assert (done.returncode != 0) == bool(broken)
 
 
 # ----------------------------------------------------------------- the example in CONTRIBUTING.md

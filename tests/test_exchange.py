@@ -26,7 +26,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, lockstep, simulate
 
 

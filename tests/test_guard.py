@@ -21,7 +21,7 @@ from accordion_hvd.guard import (
     gather,
 )
 from accordion_hvd.optimizers import ZeroOneAdam
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy, default_guard
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
 
 
@@ -112,8 +112,11 @@ def test_modes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ReplicasDiffer, match="'b'"):
         Guard().compare(Told(theirs), 1, ["a", "b"], ours)
     assert "'b'" in capsys.readouterr().err
-    with pytest.warns(RuntimeWarning, match="'b'"):
-        Guard("warn").compare(Told(theirs), 1, ["a", "b"], ours)
+    calm = Guard("warn")
+    with pytest.warns(RuntimeWarning, match="'b'") as told:
+        for step in (1, 2, 10, 100):
+            calm.compare(Told(theirs), step, ["a", "b"], ours)
+    assert len(told) == 1 and "goes on" in str(told[0].message)
     with pytest.raises(ReplicasDiffer):
         Guard().compare(Told(theirs, rank=1), 1, ["a", "b"], ours)
     assert capsys.readouterr().err == ""  # only rank 0 speaks
@@ -177,8 +180,23 @@ def test_stock_horovod_is_told_what_to_write(framework: Framework, ours: Any) ->
         assert repr(ours) in str(refusal.value)
 
 
+def test_horovods_own_compression_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Horovod compares nothing; what replaces its default is ours again."""
+    none = type("NoneCompressor", (), {"__module__": "horovod.torch.compression"})
+    other = type("Halves", (), {"compress": lambda x: (x, None), "decompress": lambda x, _: x})
+    monkeypatch.delenv("ACCORDION_HVD_COMPRESSION", raising=False)
+    assert [default_guard(theirs) for theirs in (none, other, other())] == ["warn"] * 3
+    for ours in (TopK, TopK(0.1), "fp16", as_policy("powersgd")):
+        assert default_guard(ours) == "error"
+    monkeypatch.setenv("ACCORDION_HVD_COMPRESSION", "topk")
+    assert (default_guard(none), default_guard(other)) == ("error", "warn")
+
+
 def test_the_environment_says_what_a_script_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (Guard().mode, Guard().every) == ("error", 100)
+    assert Guard(default="warn").mode == "warn" and Guard("off", default="warn").mode == "off"
+    monkeypatch.setenv("ACCORDION_HVD_GUARD", "error")
+    assert Guard(default="warn").mode == "error"
     monkeypatch.setenv("ACCORDION_HVD_GUARD", "warn")
     monkeypatch.setenv("ACCORDION_HVD_GUARD_EVERY", "7")
     assert (Guard().mode, Guard().every) == ("warn", 7)

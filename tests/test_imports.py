@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import accordion_hvd
 
@@ -65,6 +68,41 @@ def test_dependencies_point_one_way() -> None:
                 assert not any(word in line for word in words), f"{path.name}: {line}"
     exchange = (ROOT / "accordion_hvd" / "exchange.py").read_text()
     assert not any(name in exchange for name in ("TopK", "PowerSGD", "RandomK", "Accordion("))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level modules that a file imports anywhere, inside functions too, or by name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level else str(node.module))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found.add(ast.unparse(node.args[0]).removeprefix("f").strip("'\""))
+    return {name.partition(".")[0] for name in found}
+
+
+FORBIDDEN = {"accordion_hvd": {"benchmarks", "examples"}, "examples": {"benchmarks"}}
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_the_package_knows_neither_examples_nor_benchmarks(folder: str) -> None:
+    """Benchmarks import examples and the package, examples the package alone."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert len(files) > 10
+    for path in files:
+        assert not imported(path) & (FORBIDDEN[folder] | {"tests", "scripts"}), path
+    used = set().union(*map(imported, files))
+    assert used & ({*FORBIDDEN, "benchmarks"} - FORBIDDEN[folder]), "nothing was recognised"
+
+
+def test_only_the_package_is_installed() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    patterns = setup["options.packages.find"]["include"].split()
+    found = find_packages(str(ROOT), include=patterns)
+    assert {name.partition(".")[0] for name in found} == {"accordion_hvd"}
 
 
 def test_no_public_name_is_hidden_by_a_module() -> None:

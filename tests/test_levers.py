@@ -32,10 +32,10 @@ from accordion_hvd import (
     parse,
 )
 from accordion_hvd.optimizers import OnebitAdam
-from accordion_hvd.optimizers.stages import staged
 from accordion_hvd.policy.accordion import BATCH, HIGH, LOW, MODEL, OVER
 from accordion_hvd.policy.levers import affordable
 from accordion_hvd.prices import averaging_share, bytes_sent
+from accordion_hvd.resolve import staged
 from accordion_hvd.simulate import World, simulate
 
 

@@ -34,7 +34,7 @@ from accordion_hvd.compressors.autoencoder import (
     code_length,
     signals_of,
 )
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
 FORMS = pytest.mark.parametrize("form", ["ring", "server"])
@@ -426,7 +426,7 @@ def trained(compression: Any, ranks: int = 2, steps: int = 400) -> tuple[float, 
     """Accuracy on unseen digits of a small network, and bytes saved; the last layer is exempt."""
     import torch
 
-    from accordion_hvd.data import load
+    from examples.data import load
 
     digits = load("digits")
     train, test = (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accordion_hvd import Accordion, Dense, Fixed, Policy, PowerSGD, RandomK, TopK, parse
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -11,8 +11,8 @@ from frameworks import NUMPY
 from laws import step
 
 from accordion_hvd import DGC, AdaComp, Dense, ScaleCom, Threshold, TopK
-from accordion_hvd.data.digits import load_digits
 from accordion_hvd.simulate import simulate
+from examples.data.digits import load_digits
 
 pytest.importorskip("sklearn")
 RANKS, STEPS, BATCH = 4, 240, 16

@@ -32,7 +32,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.compressors.two_level import slice_shape
 from accordion_hvd.machines import VARIABLE, consecutive, groups, meet, place
-from accordion_hvd.policy import as_policy
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
 INNER = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(2)]

@@ -77,34 +77,6 @@ class Averaging(Compressor):
         return None
 
 
-def method_of(compression: Any) -> Averaging | None:
-    """The method that `DistributedOptimizer(compression=)` means; None if it averages no models."""
-    from accordion_hvd.words import parse
-
-    if isinstance(compression, str):
-        compression = parse(compression)
-    if isinstance(compression, type) and issubclass(compression, Averaging):
-        compression = compression()
-    return compression if isinstance(compression, Averaging) else None
-
-
-def check_use(who: str, method: Averaging, total: bool, skip: tuple[str, ...]) -> None:
-    """Raise ValueError for arguments of a `DistributedOptimizer` that averages no gradients."""
-    if total:
-        check.refuse(who, "op", "hvd.Sum", f"hvd.Average with {method!r}")
-    if skip:
-        check.refuse(who, "skip", skip, f"left out with {method!r}: whole models are averaged")
-
-
-def need_plain(who: str, method: Averaging, name: str, plain: bool) -> None:
-    """Raise ValueError unless the optimizer of this name is plain, where a method needs that."""
-    if method.inner == "sgd" and not plain:
-        raise ValueError(
-            f"{who}: {method!r} needs to know what a step is: plain SGD with one learning rate "
-            f"and no momentum must be inside, but {name} is more than that."
-        )
-
-
 def periodic(owner: Any, period: Any) -> None:
     """Raise ValueError unless `period` is an integer of at least 1."""
     check.integer(owner, "period", period, least=1)

@@ -44,7 +44,7 @@ def wire_of(compression: Any) -> Wire:
         ValueError: it is another.
     """
     from accordion_hvd.compressors import BF16, FP16, Dense, Int8
-    from accordion_hvd.words import parse
+    from accordion_hvd.resolve import parse
 
     wanted = parse(compression) if isinstance(compression, str) else compression
     for kind, wire in {Dense: PLAIN, FP16: HALF, BF16: BRAIN, Int8: EIGHT}.items():

@@ -11,7 +11,6 @@ from accordion_hvd.optimizers.cd_adam import CDAdam, CDAMSGrad
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
 from accordion_hvd.optimizers.onebit_lamb import Lamb, OnebitLamb
 from accordion_hvd.optimizers.sketched_amsgrad import SketchedAMSGrad
-from accordion_hvd.optimizers.stages import refuse_rules, staged
 from accordion_hvd.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -26,8 +25,6 @@ __all__ = [
     "Rule",
     "SketchedAMSGrad",
     "ZeroOneAdam",
-    "refuse_rules",
-    "staged",
 ]
 
 ALIASES = {"CDAMSGrad": "CDAdam"}

@@ -14,7 +14,8 @@ class Adam(Rule):
     """Adam on the average of the ranks' gradients: the dense stage of others, and their yardstick.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, u = m' / (sqrt(v') + eps), where m' and v'
-    are m and v divided by 1 - b1^t and 1 - b2^t, unless `bias_correction` is off.
+    are m and v divided by 1 - b1^t and 1 - b2^t, unless `bias_correction` is off. The paper has no
+    weight decay; in PyTorch it is coupled by default, as in `torch.optim.Adam`.
 
     Sent: an allreduce of the gradient.
 
@@ -80,6 +81,7 @@ class AMSGrad(Adam):
 
     As `Adam`, with vmax <- max(vmax, v) in the place of v in the direction; vmax is divided by
     1 - b2^t as v is (PyTorch's form; the paper has no bias correction: `bias_correction=False`).
+    In PyTorch weight decay is coupled by default, as in `torch.optim.Adam`.
 
     Sent: an allreduce of the gradient.
 

@@ -28,6 +28,9 @@ class Rule(Compressor):
         ASSIGNS: whether what comes out are the new weights themselves, to be assigned, instead
             of a direction: how ranks whose weights differ for some steps get equal bits again.
             See `synchronous`.
+        decoupled_weight_decay: whether weight decay is subtracted from the weights, as in AdamW,
+            rather than added to the gradient, as in Adam: the form of the rule's paper. A
+            parameter group's setting of this name overrides it; Keras always subtracts.
     """
 
     output: ClassVar[str] = "update"
@@ -38,6 +41,7 @@ class Rule(Compressor):
     REGROUPED: ClassVar[str] = "nothing is lost"
     DECAYS: ClassVar[bool] = False
     ASSIGNS: ClassVar[bool] = False
+    decoupled_weight_decay: ClassVar[bool] = False
 
     def dense(self) -> Rule:
         """The stage in which gradients are averaged exactly; by default itself."""
@@ -55,11 +59,10 @@ class Rule(Compressor):
         """A field, or what the tensor's parameter group has in its place."""
         return info.hyper.get(name, getattr(self, name))
 
-    @staticmethod
-    def decay(info: Info) -> float:
-        """The tensor's decoupled weight decay, for rules that say `DECAYS`."""
-        decoupled = info.hyper.get("decoupled_weight_decay", True)
-        return (info.hyper.get("weight_decay") or 0.0) if decoupled else 0.0
+    def decay(self, info: Info, decoupled: bool = True) -> float:
+        """Return the tensor's weight decay if it has this form, else 0."""
+        chosen = self.setting(info, "decoupled_weight_decay")
+        return (info.hyper.get("weight_decay") or 0.0) if bool(chosen) is decoupled else 0.0
 
     def residual(self, state: State) -> None:
         """None: errors are not in units of the gradient, so no other method can take them up."""

@@ -42,7 +42,8 @@ class Birder(Rule):
     is the ranks' mean of u_i. There is no warm-up, no scale, and on one rank the step is Q(u).
 
     The squared length of a step is lr^2 times its elements, however many ranks there are: the
-    learning rate is one for Adam, or smaller, and must fall in the end.
+    learning rate is one for Adam, or smaller, and must fall in the end. Weight decay is decoupled:
+    the same share of each weight, which is added to no gradient.
 
     Recalled, for the paper's full text was not at hand: the update, both randomisations, how the
     hierarchical exchange is built, `beta`. Ours: what follows.
@@ -99,6 +100,7 @@ class Birder(Rule):
 
     REGROUPED: ClassVar[str] = "m and b are the ranks' means"
     GROUP: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
+    decoupled_weight_decay: ClassVar[bool] = True
 
     beta: float = 0.95
     within: str | None = None

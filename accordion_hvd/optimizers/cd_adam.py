@@ -86,7 +86,7 @@ class ExactCDAdam(AMSGrad):
 
     def _decayed(self, grad: Tensor, info: Info) -> Tensor:
         """The gradient with that of coupled weight decay."""
-        decay = coupled_decay(info)
+        decay = self.decay(info, decoupled=False)
         if not decay:
             return grad
         xp = namespace(grad)
@@ -121,10 +121,10 @@ class CDAdam(ExactCDAdam):
     then sends anything, so that C acts once and G is h itself (ours). What it keeps and sends is
     fp32. On one rank nothing is compressed: AMSGrad.
 
-    Weight decay, where it is coupled, is added to G from the weights that all share, and so never
-    compressed; clip gradients before they come here, or not at all. vmax never falls: a bad first
-    estimate (G is zero before it) damps all later steps, which `exact_first` avoids; so does b2
-    well below 0.999.
+    In PyTorch weight decay is coupled by default, as in the authors' code: it is added to G from
+    the weights that all share, and so never compressed. Clip gradients before they come here, or
+    not at all. vmax never falls: a bad first estimate (G is zero before it) damps all later steps,
+    which `exact_first` avoids; so does b2 well below 0.999.
 
     Replicas are sums of all that was sent, of which each addition is rounded. `refresh` makes
     them what they stand for.
@@ -428,12 +428,6 @@ class CDAdam(ExactCDAdam):
 
 CDAMSGrad = CDAdam
 """Another name of it."""
-
-
-def coupled_decay(info: Info) -> Any:
-    """The weight decay of the tensor's group, if it goes through the moments, else 0."""
-    decoupled = info.hyper.get("decoupled_weight_decay", True)
-    return 0.0 if decoupled else info.hyper.get("weight_decay", 0.0)
 
 
 def _units(vmax: Tensor, info: Info) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ class OnebitAdam(Adam):
     Stage 1 is `Adam`. Stage 2, at each step, on each rank with its own gradient g:
     p = b1 m + (1 - b1) g, where m is what all ranks had after the step before;
     m <- compressed allreduce of p with both errors' feedback (`signs.averaged`);
-    u = m' / (sqrt(v') + eps), where v stays as it was at the end of stage 1.
+    u = m' / (sqrt(v') + eps), where v stays as it was at the end of stage 1. Weight decay is
+    decoupled, as in the reference.
 
     The paper's (and DeepSpeed's): stages, compression, scale "l2", the automatic end of stage 1
     (`policy.WarmUp`). Ours: bias corrections (`bias_correction=False` is the reference, which has
@@ -57,6 +58,7 @@ class OnebitAdam(Adam):
 
     REGROUPED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
     local: ClassVar[tuple[str, ...]] = ("error", "server")
+    decoupled_weight_decay: ClassVar[bool] = True
 
     warmup_steps: int | str = "auto"
     scale: str = "l2"

@@ -20,7 +20,8 @@ class Lamb(Adam):
 
     w = m' / (sqrt(v') + eps) + weight_decay x, u = c w, with the trust ratio c = |x| / |w| (2-norms
     of one tensor) between `min_coeff` and `max_coeff`, or 1 where a norm is 0. Weight decay is in
-    here, as the ratio depends on it (`DECAYS`); moments are `Adam`'s.
+    here, as the ratio depends on it (`DECAYS`), and not in the moments: it is decoupled, as in the
+    paper. Moments are `Adam`'s.
 
     It also records a moving average of c, k <- coeff_beta k + (1 - coeff_beta) c, for what may
     follow (1-bit LAMB); ratios of exactly 1 are left out, as in DeepSpeed.
@@ -38,6 +39,7 @@ class Lamb(Adam):
 
     reads: ClassVar[bool] = True
     DECAYS: ClassVar[bool] = True
+    decoupled_weight_decay: ClassVar[bool] = True
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps", "min_coeff", "max_coeff")
 
     min_coeff: float = 0.01
@@ -79,7 +81,7 @@ class OnebitLamb(OnebitAdam, Lamb):
     v~ <- b2 v~ + (1 - b2) g~^2, which begins at the variance v frozen at the switch;
     r = max over elements of (sqrt(v) + eps) / (sqrt(v~) + eps);
     w = m / (sqrt(v) + eps) + weight_decay x; if there is decay, r <- a r + 1 - a, where
-    a = min(1, |m / (sqrt(v) + eps)| / |w|);
+    a = min(1, |m / (sqrt(v) + eps)| / |w|) (decay is decoupled, as in the paper);
     r is clipped to [factor_min, factor_max], then to within `factor_threshold` of what it was the
     step before (1 at first); u = k r w, with k from stage 1.
 

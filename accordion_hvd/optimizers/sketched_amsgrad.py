@@ -22,7 +22,7 @@ class FlooredAMSGrad(Rule):
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, vmax <- max(vmax, v), u = m / sqrt(vmax).
     v and vmax begin at `eps`, below which vmax never is, so nothing is added to the root; there are
-    no bias corrections.
+    no bias corrections. For weight decay see `SketchedAMSGrad`.
 
     In the sketched stage each rank has its own m. Where that comes before, the first gradient takes
     what is in the ranks' momentum along: each rank sends g + b1 / (1 - b1) m, the mean of which,
@@ -115,6 +115,9 @@ class SketchedAMSGrad(FlooredAMSGrad):
 
     Sent in stage 2, for k = ratio * size: an allreduce of 4 rows columns k bytes, and one of
     8 candidates k (fp64: 16). At the defaults that is a 16th of the gradient.
+
+    In PyTorch weight decay is coupled by default: each rank adds it to its gradient, as in
+    Sketched-SGD. Decoupled decay also moves the elements that a step has not chosen.
 
     State: as stage 1, and `error`.
 

@@ -74,6 +74,7 @@ class ZeroOneAdam(Adam):
     reads: ClassVar[bool] = True
     DECAYS: ClassVar[bool] = True
     ASSIGNS: ClassVar[bool] = True
+    decoupled_weight_decay: ClassVar[bool] = True
     REGROUPED: ClassVar[str] = "momentum, steps and errors are the ranks' means"
     local: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
 

@@ -2,7 +2,7 @@
 
 from accordion_hvd.policy.accordion import Accordion
 from accordion_hvd.policy.adaqs import AdaQS
-from accordion_hvd.policy.base import Policy, as_policy
+from accordion_hvd.policy.base import Policy
 from accordion_hvd.policy.fixed import Fixed
 from accordion_hvd.policy.gate import Gate
 from accordion_hvd.policy.replay import Replay
@@ -18,5 +18,4 @@ __all__ = [
     "Replay",
     "StepSchedule",
     "WarmUp",
-    "as_policy",
 ]

@@ -194,30 +194,6 @@ class Policy(NotForStockHorovod, abc.ABC):
         return {**vars(self), "_bound": None}
 
 
-def as_policy(compression: Any) -> Policy:
-    """A policy from what users write: a policy, a compressor, its class, or a word for either.
-
-    Raises:
-        TypeError: it is none of these.
-        ValueError: the word names nothing known.
-    """
-    from accordion_hvd.words import parse
-
-    if isinstance(compression, str):
-        compression = parse(compression)
-    if isinstance(compression, type) and issubclass(compression, (Compressor, Policy)):
-        compression = compression()
-    if isinstance(compression, Compressor):
-        return compression.policy()
-    if isinstance(compression, Policy):
-        compression.complete()
-        return compression
-    raise TypeError(
-        f"compression is {compression!r}, but must be a Compressor such as TopK(0.01), a policy "
-        "such as Accordion(low=PowerSGD(4), high=PowerSGD(1)), or a word such as 'topk:0.01'."
-    )
-
-
 def agree(owner: Policy, levels: Sequence[Any]) -> None:
     """Declare for `owner` what its levels declare; `Dense` and its like take any scope.
 
@@ -258,29 +234,6 @@ def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:
             "which would send what it hides; let it serve alone, as compression=TopAgg(...)."
         )
     owner.private, owner.several = bool(private), any(level.several for level in private)
-
-
-def check_private(policy: Policy, ranks: int, members: int, passes: int = 1) -> None:
-    """Raise ValueError where a private policy could not keep its promise; equal on all ranks.
-
-    Args:
-        policy: any; others pass.
-        ranks: of the job.
-        members: those that exchange.
-        passes: backward passes that add up to one exchange.
-    """
-    if not policy.private:
-        return
-    if members < ranks:
-        raise ValueError(
-            f"{policy!r} is private and must serve all {ranks} ranks, but the process set has "
-            f"{members}: the others would train on their own gradients."
-        )
-    if policy.several and passes != 1:
-        raise ValueError(
-            f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: gradients of "
-            "single contributors do not add up."
-        )
 
 
 def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:

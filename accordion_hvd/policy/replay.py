@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from accordion_hvd import averaging, compressors, spec_strings
 from accordion_hvd.base import Compressor
 from accordion_hvd.policy.base import Policy, Row, agree
-from accordion_hvd.words import parse
 
 
 class Replay(Policy):
@@ -39,7 +39,7 @@ class Replay(Policy):
             raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
         self._levels: dict[str, list[Compressor]] = {}
         for row in self._rows:
-            known, level = self._levels.setdefault(row["name"], []), parse(row["compressor"])
+            known, level = self._levels.setdefault(row["name"], []), _read(row["compressor"])
             if level not in known:
                 known.append(level)
         agree(self, [level for known in self._levels.values() for level in known])
@@ -64,7 +64,7 @@ class Replay(Policy):
         """The recorded rows of this step."""
         now = [row for row in self._rows if row["step"] == self._step]
         return [
-            {**row, "level": self._levels[row["name"]].index(parse(row["compressor"]))}
+            {**row, "level": self._levels[row["name"]].index(_read(row["compressor"]))}
             for row in now
             if row["name"] in self.current
         ]
@@ -85,3 +85,8 @@ class Replay(Policy):
     def __repr__(self) -> str:
         """How much there is to repeat."""
         return f"Replay(<{len(self._rows)} rows>)"
+
+
+def _read(text: str) -> Compressor:
+    """Return the level that a row of a history names."""
+    return spec_strings.parse(text, spec_strings.table(compressors, averaging))

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
-import accordion_hvd
-from accordion_hvd import checkpoint, halves, machines
+from accordion_hvd import checkpoint
 from accordion_hvd import guard as guards
-from accordion_hvd.base import Compressor, Tensor
+from accordion_hvd.base import Tensor
+from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
+from accordion_hvd.gradient_averager import GradientAverager
 from accordion_hvd.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policy import Policy
-from accordion_hvd.policy.base import check_private
 from accordion_hvd.simulate import Hub, SimulatedCommunicator
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
-from accordion_hvd.tensorflow.variables import describe, key_of, name_of
+from accordion_hvd.tensorflow.variables import describe, key_of
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
 Weights = Sequence[Any]
 
-_numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
 
-
-class Averager:
-    """Averages the gradients of variables over the ranks.
+class Averager(GradientAverager[TensorFlowExchange]):
+    """Average the gradients of variables over the ranks.
 
     Three ways lead through an exchange. Eagerly it runs as a function that is traced once for
     each choice of levels. Within a graph the same function is called, which freezes the levels,
@@ -58,6 +53,8 @@ class Averager:
         managed: whether somebody makes graphs anew after a switch.
     """
 
+    framework = "TensorFlow"
+
     def __init__(
         self,
         policy: Policy,
@@ -71,114 +68,76 @@ class Averager:
         scale_local: bool = True,
         hyper: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        if policy.private:
-            check_private(policy, hvd.size(), process_set.size())
+        self.variables, self.scale_local = variables, scale_local
         self.hyper, self.group_of = hyper, _no_group
-        self.policy, self.skip, self.guard = policy, tuple(skip), guard or Guard("off")
-        self.process_set, self.variables = process_set, variables
-        self.total, self.scale_local = total, scale_local
-        self.sparse_as_dense = sparse_as_dense or policy.private or policy.method is not None
-        self.communicator = communicator_of(process_set)
-        number = getattr(process_set, "process_set_id", None) or 0
-        self.name = f"accordion.{number}.{_numbers[number]}"
-        _numbers[number] += 1
         self.managed = False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
-        self._exchange: TensorFlowExchange | None = None
-        self._member: dict[int, int] = {}  # key of a variable -> number of the exchange's tensor
-        self._sparse: list[int] = []  # keys of variables with sparse gradients, in order
         self._idle: set[int] = set()  # keys of variables without a gradient on any rank
-        self._agreed = False
         self._function: Any = None
         self._traced_version = -1
         self._traceable = True
-        self._guarded = 0  # the step that the guard has looked at
         self._enlisted = False
         self.kept: Any = None  # a callback's, from one fit to the next
+        super().__init__(
+            policy, process_set, total=total,
+            sparse_as_dense=sparse_as_dense or policy.method is not None, skip=skip, guard=guard,
+            with_settings=hyper is not None,
+        )  # fmt: skip
 
     # -------------------------------------------------------------------------------- what it knows
-    @property
-    def exchange(self) -> TensorFlowExchange:
-        """What runs the conversations.
-
-        Raises:
-            RuntimeError: no variables are known yet.
-        """
-        if self._exchange is None:
-            self._watch(self._sparse)
-        assert self._exchange is not None
-        return self._exchange
-
     def enlist(self) -> None:
         """Be among what `save_state` saves, now that there are variables."""
         if not self._enlisted:
             checkpoint.register(self)
         self._enlisted = True
 
-    def expect(self, names: Sequence[str]) -> None:
-        """Before a restore: these tensors were exchanged densely, others were sparse."""
-        if self._exchange is None:
-            variables = [v for v in self.variables() if key_of(v) not in self.local]
-            rows = zip(variables, describe(variables), strict=True)
-            self._sparse = [
-                key_of(v)
-                for v, row in rows
-                if not any(checkpoint.same_name(row.name, name) for name in names)
-            ]
+    def connect(self) -> Communicator:
+        """Connect to the ranks of the process set over Horovod; a rank alone, to itself."""
+        return communicator_of(self.process_set)
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to exchange with, and nothing to be made of gradients alone."""
-        resizes = self.policy.batch_size is not None and self.process_set.included()
-        needed = self.policy.output == "update" or self.policy.private or resizes
-        return self.communicator.size == 1 and not needed
+    def make_exchange(self, tensors: Sequence[TensorInfo]) -> TensorFlowExchange:
+        """Return an exchange whose state lives in variables."""
+        self.enlist()
+        made = TensorFlowExchange(
+            self.communicator, self.policy, tensors, skip=self.skip, name=self.name
+        )
+        made.hyper = self.hyper or {}
+        return made
 
-    def _watch(self, sparse: Sequence[int]) -> None:
-        """Exchange the gradients of all variables but the local and the `sparse` ones."""
+    def tensors(self) -> dict[Any, TensorInfo]:
+        """Return all variables but the local ones.
+
+        Raises:
+            RuntimeError: no variables are known yet.
+        """
         everything = self.variables()
         if not everything:
             raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
-        self.enlist()
-        variables = [v for v in everything if key_of(v) not in self.local]
-        self._sparse = list(sparse)
-        rows = zip(variables, describe(variables), strict=True)
-        dense = {
-            key_of(v): replace(row, group=self.group_of(v))
-            for v, row in rows
-            if key_of(v) not in set(sparse)
+        chosen = [v for v in everything if key_of(v) not in self.local]
+        rows = zip(chosen, describe(chosen), strict=True)
+        return {key_of(v): replace(row, group=self.group_of(v)) for v, row in rows}
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Return the values of all variables but the local ones."""
+        variables = [v for v in self.variables() if key_of(v) not in self.local]
+        return {
+            row.name: tf.convert_to_tensor(v)
+            for v, row in zip(variables, describe(variables), strict=True)
         }
-        self._member = {key: number for number, key in enumerate(dense)}
-        if self._exchange is not None:  # made before sparse gradients appeared
-            self.policy._bound = None
-        self._exchange = TensorFlowExchange(
-            self.communicator,
-            self.policy,
-            list(dense.values()),
-            skip=self.skip,
-            name=self.name,
-        )
-        self._exchange.hyper = self.hyper or {}
 
-    def adopt(self, saved: dict[str, Any]) -> None:
-        """Go on from a `checkpoint.snapshot`, before the next exchange.
+    def ranks_changed(self) -> None:
+        """Connect to the ranks that there are now, and trace anew."""
+        super().ranks_changed()
+        self._retrace()
 
-        Ranks see then whether each had its own: else all forget what was of use to one alone.
+    def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
+        """Take over policy, levels and clock of rank 0; see `GradientAverager`."""
+        super().follow_rank_zero(broadcast)
+        self._retrace()
 
-        Raises:
-            ValueError: it does not fit.
-        """
-        self._own = checkpoint.adopt(self.exchange, saved)
-        self._agreed = False
-
-    _own = True  # what was adopted was this rank's
-
-    def renew(self) -> None:
-        """The ranks have changed (an elastic job): ask Horovod again who exchanges."""
-        self.communicator = communicator_of(self.process_set)
-        self._agreed, self._traced_version = False, -1
+    def _retrace(self) -> None:
+        self._traced_version = -1
         if self._exchange is not None:
-            self._exchange.communicator = self.communicator
-            self._exchange.forget_plan()
             self._exchange.version += 1
 
     # ------------------------------------------------------------------------------------ one step
@@ -194,12 +153,12 @@ class Averager:
             rate: gives the learning rate, as a float or (in a graph) a tensor.
         """
         refusals.check_context()
-        if self.alone:
+        if self.idle:
             return list(grads)
         if self.policy.private:
             refusals.check_private_gradients(self.policy, grads, variables, self.local)
         grads = [self._densified(grad) for grad in grads]
-        if not self._agreed:
+        if not self.agreed:
             self._set_up(grads, variables)
         self._guard_before()
         given = {key_of(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
@@ -209,7 +168,7 @@ class Averager:
 
     def decide(self, lr: float) -> None:
         """Take a decision that is due, before a step whose batch it may enlarge; collective."""
-        if self._exchange is not None and not self.alone:
+        if self._exchange is not None and not self.idle:
             self.exchange.catch_up(lr)
 
     def _densified(self, grad: Gradient) -> Gradient:
@@ -218,14 +177,14 @@ class Averager:
 
     def _exchanged(self, given: dict[int, Gradient], rate: Rate) -> list[Tensor]:
         """The means of all of the exchange's tensors."""
-        if not self._member:
+        if not self.number:
             return []
         tensors = self.exchange.tensors
         several = [tf.shape(g)[0] for g in given.values()][:1] if self.policy.several else []
         full = [
             tf.convert_to_tensor(given[key]) if key in given
             else tf.zeros((*several, *tensors[i].shape), tensors[i].dtype)
-            for key, i in self._member.items()
+            for key, i in self.number.items()
         ]  # fmt: skip
         full = [tf.cast(g, t.dtype) for g, t in zip(full, tensors, strict=True)]
         weights = self._weights()
@@ -239,22 +198,18 @@ class Averager:
             means = self._called_back(full, rate, weights)
         return [mean * self.communicator.size for mean in means] if self.total else list(means)
 
-    def serving(self, variable: Any) -> Compressor:
-        """What serves a variable now."""
-        return self.exchange.slot_of[self._member[key_of(variable)]].compressor
-
     def _weights(self) -> list[Tensor]:
         """The variables' values, where some conversation reads them."""
         if not self.exchange.reading:
             return []
         values = {key_of(v): v for v in self.variables()}
-        return [tf.convert_to_tensor(values[key]) for key in self._member]
+        return [tf.convert_to_tensor(values[key]) for key in self.keys]
 
     def _result(self, variable: Any, grad: Gradient, means: Sequence[Tensor]) -> Gradient:
         key = key_of(variable)
-        if key in self._member:
+        if key in self.number:
             idle = grad is None and key in self._idle
-            return None if idle else means[self._member[key]]
+            return None if idle else means[self.number[key]]
         if key in self.local and grad is not None and self.scale_local:
             return _scaled(grad, 1.0 / self.communicator.size)
         return grad
@@ -333,11 +288,11 @@ class Averager:
         self, results: list[Gradient], variables: Sequence[Any], grads: Sequence[Gradient]
     ) -> list[Gradient]:
         """Gather sparse gradients, beside all compression."""
-        if not self._sparse:
+        if not self.sparse:
             return results
         place = {key_of(v): i for i, v in enumerate(variables)}
         factor = 1.0 if self.total else 1.0 / self.communicator.size
-        for number, key in enumerate(self._sparse):
+        for number, key in enumerate(self.sparse):
             i = place.get(key)
             grad = grads[i] if i is not None else None
             if i is None or not isinstance(grad, tf.IndexedSlices):
@@ -361,47 +316,22 @@ class Averager:
         """See that all ranks are about to do the same; collective."""
         pairs = list(zip(variables, grads, strict=True))
         sparse = [key_of(v) for v, g in pairs if isinstance(g, tf.IndexedSlices)]
-        sparse = [key for key in sparse if key not in self.local]
-        if self._exchange is None or sparse != self._sparse:
-            self._watch(sparse)
-        names = {key_of(v): name_of(v) for v in variables}
-        lines = [
-            f"accordion_hvd {accordion_hvd.__version__} for TensorFlow, {self.exchange.name}",
-            f"sparse gradients: {[names[key] for key in sparse]}, sums: {self.total}",
-            self.exchange.layout(),
-        ]
-        present = {key_of(v) for v, g in pairs if g is not None}
-        mine = np.array([key in present for key in self._member], np.uint8)
+        self.expect_sparse([key for key in sparse if key not in self.local])
+        infos, present = self.tensors(), {key_of(v) for v, g in pairs if g is not None}
         with tf.init_scope():
-            guards.require_agreement(self.communicator, "\n".join(lines))
-            machines.meet(self.communicator, self.policy)
-            halves.meet(self.communicator, self.policy)
-            if self.hyper is not None:
-                checkpoint.agree_on_origin(self.exchange, self._own)
-                self._own = True
-            if mine.size:
-                gathered = guards.gather(self.communicator, xp.asarray(mine))
-                table = self.communicator.run("accordion.present", gathered)
-                given = np.max(table, axis=0).tolist()
-                self._idle = {key for key, i in self._member.items() if not given[i]}
-        self._agreed = True
+            self.agree(f"sparse gradients: {[infos[key].name for key in self.sparse]}")
+            if self.exchange.tensors:
+                given = self.on_any_rank([key in present for key in self.keys])
+                self._idle = {key for key, i in self.number.items() if not given[i]}
 
     # -------------------------------------------------------------------------------------- guard
     def check(self) -> None:
         """Compare replicas if a step since the last look asks for it; eager, collective."""
-        if self._exchange is None or not self._agreed or self.alone:
+        if self._exchange is None or not self.agreed or self.idle:
             return
         steps = self.exchange.steps
-        if self._asks(steps):
-            self._compare(steps, self._sums())
-
-    def _asks(self, steps: int) -> bool:
-        """Whether a step since the last look asks for one; not while ranks' weights may differ."""
-        if not self.exchange.span:
-            return False
-        due = any(self.guard.due(step) for step in range(self._guarded + 1, steps + 1))
-        self._guarded = steps
-        return due
+        if self.comparison_due(steps):
+            self.compare(steps, self.checksums())
 
     def _guard_before(self) -> None:
         """Look, before a step, at what the steps before have made of the weights.
@@ -422,28 +352,17 @@ class Averager:
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
         due = tf.reduce_any(tf.stack(asked))
         if self.exchange.drifting or self.policy.method is not None:  # not step after step due
-            due = call_back(lambda step: self._asks(int(step)), [clock], [tf.bool])[0]
+            due = call_back(lambda step: self.comparison_due(int(step)), [clock], [tf.bool])[0]
 
         def look(step: Tensor, sums: Tensor) -> Tensor:
             self._run_directly(few_threads())
-            self._compare(int(step), sums)
+            self.compare(int(step), sums)
             return step
 
         def compare() -> Tensor:
-            return call_back(look, [clock, self._sums()], [tf.int64])[0]
+            return call_back(look, [clock, self.checksums()], [tf.int64])[0]
 
         tf.cond(due, compare, lambda: clock)
-
-    def _replicated(self) -> list[Any]:
-        return [v for v in self.variables() if key_of(v) not in self.local]
-
-    def _sums(self) -> Tensor:
-        sums = [xp.checksum(tf.convert_to_tensor(v)) for v in self._replicated()]
-        return tf.stack([*sums, tf.constant(self.exchange.number(), tf.int64)])
-
-    def _compare(self, step: int, sums: Tensor) -> None:
-        names = [name_of(v) for v in self._replicated()]
-        self.guard.compare(self.communicator, step, [*names, "compression levels"], sums)
 
 
 def communicator_of(process_set: Any) -> Communicator:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.tensorflow.elastic import *  # noqa: F403
 
+from accordion_hvd.gradient_averager import gradient_averagers
 from accordion_hvd.tensorflow.functions import broadcast_variables
 
 
@@ -46,14 +47,19 @@ class TensorFlowKerasState(ObjectState):
             variable.assign(value)
         super().restore()
 
+    def reset(self) -> None:
+        """Connect optimizers to the ranks that there are now."""
+        for averager in gradient_averagers():
+            averager.ranks_changed()
+        super().reset()
+
     def sync(self) -> None:
-        """Give every rank what rank 0 has."""
-        averager = getattr(self.optimizer, "_averager", None)
-        if averager is not None:
-            averager.renew()
+        """Give every rank what rank 0 has; residuals remain with the ranks that have them."""
         broadcast_variables(self._variables(), 0)
         self._keep()
         super().sync()
+        for averager in gradient_averagers():
+            averager.follow_rank_zero(hvd.broadcast_object)
 
     def _variables(self) -> list[Any]:
         if not self.optimizer.built:

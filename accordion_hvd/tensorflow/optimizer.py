@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from accordion_hvd.stock import is_ours
+from accordion_hvd.resolve import is_ours
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)

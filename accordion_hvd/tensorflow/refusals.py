@@ -10,96 +10,69 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging, check_use, need_plain
-from accordion_hvd.optimizers import refuse_rules
-from accordion_hvd.policy import Policy, levers
-from accordion_hvd.stock import is_ours
-
-WHO = "DistributedOptimizer"
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.policy import Policy
+from accordion_hvd.resolve import Serving
+from accordion_hvd.validate import OWNER, Use
 
 
-def check_arguments(op: Any, compression: Any, predivide: float, groups: Any) -> None:
-    """Raise ValueError for arguments that make no sense."""
-    if op == hvd.Adasum and is_ours(compression):
-        raise ValueError(
-            f"{WHO}: op=hvd.Adasum cannot be combined with compression={compression!r}: Adasum is "
-            "not an average. Use op=hvd.Average, or Adasum with hvd.Compression."
-        )
-    if op not in (hvd.Average, hvd.Sum, hvd.Adasum):
-        check.refuse(WHO, "op", op, "hvd.Average, hvd.Sum or hvd.Adasum")
-    if predivide != 1.0 and op != hvd.Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if groups is not None and not (
-        isinstance(groups, list) or (check.is_integer(groups) and groups >= 0)
-    ):
-        raise ValueError(
-            "groups should be a non-negative integer or a list of list of tf.Variable."
-        )
-
-
-def check_policy(policy: Policy, optimizer: Any = None) -> None:
-    """Raise ValueError for what does not fit gradients, or an optimizer with momentum."""
-    if policy.target != "gradient":
-        check.refuse(WHO, "compression", policy, "one whose target is the gradient")
-    if policy.output == "update":
-        refuse_rules(policy, "accordion_hvd.tensorflow.keras")
+def is_plain(optimizer: Any) -> bool:
+    """Return whether a step adds nothing to lr times the gradient: SGD without momentum."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if policy.output == "update" and _of_own_rules(inner):
-        raise ValueError(
-            f"{WHO}: {policy!r} returns finished updates, momentum included, but "
-            f"{type(inner).__name__} has momentum or step sizes of its own; use plain SGD, "
-            "without momentum, inside."
-        )
+    own = any(hasattr(inner, name) for name in _OF_OWN_RULES)
+    return not own and not getattr(inner, "momentum", 0)
 
 
-def check_batches(policy: Policy, optimizer: Any, ranks: int) -> None:
-    """Raise ValueError for what does not go with batches that grow."""
-    if policy.batch_size is None:
+def use_of(optimizer: Any, process_set: Any, total: bool, skip: Sequence[str], passes: int) -> Use:
+    """Return what `validate` must know of a Keras optimizer and its job."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return Use(
+        module="accordion_hvd.tensorflow.keras",
+        ranks=hvd.size(),
+        members=process_set.size(),
+        optimizer=type(inner).__name__,
+        plain=is_plain(inner),
+        total=total,
+        skip=tuple(skip),
+        passes=passes,
+    )
+
+
+def check_optimizer(serving: Serving, optimizer: Any) -> None:
+    """Check what `validate` cannot know: accumulation, moving averages and loss scaling in Keras.
+
+    Raises:
+        ValueError: the optimizer does not suit the policy or averaging method that serves.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(serving, Policy) and serving.batch_size is not None:
+        _check_growing(serving.batch_size, optimizer)
+    method = serving if isinstance(serving, Averaging) else serving.method
+    if method is None:
         return
-    levers.share(policy, policy.batch_size, ranks)
-    sizes = f"with batch_size={policy.batch_size}"
-    half = tf.keras.config.dtype_policy().name == "mixed_float16"
-    if half or isinstance(optimizer, tf.keras.optimizers.LossScaleOptimizer):
-        allowed = f"one without loss scaling {sizes}; use mixed_bfloat16"
-        check.refuse(WHO, "optimizer", type(optimizer).__name__, allowed)
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        steps = optimizer.gradient_accumulation_steps
-        check.refuse(WHO, "gradient_accumulation_steps", steps, f"None {sizes}")
-
-
-def check_averaging(method: Averaging, optimizer: Any, total: bool, skip: tuple[str, ...]) -> None:
-    """Raise ValueError for what does not go with a method that averages models."""
-    check_use(WHO, method, total, skip)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     name = type(inner).__name__
     if getattr(inner, "gradient_accumulation_steps", None):
         raise ValueError(
-            f"{WHO}: {method!r} averages after each step, and {name} with "
+            f"{OWNER}: {method!r} averages after each step, and {name} with "
             "gradient_accumulation_steps does not say which calls take one; leave it out and pass "
             "backward_passes_per_step to DistributedOptimizer."
         )
     if getattr(inner, "use_ema", False):
         raise ValueError(
-            f"{WHO}: {name} with use_ema=True would put means of one rank's own weights in the "
+            f"{OWNER}: {name} with use_ema=True would put means of one rank's own weights in the "
             f"place of those that {method!r} averages; leave it out."
         )
-    need_plain(WHO, method, name, not _of_own_rules(inner))
 
 
-def _of_own_rules(inner: Any) -> bool:
-    """Whether an optimizer does more than to take the learning rate times what it is given."""
-    own = any(hasattr(inner, name) for name in _OF_OWN_RULES)
-    return bool(getattr(inner, "momentum", 0)) or own
-
-
-def refuse_models(who: str, policy: Policy) -> None:
-    """Raise ValueError for a policy that averages models at times."""
-    if policy.method is not None:
-        allowed = (
-            f"one without {policy.method!r} among its levels, which works with "
-            "accordion_hvd.tensorflow.keras.DistributedOptimizer"
-        )
-        check.refuse(who, "compression", policy, allowed)
+def _check_growing(batch_size: tuple[int, int], optimizer: Any) -> None:
+    sizes = f"with batch_size={batch_size}"
+    half = tf.keras.config.dtype_policy().name == "mixed_float16"
+    if half or isinstance(optimizer, tf.keras.optimizers.LossScaleOptimizer):
+        allowed = f"one without loss scaling {sizes}; use mixed_bfloat16"
+        check.refuse(OWNER, "optimizer", type(optimizer).__name__, allowed)
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        steps = optimizer.gradient_accumulation_steps
+        check.refuse(OWNER, "gradient_accumulation_steps", steps, f"None {sizes}")
 
 
 def check_private_gradients(
@@ -146,7 +119,7 @@ def check_strategy() -> None:
     if tf.distribute.has_strategy():
         kind = type(tf.distribute.get_strategy()).__name__
         raise RuntimeError(
-            f"{WHO} does not work within tf.distribute ({kind}): both would exchange gradients. "
+            f"{OWNER} does not work within tf.distribute ({kind}): both would exchange gradients. "
             "Leave the strategy's scope; Horovod runs one process for each device."
         )
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from accordion_hvd import check
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
-from accordion_hvd.stock import policy_of
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.variables import key_of
+from accordion_hvd.validate import check_adasum, check_arguments, validate
 
 
 def DistributedGradientTape(  # noqa: N802 (Horovod's name)
@@ -56,14 +57,17 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average.
         scale_local_gradients: divide gradients of local sources by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
 
     Raises:
         ValueError: an argument is not what it must be; the sentence says which.
         TypeError: `compression` is nothing known.
     """
-    refusals.check_arguments(op, compression, gradient_predivide_factor, groups)
+    check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
+    if op == hvd.Adasum:
+        check_adasum(compression)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
@@ -188,21 +192,19 @@ def _averager(variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]
     settings = (process_set.process_set_id, *wanted[2:], frozenset(local))
     key = (compression, settings, ids)
     if key not in _averagers:
-        policy: Policy = policy_of(compression)
-        refusals.check_policy(policy)
-        refusals.refuse_models("DistributedGradientTape", policy)
-        if policy.batch_size is not None:
-            allowed = "one without batch_size: a tape takes no steps and knows no learning rate"
-            check.refuse("DistributedGradientTape", "compression", policy, allowed)
+        use = refusals.use_of(None, process_set, op == hvd.Sum, skip, 1)
+        serving = resolve(compression)
+        validate(serving, replace(use, owner="DistributedGradientTape", takes_steps=False))
+        assert isinstance(serving, Policy)
         references = [weakref.ref(variable) for variable in variables]
         averager = Averager(
-            policy,
+            serving,
             process_set,
             lambda: [variable for reference in references if (variable := reference()) is not None],
             total=op == hvd.Sum,
             sparse_as_dense=sparse_as_dense,
             skip=skip,
-            guard=Guard(guard, every),
+            guard=Guard(guard, every, default_guard(compression)),
             scale_local=scale_local,
         )
         averager.local = set(local)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +13,13 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd import process_sets
-from accordion_hvd.averaging.base import method_of
-from accordion_hvd.exchange import Exchange
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.controls import Controls
 from accordion_hvd.guard import Guard, require_agreement
-from accordion_hvd.ops import torch as xp
-from accordion_hvd.policy.base import check_private
-from accordion_hvd.stock import is_ours, policy_of
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.torch import averaging, refusals
-from accordion_hvd.torch.reducer import Idle, Reducer
+from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.validate import check_adasum, check_arguments, check_passes, validate
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -65,7 +63,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             beside any compression.
         process_set: the ranks that average; others take plain steps.
         skip: patterns (as of file names) of parameters that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
         grad_scaler: the `GradScaler` in use: errors are then kept in unscaled units, and
             `scaler.step(optimizer)` may be called without `synchronize()`.
@@ -78,13 +77,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: an argument is not what it must be; the sentence says which.
         TypeError: `compression` is nothing known.
     """
-    refusals.check_arguments(op, gradient_predivide_factor, backward_passes_per_step, groups)
+    check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
+    check_passes(backward_passes_per_step)
+    refusals.check_groups(groups)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
     if op == hvd.Adasum:
-        refusals.check_adasum(is_ours(compression), compression)
+        check_adasum(compression)
         return hvd.DistributedOptimizer(
             optimizer, named_parameters, compression, backward_passes_per_step, op,
             gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
@@ -93,22 +94,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"{type(optimizer).__name__} is distributed already; wrap nothing twice.")
     names = refusals.check_names(optimizer.param_groups, named_parameters)
     refusals.check_parameters(names)
-    method = method_of(compression)
-    if method is not None:
-        total, scaled = op == hvd.Sum, grad_scaler is not None
-        refusals.check_averaging(method, optimizer, total, scaled, tuple(skip))
-        return averaging.wrap(optimizer, names, method, process_set, Guard(guard, guard_every))
-    policy = policy_of(compression)
-    refusals.check_output(policy, optimizer)
-    check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
-    refusals.check_batches(policy, optimizer, process_set.size(), grad_scaler is not None)
-    if policy.method is not None:
-        total, scaled = op == hvd.Sum, grad_scaler is not None
-        refusals.check_averaging(policy.method, optimizer, total, scaled, tuple(skip))
+    serving, passes = resolve(compression), backward_passes_per_step
+    validate(serving, refusals.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    refusals.check_optimizer(serving, optimizer, grad_scaler is not None)
+    if isinstance(serving, Averaging):
+        return averaging.wrap(optimizer, names, serving, process_set, Guard(guard, guard_every))
     options = {
-        "policy": policy, "passes": backward_passes_per_step, "total": op == hvd.Sum,
+        "policy": serving, "passes": passes, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
-        "guard": Guard(guard, guard_every), "scaler": grad_scaler,
+        "guard": Guard(guard, guard_every, default_guard(compression)), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor,
     }  # fmt: skip
     wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)
@@ -127,7 +121,8 @@ def _wrap(
     Horovod's helpers know a distributed optimizer by its module and call `super()` of its class,
     so the methods are copied into one class directly below `base`, as Horovod does.
     """
-    methods = {k: v for k, v in vars(_Distributed).items() if k not in ("__dict__", "__weakref__")}
+    methods = {**vars(Controls), **vars(_Distributed)}
+    methods = {k: v for k, v in methods.items() if k not in ("__dict__", "__weakref__")}
     methods |= {"__module__": "horovod.torch.optimizer", "_base": base}
     kind: Any = type(base.__name__, (base,), methods)
     wrapped = kind.__new__(kind)
@@ -137,7 +132,7 @@ def _wrap(
     return wrapped
 
 
-class _Distributed:
+class _Distributed(Controls):
     """The methods of a distributed optimizer; `_base` is the class that is wrapped."""
 
     _base: Any
@@ -145,11 +140,10 @@ class _Distributed:
     def _set_up(self: Any, names: Named, options: dict[str, Any]) -> None:
         self._names, self._options = list(names), options
         self._passes = options["passes"]
-        self._guard: Guard = options["guard"]
         self._should_synchronize = True
-        self._exchanged_step = 0
+        self._exchanged = False
         self._filled, self._counted = 0, False
-        self._reducer = self._make_reducer()
+        self._averager = self._make_averager()
         policy, named = options["policy"], self._names
         self._models: Any = None  # what averages these, at times
         if policy.method is not None:
@@ -158,19 +152,14 @@ class _Distributed:
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
 
-    def _make_reducer(self: Any) -> Reducer | Idle:
-        process_set = self._options["process_set"]
-        policy = self._policy
-        alone = policy.output == "update" or policy.private or policy.batch_size is not None
-        # ... which a single rank must see to as well
-        needed = os.environ.get("HOROVOD_ELASTIC") == "1" or alone
-        if not process_set.included() or (process_set.size() == 1 and not needed):
-            return Idle(self._names, policy)
-        wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes")
+    def _make_averager(self: Any) -> Reducer:
+        wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard")
         chosen = {key: self._options[key] for key in wanted}
-        chosen["sparse_as_dense"] |= policy.private
         mine: Any = weakref.ref(self)
-        return Reducer(self._names, policy, process_set, lambda: mine().param_groups, **chosen)
+        process_set = self._options["process_set"]
+        return Reducer(
+            self._names, self._policy, process_set, lambda: mine().param_groups, **chosen
+        )
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property
@@ -182,11 +171,6 @@ class _Distributed:
     def op(self: Any) -> Any:
         """`Average` or `Sum`."""
         return hvd.Sum if self._options["total"] else hvd.Average
-
-    @property
-    def process_set(self: Any) -> Any:
-        """The ranks that average."""
-        return self._options["process_set"]
 
     @property
     def sparse_as_dense(self: Any) -> bool:
@@ -205,11 +189,10 @@ class _Distributed:
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Change how many backward passes add up, from the next exchange on."""
-        refusals.check_passes(passes)
-        check_private(self._policy, 1, 1, passes)
+        check_passes(passes, self._policy)
         self._passes = self._options["passes"] = passes
-        self._reducer.passes = passes
-        self._reducer.reset()
+        self._averager.passes = passes
+        self._averager.reset()
 
     def synchronize(self: Any) -> None:
         """Wait until all gradients are averaged; for clipping between backward and `step()`.
@@ -217,13 +200,13 @@ class _Distributed:
         Where batches are accumulated, nothing happens until one is full (see `full`). Where models
         are averaged now, gradients stay this rank's own.
         """
-        if self._reducer.finished or not self.full:
+        if self._averager.finished or not self.full:
             return
         if self._policy.apart:
-            self._reducer.keep()
+            self._averager.keep()
         else:
-            self._reducer.finish()
-            self._exchanged_step = self._reducer.exchange.steps
+            self._averager.finish()
+            self._exchanged = True
 
     @contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:
@@ -274,7 +257,7 @@ class _Distributed:
         Raises:
             AssertionError: between backward and `step()` or `synchronize()`.
         """
-        if self._reducer.in_flight:
+        if self._averager.in_flight:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
@@ -294,30 +277,16 @@ class _Distributed:
         ]
         refusals.check_parameters(fresh)
         self._names += fresh
-        self._reducer.watch(fresh)
+        self._averager.watch(fresh)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's; what is on its way is forgotten."""
-        self._reducer.reset()
+        self._averager.reset()
         self._should_synchronize = True
         self._filled, self._counted = 0, False
         self._base.load_state_dict(self, state_dict)
 
     # ------------------------------------------------------------------------------------- ours
-    @property
-    def exchange(self: Any) -> Exchange:
-        """Bytes, times, levels and policy of what this optimizer exchanges.
-
-        A process that is alone, or outside the optimizer's process set, exchanges nothing; its
-        figures stay zero.
-        """
-        return self._reducer.exchange
-
-    @property
-    def exchange_owner(self: Any) -> Any:
-        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
-        return self._reducer if self._models is None else (self._reducer, self._models)
-
     @property
     def full(self: Any) -> bool:
         """Whether the batch is full, so that the next `step()` takes a step; collective.
@@ -329,8 +298,8 @@ class _Distributed:
             return True
         if not self._counted:
             self._filled, self._counted = self._filled + 1, True
-            self._reducer.decide()
-        return self._filled >= self._reducer.batches
+            self._averager.decide()
+        return self._filled >= self._averager.batches
 
     def resize(self: Any) -> None:
         """A loader asks, on every rank before an epoch: from now on batches are as they should be.
@@ -338,41 +307,12 @@ class _Distributed:
         Takes the decision that is due. What has been accumulated goes into the next step.
         """
         self._policy.loader = True
-        self._reducer.decide()
+        self._averager.decide()
         self._policy.resize()
-        self._reducer.reset()
+        self._averager.reset()
 
-    def average_now(self: Any, model: torch.nn.Module | None = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
-
-        For evaluation and checkpoints under policies that average models at times; where gradients
-        are averaged now, models are equal already.
-
-        Args:
-            model: whose buffers of floating-point numbers are averaged too.
-
-        Raises:
-            RuntimeError: the policy never averages models.
-        """
-        if self._models is None:
-            raise RuntimeError(
-                f"average_now() is for methods that average models, but {self._policy!r} averages "
-                "gradients, which keeps models equal."
-            )
-        buffers = averaging.parameters(list(model.named_buffers())) if model else None
-        if self._policy.apart:
-            self._models.average_now(buffers)
-        elif buffers is not None:
-            self._models.level(buffers)
-
-    @property
-    def averaging(self: Any) -> Any:
-        """What averages models at times: `stats()`; None where nothing does."""
-        return self._models
-
-    def end_window(self: Any) -> None:
-        """A window of the policy (an epoch) ends here; call it on every rank."""
-        self._policy.end_window()
+    def _statistics(self: Any, model: torch.nn.Module) -> Any:
+        return averaging.parameters(list(model.named_buffers()))
 
     # ----------------------------------------------------------------------------------- within
     @property
@@ -409,11 +349,11 @@ class _Distributed:
         ]
         lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in found]
         device = self._names[0][1].device if self._names else None
-        require_agreement(self._reducer.communicator, "\n".join(lines), device)
+        require_agreement(self._averager.communicator, "\n".join(lines), device)
         return found
 
     def _synchronize_for_step(self: Any, closure: Any) -> None:
-        if self._reducer.finished:
+        if self._averager.finished:
             if not self._by_scaler:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -421,13 +361,13 @@ class _Distributed:
                     "exchanged again; you may want to use skip_synchronize() to say so.",
                     stacklevel=3,
                 )
-        elif closure is None or self._reducer.pending:
+        elif closure is None or self._averager.pending:
             self.synchronize()
         self._by_scaler = False
 
     def _forget(self: Any) -> None:
         """Gradients that are averaged have been used."""
-        self._reducer.finished = False
+        self._averager.finished = False
 
     _by_scaler = False  # the GradScaler has made us synchronize
 
@@ -442,7 +382,7 @@ class _Distributed:
                 loss = closure()
             if self._should_synchronize:
                 self.synchronize()
-            if isinstance(self, torch.optim.LBFGS) and self._reducer.communicator.size > 1:
+            if isinstance(self, torch.optim.LBFGS) and self._averager.communicator.size > 1:
                 loss = hvd.allreduce(
                     torch.as_tensor(loss).detach(), name="accordion.loss",
                     process_set=self._options["process_set"],
@@ -452,19 +392,15 @@ class _Distributed:
         return averaged
 
     def _compare_replicas(self: Any) -> None:
-        step, self._exchanged_step = self._exchanged_step, 0
-        if not step or not self._guard.due(step, self._reducer.exchange.span):
-            return
-        names, parameters = zip(*self._names, strict=True)
-        sums = [xp.checksum(parameter) for parameter in parameters]
-        levels = torch.tensor(self._reducer.exchange.number(), device=sums[0].device)
-        table = torch.stack([*sums, levels])
-        self._guard.compare(self._reducer.communicator, step, [*names, "compression level"], table)
+        exchanged, self._exchanged = self._exchanged, False
+        step = self._averager.exchange.steps if exchanged else 0
+        if step and self._averager.comparison_due(step):
+            self._averager.compare(step, self._averager.checksums())
 
     def __reduce__(self: Any) -> Any:
         """Pickled and copied with its policy; the copy exchanges its own gradients."""
-        ours: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_guard", "_reducer")
-        ours += ("_should_synchronize", "_exchanged_step", "_filled", "_counted", "step")
+        ours: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_averager")
+        ours += ("_should_synchronize", "_exchanged", "_filled", "_counted", "step")
         ours += ("_models",)
         attributes = {k: v for k, v in vars(self).items() if k not in ours}
         options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}

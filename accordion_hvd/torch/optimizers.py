@@ -25,6 +25,7 @@ from accordion_hvd.base import Allreduce, Conversation
 from accordion_hvd.guard import Guard
 from accordion_hvd.optimizers import Rule
 from accordion_hvd.policy import Policy
+from accordion_hvd.resolve import staged
 from accordion_hvd.torch import refusals
 from accordion_hvd.torch.optimizer import _Distributed
 from accordion_hvd.torch.reducer import Reducer
@@ -42,6 +43,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         weight_decay: of weights, in each step.
         decoupled_weight_decay: whether it is taken off the weights (x <- x - lr weight_decay x,
             as in AdamW) or added to this rank's gradients (x's share of the loss, as in Adam).
+            None: as in the optimizer's paper (the rule's `decoupled_weight_decay`). A loaded
+            `state_dict` keeps the form that it was saved with.
         max_grad_norm: all ranks scale their gradients by one factor, so that the root mean square
             over the ranks of their norms, which the mean gradient's does not exceed, is at most
             this. (`torch.nn.utils.clip_grad_norm_` before `step()` clips each rank's by its own.)
@@ -71,7 +74,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         eps: float | None = None,
         weight_decay: float = 0.0,
         *,
-        decoupled_weight_decay: bool = False,
+        decoupled_weight_decay: bool | None = None,
         max_grad_norm: float | None = None,
         policy: Policy | None = None,
         named_parameters: Any = None,
@@ -84,11 +87,13 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         given = {"betas": betas, "eps": eps}
         settings |= {name: value for name, value in given.items() if value is not None}
         self.rule = self._rule(**settings)
+        if decoupled_weight_decay is None:
+            decoupled_weight_decay = self.rule.decoupled_weight_decay
         if max_grad_norm is not None and not (check.is_number(max_grad_norm) and max_grad_norm > 0):
             check.refuse(self, "max_grad_norm", max_grad_norm, "a number above 0, or None")
         self._max_norm = max_grad_norm
         options = {
-            "policy": optimizers.staged(self.rule, policy), "process_set": process_set,
+            "policy": staged(self.rule, policy), "process_set": process_set,
             "skip": tuple(skip), "guard": Guard(guard, guard_every), "passes": 1, "total": False,
             "sparse_as_dense": True, "scaler": None, "predivide": 1.0,
         }  # fmt: skip
@@ -108,14 +113,13 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         groups = self.param_groups
         return [x for g in groups for x in zip(g["param_names"], g["params"], strict=True)]
 
-    def _make_reducer(self) -> Reducer:
+    def _make_averager(self) -> Reducer:
         chosen = self._options
         mine: Any = weakref.ref(self)
         settings = (*self.rule.GROUP, "weight_decay", "decoupled_weight_decay")
         return Reducer(
             self._names, chosen["policy"], chosen["process_set"], lambda: mine().param_groups,
-            sparse_as_dense=True, skip=chosen["skip"], settings=settings,
-            alone=not chosen["process_set"].included(),
+            sparse_as_dense=True, skip=chosen["skip"], guard=chosen["guard"], settings=settings,
         )  # fmt: skip
 
     # ---------------------------------------------------------------------------------- one step
@@ -130,11 +134,11 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        self._reducer.finish()
-        if self._reducer.finite:
+        self._averager.finish()
+        if self._averager.finite:
             self._take()
         self._forget()
-        self._exchanged_step = self._reducer.exchange.steps
+        self._exchanged = True
         self._compare_replicas()
         return loss
 
@@ -142,7 +146,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def _prepare(self) -> None:
         """Unscale, decay, clip: this rank's gradients as the rule wants them."""
         scale = getattr(self, "grad_scale", None)  # a GradScaler's, while it calls
-        self._reducer.watch([])  # layers may have been unfrozen
+        self._averager.watch([])  # layers may have been unfrozen
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
             for p in chosen:
@@ -158,7 +162,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             self._clip(self._max_norm)
 
     def _serving(self, parameter: torch.Tensor) -> Rule:
-        return cast(Rule, self._reducer.serving(parameter))
+        return cast(Rule, self._averager.serving(parameter))
 
     def _clip(self, limit: float) -> None:
         """Scale all ranks' gradients by one factor; see `max_grad_norm`."""
@@ -168,7 +172,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         squares = torch.zeros((), device=device)
         for norm in torch._foreach_norm(grads) if grads else []:
             squares = squares + norm.to(device, torch.float32).square()
-        link = self._reducer.communicator
+        link = self._averager.communicator
         mean = link.run("accordion.norm", _mean(squares.reshape(1)))
         factor = (limit / (mean[0].sqrt() + 1e-6)).clamp(max=1.0)
         if grads:
@@ -209,7 +213,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         dataclasses.replace(cast(Any, self.rule), **{name: group[name] for name in self.rule.GROUP})
         for name in ("lr", "weight_decay"):
             check.at_least(self, name, float(group[name]), least=0)
-        if "_reducer" not in vars(self):
+        if "_averager" not in vars(self):
             return
         index = len(self.param_groups) - 1
         numbered = [f"group.{index}.{i}" for i in range(len(group["params"]))]
@@ -217,7 +221,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         fresh = list(zip(names, group["params"], strict=True))
         refusals.check_parameters(fresh)
         self._names += fresh
-        self._reducer.watch(fresh)
+        self._averager.watch(fresh)
 
     # ---------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
@@ -227,8 +231,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         anew. `hvd.save_state` and `hvd.load_state` keep them on any number of ranks.
         """
         found = torch.optim.Optimizer.state_dict(self)
-        begun = self._reducer.exchange.steps > 0
-        found["exchange"] = checkpoint.snapshot(self._reducer.exchange) if begun else None
+        begun = self._averager.exchange.steps > 0
+        found["exchange"] = checkpoint.snapshot(self._averager.exchange) if begun else None
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,11 +250,11 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         torch.optim.Optimizer.load_state_dict(self, rest)
         for group in self.param_groups:
             group.update(self.defaults | group)
-        self._reducer.adopt(state_dict["exchange"])
+        self._averager.adopt(state_dict["exchange"])
 
     def doubt(self) -> None:
         """Another rank has been given this one's state: see before the next step who has what."""
-        self._reducer.doubt()
+        self._averager.doubt()
 
     def __reduce__(self) -> Any:
         """Refuse. Raises: TypeError, since process sets and policies belong to one process."""

@@ -1,9 +1,7 @@
-"""From parameters' gradients to buckets and back: hooks, accumulation, sparse gradients."""
+"""When PyTorch's gradients leave, and where their means go: hooks, accumulation, sparse ones."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,18 +11,17 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-import accordion_hvd
-from accordion_hvd import checkpoint, halves, machines, simulate
-from accordion_hvd import guard as guards
-from accordion_hvd.base import Allgather, Allreduce, Compressor, Conversation
+from accordion_hvd import checkpoint, simulate
+from accordion_hvd.base import Allgather, Conversation
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
+from accordion_hvd.gradient_averager import GradientAverager
+from accordion_hvd.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policy import Policy
 from accordion_hvd.torch.communicator import HorovodCommunicator
 
-_numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
 _listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
 
 
@@ -36,39 +33,40 @@ class Watched:
         parameter: itself.
         name: unique, and equal on all ranks.
         delay: backward passes to come before its gradient may leave.
-        number: of the exchange's tensor; None as long as that is open, or if it is sparse.
     """
 
     parameter: torch.Tensor
     name: str
     delay: int
-    number: int | None = None
 
 
-class Reducer:
-    """Averages the gradients of parameters over the ranks, starting while backward still runs.
+class Reducer(GradientAverager[Exchange]):
+    """Average the gradients of parameters over the ranks, starting while backward still runs.
 
     Args:
         named: names and parameters; names are unique and equal on all ranks.
         policy: decides which compressor serves which tensor.
-        process_set: who exchanges.
+        process_set: the ranks that average.
         groups: gives the optimizer's parameter groups, for their learning rates.
         passes: backward passes that add up to one exchange.
         total: whether the result is the sum instead of the average.
         sparse_as_dense: whether sparse gradients are exchanged like dense ones.
         skip: patterns of names that travel dense.
+        guard: compares replicas now and then.
         scaler: the GradScaler in use, so that errors are kept unscaled.
-        settings: names of the groups' settings that conversations are told (`Info.hyper`); then
-            tensors of different groups never share one. None: conversations are told none.
-        alone: whether this process is outside the process set, and exchanges with itself.
+        settings: names of the groups' settings that exchanges are told (`Info.hyper`); then
+            tensors of different groups never share one. None: exchanges are told none.
 
     Attributes:
         finite: whether the last exchange counted.
         listening: whether exchanges start while backward runs; else all do in `finish`.
+        pending: whether there is a gradient that has not been exchanged.
+        finished: whether gradients are averaged, and none has come since.
     """
 
-    listening = True
+    framework = "torch"
     finite = True
+    pending = finished = False
 
     def __init__(
         self,
@@ -81,31 +79,19 @@ class Reducer:
         total: bool = False,
         sparse_as_dense: bool = False,
         skip: Sequence[str] = (),
+        guard: Guard | None = None,
         scaler: Any = None,
         settings: Sequence[str] | None = None,
-        alone: bool = False,
     ) -> None:
         self.settings, self.listening = settings, settings is None
-        self.policy, self.skip, self.scaler, self.groups = policy, tuple(skip), scaler, groups
-        self._unused = copy.deepcopy(policy.state_dict())
-        self.passes, self.total, self.sparse_as_dense = passes, total, sparse_as_dense
-        self.communicator: Communicator = (
-            simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
-            if alone
-            else HorovodCommunicator(process_set)
-        )
-        number = process_set.process_set_id
-        self.name = f"accordion.{number}.{_numbers[number]}"
-        _numbers[number] += 1
-        self.pending = False  # some gradient is there that has not been exchanged
-        self.finished = False  # gradients are averaged, and none has come since
-        self._exchange: Exchange | None = None
-        self._agreed = False
+        self.scaler, self.groups, self.passes = scaler, groups, passes
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # those that need a gradient
-        self._dense: list[torch.Tensor] = []  # by number of the exchange's tensor
-        self._sparse: list[torch.Tensor] = []
         self._ready: Counter[int] = Counter()  # by unit: members that are ready
+        super().__init__(
+            policy, process_set, total=total, sparse_as_dense=sparse_as_dense, skip=skip,
+            guard=guard, with_settings=settings is not None,
+        )  # fmt: skip
         self.watch(named)
         checkpoint.register(self)
 
@@ -115,61 +101,53 @@ class Reducer:
         self._names |= {parameter: name for name, parameter in named}
         self._look_for_new()
 
-    def serving(self, parameter: torch.Tensor) -> Compressor:
-        """What serves a parameter now, which needed a gradient at the last look (`watch`)."""
-        slots, number = self.exchange.slot_of, self._watched[parameter].number
-        assert number is not None
-        return slots[number].compressor
-
     def _look_for_new(self) -> None:
-        """Layers may be unfrozen at any time."""
+        """Watch parameters that need a gradient by now: layers may be unfrozen at any time."""
         known = self._watched
         fresh = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
         for parameter, name in reversed(fresh):
             known[parameter] = Watched(parameter, name, self.passes * self.batches)
-            if self.listening:
+            self.device = parameter.device
+            if self.listening and not self.idle:
                 _listen(parameter, weakref.ref(self))
-        if self._exchange is not None and fresh:
-            parameters = [parameter for parameter, _ in reversed(fresh)]
-            self._exchange.extend(self._described(parameters))
-            self._place(parameters)
+        self.extend(self._described([parameter for parameter, _ in reversed(fresh)]))
 
-    @property
-    def exchange(self) -> Exchange:
-        """What runs the conversations; made at the first use."""
-        if self._exchange is None:
-            sparse = set(self._sparse)
-            tensors = [p for p in self._watched if p not in sparse]
-            self._exchange = Exchange(
-                self.communicator,
-                self.policy,
-                self._described(tensors),
-                skip=self.skip,
-                name=self.name,
-            )
-            self._exchange.keep_buffers = True
-            self._place(tensors)
-        return self._exchange
+    def ranks_changed(self) -> None:
+        """Connect to the ranks that there are now, and hear of gradients if it was alone before."""
+        self.reset()
+        super().ranks_changed()
+        if self.listening and not self.idle:
+            for parameter in self._watched:
+                _listen(parameter, weakref.ref(self))
 
-    def expect(self, names: Sequence[str]) -> None:
-        """Before a restore: these tensors were exchanged densely, others were sparse."""
-        known = set(names)
-        if self._exchange is None:
-            self._sparse = [w.parameter for w in self._watched.values() if w.name not in known]
+    def connect(self) -> Communicator:
+        """Connect to the ranks of the process set over Horovod; a rank alone, to itself."""
+        if self.process_set.included() and self.process_set.size() > 1:
+            return HorovodCommunicator(self.process_set)
+        return simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
 
-    def _place(self, parameters: list[torch.Tensor]) -> None:
-        for parameter in parameters:
-            self._watched[parameter].number = len(self._dense)
-            self._dense.append(parameter)
+    def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
+        """Return an exchange whose buffers serve again at each step."""
+        made = Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
+        made.keep_buffers = True
+        return made
 
-    def _described(self, parameters: Sequence[torch.Tensor]) -> list[TensorInfo]:
+    def tensors(self) -> dict[Any, TensorInfo]:
+        """Return the parameters that need a gradient, the last layers' first."""
+        return self._described(list(self._watched))
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        """Return all parameters, frozen ones too."""
+        return {name: parameter for parameter, name in self._names.items()}
+
+    def _described(self, parameters: Sequence[torch.Tensor]) -> dict[Any, TensorInfo]:
         group_of = dict.fromkeys(parameters, "")
         if self.settings is not None:
             group_of = {p: str(i) for i, group in enumerate(self.groups()) for p in group["params"]}
-        return [
-            TensorInfo(self._names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of[p])
+        return {
+            p: TensorInfo(self._names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of[p])
             for p in parameters
-        ]
+        }
 
     # ---------------------------------------------------------------------------------- one step
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -183,7 +161,7 @@ class Reducer:
             )
         self.pending, self.finished = True, False
         watched.delay -= 1
-        if watched.delay == 0 and self._agreed:
+        if watched.delay == 0 and self.agreed:
             self._count(watched)
 
     @property
@@ -196,11 +174,9 @@ class Reducer:
 
         Collective, if one is due.
         """
-        if self.in_flight:
-            return  # then this has been seen to
-        if not self._agreed:
-            self._look_for_new()
-            self._agree()
+        if self.in_flight or self.idle:
+            return
+        self._set_up()
         before = self.batches
         self.exchange.decide(self._rates())
         for watched in self._watched.values():
@@ -209,11 +185,13 @@ class Reducer:
     @torch.no_grad()
     def keep(self) -> None:
         """Instead of `finish`: gradients stay this rank's, averaged over accumulated batches."""
+        if self.idle:
+            return
         if self.batches > 1:
             for parameter in self._watched:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.batches)
-        grads = [self._gradient(parameter) for parameter in self._dense]
+        grads = [self._gradient(parameter) for parameter in self.keys]
         self.exchange.observe(grads, self._rates())
         self.finished = True
         self.reset()
@@ -224,10 +202,10 @@ class Reducer:
         Raises:
             RanksDisagree: at the first call, ranks were set up differently.
         """
+        if self.idle:
+            return
         try:
-            if not self._agreed:
-                self._look_for_new()
-                self._agree()
+            self._set_up()
             self._begin()
             self._start_missing()
             self.finite = self.exchange.finish()
@@ -243,27 +221,9 @@ class Reducer:
         return self._exchange is not None and self._exchange.running is not None
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
-        """Go on from a `checkpoint.snapshot`, before the next exchange (None: from the beginning).
-
-        Ranks see then whether each had its own: else all forget what was of use to one alone.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Go on from a `checkpoint.snapshot`; see `GradientAverager`."""
         self.reset()
-        if saved is None:
-            self._exchange, self._dense = None, []
-            self.policy._bound = None
-            self.policy.load_state_dict(copy.deepcopy(self._unused))
-        else:
-            self._own = checkpoint.adopt(self.exchange, saved)
-        self.doubt()
-
-    def doubt(self) -> None:
-        """Before the next exchange, ranks see again whether they mean the same."""
-        self._agreed = False
-
-    _own = True  # what was adopted was this rank's
+        super().adopt(saved)
 
     def reset(self) -> None:
         """Forget what is under way."""
@@ -288,12 +248,13 @@ class Reducer:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
         told = self.settings is not None or self.policy.whole
         slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
-        return {s.bucket.name: rate.get(self._dense[s.bucket.members[0]], 0.0) for s in slots}
+        return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in slots}
 
     def _count(self, watched: Watched) -> None:
         """One more member of its unit is ready; start the unit with its last."""
-        if watched.number is None or self.policy.several:
-            return  # gradients of single contributors come in their own time
+        number = self.number.get(watched.parameter)
+        if number is None or self.policy.several:
+            return  # sparse gradients, and those of single contributors, come in their own time
         if not self.in_flight:
             if self.policy.whole:
                 self.decide()
@@ -301,7 +262,7 @@ class Reducer:
                     return  # more batches are to come, or nothing is exchanged
             self._begin()
         plan = self.exchange.plan
-        unit = plan.unit_of[watched.number]
+        unit = plan.unit_of[number]
         self._ready[unit] += 1
         if self._ready[unit] == len(plan.units[unit].members):
             self._start(unit)
@@ -314,7 +275,7 @@ class Reducer:
                 self._start(unit)
 
     def _start(self, unit: int) -> None:
-        parameters = [self._dense[m] for m in self.exchange.plan.units[unit].members]
+        parameters = [self.keys[m] for m in self.exchange.plan.units[unit].members]
         given = _samples if self.policy.several else self._gradients
         grad = self.exchange.pack(unit, given(parameters))
         with torch.no_grad():
@@ -348,7 +309,7 @@ class Reducer:
         if self.scaler is not None:
             factor = factor * self._scale()
         for index, unit in enumerate(self.exchange.plan.units):
-            parameters = [self._dense[m] for m in unit.members]
+            parameters = [self.keys[m] for m in unit.members]
             if not finite:
                 for parameter in parameters:
                     _put(parameter, torch.full_like(parameter, float("nan")), own=True)
@@ -364,13 +325,13 @@ class Reducer:
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:
-        if not self._sparse:
+        if not self.sparse:
             return
-        grads = [self._sparse_gradient(p) for p in self._sparse]
+        grads = [self._sparse_gradient(p) for p in self.sparse]
         name = f"{self.name}.sparse"
         parts = self.communicator.run(name, _gather_sparse(grads))
         factor = (1.0 if self.total else 1.0 / self.communicator.size) / self.batches
-        for parameter, indices, values in zip(self._sparse, *parts, strict=True):
+        for parameter, indices, values in zip(self.sparse, *parts, strict=True):
             mean = torch.sparse_coo_tensor(
                 torch.cat([i.t() for i in indices], 1),
                 torch.cat(values) * factor,
@@ -386,70 +347,16 @@ class Reducer:
         return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
 
     # ---------------------------------------------------------------------------------- agreement
-    def _agree(self) -> None:
-        """Before the first exchange: do all ranks mean the same? Whose gradients are sparse?"""
+    def _set_up(self) -> None:
+        """Before the first exchange: agree, also on the parameters whose gradients are sparse."""
+        if self.agreed:
+            return
+        self._look_for_new()
+        self.agree(f"passes={self.passes}")
         order = list(self._watched)
-        known = [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in order]
-        described = [f"accordion_hvd {accordion_hvd.__version__}, torch", repr(self.policy)]
-        settings = f"passes={self.passes} sum={self.total} skip={self.skip}"
-        settings += " loaders give large batches" if self.policy.loader else ""
-        text = "\n".join([*described, settings, *known])
-        device = order[0].device if order else None
-        guards.require_agreement(self.communicator, text, device)
-        machines.meet(self.communicator, self.policy, device)
-        halves.meet(self.communicator, self.policy, device)
-        if self.settings is not None:
-            checkpoint.agree_on_origin(self.exchange, self._own, device)
-            self._own = True
         if not self.sparse_as_dense and order:
-            flags = [p.grad is not None and p.grad.is_sparse for p in order]
-            mine = torch.tensor(flags, dtype=torch.int32, device=device)
-            sparse = self.communicator.run("accordion.sparse", _any(mine))
-            found = [p for p, flag in zip(order, sparse.tolist(), strict=True) if flag]
-            if self._exchange is not None and set(found) != set(self._sparse):
-                raise RuntimeError(
-                    "sparse gradients appeared after optimizer.exchange had been read; read it "
-                    "after the first step, or pass sparse_as_dense=True."
-                )
-            self._sparse = found
-        self._agreed = True
-
-
-class Idle:
-    """Stands in for a `Reducer` where there is nobody to exchange with: alone, or outside."""
-
-    passes = batches = 1
-    in_flight = pending = finished = False
-
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], policy: Policy) -> None:
-        named = [(name, p) for name, p in named if p.is_floating_point()]
-        tensors = [TensorInfo(n, tuple(p.shape), xp.dtype(p), str(p.device)) for n, p in named]
-        self.communicator = simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
-        self._make = lambda: Exchange(self.communicator, policy, list(reversed(tensors)))
-        checkpoint.register(self)  # what a larger job still owed waits here for the next one
-
-    @functools.cached_property
-    def exchange(self) -> Exchange:
-        """An exchange that never exchanges anything."""
-        return self._make()
-
-    def expect(self, names: Sequence[str]) -> None:
-        """Nothing to expect."""
-
-    def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Nothing to hear."""
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-    def decide(self) -> None:
-        """Nothing to decide."""
-
-    def keep(self) -> None:
-        """Gradients are this rank's own in any case."""
+            flags = self.on_any_rank([p.grad is not None and p.grad.is_sparse for p in order])
+            self.expect_sparse([p for p, flag in zip(order, flags, strict=True) if flag])
 
 
 def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
@@ -522,8 +429,3 @@ def _gather_sparse(grads: list[torch.Tensor]) -> Conversation:
     values = [Allgather(g.values(), uneven=True) for g in grads]
     parts = yield tuple(indices + values)
     return parts[: len(grads)], parts[len(grads) :]
-
-
-def _any(flags: torch.Tensor) -> Conversation:
-    result = yield Allreduce(flags, op="max")
-    return result  # type: ignore[return-value]

@@ -14,7 +14,7 @@ import harness
 import numpy as np
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from averages import problems, replay  # noqa: E402
 
 from accordion_hvd.averaging import engine  # noqa: E402

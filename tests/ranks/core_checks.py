@@ -222,7 +222,7 @@ def check_plans_that_differ_are_noticed() -> None:
     from accordion_hvd import TopK
     from accordion_hvd.buckets import TensorInfo
     from accordion_hvd.exchange import Exchange
-    from accordion_hvd.policy import as_policy
+    from accordion_hvd.resolve import as_policy
 
     ours = communicator()
     name = "odd" if ours.rank == 0 else "even"

@@ -16,9 +16,9 @@ _found: dict[str, list] = {}
 
 def train(name: str, **more) -> list:
     """What every rank knows of the trainings; rank 0 has also written it."""
-    from accordion_hvd.data import load_graph
-    from accordion_hvd.experiment import graph_training
-    from accordion_hvd.experiment.graph_config import GraphSettings
+    from examples.data import load_graph
+    from examples.graph import training as graph_training
+    from examples.graph.config import GraphSettings
 
     with tempfile.TemporaryDirectory() as folder:
         settings = GraphSettings(name=name, output=folder, **SETTINGS | more)

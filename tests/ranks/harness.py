@@ -6,8 +6,9 @@ their definition, and ends with
     if __name__ == "__main__":
         harness.main(globals())
 
-An optional `INIT` (a callable, `hvd.init` say) runs first. `tests/launch.py` starts the script once
-for each launcher and number of ranks and reports every check as a test of its own. Run by hand:
+An optional `INIT` (a callable, `hvd.init` say) runs first. `tests/support/launch.py` starts the
+script once for each launcher and number of ranks and reports every check as a test of its own. Run
+by hand:
 
     horovodrun -np 2 python tests/ranks/core_checks.py [check_this check_that]
 
@@ -98,6 +99,12 @@ def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
             if process_set.process_set_id not in known:
                 remove_process_set(process_set)
         barrier()  # nobody may leave while others still remove
+
+
+def tell(**facts: Any) -> None:
+    """Leave facts, one file a process, for a test that reads them when the launch has ended."""
+    with open(os.path.join(str(_FOLDER), f"told{os.getpid()}"), "w") as file:
+        json.dump(facts, file)
 
 
 def main(names: dict[str, Any]) -> None:

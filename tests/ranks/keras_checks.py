@@ -36,6 +36,7 @@ from accordion_hvd import (
     Fixed,
     Gate,
     Int8,
+    LocalSGD,
     Natural,
     OneBit,
     PowerSGD,
@@ -905,7 +906,7 @@ def check_ranks_that_disagree() -> None:
 def check_guard_finds_a_changed_replica() -> None:
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)), name="poked")
-        opt = hvd.DistributedOptimizer(SGD(1.0), guard_every=4)
+        opt = hvd.DistributedOptimizer(SGD(1.0), compression=Dense(), guard_every=4)
         run = functools.partial(stepper(graph, opt, variable), tf.ones((40, 40)))
         for _ in range(4):
             run()
@@ -913,6 +914,27 @@ def check_guard_finds_a_changed_replica() -> None:
             variable.assign(variable + 1e-3)
         kind = tf.errors.OpError if graph else ReplicasDiffer
         raises(kind, "poked", run)
+
+
+def check_weights_that_were_never_broadcast() -> None:
+    """Horovod's own compression warns once, on rank 0, and goes on as Horovod does; ours stops."""
+    for graph in (False, True):
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            variable = keras.Variable(tf.fill((40, 40), float(hvd.rank())), name="careless")
+            opt = hvd.DistributedOptimizer(SGD(1.0), compression=compression, guard_every=1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run = stepper(graph, opt, variable)
+                for _ in range(5):
+                    run(tf.ones((40, 40)))
+            told = [w for w in caught if "replicas differ" in str(w.message)]
+            assert len(told) == (hvd.rank() == 0), (graph, compression)
+            assert (variable.numpy() == hvd.rank() - 5.0).all()
+        variable = keras.Variable(tf.fill((40, 40), float(hvd.rank())), name="careless")
+        opt = hvd.DistributedOptimizer(SGD(1.0), compression=TopK(0.5))
+        run = functools.partial(stepper(graph, opt, variable), tf.ones((40, 40)))
+        run()
+        raises(tf.errors.OpError if graph else ReplicasDiffer, "careless", run)
 
 
 def check_guard_in_fit() -> None:
@@ -967,6 +989,13 @@ def check_words_and_environment() -> None:
         assert (
             repr(hvd.DistributedOptimizer(SGD(0.1))._averager.policy) == "Fixed(TopK(ratio=0.25))"
         )
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "none"
+        assert repr(hvd.DistributedOptimizer(SGD(0.1))._averager.policy) == "Fixed(Dense())"
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "localsgd:2"
+        assert hvd.DistributedOptimizer(SGD(0.1)).averaging.method == LocalSGD(2)
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "topk:7"
+        raises(ValueError, "ACCORDION_HVD_COMPRESSION is 'topk:7'",
+               lambda: hvd.DistributedOptimizer(SGD(0.1)))  # fmt: skip
     finally:
         del os.environ["ACCORDION_HVD_COMPRESSION"]
     opt = hvd.DistributedOptimizer(SGD(0.1), compression="powersgd:rank=3")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import decay_oracle
 import harness
 import horovod.tensorflow as stock
 import keras
@@ -104,6 +105,23 @@ def check_adam_is_keras_on_the_mean() -> None:
             ours.apply([tf.constant(gradients[hvd.rank()])], [one])
             theirs.apply([tf.constant(gradients.mean(0))], [two])
         np.testing.assert_allclose(one.numpy(), two.numpy(), atol=2e-5)
+
+
+def check_weight_decay_is_decoupled() -> None:
+    """As everywhere in Keras; for rules whose paper decouples it, as in PyTorch by default."""
+    for name in NAMES:
+        variables = {k: tf.Variable(x, name=k) for k, x in decay_oracle.start().items()}
+        optimizer = getattr(hvd, name)(
+            learning_rate=decay_oracle.LR, weight_decay=decay_oracle.DECAY,
+            **decay_oracle.DENSE.get(name, {}),
+        )  # fmt: skip
+        for step in range(decay_oracle.STEPS):
+            given = [decay_oracle.gradients(key, step, hvd.size()) for key in variables]
+            mine = [tf.constant(gradients[hvd.rank()]) for gradients in given]
+            optimizer.apply(mine, list(variables.values()))
+        for key, wanted in decay_oracle.end(name, hvd.size(), decoupled=True).items():
+            apart = np.abs(variables[key].numpy() - wanted).max()
+            assert apart < 1e-10, (name, key, apart)
 
 
 def check_what_is_excluded_from_decay() -> None:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import decay_oracle
 import harness
 import torch
 from torch_checks import (
@@ -110,6 +111,41 @@ def check_the_yardsticks_are_pytorchs_on_the_mean() -> None:
                 p.grad = hvd.allreduce(p.grad, name="check.mean")
             other.step()
         assert torch.allclose(weights(ours), weights(theirs), atol=1e-5)
+
+
+def check_weight_decay_is_the_papers() -> None:
+    """By default in the form of the rule's paper; in the other form if the script says so."""
+    for name in NAMES:
+        for given in (None, True, False):
+            decoupled = name in decay_oracle.DECOUPLED if given is None else given
+            start = decay_oracle.start()
+            parameters = {k: torch.nn.Parameter(torch.tensor(x)) for k, x in start.items()}
+            optimizer = getattr(hvd, name)(
+                parameters.items(), lr=decay_oracle.LR, weight_decay=decay_oracle.DECAY,
+                decoupled_weight_decay=given, **decay_oracle.DENSE.get(name, {}),
+            )  # fmt: skip
+            for step in range(decay_oracle.STEPS):
+                for key, parameter in parameters.items():
+                    mine = decay_oracle.gradients(key, step, hvd.size())[hvd.rank()]
+                    parameter.grad = torch.tensor(mine)
+                optimizer.step()
+            for key, wanted in decay_oracle.end(name, hvd.size(), decoupled).items():
+                apart = (parameters[key].detach() - torch.tensor(wanted)).abs().max().item()
+                assert apart < 1e-10, (name, given, key, apart)
+
+
+def check_a_state_keeps_its_form_of_weight_decay() -> None:
+    """Versions whose default was another saved it with the groups."""
+    for name in NAMES:
+        model, twin = network(), network()
+        optimizer = made(name, model, weight_decay=0.1, decoupled_weight_decay=False)
+        train(model, optimizer, 4)
+        twin.load_state_dict(model.state_dict())
+        again = made(name, twin, weight_decay=0.1)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, 3, seed=8)
+        train(twin, again, 3, seed=8)
+        assert torch.equal(weights(model), weights(twin)), name
 
 
 def check_groups_have_settings_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import horovod.tensorflow as stock
@@ -13,7 +14,7 @@ from harness import raises
 import accordion_hvd.tensorflow as hvd
 from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
 from accordion_hvd.base import Allgather, Alltoall, Neighbours
-from accordion_hvd.guard import RanksDisagree
+from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
 from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.tape import exchange_of
 
@@ -146,6 +147,23 @@ def check_tape_averages() -> None:
             factor = hvd.size() if "op" in options else 1
             for grad in run(tf.constant(rank_gradient())):
                 np.testing.assert_allclose(grad.numpy(), want * factor, rtol=1e-2, atol=2e-3)
+
+
+def check_tape_with_weights_that_were_never_broadcast() -> None:
+    """Horovod's own compression warns once, on rank 0, and goes on; ours stops."""
+    options: list[dict[str, Any]] = [{}, {"compression": stock.Compression.fp16}]
+    for option in options:
+        variable = tf.Variable(tf.fill((40, 40), float(hvd.rank())))
+        step = tape_step([variable], guard_every=1, **option)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                step(tf.constant(rank_gradient()))
+        told = [w for w in caught if "replicas differ" in str(w.message)]
+        assert len(told) == (hvd.rank() == 0), option
+    step = tape_step([variable], compression=TopK(0.5))
+    step(tf.constant(rank_gradient()))
+    raises(ReplicasDiffer, "after step 1", lambda: step(tf.constant(rank_gradient())))
 
 
 def check_tape_remembers_errors() -> None:

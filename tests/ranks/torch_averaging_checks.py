@@ -17,7 +17,8 @@ from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD, Nester
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.process_sets import registered
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 from test_averaging import Ranks  # noqa: E402
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"

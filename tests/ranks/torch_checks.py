@@ -35,6 +35,7 @@ from accordion_hvd import (
     Dense,
     Fixed,
     Gate,
+    LocalSGD,
     PowerSGD,
     RandomK,
     Replay,
@@ -917,14 +918,34 @@ def check_a_replica_that_drifts_is_reported() -> None:
     train(model, optimizer, 1)
     with refused(ReplicasDiffer, "after step 5", "weight"):
         train(model, optimizer, 1)
-    careless = network(hvd.rank())
-    with refused(ReplicasDiffer, "after step 1", "'0.weight'", "broadcast"):
-        train(careless, wrapped(careless), 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(careless, wrapped(careless, guard="warn"), 1)
-        train(careless, wrapped(careless, guard="off"), 1)
-    assert len([w for w in caught if "replicas differ" in str(w.message)]) == (hvd.rank() == 0)
+
+
+def check_weights_that_were_never_broadcast() -> None:
+    """Horovod's own compression warns once, on rank 0, and goes on as Horovod does; ours stops."""
+
+    def attempt(**options: Any) -> int:
+        careless = network(hvd.rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(careless, wrapped(careless, guard_every=1, **options), 4)
+        rows = everywhere(weights(careless))
+        assert not torch.equal(rows[0], rows[1])
+        return len([w for w in caught if "replicas differ" in str(w.message)])
+
+    for options in ({}, {"compression": hvd.Compression.fp16}, {"guard": "warn"}):
+        assert attempt(**options) == (hvd.rank() == 0), options
+    assert attempt(compression=TopK(0.1), guard="warn") == (hvd.rank() == 0)
+    assert attempt(guard="off") == 0
+    for options in ({"compression": TopK(0.1)}, {"compression": "fp16"}, {"guard": "error"}):
+        with refused(ReplicasDiffer, "after step 1", "'0.weight'", "broadcast"):
+            attempt(**options)
+    for name, word in (("COMPRESSION", "topk:0.1"), ("GUARD", "error")):
+        os.environ[f"ACCORDION_HVD_{name}"] = word
+        try:
+            with refused(ReplicasDiffer, "after step 1"):
+                attempt()
+        finally:
+            del os.environ[f"ACCORDION_HVD_{name}"]
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -1050,6 +1071,14 @@ def check_environment_names_a_compression() -> None:
         assert "TopK(ratio=0.25)" in optimizer.exchange.levels().values()
         explicit = wrapped(network(), compression=Fixed(Dense()))
         assert set(explicit.exchange.levels().values()) == {"Dense()"}
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "none"
+        assert set(wrapped(network()).exchange.levels().values()) == {"Dense()"}
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "localsgd:2"
+        averaged = wrapped(network())
+        assert averaged.averaging.method == LocalSGD(2)
+        os.environ["ACCORDION_HVD_COMPRESSION"] = "topk:7"
+        with refused(ValueError, "ACCORDION_HVD_COMPRESSION is 'topk:7'", "ratio"):
+            wrapped(network())
     finally:
         del os.environ["ACCORDION_HVD_COMPRESSION"]
 

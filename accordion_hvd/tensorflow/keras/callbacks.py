@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from accordion_hvd import check, halves, machines
+from accordion_hvd import check
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.functions import broadcast_variables
 from accordion_hvd.tensorflow.keras.optimizer import averages_models, is_distributed
@@ -76,7 +76,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             refusals.turn_xla_off(self.model)
             self.model.make_train_function()
         if averager is not None:
-            averager.managed = not self.model.run_eagerly and not averager.alone
+            averager.managed = not self.model.run_eagerly and not averager.idle
             self._take_up(averager)
             if self._ends_windows():
                 averager.policy.end_window()
@@ -89,11 +89,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Take decisions that are due; make the train function anew if levels have changed."""
         averager = self._averager()
-        if averager is None or averager.alone or averager._exchange is None:
+        if averager is None or averager.idle or averager._exchange is None:
             return
         averager.check()
-        machines.meet(averager.communicator, averager.policy)
-        halves.meet(averager.communicator, averager.policy)
+        averager.discover()
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
         self.model.optimizer._follow()
@@ -112,7 +111,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """A window ends; models that are averaged become equal."""
         self._average()
         averager = self._averager()
-        if averager is not None and not averager.alone and self._ends_windows():
+        if averager is not None and not averager.idle and self._ends_windows():
             self._catch_up(averager)
             averager.policy.end_window()
 
@@ -133,7 +132,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Compare the replicas once more; a train function with frozen levels is not kept."""
         self._fitting = False
         averager = self._averager()
-        if averager is None or averager.alone or averager._exchange is None:
+        if averager is None or averager.idle or averager._exchange is None:
             return
         self._catch_up(averager)
         averager.check()
@@ -158,7 +157,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return version, *(getattr(self.model, name, None) for name in told)
 
     def _catch_up(self, averager: Any) -> None:
-        if averager._exchange is not None and averager._agreed:
+        if averager._exchange is not None and averager.agreed:
             averager.exchange.catch_up(float(self.model.optimizer.learning_rate))
 
     def _averager(self) -> Any:

@@ -13,18 +13,17 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging, method_of
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.controls import Controls
 from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
-from accordion_hvd.policy.base import check_private
-from accordion_hvd.stock import policy_of
+from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
 from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
-from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, when
 from accordion_hvd.tensorflow.variables import key_of
+from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -72,7 +71,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: the ranks that average; others take plain steps.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
+        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
+            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
         guard_every: steps between comparisons of the replicas, by default 100.
 
     Returns:
@@ -85,36 +85,31 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: an argument is not what it must be; the sentence says which.
         TypeError: `compression` or `optimizer` is nothing known.
     """
-    refusals.check_arguments(op, compression, gradient_predivide_factor, groups)
+    check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     if op == hvd.Adasum:
+        check_adasum(compression)
         raise ValueError("op == Adasum is not supported with Keras; use op=hvd.Average.")
     refusals.check_strategy()
-    check.integer(refusals.WHO, "backward_passes_per_step", backward_passes_per_step, least=1)
+    check_passes(backward_passes_per_step)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
-    method = method_of(compression)
-    if method is not None:
-        refusals.check_averaging(method, optimizer, op == hvd.Sum, tuple(skip))
+    serving, passes = resolve(compression), backward_passes_per_step
+    validate(serving, refusals.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    refusals.check_optimizer(serving, optimizer)
+    if isinstance(serving, Averaging):
         averages = Averages(
-            method, process_set, Guard(guard, guard_every), backward_passes_per_step,
-            average_aggregated_gradients,
-        )  # fmt: skip
+            serving, process_set, Guard(guard, guard_every), passes, average_aggregated_gradients
+        )
         wrapped = wrap(optimizer, averages, _Averaged)
         wrapped.averaging.set_up()
         return wrapped
-    policy = policy_of(compression)
-    refusals.check_policy(policy, optimizer)
-    check_private(policy, hvd.size(), process_set.size(), backward_passes_per_step)
-    refusals.check_batches(policy, optimizer, process_set.size())
-    if policy.method is not None:
-        refusals.check_averaging(policy.method, optimizer, op == hvd.Sum, tuple(skip))
+    guard = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
-        policy, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
-        scale_local_gradients, backward_passes_per_step, average_aggregated_gradients,
+        serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
+        scale_local_gradients, passes, average_aggregated_gradients,
     )  # fmt: skip
-    Guard(guard, guard_every)
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
         wrapped.averaging.set_up()
@@ -189,9 +184,7 @@ def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
     if is_distributed(optimizer):
         raise ValueError("this optimizer is distributed already; wrap the plain one once.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"{refusals.WHO}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer."
-        )
+        raise TypeError(f"{OWNER}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer.")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise TypeError("wrap the optimizer within LossScaleOptimizer no second time.")
@@ -223,7 +216,7 @@ def averages_models(optimizer: Any) -> bool:
     return isinstance(optimizer, _Averaged)
 
 
-class _Distributed:
+class _Distributed(Controls):
     """What it has besides its own class; every path of Keras 3 leads through `apply`."""
 
     _settings: Any
@@ -239,66 +232,16 @@ class _Distributed:
         self._factor: Any = None  # of the learning rate, within a step
 
     # ------------------------------------------------------------------------ what users may need
-    @property
-    def exchange(self: Any) -> TensorFlowExchange:
-        """Bytes, levels and policy of what this optimizer exchanges: `stats()`, `levels()`.
-
-        Raises:
-            RuntimeError: the optimizer is not built, so that nobody knows what to exchange.
-        """
-        return self._averager.exchange
-
-    @property
-    def exchange_owner(self: Any) -> Any:
-        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
-        both = self._models is not None and self._models is not self._averager
-        return (self._averager, self._models) if both else self._averager
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that average."""
-        return self._settings.process_set
-
-    @property
-    def averaging(self) -> ModelAverager | None:
-        """What averages models (at times): `stats()`, `state`; None where nothing does."""
-        return self._models
-
     def average_now(self: Any, model: Any = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
-
-        For evaluation and checkpoints. Where gradients are averaged now (`Accordion(high=WAGMA())`
-        in critical regimes), models are equal already.
-
-        Args:
-            model: whose statistics (floating-point variables that are never trained) are averaged
-                too; for averaging without waiting, they travel over Horovod.
-
-        Raises:
-            RuntimeError: within a graph; the optimizer is not built; or it never averages models.
-        """
+        """Make all models equal, outside of graphs; see `Controls`."""
         if not tf.executing_eagerly():
             raise RuntimeError("average_now() is called outside of tf.function.")
-        if self._models is None:
-            raise RuntimeError(
-                f"average_now() is for methods that average models, but {self._averager.policy!r} "
-                "averages gradients, which keeps models equal."
-            )
-        self._models.directly(False)
-        found = Variables(lambda: _statistics(model)) if model is not None else None
-        if self.apart:
-            self._models.average_now(found)
-        elif found is not None:
-            self._models.level(found)
+        if self._models is not None:
+            self._models.directly(False)
+        super().average_now(model)
 
-    @property
-    def apart(self) -> bool:
-        """Whether models are averaged now, not gradients, so that ranks' differ in between."""
-        return self._models is not None and self._averager.policy.apart
-
-    def end_window(self) -> None:
-        """A window (an epoch) of the policy ends here; to be called on every rank."""
-        self._averager.policy.end_window()
+    def _statistics(self: Any, model: Any) -> Variables:
+        return Variables(lambda: _statistics(model))
 
     def resize(self: Any) -> None:
         """A loader asks, on every rank before an epoch: from now on batches are as they should be.
@@ -382,7 +325,7 @@ class _Distributed:
     def _batches(self: Any) -> Any:
         """Small batches in the present one, after a decision that was due; a tensor in a graph."""
         averager = self._averager
-        if averager.policy.capped and not averager.alone:
+        if averager.policy.capped and not averager.idle:
             assert averager.exchange  # which reckons what may be sent
         if tf.executing_eagerly():
             averager.decide(self._rate())

@@ -22,8 +22,10 @@ import tensorflow as tf
 from accordion_hvd import check, checkpoint, optimizers
 from accordion_hvd.guard import Guard
 from accordion_hvd.optimizers import Rule
+from accordion_hvd.resolve import staged
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
+from accordion_hvd.tensorflow.variables import key_of
 
 UNDECAYED = "undecayed"
 """The group of variables that `exclude_from_weight_decay` names, for rules that decay weights."""
@@ -73,8 +75,9 @@ class _Ruled(_Distributed):
     """What distinguishes it from an optimizer of averages: gradients stay this rank's own."""
 
     def _remember(self: Any, rule: Rule) -> None:
-        inner = getattr(self, "inner_optimizer", self)
-        self.rule, inner.serving = rule, self._averager.serving
+        inner: Any = getattr(self, "inner_optimizer", self)
+        averager, self.rule = self._averager, rule
+        inner.serving = lambda variable: averager.serving(key_of(variable))
         if rule.DECAYS:
             self._averager.group_of = lambda v: "" if inner._use_weight_decay(v) else UNDECAYED
 
@@ -194,7 +197,7 @@ class CompressedOptimizer(_Ruled, Directions):
         told = {"weight_decay": decay, "decoupled_weight_decay": True}
         hyper = {"": told, UNDECAYED: told | {"weight_decay": 0.0}}
         settings = Settings(
-            optimizers.staged(rule, policy), process_set, False, True, tuple(skip), guard,
+            staged(rule, policy), process_set, False, True, tuple(skip), guard,
             guard_every, False, passes, True, hyper,
         )  # fmt: skip
         Guard(guard, guard_every)

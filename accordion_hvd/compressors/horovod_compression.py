@@ -1,0 +1,35 @@
+"""Horovod's own compression objects, run as exchanges so that they keep their meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State
+
+
+@dataclass(frozen=True)
+class HorovodCompression(Compressor):
+    """Compress with an object written for Horovod.
+
+    Args:
+        compression: an object or class with `compress(tensor) -> (tensor, context)` and
+            `decompress(tensor, context) -> tensor`.
+    """
+
+    scope: ClassVar[str] = "each"
+    compression: Any = None
+
+    def accept(self, spec: Spec, name: str) -> None:
+        """Accept every tensor that Horovod accepts."""
+
+    def exchange(self, grad: Any, state: State, info: Info) -> Conversation:
+        """Compress, allreduce once, decompress."""
+        small, context = self.compression.compress(grad)
+        mean = yield Allreduce(small)
+        return self.compression.decompress(mean, context), state
+
+    def __repr__(self) -> str:
+        """Return a text that is equal on all ranks, without addresses."""
+        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return f"HorovodCompression({kind.__qualname__})"

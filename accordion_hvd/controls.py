@@ -1,0 +1,78 @@
+"""What a wrapped optimizer offers in every framework, besides the interface of its own class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Controls:
+    """Properties and methods that users call on a `DistributedOptimizer`.
+
+    A wrapper has `_averager`, the `GradientAverager`, and `_models`, which averages models (always
+    or at times), or None; `_statistics(model)` returns a model's `Parameters` that are not trained.
+    """
+
+    _averager: Any
+    _models: Any
+    _statistics: Any
+
+    @property
+    def exchange(self) -> Any:
+        """Bytes, times, levels and policy of this optimizer's exchanges: `stats()`, `levels()`.
+
+        A process that is alone, or outside the optimizer's process set, exchanges nothing; its
+        figures stay zero.
+
+        Raises:
+            RuntimeError: the optimizer is not built, so that no tensors are known.
+        """
+        return self._averager.exchange
+
+    @property
+    def exchange_owner(self) -> Any:
+        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
+        both = self._models is not None and self._models is not self._averager
+        return (self._averager, self._models) if both else self._averager
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that average."""
+        return self._averager.process_set
+
+    @property
+    def averaging(self) -> Any:
+        """What averages models, always or at times: `stats()`, `state`; None where nothing does."""
+        return self._models
+
+    @property
+    def apart(self) -> bool:
+        """Whether models are averaged now, not gradients, so that ranks' differ in between."""
+        return self._models is not None and self._averager.policy.apart
+
+    def end_window(self) -> None:
+        """End a window of the policy (an epoch); call it on every rank."""
+        self._averager.policy.end_window()
+
+    def average_now(self, model: Any = None) -> None:
+        """Make all models equal: their average. All ranks call it after the same step.
+
+        For evaluation and checkpoints under policies that average models; where gradients are
+        averaged now (`Accordion(high=WAGMA())` in critical regimes), models are equal already.
+
+        Args:
+            model: the model whose statistics are averaged, too: floating-point buffers in PyTorch,
+                in Keras floating-point variables that are never trained.
+
+        Raises:
+            RuntimeError: the optimizer never averages models; in Keras, within a graph.
+        """
+        if self._models is None:
+            raise RuntimeError(
+                "average_now() is for methods that average models, but "
+                f"{self._averager.policy!r} averages gradients, which keeps models equal."
+            )
+        statistics = None if model is None else self._statistics(model)
+        if self.apart:
+            self._models.average_now(statistics)
+        elif statistics is not None:
+            self._models.level(statistics)

@@ -1,1 +1,0 @@
-"""What `scripts/` share: settings from YAML, training in both frameworks, results, the picture."""

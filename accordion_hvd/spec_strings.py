@@ -1,0 +1,78 @@
+"""The grammar of spec strings: "topk:0.01", "powersgd:rank=4", "Accordion(low=TopK(0.1), ...)"."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+Names = Mapping[str, Callable[..., Any]]
+
+
+def table(*modules: ModuleType) -> dict[str, Any]:
+    """Return what the public names of `modules` stand for in spec strings, by lower-case name."""
+    return {name.lower(): getattr(module, name) for module in modules for name in module.__all__}
+
+
+def parse(text: str, names: Names) -> Any:
+    """Return the object that `text` describes.
+
+    The text is `name`, `name:argument,key=value,...`, or a call as in Python, whose arguments are
+    literals, lists, dicts and further calls. `name:name:...` is a call within a call. Upper and
+    lower case are alike. Nothing else is evaluated.
+
+    Args:
+        text: the spec string.
+        names: the factories that it may call, by lower-case name.
+
+    Raises:
+        ValueError: the text has another form, a name is unknown, or arguments do not fit.
+    """
+    try:
+        tree = ast.parse(_as_call(text.strip()), mode="eval").body
+    except SyntaxError:
+        raise ValueError(
+            f"compression {text!r} is not understood; write a word such as 'topk:0.01' or a call "
+            "such as 'Accordion(low=PowerSGD(4), high=PowerSGD(1))'."
+        ) from None
+    return _value(tree, text, names)
+
+
+def _as_call(word: str) -> str:
+    head, colon, rest = word.partition(":")
+    if not head.isidentifier():
+        return word
+    head = head.lower()  # "None" would be a constant
+    return f"{head}({_as_call(rest) if ':' in rest else rest})" if colon else f"{head}()"
+
+
+def _value(node: ast.expr, text: str, names: Names) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _call(node, node.func.id, text, names)
+    if isinstance(node, ast.Name):
+        if node.id == "inf":
+            return float("inf")
+        return _call(ast.Call(node, [], []), node.id, text, names)
+    if isinstance(node, ast.Dict):
+        keys = [_value(key, text, names) for key in node.keys if key is not None]
+        return dict(zip(keys, [_value(v, text, names) for v in node.values], strict=True))
+    if isinstance(node, ast.List):
+        return [_value(item, text, names) for item in node.elts]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"compression {text!r}: {ast.unparse(node)} is not understood.") from None
+
+
+def _call(node: ast.Call, name: str, text: str, names: Names) -> Any:
+    factory = names.get(name.lower())
+    if factory is None:
+        allowed = ", ".join(sorted(names))
+        raise ValueError(f"compression {text!r}: {name!r} is not known; allowed are {allowed}.")
+    arguments = [_value(argument, text, names) for argument in node.args]
+    options = {word.arg: _value(word.value, text, names) for word in node.keywords if word.arg}
+    try:
+        return factory(*arguments, **options)
+    except TypeError as error:
+        raise ValueError(f"compression {text!r}: {error}.") from None

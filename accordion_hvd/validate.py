@@ -1,0 +1,171 @@
+"""Whether what `compression=` means suits the optimizer and the job: checked before any message.
+
+The checks that need a framework's own types are in its `refusals` module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.policy import Policy, levers
+from accordion_hvd.resolve import Serving, is_ours
+
+OWNER = "DistributedOptimizer"
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a wrapper is used, as far as its compression must suit that.
+
+    Attributes:
+        module: the module that has this framework's compressed optimizers.
+        ranks: ranks of the job.
+        members: ranks that exchange.
+        optimizer: name of the wrapped optimizer's class.
+        plain: whether a step adds nothing to lr times the gradient: SGD without momentum.
+        one_rate: whether all parameters have the same learning rate.
+        total: whether gradients are summed instead of averaged.
+        skip: patterns of tensors that travel uncompressed.
+        passes: backward passes that add up to one exchange.
+        owner: name of the wrapper in error messages.
+        takes_steps: whether the wrapper takes the optimizer's steps; a tape does not.
+    """
+
+    module: str
+    ranks: int
+    members: int
+    optimizer: str = ""
+    plain: bool = True
+    one_rate: bool = True
+    total: bool = False
+    skip: tuple[str, ...] = ()
+    passes: int = 1
+    owner: str = OWNER
+    takes_steps: bool = True
+
+
+def validate(serving: Serving, use: Use) -> None:
+    """Check that a policy or an averaging method suits its use; equal on all ranks.
+
+    Raises:
+        ValueError: it does not; one sentence names the argument, its value and what is allowed.
+    """
+    if not use.takes_steps:
+        _check_without_steps(serving, use)
+    if isinstance(serving, Averaging):
+        _check_averaging(serving, use)
+        return
+    _check_levels(serving, use)
+    _check_private(serving, use)
+    if serving.batch_size is not None:
+        levers.share(serving, serving.batch_size, use.members)
+    if serving.method is not None:
+        _check_averaging(serving.method, use)
+
+
+def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any) -> None:
+    """Check Horovod's own arguments of a wrapper.
+
+    Args:
+        op: the argument `op`.
+        known: average, sum and Adasum, as Horovod's constants.
+        predivide: the argument `gradient_predivide_factor`.
+        groups: the argument `groups`.
+
+    Raises:
+        ValueError: one makes no sense.
+    """
+    if op not in known:
+        check.refuse(OWNER, "op", op, "hvd.Average, hvd.Sum or hvd.Adasum")
+    if predivide != 1.0 and op != known[0]:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if groups is not None and not (
+        isinstance(groups, list) or (check.is_integer(groups) and groups >= 0)
+    ):
+        check.refuse(OWNER, "groups", groups, "a non-negative integer or a list of lists")
+
+
+def check_adasum(compression: Any) -> None:
+    """Raise ValueError for Adasum with a compression of ours."""
+    if is_ours(compression):
+        raise ValueError(
+            f"{OWNER}: op=hvd.Adasum cannot be combined with compression={compression!r}: Adasum "
+            "is not an average. Use op=hvd.Average, or Adasum with hvd.Compression."
+        )
+
+
+def check_passes(passes: Any, policy: Policy | None = None) -> None:
+    """Raise ValueError for a number of backward passes that makes no sense, or not with `policy`.
+
+    Args:
+        passes: backward passes that add up to one exchange.
+        policy: the policy that serves.
+    """
+    check.integer(OWNER, "backward_passes_per_step", passes, least=1)
+    if policy is not None and policy.several and passes != 1:
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: gradients of "
+            "single contributors do not add up."
+        )
+
+
+def _check_without_steps(serving: Serving, use: Use) -> None:
+    method = serving if isinstance(serving, Averaging) else serving.method
+    if method is not None:
+        allowed = f"one without {method!r}, which works with {use.module}.DistributedOptimizer"
+        check.refuse(use.owner, "compression", serving, allowed)
+    if isinstance(serving, Policy) and serving.batch_size is not None:
+        allowed = "one without batch_size: a tape takes no steps and knows no learning rate"
+        check.refuse(use.owner, "compression", serving, allowed)
+
+
+def _check_levels(policy: Policy, use: Use) -> None:
+    """See that gradients are what the levels want, and that no momentum is applied twice."""
+    if policy.target != "gradient":
+        check.refuse(use.owner, "compression", policy, "one whose target is the gradient")
+    if policy.output != "update":
+        return
+    rules = [level for level in policy.levels("") if isinstance(level, Rule)]
+    if rules:  # a rule needs the weights and settings, which a wrapper does not pass on
+        name = type(rules[-1]).__name__
+        raise ValueError(
+            f"{use.owner}: compression is {policy!r}, but {name} is an optimizer: use "
+            f"{use.module}.{name} in the place of another one."
+        )
+    if not use.plain:
+        raise ValueError(
+            f"{use.owner}: {policy!r} returns finished updates, momentum included, but "
+            f"{use.optimizer} has momentum or step sizes of its own; use plain SGD, "
+            "without momentum, inside."
+        )
+
+
+def _check_private(policy: Policy, use: Use) -> None:
+    """See that a private policy can keep its promise."""
+    if not policy.private:
+        return
+    if use.members < use.ranks:
+        raise ValueError(
+            f"{policy!r} is private and must serve all {use.ranks} ranks, but the process set has "
+            f"{use.members}: the others would train on their own gradients."
+        )
+    check_passes(use.passes, policy)
+
+
+def _check_averaging(method: Averaging, use: Use) -> None:
+    """See that the arguments make sense where models are averaged instead of gradients."""
+    if use.total:
+        check.refuse(use.owner, "op", "hvd.Sum", f"hvd.Average with {method!r}")
+    if use.skip:
+        allowed = f"left out with {method!r}: whole models are averaged"
+        check.refuse(use.owner, "skip", use.skip, allowed)
+    if method.inner == "sgd" and not (use.plain and use.one_rate):
+        raise ValueError(
+            f"{use.owner}: {method!r} needs to know what a step is: plain SGD with one learning "
+            f"rate and no momentum must be inside, but {use.optimizer} is more than that."
+        )

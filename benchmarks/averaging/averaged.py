@@ -1,0 +1,120 @@
+"""Measured: what accuracy methods keep that average models, beside averages of gradients.
+
+Real ranks train small networks with momentum for equal epochs; all ways have the same images,
+order, learning rates and seeds. Momentum stays local. Before evaluation models are averaged, and so
+are the statistics of batch normalisation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import accordion_hvd.torch as hvd
+from accordion_hvd import WAGMA, Dense, LocalSGD
+from benchmarks.report import spread
+from examples.config import Settings
+from examples.data import Shard, load
+from examples.torch_training import build
+
+TASKS = {
+    "digits": Settings(
+        data="digits", model="mlp", width=96, depth=3, epochs=60, batch_size=16, lr=0.1, shift=1
+    ),
+    "cifar10": Settings(
+        data="cifar10", model="convnet", width=16, depth=3, epochs=20, batch_size=16, lr=0.1,
+        shift=2, limit=10_000,
+    ),
+}  # fmt: skip
+"""By name."""
+
+GRADIENTS = "gradients averaged"
+
+
+def ways(group_size: int, period: int) -> dict[str, Any]:
+    """Name to method; of WAGMA that waits for nobody with half the period, too."""
+    often = max(period // 2, 1)
+    return {
+        GRADIENTS: Dense(),
+        f"local SGD({period})": LocalSGD(period),
+        "WAGMA, groups that wait": WAGMA(group_size, period, wait_avoiding=False),
+        "WAGMA, groups that do not": WAGMA(group_size, period, wait_avoiding=True),
+        f"the same, period {often}": WAGMA(group_size, often, wait_avoiding=True),
+    }
+
+
+def measure(chosen: Any) -> Iterator[dict[str, Any]]:
+    """A row for each training: task, way, seed, test accuracy; on every rank."""
+    hvd.init()
+    torch.set_num_threads(1)
+    for seed in chosen.seeds:
+        for task in chosen.tasks:
+            settings = replace(TASKS[task], epochs=chosen.epochs or TASKS[task].epochs)
+            data = load(settings.data, settings.limit, seed=0)
+            for way, method in ways(chosen.group_size, chosen.period).items():
+                right = _train(settings, data, method, seed)
+                yield {"task": task, "way": way, "seed": seed, "accuracy": right}
+
+
+def _train(settings: Settings, data: Any, method: Any, seed: int) -> float:
+    torch.manual_seed(seed)
+    model = build(settings, data)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=method,
+    )
+    shard = Shard(data, hvd.rank(), hvd.size(), settings.batch_size, seed, "NCHW", settings.shift)
+    steps = settings.epochs * len(shard)
+    falling = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, settings.lr, steps, pct_start=0.1, cycle_momentum=False
+    )
+    model.train()
+    for epoch in range(settings.epochs):
+        shard.shuffle(epoch)
+        for step in range(len(shard)):
+            images, labels = (torch.from_numpy(part) for part in shard[step])
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            falling.step()
+    if isinstance(method, Dense):  # models are equal, but not the statistics that they keep
+        for buffer in filter(torch.is_floating_point, model.buffers()):
+            buffer.copy_(hvd.allreduce(buffer))
+    else:
+        optimizer.average_now(model)
+        optimizer.close()
+    return _accuracy(model, shard)
+
+
+@torch.no_grad()
+def _accuracy(model: torch.nn.Module, shard: Shard) -> float:
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64)  # right, tested
+    for images, labels in shard.test_batches():
+        right = (model(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).sum()
+        total += torch.tensor([float(right), float(len(labels))])
+    right, tested = hvd.allreduce(total, op=hvd.Sum, name="tested").tolist()
+    return right / tested
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Head and rows: means over seeds, and differences seed by seed to averaged gradients."""
+    lines = [["task", "average", "test accuracy", "points against gradients", "seeds"]]
+    for task, way in dict.fromkeys((row["task"], row["way"]) for row in rows):
+        found = _of(rows, task, way)
+        base = _of(rows, task, GRADIENTS)
+        apart = [100 * (found[seed] - base[seed]) for seed in found if seed in base]
+        cells = [task, way, f"{100 * statistics.mean(found.values()):.2f} %"]
+        told = "" if way == GRADIENTS else spread(apart, "{:+.2f}".format, statistics.mean, " to ")
+        lines.append([*cells, told, str(len(found))])
+    return lines
+
+
+def _of(rows: Sequence[dict[str, Any]], task: str, way: str) -> dict[int, float]:
+    return {r["seed"]: r["accuracy"] for r in rows if (r["task"], r["way"]) == (task, way)}

@@ -1,0 +1,212 @@
+"""Measured: who waits for whom when ranks are late, and how far from the best that is.
+
+Real ranks over MPI sleep instead of computing: 20 ms a step, and at each step two ranks drawn at
+random are late by 180 ms. Each way to average is measured on models of several sizes, beside what
+the delays allow at best (virtual time in which messages take none) and what virtual time predicts
+with the latency and bandwidth of this machine's exchanges.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import WAGMA, LocalSGD
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.averaging.engine import WaitAvoiding
+from accordion_hvd.averaging.groups import Groups
+from accordion_hvd.averaging.halving import factors
+from accordion_hvd.virtual import Link, Stragglers, train
+from benchmarks.report import digits, spread
+from examples.report import tabulate
+
+Array = np.ndarray
+ALL, LOCAL, WAITING, AVOIDING = "all", "local", "groups that wait", "groups that do not"
+WAYS = (ALL, LOCAL, WAITING, AVOIDING)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds of steps that have been drawn already, (steps, ranks)."""
+
+    seconds: Any
+
+    def draw(self, ranks: int, steps: int, seed: int) -> Array:
+        """The table itself."""
+        return self.seconds
+
+
+def expected(way: str, chosen: Any, times: Array, link: Link, size: float) -> float:
+    """Steps a second in virtual time, after the steps that `timed` does not count."""
+    method: Averaging = WAGMA(chosen.group_size, chosen.period)
+    if way in (ALL, LOCAL):
+        method = LocalSGD(1 if way == ALL else chosen.period)
+    warm, ranks, avoiding = 2 * chosen.period, times.shape[1], way == AVOIDING
+    seconds = []
+    for table in (times[:warm], np.concatenate([times[:warm], times])):
+        run = train(
+            method, ranks, len(table), Table(table), link, wait_avoiding=avoiding, size=size
+        )
+        seconds.append(run.seconds)
+    return len(times) / (seconds[1] - seconds[0])
+
+
+class Waiting:
+    """Groups whose members wait for each other: MPI's own allreduce in sub-communicators."""
+
+    def __init__(self, comm: Any, groups: Groups, period: int) -> None:
+        self._comm, self._groups, self._period, self._steps = comm, groups, period, 0
+        mine = [group for group in groups.all() if comm.Get_rank() in group]
+        self._parts = {g: comm.Create_group(comm.Get_group().Incl(list(g))) for g in mine}
+
+    def average(self, model: Sequence[Array]) -> None:
+        """One allreduce, of the group or of all."""
+        from mpi4py import MPI
+
+        group = self._groups.of(self._comm.Get_rank(), self._steps)
+        self._steps += 1
+        comm = self._comm if self._steps % self._period == 0 else self._parts[group]
+        for vector in model:
+            comm.Allreduce(MPI.IN_PLACE, vector)
+            vector /= comm.Get_size()
+
+    def close(self) -> None:
+        """Free the communicators."""
+        for comm in self._parts.values():
+            comm.Free()
+
+
+def averager(way: str, comm: Any, model: Array, group_size: int, period: int) -> Any:
+    """What averages models in a way."""
+    size = {LOCAL: 1, AVOIDING: group_size}.get(way, 1)
+    if way == WAITING:
+        return Waiting(comm, Groups(comm.Get_size(), group_size), period)
+    steps = 1 if way == ALL else period
+    return WaitAvoiding([model], group_size=size, period=steps, comm=comm, timeout=120)
+
+
+def timed(comm: Any, averaging: Any, model: Array, times: Array, warm: int) -> tuple[float, float]:
+    """After some steps (whole periods) in which memory is touched first.
+
+    Returns:
+        Steps a second of the slowest rank; seconds of a core that a step takes on a rank.
+    """
+    for step, row in enumerate([*times[:warm], *times]):
+        if step == warm:
+            comm.Barrier()
+            began, used = time.perf_counter(), time.process_time()
+        time.sleep(float(row[comm.Get_rank()]))
+        averaging.average([model])
+    took, used = time.perf_counter() - began, time.process_time() - used
+    steps = len(times)
+    return steps / comm.allreduce(took, op=_max()), comm.allreduce(used) / comm.Get_size() / steps
+
+
+def _max() -> Any:
+    from mpi4py import MPI
+
+    return MPI.MAX
+
+
+def link(comm: Any, size: int, group_size: int) -> Link:
+    """Latency and bandwidth under which virtual time has this machine's exchanges in groups."""
+    seconds = {}
+    for count in (1, size):
+        model = np.zeros(count, np.float32)
+        averaging = WaitAvoiding([model], group_size=group_size, period=10**6, comm=comm)
+        took = []
+        for _ in range(12):
+            comm.Barrier()
+            began = time.perf_counter()
+            averaging.average([model])
+            took.append(time.perf_counter() - began)
+        averaging.close()
+        seconds[count] = comm.allreduce(statistics.median(took)) / comm.Get_size()
+    latency = seconds[1] / (2 * len(factors(group_size)) + 2)  # with activation and token
+    moved = 2 * (group_size - 1) / group_size * 4 * size
+    return Link(latency, moved / max(seconds[size] - seconds[1], 1e-6))
+
+
+def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
+    """A row for each size and way, medians of `chosen.repetitions`; on every rank."""
+    rows, ranks = [], comm.Get_size()
+    times = Stragglers(chosen.compute, chosen.delay).draw(ranks, chosen.steps, 0)
+    for size in chosen.sizes:
+        known = link(comm, size, chosen.group_size)
+        rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        busy: dict[str, list[float]] = {way: [] for way in WAYS}
+        late: list[float] = []
+        for way in WAYS * chosen.repetitions:
+            model = np.zeros(size, np.float32)
+            averaging = averager(way, comm, model, chosen.group_size, chosen.period)
+            rate, used = timed(comm, averaging, model, times, 2 * chosen.period)
+            rates[way].append(rate)
+            busy[way].append(used)
+            averaging.close()
+            if way == AVOIDING:
+                late.append(comm.allreduce(averaging.late / averaging.steps) / ranks)
+        for way, found in rates.items():
+            best, predicted = (
+                expected(way, chosen, times, one, 4.0 * size)
+                for one in (Link(0.0, float("inf")), known)
+            )
+            row = {"size": size, "way": way, "rates": found, "best": best, "predicted": predicted}
+            row |= {"busy": statistics.median(busy[way])}
+            rows.append(row | {"late": statistics.median(late) if way == AVOIDING else 0.0})
+    return rows
+
+
+def idle(comm: Any, chosen: Any) -> list[dict[str, Any]]:
+    """What share of a core each rank uses while it sleeps, without and with a waiting thread."""
+    rows = []
+    for _ in range(chosen.repetitions):
+        plain = _share_of_a_core(comm, chosen.pause)
+        averaging = averager(AVOIDING, comm, np.zeros(1000, np.float32), chosen.group_size, 10)
+        waiting = _share_of_a_core(comm, chosen.pause)
+        averaging.close()
+        rows.append({"without": plain, "with": waiting})
+    return rows
+
+
+def _share_of_a_core(comm: Any, seconds: float) -> float:
+    """The mean over ranks; nobody may wait in MPI, which is busy waiting."""
+    comm.Barrier()
+    began = time.process_time()
+    time.sleep(seconds)
+    used = (time.process_time() - began) / seconds
+    time.sleep(0.2)
+    return comm.allreduce(used) / comm.Get_size()
+
+
+COLUMNS = {
+    "parameters": "{size:,}",
+    "average": "{way}",
+    "steps/s": "{rates}",
+    "at best": "{best:.2f}",
+    "of it": "{reached:.0f} %",
+    "predicted": "{predicted:.2f}",
+    "off by": "{off:+.0f} %",
+    "core ms": "{core_ms:.1f}",
+    "late": "{late}",
+}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Head and rows."""
+    lines = []
+    for row in rows:
+        rate = statistics.median(row["rates"])
+        told = {
+            "rates": spread(row["rates"], digits(2)),
+            "reached": 100 * rate / row["best"],
+            "off": 100 * (row["predicted"] / rate - 1),
+            "core_ms": 1e3 * row["busy"],
+            "late": f"{100 * row['late']:.0f} %" if row["late"] else "",
+        }
+        lines.append({**row, **told})
+    return tabulate(COLUMNS, lines)

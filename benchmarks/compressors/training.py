@@ -1,0 +1,373 @@
+"""docs/shelf.md: what accuracy each compressor of the shelf keeps (`make bench-shelf`).
+
+Small networks are trained by several ranks in one process (`simulate`): the same images, learning
+rates and seeds for all ways, so that what differs is the compression alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from accordion_hvd import check
+from accordion_hvd.policy import Policy
+from accordion_hvd.resolve import as_policy, parse
+from accordion_hvd.simulate import simulate
+from benchmarks import report
+from benchmarks.task import Task
+from examples.data import DataError, Dataset, Shard, load
+from examples.report import as_markdown
+from examples.results import read_json, write_json
+
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochTask(Task):
+    """A training on images for some epochs.
+
+    Attributes:
+        data: the name of the image set.
+        images: for training; None: all.
+        shift: pixels by which they are moved at most, anew in each epoch.
+        epochs: passes over them.
+        lr: the highest learning rate.
+        seeds: of weights and order; accuracies are means over them.
+        ways: beginnings of the words of those that are tried; empty: all.
+    """
+
+    data: str
+    images: int | None
+    shift: int
+    epochs: int
+    lr: float
+    seeds: tuple[int, ...]
+    ways: tuple[str, ...] = ()
+
+    def chosen(self) -> list[Way]:
+        """What is tried."""
+        return [way for way in WAYS if way.word.startswith(self.ways or ("",))]
+
+
+LONG = ("Dense", "PowerSGD(1", "TopK", "RandomK", "StepSchedule", "AdaComp", "LGC", "Sketched",
+        "TernGrad", "SignSGD()", "EFSignSGD", "OneBit", "TwoLevel", "AdaQS")  # fmt: skip
+"""What loses more than a point in short trainings of CIFAR-10."""
+
+LARGE = ("Dense", "TernGrad", "SignSGD()")
+"""What loses more than two even in longer ones."""
+
+DIGITS = EpochTask(
+    title="scikit-learn's digits", data="digits", images=None, shift=1, epochs=60, batch=16, lr=0.1,
+    seeds=(1, 2, 3),
+)  # fmt: skip
+CIFAR10 = EpochTask(
+    title="CIFAR-10", data="cifar10", images=20_000, shift=2, epochs=6, batch=16, lr=0.05,
+    seeds=(1, 2, 3),
+)  # fmt: skip
+LONGER = dataclasses.replace(
+    CIFAR10, title="CIFAR-10, for longer", epochs=20, seeds=(1,), ways=LONG
+)
+TASKS = {
+    "digits": DIGITS,
+    "cifar10": CIFAR10,
+    "cifar10-long": LONGER,
+    "cifar10-large": dataclasses.replace(
+        LONGER, title="CIFAR-10, larger batches", batch=64, ways=LARGE
+    ),
+}
+"""By name."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients travel.
+
+    Attributes:
+        word: as `accordion_hvd.parse` takes it; $epoch, $third and $tenth stand for the steps of
+            an epoch, and of these parts of the training.
+        rate: the learning rate, as a multiple of the task's.
+    """
+
+    word: str
+    rate: float = 1.0
+
+    def policy(self, epoch: int, steps: int) -> Policy:
+        """A new one, for a training of so many steps."""
+        names = {"epoch": str(epoch), "tenth": str(steps // 10), "third": str(steps // 3)}
+        return as_policy(parse(Template(self.word).substitute(names)))
+
+
+PLAIN = Way("Dense()")
+
+WAYS = (
+    PLAIN,
+    Way("FP16()"),
+    Way("BF16()"),
+    Way("PowerSGD(4)"),
+    Way("PowerSGD(1)"),
+    Way("TopK(0.01)"),
+    Way("RandomK(0.1)", 0.5),
+    Way("Threshold(0.03)"),
+    Way("StepSchedule({0: Dense(), $tenth: ScaleCom(0.02)}, window=1)"),
+    Way("AdaComp(50)"),
+    Way("DGC(0.01, warmup=$tenth)"),
+    Way("LGC(0.02, dense=$tenth, training=$third)"),
+    Way("LGC(0.02, 'server', dense=$tenth, training=$third, innovation=0.002)"),
+    Way("SketchedSGD(0.01, 3, 5)"),
+    Way("QSGD(4)"),
+    Way("TernGrad()"),
+    Way("Natural()"),
+    Way("Int8()"),
+    Way("SignSGD()", 0.03),  # each step is as long as the learning rate says
+    Way("SignSGD(0.9)", 0.02),
+    Way("EFSignSGD()", 0.5),
+    Way("OneBit()"),
+    Way("TwoLevel(PowerSGD(1))"),
+    Way("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
+    Way("AdaQS([PowerSGD(1), PowerSGD(2), PowerSGD(4)], window=$epoch)"),
+)
+"""All of `SHELF`, some in the settings that short trainings need; and policies."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a training.
+
+    Attributes:
+        accuracy: on the test images, in [0, 1].
+        ratio: bytes that uncompressed gradients would have taken / bytes sent, by a rank.
+        settled: the same of the last epoch alone.
+        seconds: of training, on this machine.
+    """
+
+    task: str
+    word: str
+    seed: int
+    ranks: int
+    epochs: int
+    accuracy: float
+    ratio: float
+    settled: float
+    seconds: float
+
+
+def train(name: str, data: Dataset, way: Way, seed: int, ranks: int) -> Outcome:
+    """One training of a task by ranks in this process."""
+    task, began = TASKS[name], time.perf_counter()
+    torch.manual_seed(seed)
+    shards = [Shard(data, r, ranks, task.batch, seed, "NCHW", task.shift) for r in range(ranks)]
+    epoch = len(shards[0])
+    steps = epoch * task.epochs
+    policy, model = way.policy(epoch, steps), network(data)
+    momentum = 0.0 if policy.output == "update" else MOMENTUM
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=momentum)
+    world = simulate(policy, ranks, local_size=2 if ranks % 2 == 0 else 1)
+    parameters = dict(model.named_parameters())
+    model.train()
+    before = 0.0, 0.0
+    for step in range(steps):
+        if step % epoch == 0:
+            for shard in shards:
+                shard.shuffle(step // epoch)
+            before = _sent(world) if step else before
+        lr = way.rate * task.lr_at(task.lr, step, steps)
+        (mean, *_) = world.step([_slopes(model, *s[step % epoch]) for s in shards], lr=lr)
+        if mean is None:
+            continue
+        for key, parameter in parameters.items():
+            parameter.grad = mean[key].to(parameter.dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    dense, sent = _sent(world)
+    settled = (dense - before[0]) / (sent - before[1])
+    took = time.perf_counter() - began
+    accuracy = _accuracy(model, data)
+    plan = (name, way.word, seed, ranks, task.epochs)
+    return Outcome(*plan, accuracy, dense / sent, settled, took)
+
+
+def network(data: Dataset) -> nn.Module:
+    """A few layers, some of them large, for images of any size."""
+    height, width, channels = data.shape
+    if min(height, width) < 16:
+        sizes = [height * width * channels, 128, 128, data.classes]
+        pairs = zip(sizes, sizes[1:], strict=False)
+        layers = [layer for a, b in pairs for layer in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(nn.Flatten(), *layers[:-1])
+    layers = []
+    for wide in (16, 32, 64):
+        convolution = nn.Conv2d(channels, wide, 3, stride=2, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(wide), nn.ReLU()]
+        channels = wide
+    top = [nn.Linear(channels * (height // 8) * (width // 8), 256), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), *top, nn.Linear(256, data.classes))
+
+
+def _slopes(model: nn.Module, images: Any, labels: Any) -> dict[str, torch.Tensor]:
+    """One rank's gradients."""
+    model.zero_grad(set_to_none=True)
+    F.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels)).backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def _sent(world: Any) -> tuple[float, float]:
+    """Bytes that rank 0 would have sent uncompressed, and has sent."""
+    stats = world.exchanges[0].stats()
+    return stats["dense_sent"], stats["sent"]
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, data: Dataset) -> float:
+    model.eval()
+    right = 0
+    for images, labels in Shard(data, 0, 1, 1, 0, "NCHW").test_batches():
+        right += int((model(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).sum())
+    return right / len(data.test)
+
+
+# --------------------------------------------------------------------------------------- the page
+def page(outcomes: Sequence[Outcome]) -> str:
+    """docs/shelf.md."""
+    mine = {name: [o for o in outcomes if o.task == name] for name in TASKS}
+    parts = [_section(TASKS[name], found) for name, found in mine.items() if found]
+    return report.render("shelf/page", tasks=report.join(parts))
+
+
+def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
+    """The table of a task, and what belongs to it."""
+    plain = [100 * o.accuracy for o in outcomes if o.word == PLAIN.word]
+    apart = f"{max(plain) - min(plain):.1f} points" if len(plain) > 1 else ""
+    ways = {way.word for way in task.chosen()}
+    missing = len(ways - {o.word for o in outcomes})
+    return report.render(
+        "shelf/task",
+        title=task.title,
+        images="All" if task.images is None else f"{task.images:,}",
+        epochs=task.epochs,
+        ranks=outcomes[0].ranks,
+        batch=task.batch,
+        lr=f"{task.lr:g}",
+        seeds=sorted({o.seed for o in outcomes}),
+        apart=apart and f" Over seeds, uncompressed trainings end within {apart}.",
+        missing=f" {missing} of {len(ways)} ways have not been trained with yet: they have no row."
+        if missing
+        else "",
+        table=as_markdown(_table(outcomes)),
+    )
+
+
+def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Head and rows."""
+    rows = [["compression", "learning rate x", "test accuracy", "points lost", "ratio", "at last"]]
+    for way in sorted_ways(outcomes):
+        accuracy = f"{_mean(outcomes, way, 'accuracy'):.1%}"
+        ratios = [f"{_mean(outcomes, way, key):.1f}" for key in ("ratio", "settled")]
+        rows.append([f"`{way.word}`", f"{way.rate:g}", accuracy, _lost(outcomes, way), *ratios])
+    return rows
+
+
+def _lost(outcomes: Sequence[Outcome], way: Way) -> str:
+    """Points of accuracy, in the mean and from the best seed to the worst."""
+    plain = {o.seed: o.accuracy for o in outcomes if o.word == PLAIN.word}
+    lost = [100 * (plain[o.seed] - o.accuracy) for o in outcomes
+            if o.word == way.word and o.seed in plain]  # fmt: skip
+    return report.spread(lost, "{:+.1f}".format, statistics.fmean, " to ")
+
+
+def sorted_ways(outcomes: Sequence[Outcome]) -> list[Way]:
+    """Those that have outcomes: ours in their order, then others."""
+    found = {o.word for o in outcomes}
+    ours = [way for way in WAYS if way.word in found]
+    return ours + [Way(word) for word in sorted(found - {way.word for way in ours})]
+
+
+def _mean(outcomes: Sequence[Outcome], way: Way, key: str) -> float:
+    found = [getattr(o, key) for o in outcomes if o.word == way.word]
+    return statistics.fmean(found) if found else float("nan")
+
+
+# ------------------------------------------------------------------------------- the command line
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is asked for and has no result yet, keep the results, write the page."""
+    wanted = _read(arguments)
+    torch.set_num_threads(1)
+    kept = _kept(wanted.results)
+    for name in wanted.tasks:
+        task = TASKS[name]
+        try:
+            data = load(task.data)
+        except DataError as error:
+            sys.exit(str(error))
+        if task.images is not None:
+            data = dataclasses.replace(data, train=data.train.chosen(task.images, 0))
+        for way, seed in tqdm(_trainings(name, wanted, kept), desc=name, unit="training"):
+            outcome = train(name, data, way, seed, wanted.ranks)
+            kept[outcome.task, outcome.word, outcome.seed] = outcome
+            write_json(wanted.results, {"outcomes": [asdict(o) for o in kept.values()]})
+    report.write_page(wanted.output, page(list(kept.values())))
+    print(f"page: {wanted.output}")
+
+
+def _trainings(name: str, wanted: argparse.Namespace, kept: Kept) -> list[tuple[Way, int]]:
+    """Those that are asked for, seed by seed, but for those that have been."""
+    task = TASKS[name]
+    ways = [_way(word) for word in wanted.ways] or task.chosen()
+    pairs = [(way, seed) for seed in wanted.seeds or task.seeds for way in ways]
+    if wanted.anew:
+        return pairs
+    plan = (wanted.ranks, task.epochs)
+    done = {(o.word, o.seed) for o in kept.values() if (o.task, o.ranks, o.epochs) == (name, *plan)}
+    return [(way, seed) for way, seed in pairs if (way.word, seed) not in done]
+
+
+def _way(word: str) -> Way:
+    """One of ours, or a new one."""
+    return next((way for way in WAYS if way.word == word), Way(word))
+
+
+Kept = dict[tuple[str, str, int], Outcome]
+"""By task, word and seed."""
+
+
+def _kept(path: Path) -> Kept:
+    """Earlier results."""
+    rows = read_json(path)["outcomes"] if path.exists() else []
+    found = [Outcome(**row) for row in rows]
+    return {(o.task, o.word, o.seed): o for o in found}
+
+
+def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--ways", nargs="+", default=[], metavar="WORD", help="default: the shelf")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--anew", action="store_true", help="train again what has results")
+    parser.add_argument("--results", type=Path, default=Path("runs/shelf.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/shelf.md"))
+    wanted = parser.parse_args(arguments)
+    try:
+        check.integer("train_shelf", "--ranks", wanted.ranks, least=2)
+        for way in map(_way, wanted.ways):
+            way.policy(10, 100)
+    except (KeyError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    return wanted
+
+
+if __name__ == "__main__":
+    main()

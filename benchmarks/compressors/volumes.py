@@ -1,0 +1,92 @@
+"""docs/compressors.md: bytes that a rank sends and receives, by formula and counted in simulation.
+
+`scripts/volumes.py` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd.ops import indices
+from accordion_hvd.simulate import simulate
+from benchmarks.compressors.shelf import SHELF, Volume
+from benchmarks.report import render, write_page
+from examples.report import as_markdown
+
+SHAPE = (500, 400)
+"""The gradient whose bytes the tables show."""
+
+RANKS = (2, 4, 16, 64)
+
+
+@functools.cache
+def counted(volume: Volume, ranks: int) -> tuple[float, float]:
+    """Bytes that `stats()` counts in a step, sent and received: a rank's, mean over ranks."""
+    world = simulate(volume.compressor, ranks, local_size=volume.local)
+    draw = np.random.default_rng(0)
+    seen = [(0.0, 0.0)]
+    for _ in range(volume.after + 1):
+        world.step([{"w": draw.standard_normal(SHAPE, np.float32)} for _ in range(ranks)], lr=0.1)
+        stats = [exchange.stats() for exchange in world.exchanges]
+        seen.append((_mean(stats, "sent"), _mean(stats, "received")))
+    return seen[-1][0] - seen[-2][0], seen[-1][1] - seen[-2][1]
+
+
+def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
+    return sum(found[key] for found in stats) / len(stats)
+
+
+def by_formula(volume: Volume, ranks: int) -> float:
+    """Bytes sent in a step by a rank, as `Volume.moved` says."""
+    compressor, (a, b) = volume.compressor, SHAPE
+    names = {f.name: getattr(compressor, f.name) for f in fields(compressor)}  # type: ignore[arg-type]
+    names |= {"n": ranks, "d": a * b, "a": a, "b": b, "packed": indices.packed_length}
+    names |= {"L": volume.local, "m": ranks // volume.local}
+    if hasattr(compressor, "kept"):
+        names["k"] = compressor.kept(a * b)
+    return float(eval(volume.moved, {"__builtins__": {}}, names))
+
+
+def table() -> list[list[str]]:
+    """Head and rows."""
+    heads = ["n = " + str(ranks) for ranks in RANKS]
+    rows = [["compressor", "bytes sent by each of n ranks", *heads]]
+    for volume in SHELF:
+        formula = f"`{volume.moved}`" if volume.moved else "depends on the values"
+        cells = [_cell(*counted(volume, ranks)) for ranks in RANKS]
+        rows.append([f"`{volume.compressor!r}`", formula, *cells])
+    return rows
+
+
+def _cell(sent: float, received: float) -> str:
+    """In kB; both, if they differ."""
+    if abs(sent - received) <= 0.005 * sent:
+        return f"{sent / 1e3:.1f}"
+    return f"{sent / 1e3:.1f} / {received / 1e3:.1f}"
+
+
+def page() -> str:
+    """All of docs/compressors.md."""
+    rows, columns = SHAPE
+    size = f"{4e-3 * rows * columns:.0f}"
+    return render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", default="docs/compressors.md")
+    path = Path(parser.parse_args(arguments).output)
+    write_page(path, page())
+    print(f"page: {path}")
+
+
+if __name__ == "__main__":
+    main()

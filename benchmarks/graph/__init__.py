@@ -1,0 +1,1 @@
+"""Skewed neighbour sampling: its speed on one core, and docs/graph.md."""

@@ -1,0 +1,114 @@
+"""docs/graph.md: what comparisons of samplers have shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+from examples.graph import report as graph_report
+from examples.graph.report import COMPARED, LINKS, mean, ways
+from examples.report import as_markdown, tabulate
+from examples.results import Row, read_json
+
+
+def write(folder: Path, output: Path) -> Path:
+    """Make the page and the picture; returns the page's path."""
+    compared = [found for name in COMPARED if (found := _read(folder / name / "result.json"))]
+    links = [found for name in LINKS if (found := _read(folder / name / "result.json"))]
+    speed = _read(folder / "sampling.json")
+    text = report.render(
+        "graph/page",
+        comparisons=report.join([_comparison(found) for found in compared]),
+        links=_links(links) if links else "",
+        sampling=_speed(speed) if speed else "",
+    )
+    page = output / "graph.md"
+    report.write_page(page, text)
+    if compared:
+        graph_report.picture(compared, output / "graph.png")
+    return page
+
+
+def _read(path: Path) -> Row | None:
+    return read_json(path) if path.exists() else None
+
+
+def _comparison(found: Row) -> str:
+    name = graph_report.NAMES[found["settings"]["data"]].removeprefix("a ")
+    return report.render(
+        "graph/comparison",
+        heading=name[0].upper() + name[1:],
+        title=graph_report.title(found),
+        table=as_markdown(graph_report.table(found), left=[0]),
+        summary=summary(found),
+    )
+
+
+def summary(found: Row) -> str:
+    """Which samplers save a factor of three within half a point, in a sentence."""
+    by_way = ways(found)
+    base = by_way.get(("s", 1.0))
+    if base is None:
+        return ""
+    good = []
+    for (kind, value), runs in by_way.items():
+        points, _ = graph_report.difference(runs, base)
+        remote = mean(runs, "remote")
+        if runs is not base and points >= -0.5 and remote * 3 <= mean(base, "remote"):
+            good.append(f"{kind} = {value:g}")
+    if not good:
+        return "No sampler fetches a third of the rows or less within half a point of accuracy."
+    return (
+        f"At least 3 times fewer rows, and at most half a point of accuracy less in the mean: "
+        f"{', '.join(good)}."
+    )
+
+
+ON_LINKS = {
+    "rows travel as": "{wire}",
+    "sampler": "{sampler}",
+    "MB an epoch": "{megabytes:.2f}",
+    "ms an epoch": "{ms:.0f}",
+    "range": "{least:.0f} to {most:.0f}",
+    "times as fast": "{faster:.2f}",
+}
+SAMPLING = {
+    "sampler": "{sampler}",
+    "D": "{budget:g}",
+    "edges a batch": "{edges:,.0f}",
+    "million edges a second": "{millions:.2f}",
+}
+
+
+def _links(found: Sequence[Row]) -> str:
+    """Epochs on limited links."""
+    rows = []
+    for one in found:
+        by_way = ways(one)
+        base = statistics.median(_epochs(by_way[("s", 1.0)]))
+        for (kind, value), runs in by_way.items():
+            times = _epochs(runs)
+            middle = statistics.median(times)
+            row = {"wire": one["settings"]["wire"] or "fp32", "sampler": f"{kind} = {value:g}"}
+            row |= {"megabytes": mean(runs, "received") / 1e6, "faster": base / middle}
+            row |= {"ms": 1000 * middle, "least": 1000 * min(times), "most": 1000 * max(times)}
+            rows.append(row)
+    table = as_markdown(tabulate(ON_LINKS, rows))
+    return report.render("graph/links", title=graph_report.title(found[0]), table=table)
+
+
+def _epochs(runs: Sequence[Row]) -> list[float]:
+    return [row["seconds"] for run in runs for row in run["epochs"][1:]]
+
+
+def _speed(found: Row) -> str:
+    rows = [{**row, "millions": row["rate"] / 1e6} for row in found["samplers"]]
+    return report.render(
+        "graph/sampling",
+        nodes=f"{found['nodes']:,}",
+        edges=f"{found['edges']:,}",
+        parts=found["parts"],
+        table=as_markdown(tabulate(SAMPLING, rows)),
+    )

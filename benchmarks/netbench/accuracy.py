@@ -1,0 +1,199 @@
+"""Seconds to a test accuracy on limited links: ways take turns, each trains until it is there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants
+from benchmarks.netbench.accuracy_tasks import QUICK_WAYS, TASKS
+from benchmarks.netbench.group import Group
+from benchmarks.netbench.network import Network, parse_rate
+from examples import results
+from examples.data import DataError
+
+FORMAT = 1
+REHEARSAL = 5
+"""Steps of each way before anything is measured, so that nothing is done for the first time."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `netbench.py accuracy`."""
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="all unless said")
+    parser.add_argument(
+        "--rate", nargs="+", metavar="RATE",
+        help="200mbit, and for digits 50mbit too, unless said",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, help="trainings of each way (3)")
+    parser.add_argument(
+        "--ways", nargs="+", default=[], metavar="WAY",
+        help=f"of {', '.join(accuracy_tasks.WAYS)}; 'ours WORD' may have any compression",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true", help="digits, 200mbit, one seed, three ways"
+    )
+    parser.add_argument("--output", help="file for the results, by default in runs/netbench")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what makes no sense, and fetch images while the network can still be reached.
+
+    Raises:
+        ValueError: an option is not what it must be, or images are missing; the sentence says
+            which.
+    """
+    if options.quick:
+        options.tasks = options.tasks or ["digits"]
+        options.rate = options.rate or ["200mbit"]
+        options.seeds = 1 if options.seeds is None else options.seeds
+        options.ways = options.ways or list(QUICK_WAYS)
+    options.tasks = options.tasks or list(TASKS)
+    options.seeds = 3 if options.seeds is None else options.seeds
+    options.ways = accuracy_tasks.choose(options.ways)
+    if options.seeds < 1:
+        raise ValueError(f"--seeds is {options.seeds}, but must be positive.")
+    if options.hosts < 2:
+        raise ValueError(f"--hosts is {options.hosts}, but must be at least 2: one has no link.")
+    for rate in options.rate or ():
+        parse_rate(rate)
+    for task in options.tasks:
+        try:
+            accuracy_tasks.images(task)
+        except DataError as error:
+            raise ValueError(str(error)) from None
+
+
+def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
+    """Train, write the results as JSON after each training, show them; returns 0."""
+    began = time.monotonic()
+    network = Network(options.hosts, tag, folder)
+    path = Path(options.output or f"runs/netbench/accuracy-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    rates = {task: options.rate or list(TASKS[task].rates) for task in options.tasks}
+    all_rates = dict.fromkeys(rate for each in rates.values() for rate in each)
+    found: results.Row = {
+        "format": FORMAT,
+        "benchmark": "accuracy",
+        "settings": {key: value for key, value in vars(options).items() if key != "action"},
+        "machine": bench.machine(),
+        "bandwidth": {rate: bench.goodput(network, rate) for rate in all_rates},
+        "tasks": {},
+        "runs": [],
+    }
+    for task in options.tasks:
+        for facts, row in trainings(options, network, folder, task, rates[task]):
+            found["tasks"][task] = facts
+            found["runs"].append(row)
+            results.write_json(path, found)
+    minutes = (time.monotonic() - began) / 60
+    bench.say(
+        f"\n{accuracy_page.all_as_text(found)}\n\nresults: {path}   {minutes:.0f} minutes in all"
+    )
+    return 0
+
+
+def trainings(
+    options: argparse.Namespace, network: Network, folder: Path, task: str, rates: Sequence[str]
+) -> Iterator[tuple[results.Row, results.Row]]:
+    """Facts about a task, and one training after another: all ways with a seed, then the next."""
+    network.limit("none")
+    groups = start(options, network, folder, task)
+    try:
+        for way, group in groups.items():
+            with bench.running(group):
+                group.ask("warm", way, 0)
+                group.steps(way, REHEARSAL)
+        facts = describe(task, groups[options.ways[0]])
+        for seed in range(1, options.seeds + 1):
+            for place, rate in enumerate(rates):
+                network.limit(rate)
+                first = ((seed - 1) * len(rates) + place) * 4 % len(options.ways)
+                for way in options.ways[first:] + options.ways[:first]:
+                    row = {"task": task, "rate": rate, "way": way, "seed": seed}
+                    row |= train(groups[way], way, task, seed)
+                    tell(row, f"{seed}/{options.seeds}")
+                    yield facts, row
+    finally:
+        for group in set(groups.values()):
+            group.close()
+
+
+def start(
+    options: argparse.Namespace, network: Network, folder: Path, task: str
+) -> dict[str, Group]:
+    """The launch that holds each way, all stopped."""
+    groups: dict[str, Group] = {}
+    for name in (contestants.PLAIN, contestants.HOROVOD):
+        mine = [way for way in options.ways if contestants.group(way) == name]
+        if mine:
+            bench.say(f"{task}: starting {len(mine)} way(s) in the launch {name!r}")
+            settings: results.Row = {"framework": "accuracy", "ways": mine}
+            settings |= {"model": task, "batch": TASKS[task].batch}
+            backend = options.backend if name == contestants.HOROVOD else "torch"
+            label = f"{task}-{name}"
+            group = Group(label, network, folder, settings, backend, options.per_host)
+            group.pause()
+            groups |= dict.fromkeys(mine, group)
+    return {way: groups[way] for way in options.ways}
+
+
+def describe(task: str, group: Group) -> results.Row:
+    """What the results must say of a task to be understood without this program."""
+    known = dataclasses.asdict(TASKS[task])
+    return {key: value for key, value in known.items() if key != "rates"} | group.facts
+
+
+def train(group: Group, way: str, task: str, seed: int) -> results.Row:
+    """Train until the target or the limit.
+
+    Returns:
+        After each evaluation: `steps`, training `seconds` (of the slowest rank), bytes `sent` (by
+        the busiest host) until then, and `accuracy` on all test images. And whether ranks ended
+        with `equal` weights, Accordion's share of layers at its `high` level, the gate's
+        `verdict`, and how many cores others used meanwhile (`foreign`).
+    """
+    aim, readings = TASKS[task], []
+    row: results.Row = {"steps": [], "seconds": [], "sent": [], "accuracy": []}
+    done, total = 0, {"seconds": 0.0, "sent": 0.0}
+    with bench.running(group):
+        group.ask("warm", way, seed)
+        while done < aim.limit and (not done or row["accuracy"][-1] < aim.target):
+            count = min(aim.every, aim.limit - done)
+            answers, reading = advance(group, way, count)
+            readings.append(reading)
+            done += count
+            for key in total:
+                total[key] += max(answer[key] for answer in answers)
+                row[key].append(total[key])
+            row["steps"].append(done)
+            right, tested = (sum(answer[key] for answer in answers) for key in ("right", "tested"))
+            row["accuracy"].append(right / tested)
+        notes = group.ask("digest", way)
+    others, clock = (sum(values) for values in zip(*readings, strict=True))
+    equal = len({note["weights"] for note in notes}) == 1
+    kept = {key: notes[0][key] for key in ("high", "verdict")}
+    return row | kept | {"equal": equal, "foreign": others / clock}
+
+
+def advance(
+    group: Group, way: str, count: int
+) -> tuple[list[dict[str, float]], tuple[float, float]]:
+    """Some steps and an evaluation: what the workers say; CPU seconds of others, and seconds."""
+    before: list[float] = []
+    answers = group.steps(
+        way, count, lambda: before.extend((bench.busy_seconds(), time.monotonic()))
+    )
+    busy = bench.busy_seconds() - before[0] - sum(answer["busy"] for answer in answers)
+    return answers, (busy, time.monotonic() - before[1])
+
+
+def tell(row: results.Row, turn: str) -> None:
+    """A line about a training."""
+    steps, seconds = row["steps"][-1], row["seconds"][-1]
+    bench.say(
+        f"{row['task']} {turn} {row['rate']:>8} {row['way']:<22} {seconds:7.1f} s "
+        f"{steps:4d} steps {1000 * seconds / steps:7.1f} ms/step {row['sent'][-1] / 1e6:8.2f} MB "
+        f"{row['accuracy'][-1]:6.1%} {row['foreign']:5.2f} cores elsewhere"
+    )

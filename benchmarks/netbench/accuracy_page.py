@@ -1,0 +1,223 @@
+"""What `netbench.py accuracy` found: tables, docs/accuracy.md and docs/accuracy.png."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
+from benchmarks.netbench.contestants import DDP, OURS, STOCK
+from benchmarks.netbench.picture import words
+from benchmarks.report import digits, spread
+from examples.pictures import figure
+from examples.report import as_markdown, as_text
+from examples.results import Row
+
+STYLES = {
+    STOCK: ("#000000", "-"),
+    f"{STOCK} fp16": ("#7f7f7f", "-"),
+    DDP: ("#000000", "--"),
+    f"{DDP} powersgd:4": ("#E69F00", "-"),
+    f"{DDP} powersgd:1": ("#E69F00", "--"),
+    f"{OURS}fp16": ("#56B4E9", "-"),
+    f"{OURS}powersgd:4": ("#009E73", "-"),
+    f"{OURS}topk:0.01": ("#CC79A7", "-"),
+    ADAPTIVE: ("#0072B2", "-"),
+    GATED: ("#D55E00", "--"),
+}
+"""Colour and line of each way; told apart by colour-blind readers too (Okabe & Ito)."""
+
+
+# ------------------------------------------------------------------------------------------ numbers
+def places(found: Row) -> list[tuple[str, str]]:
+    """(task, rate) of all trainings, in order."""
+    return list(dict.fromkeys((run["task"], run["rate"]) for run in found["runs"]))
+
+
+def runs(found: Row, place: tuple[str, str], way: str) -> list[Row]:
+    """The trainings of a way at a place, by seed."""
+    mine = [run for run in found["runs"] if (run["task"], run["rate"]) == place]
+    return sorted((run for run in mine if run["way"] == way), key=lambda run: run["seed"])
+
+
+def to_target(run: Row, target: float) -> tuple[float, float]:
+    """Training seconds and steps until the first evaluation at the target; infinite if none is."""
+    for seconds, steps, accuracy in zip(run["seconds"], run["steps"], run["accuracy"], strict=True):
+        if accuracy >= target:
+            return seconds, steps
+    return math.inf, math.inf
+
+
+def ratios(found: Row, place: tuple[str, str], way: str, other: str) -> list[float]:
+    """How many times as fast as another way it reaches the target: one for each seed.
+
+    Seeds with which one of them does not reach it are left out.
+    """
+    target = found["tasks"][place[0]]["target"]
+    mine, theirs = (
+        {run["seed"]: to_target(run, target)[0] for run in runs(found, place, name)}
+        for name in (way, other)
+    )
+    pairs = [(theirs[seed], mine[seed]) for seed in mine if seed in theirs]
+    return [theirs / mine for theirs, mine in pairs if math.isfinite(theirs + mine)]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+HEAD = [
+    "way", "reached", "s to target", "times Horovod", f"times {DDP}", f"times {HOOK}",
+    "steps to target", "ms/step", "MB sent", "accuracy at the end (%)",
+]  # fmt: skip
+
+
+def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
+    """Head and a row for each way."""
+    task = found["tasks"][place[0]]
+    rows = [HEAD]
+    for way in found["settings"]["ways"]:
+        mine = runs(found, place, way)
+        if not mine:  # the benchmark was broken off
+            continue
+        arrived = [to_target(run, task["target"]) for run in mine]
+        there = [one for one in arrived if math.isfinite(one[0])]
+        best = max(max(run["accuracy"]) for run in mine)
+        never = f"not in {task['limit']} steps, best {best:.1%}"
+        # Once a way has failed, a median of the seeds with which it did not would flatter it.
+        usual = math.isfinite(statistics.median(seconds for seconds, _ in arrived))
+        rows.append(
+            [
+                way,
+                f"{len(there)} of {len(mine)}",
+                spread([seconds for seconds, _ in there]) if usual else never,
+                spread(ratios(found, place, way, STOCK)),
+                spread(ratios(found, place, way, DDP)),
+                spread(ratios(found, place, way, HOOK)),
+                spread([steps for _, steps in there], digits(0)),
+                spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
+                spread([run["sent"][-1] / 1e6 for run in mine]),
+                spread([run["accuracy"][-1] for run in mine], _percent),
+            ]
+        )
+    return rows
+
+
+def all_as_text(found: Row) -> str:
+    """All tables, for a terminal."""
+    parts = [f"{title(found, place)}\n{as_text(table(found, place))}" for place in places(found)]
+    return "\n\n".join(parts)
+
+
+def title(found: Row, place: tuple[str, str]) -> str:
+    """Task, target and links in words."""
+    task = found["tasks"][place[0]]
+    return f"{task['title']} to {task['target']:.0%}, {words(place[1])}"
+
+
+def typical(found: Row, place: tuple[str, str], way: str) -> Row | None:
+    """The training of the median seed: by seconds to the target, then by what it reached."""
+    target = found["tasks"][place[0]]["target"]
+    mine = sorted(
+        runs(found, place, way), key=lambda run: (to_target(run, target)[0], -run["accuracy"][-1])
+    )
+    return mine[(len(mine) - 1) // 2] if mine else None
+
+
+# -------------------------------------------------------------------------------------- the picture
+def draw(found: Row, path: Path) -> None:
+    """A panel for each task and rate: test accuracy over training seconds, of the median seed."""
+    here = places(found)
+    with figure(path, (1 + 5.2 * len(here), 5.6), columns=len(here)) as (whole, axes):
+        for axis, place in zip(axes[0], here, strict=True):
+            _panel(axis, found, place)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        columns = min(len(labels), 2 + len(here))
+        whole.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
+    """A line for each way, with a mark where it reaches the target."""
+    target = found["tasks"][place[0]]["target"]
+    for number, way in enumerate(found["settings"]["ways"]):
+        colour, line = STYLES.get(way, (f"C{number % 10}", ":"))
+        run = typical(found, place, way)
+        if run is None:
+            continue
+        percent = [100 * accuracy for accuracy in run["accuracy"]]
+        axis.plot(run["seconds"], percent, line, color=colour, lw=1.5, label=way)
+        reached = percent[-1] >= 100 * target
+        axis.plot(run["seconds"][-1], percent[-1], "o" if reached else "x", color=colour, ms=7)
+    axis.axhline(100 * target, color="black", lw=0.8, ls=":")
+    axis.set(xscale="log", title=title(found, place))
+    axis.set_xlabel("training seconds (logarithmic)")
+    axis.set_ylabel("test accuracy (%), seed of the median time")
+    axis.set_xticks([one * ten for ten in (0.1, 1, 10, 100, 1000) for one in (1, 2, 5)])
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.minorticks_off()
+    seconds = [run["seconds"] for run in found["runs"] if (run["task"], run["rate"]) == place]
+    axis.set_xlim(0.8 * min(map(min, seconds)), 1.3 * max(map(max, seconds)))
+    axis.grid(alpha=0.3)
+
+
+# ----------------------------------------------------------------------------------------- the page
+def write(found: Row, folder: Path) -> list[Path]:
+    """Write accuracy.md and accuracy.png; returns their paths."""
+    page, picture = folder / "accuracy.md", folder / "accuracy.png"
+    report.write_page(page, text(found))
+    draw(found, picture)
+    return [page, picture]
+
+
+def text(found: Row) -> str:
+    """All of the page."""
+    cores = [run["foreign"] for run in found["runs"]]
+    return report.render(
+        "accuracy/page",
+        noise=report.noise(cores, "training", "the links' work"),
+        seeds=found["settings"]["seeds"],
+        hook=HOOK,
+        interval=INTERVAL,
+        places=report.join([section(found, place) for place in places(found)]),
+        **report.machine(found["machine"]),
+        **report.hosts(found["settings"]),
+    )
+
+
+def section(found: Row, place: tuple[str, str]) -> str:
+    """The table of a task at a rate, and what belongs to it."""
+    task = found["tasks"][place[0]]
+    return report.render(
+        "accuracy/place",
+        title=title(found, place),
+        goodput=f"{found['bandwidth'][place[1]] * 8 / 1e6:.0f}",
+        parameters=f"{task['parameters']:,}",
+        tensors=task["tensors"],
+        train=f"{task['train']:,}",
+        test=f"{task['test']:,}",
+        shift=f", moved by up to {task['shift']} pixel" if task["shift"] else "",
+        ranks=report.hosts(found["settings"])["ranks"],
+        **{key: task[key] for key in ("batch", "lr", "every", "limit", "window")},
+        table=as_markdown(table(found, place)),
+        levels=levels(found, place),
+    )
+
+
+def levels(found: Row, place: tuple[str, str]) -> str:
+    """What Accordion and its gate decided, and ranks that disagree."""
+    lines = []
+    for way in found["settings"]["ways"]:
+        mine = runs(found, place, way)
+        if any(run["high"] for run in mine):
+            share = spread([100 * run["high"] for run in mine], digits(0))
+            lines.append(f"- `{way}`: {share} % of layers and steps were at the high level.")
+        for run in mine:
+            if run["verdict"]:
+                verdict = run["verdict"].removeprefix("accordion_hvd: ")
+                lines.append(f"- `{way}`, seed {run['seed']}, the gate at last: {verdict}.")
+        if not all(run["equal"] for run in mine):
+            lines.append(f"- `{way}`: ranks ended with **different weights**.")
+    return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""The benchmark: contestants take turns on the same links, at each rate, several times over."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.netbench import contestants, tables
+from benchmarks.netbench.group import Group
+from benchmarks.netbench.network import Network, parse_rate
+from examples import results
+
+FORMAT = 1
+MODELS = {"torch": ("vgg", "resnet", "transformer"), "keras": ("vgg",)}
+WARM_UP = 12
+"""Steps of each way before anything is measured, on unlimited links: Accordion checks again after
+10 windows, and windows end with each of these steps."""
+
+VERDICT = 200
+"""Steps after which a gate must have judged a link."""
+
+LEAST, MOST = 2, 20
+"""Steps in a turn: as many as fit into `--turn` seconds, within these bounds."""
+
+BEFORE = 2
+"""Steps before a turn that do not count, so that links and caches are as this way leaves them."""
+
+SLOW = 1.0
+"""Seconds; of steps that take longer only one goes before."""
+
+USUAL = {"rates": ["50mbit", "200mbit", "1gbit"], "repetitions": 3, "turn": 2.0}
+QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
+"""What is not said."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `netbench.py bench`."""
+    parser.add_argument("--framework", choices=tuple(contestants.WAYS), default="torch")
+    parser.add_argument("--model", default="vgg", help="vgg, resnet or transformer")
+    parser.add_argument("--batch", type=int, default=16, help="examples of each rank in a step")
+    parser.add_argument(
+        "--rates", nargs="+", metavar="RATE", help="50mbit 200mbit 1gbit unless said"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", default=[], metavar="WAY",
+        help="names or regular expressions; 'ours WORD' may have any compression",
+    )  # fmt: skip
+    parser.add_argument("--repetitions", type=int, help="turns of each way at each rate (3)")
+    parser.add_argument("--turn", type=float, help="seconds that a turn is to take (2)")
+    parser.add_argument("--quick", action="store_true", help="200mbit, one short turn each")
+    parser.add_argument("--output", help="file for the results, by default in runs/netbench")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        ValueError: an option is not what it must be; the sentence says which.
+    """
+    for name, value in (QUICK if options.quick else USUAL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.model not in MODELS[options.framework]:
+        allowed = ", ".join(MODELS[options.framework])
+        raise ValueError(f"--model is {options.model!r}; {options.framework} has {allowed}.")
+    for name in ("batch", "repetitions", "turn"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name} is {getattr(options, name)}, but must be positive.")
+    if options.hosts < 2:
+        raise ValueError(f"--hosts is {options.hosts}, but must be at least 2: one has no link.")
+    for rate in options.rates:
+        parse_rate(rate)
+    contestants.choose(options.framework, options.ways)
+
+
+def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
+    """Measure, write the results as JSON, show them; returns 0."""
+    ways = contestants.choose(options.framework, options.ways)
+    network = Network(options.hosts, tag, folder)
+    bandwidth = {rate: goodput(network, rate) for rate in options.rates}
+    network.limit("none")
+    groups = start(options, network, folder, ways)
+    try:
+        for way in ways:
+            with running(groups[way]):
+                groups[way].ask("warm", way, WARM_UP)
+        turns = list(measure(options, network, groups))
+        equal = {way: compare(groups[way], way) for way in ways}
+    finally:
+        for group in set(groups.values()):
+            group.close()
+    found = {
+        "format": FORMAT,
+        "settings": {key: value for key, value in vars(options).items() if key != "action"},
+        "machine": machine(),
+        "model": groups[ways[0]].facts,
+        "bandwidth": bandwidth,
+        "equal": equal,
+        "turns": turns,
+    }
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
+    path = Path(options.output or name)
+    results.write_json(path, found)
+    say(f"\n{tables.all_as_text(found)}\n\nresults: {path}")
+    return 0
+
+
+def goodput(network: Network, rate: str) -> float:
+    """Bytes a second at a rate."""
+    network.limit(rate)
+    found = statistics.median(network.goodput(0.6) for _ in range(3))
+    say(f"{rate}: {found * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    return found
+
+
+@contextlib.contextmanager
+def running(group: Group) -> Iterator[None]:
+    """Let the group run for a while."""
+    group.resume()
+    yield
+    group.pause()
+
+
+def start(
+    options: argparse.Namespace, network: Network, folder: Path, ways: Sequence[str]
+) -> dict[str, Group]:
+    """The launch that holds each way, all stopped."""
+    groups: dict[str, Group] = {}
+    for name in (contestants.PLAIN, contestants.HOROVOD):
+        mine = [way for way in ways if contestants.group(way) == name]
+        if mine:
+            say(f"starting {len(mine)} way(s) in the launch {name!r}")
+            settings = {"framework": options.framework, "ways": mine}
+            settings |= {"model": options.model, "batch": options.batch}
+            backend = options.backend if name == contestants.HOROVOD else "torch"
+            group = Group(name, network, folder, settings, backend, options.per_host)
+            group.pause()
+            groups |= dict.fromkeys(mine, group)
+    return {way: groups[way] for way in ways}
+
+
+def measure(
+    options: argparse.Namespace, network: Network, groups: Mapping[str, Group]
+) -> Iterator[results.Row]:
+    """All turns; in each repetition and at each rate another way begins."""
+    ways = list(groups)
+    for repetition in range(options.repetitions):
+        for place, rate in enumerate(options.rates):
+            network.limit(rate)
+            first = (repetition * len(options.rates) + place) * 5 % len(ways)
+            for way in ways[first:] + ways[:first]:
+                row = {"way": way, "rate": rate, "repetition": repetition}
+                if contestants.gated(way):
+                    row["verdict"] = settle(groups[way], way)
+                if contestants.halves(way):
+                    ask(groups[way], "judge", way, 0)  # as in a job that began on this link
+                row |= turn(network, groups[way], way, options.turn)
+                say(
+                    f"{repetition + 1}/{options.repetitions} {rate:>8} {way:<32} "
+                    f"{max(row['ms']):8.1f} ms  {max(row['sent']) / 1e6:8.3f} MB sent  "
+                    f"{max(row['cpu_ms']):7.1f} ms CPU  {row['foreign']:5.2f} cores elsewhere"
+                )
+                yield row
+
+
+def settle(group: Group, way: str) -> str:
+    """Let a gate judge the link anew, as it would have in a job that began on it."""
+    verdict = ask(group, "settle", way, VERDICT)
+    say(verdict)
+    return verdict
+
+
+def ask(group: Group, method: str, way: str, count: int) -> Any:
+    """The first worker's answer."""
+    with running(group):
+        return group.ask(method, way, count)[0]
+
+
+def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:
+    """Some steps of one way; lists are by rank or by host, and everything is per step."""
+    readings: list[Reading] = []
+    with running(group):
+        for _ in range(BEFORE):
+            once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
+            if once > SLOW:
+                break
+        count = min(MOST, max(LEAST, round(seconds / once)))
+        answers = group.steps(way, count, lambda: readings.append(Reading(network)))
+        before, after = readings[0], Reading(network)
+    mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
+    pairs = list(zip(before.bytes, after.bytes, strict=True))
+    return {
+        "steps": count,
+        **{key: [answer[key] for answer in answers] for key in ("ms", "cpu_ms", "loss")},
+        "received": [(now[0] - then[0]) / count for then, now in pairs],
+        "sent": [(now[1] - then[1]) / count for then, now in pairs],
+        "foreign": (after.busy - before.busy - mine) / (after.clock - before.clock),
+    }
+
+
+class Reading:
+    """The counters at one moment: bytes of each host, CPU seconds of the machine, the clock."""
+
+    def __init__(self, network: Network) -> None:
+        self.bytes = [network.counters(host) for host in range(len(network.names))]
+        self.busy, self.clock = busy_seconds(), time.monotonic()
+
+
+def compare(group: Group, way: str) -> bool:
+    """Whether all ranks have the same weights."""
+    with running(group):
+        return len(set(group.ask("digest", way))) == 1
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all processes of this machine have used, the kernel's own work included."""
+    numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = numbers[3] + numbers[4]
+    return (sum(numbers) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> results.Row:
+    """What was measured on."""
+    import importlib.metadata
+
+    names = ("torch", "tensorflow-cpu", "tensorflow", "keras", "horovod", "numpy")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cpu = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cores": os.cpu_count(),
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def say(text: str) -> None:
+    """A line about what happens, at once."""
+    print(text, flush=True)

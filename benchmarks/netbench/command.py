@@ -1,0 +1,126 @@
+"""The command line of `scripts/netbench.py`.
+
+netbench.py run [options] -- COMMAND   any Horovod command on limited links
+netbench.py bench [options]            ways to exchange gradients, side by side
+netbench.py accuracy [options]         seconds to a test accuracy, side by side
+netbench.py report FILES [options]     a page and a picture of what these two have written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.netbench import accuracy, accuracy_page, bench, page, picture, sandbox
+from benchmarks.netbench.launch import BACKENDS, Job
+from benchmarks.netbench.network import MOST_HOSTS, Network, parse_rate
+from benchmarks.report import write_page
+from examples import results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what the command line asks for; ends the process with its status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    try:
+        if options.action == "report":
+            raise SystemExit(report(options))
+        check(options)
+        if not sandbox.inside():
+            raise SystemExit(sandbox.enter(arguments))
+        work = {"run": run, "bench": bench.run, "accuracy": accuracy.run}[options.action]
+        raise SystemExit(sandbox.run(lambda folder, tag: work(options, folder, tag)))
+    except sandbox.Refusal as refusal:
+        sandbox.stop(str(refusal))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; what stands after `--` is the command."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("netbench.py", description=__doc__, formatter_class=raw)
+    actions = parser.add_subparsers(dest="action", required=True)
+    runs = actions.add_parser(
+        "run", help="any Horovod command on limited links",
+        description="Run a Horovod command on hosts that reach each other and nothing else.",
+    )  # fmt: skip
+    runs.add_argument("--rate", default="none", help="of each link, such as 200mbit")
+    runs.add_argument("--timeout", type=float, help="seconds, then it is ended with status 124")
+    runs.add_argument("command", nargs="+", help="after --: the program and its arguments")
+    benches = actions.add_parser("bench", help="ways to exchange gradients, side by side")
+    bench.add_options(benches)
+    trainings = actions.add_parser("accuracy", help="seconds to a test accuracy, side by side")
+    accuracy.add_options(trainings)
+    reports = actions.add_parser("report", help="a page and a picture of what was measured")
+    reports.add_argument("files", nargs="+", help="results of bench, one a framework, or accuracy")
+    reports.add_argument("--output", default="docs", help="folder for pages and pictures")
+    for one in (runs, benches, trainings):
+        one.add_argument("--hosts", type=int, default=4)
+        one.add_argument("--per-host", type=int, default=1, help="processes on each host")
+    runs.add_argument(
+        "--backend", choices=BACKENDS, default="gloo",
+        help="Horovod's, or torch: no Horovod, but what torch.distributed wants to know",
+    )  # fmt: skip
+    for one in (benches, trainings):
+        one.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
+    return parser.parse_args(arguments)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what makes no sense, before anything has been started."""
+    if not 1 <= options.hosts <= MOST_HOSTS:
+        raise sandbox.Refusal(f"--hosts is {options.hosts}, but must be in 1..{MOST_HOSTS}.")
+    if options.per_host < 1:
+        raise sandbox.Refusal(f"--per-host is {options.per_host}, but must be at least 1.")
+    try:
+        if options.action == "bench":
+            bench.check(options)
+        elif options.action == "accuracy":
+            accuracy.check(options)
+        else:
+            parse_rate(options.rate)
+    except ValueError as error:
+        raise sandbox.Refusal(str(error)) from None
+
+
+def report(options: argparse.Namespace) -> int:
+    """`netbench.py report`."""
+    try:
+        found = [results.read_json(Path(name)) for name in options.files]
+    except (OSError, ValueError) as error:
+        raise sandbox.Refusal(f"results cannot be read: {error}") from None
+    folder = Path(options.output)
+    trained = [one for one in found if one.get("benchmark") == "accuracy"]
+    if trained and len(found) > 1:
+        raise sandbox.Refusal("results of accuracy make a page of their own; name one file.")
+    if trained:
+        print("page: {}   picture: {}".format(*accuracy_page.write(trained[0], folder)))
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.draw(found, folder / "performance.png")
+    write_page(folder / "performance.md", page.text(found))
+    print(f"page: {folder / 'performance.md'}   picture: {folder / 'performance.png'}")
+    return 0
+
+
+def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
+    """`netbench.py run`: rank 0's output is shown, its exit status passed on."""
+    network = Network(options.hosts, tag, folder)
+    network.limit(options.rate)
+    before = [network.counters(host) for host in range(options.hosts)]
+    job = Job(options.command, network, folder / "ranks", options.backend, options.per_host)
+    try:
+        status = job.wait(options.timeout)
+    finally:
+        job.stop()
+    sys.stdout.flush()
+    if status:
+        said = "took too long" if status == 124 else f"ended with status {status}"
+        print(f"{job.told()}\nnetbench: the command {said}.", file=sys.stderr)
+    for host, name in enumerate(network.names):
+        counted = zip(network.counters(host), before[host], strict=True)
+        received, sent = (now - then for now, then in counted)
+        print(f"netbench: {name} sent {sent:,} B and received {received:,} B", file=sys.stderr)
+    network.close()
+    return status

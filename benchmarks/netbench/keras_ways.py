@@ -1,0 +1,157 @@
+"""The contestants in Keras, trained by `fit`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accordion_hvd import halves
+from benchmarks.netbench import contestants
+from benchmarks.netbench.contestants import COMPUTE, GROUPED, HOROVOD, OURS
+
+BATCHES = 32
+FIRST = 1
+"""The step in each `fit` with which measuring begins."""
+
+
+class Keras:
+    """Ways of one launch, each with a compiled model of its own.
+
+    Args:
+        ways: their names.
+        model: "vgg".
+        batch: examples of each rank in a step.
+    """
+
+    def __init__(self, ways: Sequence[str], model: str, batch: int) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        if contestants.group(ways[0]) == HOROVOD:
+            import horovod.tensorflow.keras as hvd
+
+            hvd.init()
+            self.rank = hvd.rank()
+        self._models: dict[str, Any] = {}
+        self._callbacks: dict[str, list[Any]] = {}
+        for way in ways:
+            keras.utils.set_random_seed(1)
+            self._models[way] = MODELS[model]()
+            optimizer, self._callbacks[way] = _contestant(way)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            self._models[way].compile(optimizer, loss, jit_compile=False)
+        rng = np.random.default_rng(100 + self.rank)
+        inputs = rng.standard_normal((BATCHES * batch, 32, 32, 3), np.float32)
+        labels = rng.integers(0, 10, BATCHES * batch)
+        self._data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(batch).repeat()
+        sizes = [int(np.prod(v.shape)) for v in self._models[ways[0]].trainable_variables]
+        self.facts = {"parameters": sum(sizes), "tensors": len(sizes)}
+
+    def steps(
+        self, way: str, count: int, together: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Train for some steps; milliseconds and CPU milliseconds a step, and the last loss.
+
+        Args:
+            way: its name.
+            count: steps.
+            together: called before the first of these, and after one that does not count: `fit`
+                may have to trace its function anew.
+        """
+        watch = _Stopwatch(together)
+        history = self._models[way].fit(
+            self._data, steps_per_epoch=FIRST + count, verbose=0, shuffle=False,
+            callbacks=[*self._callbacks[way], watch],
+        )  # fmt: skip
+        spent, busy = watch.ms(count)
+        return {"ms": spent, "cpu_ms": busy, "loss": history.history["loss"][-1]}
+
+    def warm(self, way: str, count: int) -> None:
+        """Steps after each of which a window ends, so that Accordion leaves its critical start."""
+        for _ in range(count):
+            self.steps(way, 1)
+        if contestants.adapts(way):
+            contestants.check_level(way, self._models[way].optimizer.exchange.policy.current)
+
+    def judge(self, way: str, count: int) -> None:
+        """Let the way measure anew who should add its 16-bit floats; the next step is traced so."""
+        exchange = self._models[way].optimizer.exchange
+        exchange.communicator.half_allreduce = None
+        halves.meet(exchange.communicator, exchange.policy)
+        exchange.version += 1
+
+    def digest(self, way: str) -> str:
+        """The same on two ranks if their weights are, bit by bit."""
+        found = hashlib.sha256()
+        for variable in self._models[way].trainable_variables:
+            found.update(variable.numpy().tobytes())
+        return found.hexdigest()
+
+
+class _Stopwatch(keras.callbacks.Callback):
+    """From the beginning of a step to the end of the last: `fit` itself takes time too."""
+
+    def __init__(self, together: Callable[[], None]) -> None:
+        super().__init__()
+        self._together = together
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == FIRST:
+            self._together()
+            self.began = time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ended = time.perf_counter(), time.process_time()
+
+    def ms(self, steps: int) -> tuple[float, float]:
+        """Of a step: time, and CPU time of all threads."""
+        spent, busy = (b - a for a, b in zip(self.began, self.ended, strict=True))
+        return 1000 * spent / steps, 1000 * busy / steps
+
+
+def vgg() -> Any:
+    """The same as in PyTorch, channels last."""
+    layers: list[Any] = [keras.Input((32, 32, 3))]
+    for width, pool in ((32, True), (64, True), (128, False), (128, True)):
+        layers.append(keras.layers.Conv2D(width, 3, padding="same", activation="relu"))
+        layers += [keras.layers.MaxPooling2D()] if pool else []
+    layers.append(keras.layers.Flatten())
+    layers += [keras.layers.Dense(width, "relu") for width in (2048, 1024)]
+    return keras.Sequential([*layers, keras.layers.Dense(10)])
+
+
+MODELS = {"vgg": vgg}
+
+
+def _contestant(way: str) -> tuple[Any, list[Any]]:
+    """(optimizer, callbacks) that exchange gradients in this way."""
+    plain = keras.optimizers.SGD(0.01, momentum=0.9)
+    if way == COMPUTE:
+        return plain, []
+    if way == GROUPED:
+        return _averaging()(0.01, momentum=0.9), []
+    if way.startswith(OURS):
+        import accordion_hvd.tensorflow.keras as ours
+
+        word = contestants.compression(way)
+        optimizer = ours.DistributedOptimizer(plain, compression=word, guard="off")
+        return optimizer, [ours.callbacks.BroadcastGlobalVariablesCallback(0)]
+    import horovod.tensorflow.keras as hvd
+
+    return hvd.DistributedOptimizer(plain), []
+
+
+def _averaging() -> Any:
+    """The least that averages under Keras 3: one grouped operation of Horovod's in the graph."""
+    import horovod.tensorflow as hvd
+
+    class Averaging(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply(hvd.grouped_allreduce(list(grads)), trainable_variables)
+
+    return Averaging

@@ -1,0 +1,207 @@
+"""Start a command once for each process on the hosts of a network: Horovod over Gloo or over MPI.
+
+`torch` as a backend starts it without Horovod, with the variables that `torch.distributed` reads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.netbench.network import SUBNET, Network
+
+BACKENDS = ("gloo", "mpi", "torch")
+GRACE = 5.0
+"""Seconds that other workers have to end by themselves once one has failed."""
+
+PORT = 29500
+TAIL = 3000
+WRAPPER = """folder=$1 shown=$2; shift 2
+rank=${RANK:-$OMPI_COMM_WORLD_RANK}
+[ "$rank" = "$shown" ] || exec >"$folder/$rank" 2>&1
+exec "$@" """
+"""Shell code that shows the output of one rank; that of others goes to files."""
+
+
+class Job:
+    """A command that runs on all hosts.
+
+    Args:
+        command: program and arguments.
+        network: the hosts.
+        folder: for the output that is not shown; must be new.
+        backend: one of `BACKENDS`.
+        per_host: processes on each host.
+        environment: added to this process' own.
+        show: whether to show the output of rank 0.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        network: Network,
+        folder: Path,
+        backend: str = "gloo",
+        per_host: int = 1,
+        environment: Mapping[str, str] | None = None,
+        show: bool = True,
+    ) -> None:
+        self.network, self.folder, self.per_host = network, folder, per_host
+        self.environment = {**os.environ, **(environment or {})}
+        shown = "0" if show else "none"
+        self.command = ["sh", "-c", WRAPPER, "sh", str(folder), shown, *command]
+        self._rendezvous: Any = None
+        folder.mkdir()
+        start = {"gloo": self._gloo, "mpi": self._mpi, "torch": self._torch}[backend]
+        self.processes: list[subprocess.Popen[Any]] = start()
+
+    def status(self) -> int | None:
+        """The exit status of the first process that failed, 0 if none did, None while all run."""
+        codes = [process.poll() for process in self.processes]
+        failed = [code for code in codes if code]
+        if failed:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        return 0 if None not in codes else None
+
+    def wait(self, limit: float | None = None) -> int:
+        """Wait until all have ended; returns an exit status, 124 if that takes `limit` seconds.
+
+        Once one has failed, the others are ended after `GRACE` seconds; the first status counts.
+        """
+        deadline = time.monotonic() + limit if limit else None
+        while (status := self.status()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                self.stop()
+                return 124
+            time.sleep(0.05)
+        until = time.monotonic() + GRACE
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        self.stop()
+        return status
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            running = [process for process in self.processes if process.poll() is None]
+            for process in running:
+                process.send_signal(signal.SIGCONT)  # whoever is stopped hears nothing else
+                process.send_signal(number)
+            until = time.monotonic() + 3
+            while running and time.monotonic() < until:
+                running = [process for process in running if process.poll() is None]
+                time.sleep(0.02)
+        if self._rendezvous is not None:
+            self._rendezvous.stop()
+            self._rendezvous = None
+
+    def told(self) -> str:
+        """The last words of ranks that are not shown."""
+        parts = []
+        for path in sorted(self.folder.iterdir()):
+            if text := path.read_text(errors="replace").strip():
+                parts.append(f"--- rank {path.name}:\n{text[-TAIL:]}")
+        return "\n".join(parts)
+
+    # ------------------------------------------------------------------------------------ backends
+    def _each(self, variables: Any) -> list[subprocess.Popen[Any]]:
+        """Start one process at a time; `variables(host, local)` are its own."""
+        return [
+            subprocess.Popen(
+                [*self.network.enter(host), *self.command],
+                env={**self.environment, **variables(host, local)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for host in range(len(self.network.names))
+            for local in range(self.per_host)
+        ]
+
+    def _torch(self) -> list[subprocess.Popen[Any]]:
+        """What torchrun would set."""
+        return self._each(self._ranks)
+
+    def _ranks(self, host: int, local: int) -> dict[str, str]:
+        return {
+            "RANK": str(host * self.per_host + local),
+            "WORLD_SIZE": str(len(self.network.names) * self.per_host),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.per_host),
+            "MASTER_ADDR": self.network.addresses[0],
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+
+    def _gloo(self) -> list[subprocess.Popen[Any]]:
+        """What horovodrun --gloo would set; the rendezvous is where the bridge is."""
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.http.http_server import RendezvousServer
+
+        names = self.network.names
+        hosts = parse_hosts(",".join(f"{name}:{self.per_host}" for name in names))
+        self._rendezvous = RendezvousServer(0)
+        port = self._rendezvous.start()
+        self._rendezvous.init(get_host_assignments(hosts, len(names) * self.per_host))
+
+        def variables(host: int, local: int) -> dict[str, str]:
+            ranks = self._ranks(host, local)
+            return ranks | {
+                "HOROVOD_HOSTNAME": names[host],
+                "HOROVOD_RANK": ranks["RANK"],
+                "HOROVOD_SIZE": ranks["WORLD_SIZE"],
+                "HOROVOD_LOCAL_RANK": ranks["LOCAL_RANK"],
+                "HOROVOD_LOCAL_SIZE": ranks["LOCAL_WORLD_SIZE"],
+                "HOROVOD_CROSS_RANK": str(host),
+                "HOROVOD_CROSS_SIZE": str(len(names)),
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.network.address,
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+                "HOROVOD_GLOO_IFACE": "eth0",
+            }
+
+        return self._each(variables)
+
+    def _mpi(self) -> list[subprocess.Popen[Any]]:
+        """mpirun where the bridge is; it enters the hosts by an agent that takes ssh's place."""
+        agent, names = self.folder.with_suffix(".agent"), self.network.names
+        enter = (f"{name}) exec {' '.join(self.network.enter(i))} sh -c \"$*\" ;;"
+                 for i, name in enumerate(names))  # fmt: skip
+        agent.write_text(
+            "\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "esac"])
+        )
+        agent.chmod(0o700)
+        settings = {
+            "plm_rsh_agent": str(agent),
+            "plm_rsh_no_tree_spawn": "1",
+            "pml": "ob1",
+            "btl": "tcp,self" if self.per_host == 1 else "tcp,self,vader",
+            "btl_tcp_if_include": f"{SUBNET}.0/24",
+            "oob_tcp_if_include": f"{SUBNET}.0/24",
+            "orte_tmpdir_base": str(self.folder.parent),
+        }
+        words = [word for key, value in settings.items() for word in ("--mca", key, value)]
+        self.environment |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+        self.environment.pop("RANK", None)
+        passed = ["PATH", "PYTHONPATH", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"]
+        mpirun = Path(sys.executable).parent / "mpirun"
+        command = [
+            str(mpirun if mpirun.exists() else "mpirun"),
+            "--allow-run-as-root", "--bind-to", "none",
+            "-np", str(len(names) * self.per_host),
+            "-H", ",".join(f"{name}:{self.per_host}" for name in names),
+            *words, *(word for name in passed for word in ("-x", name)), *self.command,
+        ]  # fmt: skip
+        return [
+            subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        ]

@@ -1,0 +1,90 @@
+"""docs/performance.md: how it was measured, what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import report
+from benchmarks.netbench import tables
+from benchmarks.netbench.contestants import (
+    ACCORDION,
+    CAUTIOUS,
+    DDP,
+    GATED,
+    GROUPED,
+    OURS,
+    SILENT,
+    STEADY,
+    STOCK,
+)
+from benchmarks.netbench.picture import words
+from examples.report import FRAMEWORKS, as_markdown
+from examples.results import Row
+
+
+def text(found: Sequence[Row]) -> str:
+    """All of the page; it says nothing but what the results hold."""
+    places = report.machine(found[0]["machine"]) | report.hosts(found[0]["settings"])
+    return report.render(
+        "performance/page",
+        frameworks=report.join([section(one) for one in found]),
+        steady=STEADY,
+        cautious=CAUTIOUS,
+        **places,
+    )
+
+
+def section(found: Row) -> str:
+    """Tables of one framework."""
+    settings, model = found["settings"], found["model"]
+    framework, ways = settings["framework"], list(found["equal"])
+    silent = SILENT in ways and not found["equal"][SILENT]
+    return report.render(
+        "performance/framework",
+        framework=FRAMEWORKS[framework],
+        model=settings["model"],
+        parameters=f"{model['parameters']:,}",
+        tensors=model["tensors"],
+        batch=settings["batch"],
+        repetitions=settings["repetitions"],
+        noise=report.noise(
+            [turn["foreign"] for turn in found["turns"]], "turn", "the links' own work"
+        ),
+        notes=report.render("performance/silent", grouped=GROUPED) if silent else "",
+        comparison=as_markdown(tables.comparison(found, pairs(framework, ways))),
+        limits=as_markdown(tables.limits(found)),
+        rates=report.join([at_rate(found, rate) for rate in settings["rates"]]),
+    )
+
+
+def at_rate(found: Row, rate: str) -> str:
+    """The table of a rate, and what gates said of it."""
+    return report.render(
+        "performance/rate",
+        rate=words(rate),
+        goodput=f"{found['bandwidth'][rate] * 8 / 1e6:.0f}",
+        table=as_markdown(tables.table(found, rate)),
+        verdicts=verdicts(found, rate),
+    )
+
+
+def verdicts(found: Row, rate: str) -> str:
+    """What gates said of a rate, each line once."""
+    turns = [turn for turn in found["turns"] if turn["rate"] == rate]
+    said = dict.fromkeys(turn["verdict"] for turn in turns if "verdict" in turn)
+    return "\n".join(f"- {line}" for line in said)
+
+
+def pairs(framework: str, ways: Sequence[str]) -> list[tuple[str, str]]:
+    """What is worth comparing: ours with what a user has now, and with the same compression."""
+    ours = [way for way in ways if way.startswith(OURS)]
+    if framework == "keras":
+        return [(way, GROUPED) for way in ours]
+    found = [(way, STOCK) for way in ours]
+    peers = {f"{OURS}fp16": [f"{STOCK} fp16", f"{DDP} fp16"], f"{OURS}dense": [DDP]}
+    peers |= {
+        f"{OURS}{word}": [f"{DDP} {word}"] for word in ("powersgd:1", "powersgd:2", "powersgd:4")
+    }
+    peers[OURS + ACCORDION] = [f"{OURS}powersgd:1", f"{DDP} powersgd:1"]
+    peers[OURS + GATED] = [f"{OURS}{word}" for word in ("dense", "fp16", "powersgd:1")]
+    return found + [(way, peer) for way in ours for peer in peers.get(way, [])]

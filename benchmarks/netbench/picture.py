@@ -1,0 +1,90 @@
+"""Milliseconds a step of each way at each rate, beside the least that the link allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.netbench import tables
+from benchmarks.netbench.contestants import COMPUTE, DDP, OURS
+from examples.pictures import figure
+from examples.report import FRAMEWORKS
+from examples.results import Row
+
+KINDS = {
+    "computation alone": "#7f7f7f",
+    "Horovod": "#0072B2",
+    "PyTorch DDP": "#E69F00",
+    "accordion_hvd": "#009E73",
+}
+"""Told apart by colour-blind readers too (Okabe & Ito)."""
+
+
+def kind(way: str) -> str:
+    """Whose way it is: a key of `KINDS`."""
+    if way == COMPUTE:
+        return "computation alone"
+    return (
+        "accordion_hvd"
+        if way.startswith(OURS)
+        else "PyTorch DDP"
+        if way.startswith(DDP)
+        else "Horovod"
+    )
+
+
+def draw(found: Sequence[Row], path: Path) -> None:
+    """A panel for each framework (down) and rate (across)."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    across = max(len(one["settings"]["rates"]) for one in found)
+    heights = [len(one["equal"]) + 2 for one in found]
+    size = (2.2 + 3.9 * across, 1.2 + 0.31 * sum(heights))
+    with figure(path, size, len(found), across, height_ratios=heights) as (whole, axes):
+        for row, one in enumerate(found):
+            rates = one["settings"]["rates"]
+            for column in range(across):
+                if column < len(rates):
+                    _panel(axes[row][column], one, rates[column], names=column == 0)
+                else:
+                    axes[row][column].set_axis_off()
+        marks: list[Any] = [Patch(color=colour, label=name) for name, colour in KINDS.items()]
+        mark = {"color": "black", "marker": "|", "ms": 13, "mew": 2, "ls": ""}
+        limit = Line2D([], [], label="limit of link and computation", **mark)
+        whole.legend(handles=[*marks, limit], loc="outside lower center", ncols=len(marks) + 1)
+
+
+def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
+    """Bars of one rate."""
+    rows = tables.summary(found, rate)
+    everything = [tables.summary(found, each) for each in found["settings"]["rates"]]
+    most = max(row["most"] for each in everything for row in each.values())
+    least = min(row["least"] for each in everything for row in each.values())
+    for place, (way, row) in enumerate(rows.items()):
+        spread = [[row["ms"] - row["least"]], [row["most"] - row["ms"]]]
+        axis.barh(
+            place, row["ms"], color=KINDS[kind(way)], height=0.74, xerr=spread, error_kw={"lw": 0.8}
+        )
+        if way != COMPUTE:
+            axis.plot(row["limit"], place, "|", color="black", ms=13, mew=2)
+        axis.annotate(
+            f"{row['ms']:.0f}", (max(row["most"], row["limit"]), place), xytext=(5, 0),
+            textcoords="offset points", va="center", fontsize=8.5,
+        )  # fmt: skip
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(rows)), list(rows) if names else [""] * len(rows))
+    axis.set_xticks([one * ten for ten in (1, 10, 100, 1000, 10000) for one in (1, 3)])
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set(xlim=(least / 2, most * 2.2), ylim=(len(rows) - 0.4, -0.6), axisbelow=True)
+    axis.grid(alpha=0.3, axis="x")
+    axis.set_title(f"{FRAMEWORKS[found['settings']['framework']]}, {words(rate)}", fontsize=11)
+    axis.set_xlabel("ms a step (logarithmic)")
+
+
+def words(rate: str) -> str:
+    """50 Mbit/s for "50mbit"."""
+    if rate == "none":
+        return "unlimited links"
+    return f"{rate[:-4]} {rate[-4].upper()}bit/s"

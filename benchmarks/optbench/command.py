@@ -1,0 +1,239 @@
+"""The command line of `scripts/bench_optimizers.py`.
+
+bench_optimizers.py run [options]     train on real ranks, with all seeds that are reported
+bench_optimizers.py tune [options]    the grids of learning rates, on simulated ranks, other seeds
+bench_optimizers.py report FILES      a page and a picture of what these (and netbench) have written
+
+Results are written after each training. What a file has already is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.netbench.bench import machine, say
+from benchmarks.optbench import page
+from benchmarks.optbench.methods import METHODS, SEEDS, TUNING
+from benchmarks.optbench.tasks import TASKS
+from examples import results
+from examples.data import DataError
+from examples.results import Row
+
+FORMAT = 1
+DEFAULTS = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+KEY = ("task", "method", "seed", "lr", "settings")
+"""What makes two trainings the same one."""
+
+PLACE = KEY[:3]
+"""What there is one training of on the page."""
+
+
+class Refusal(Exception):
+    """What cannot be done, in a sentence."""
+
+
+def main(script: Path) -> None:
+    """Do what the command line asks for.
+
+    Args:
+        script: what the ranks run.
+    """
+    options = parse()
+    try:
+        if options.action == "report":
+            files = [results.read_json(Path(name)) for name in options.files]
+            written = page.write(files, Path(options.output))
+            say("page: {}   picture: {}".format(*written))
+            return
+        jobs = list(wanted(options))
+        if options.action == "run" and not options.work:
+            launch(options, script)
+        else:
+            work(options, jobs)
+    except (Refusal, DataError, OSError, ValueError) as error:
+        raise SystemExit(f"bench_optimizers: {error}") from None
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "bench_optimizers.py", description=__doc__, formatter_class=raw
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    for name, text in (("run", "train on real ranks"), ("tune", "learning rates, simulated ranks")):
+        one = actions.add_parser(name, help=text)
+        one.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+        one.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+        seeds = SEEDS if name == "run" else TUNING
+        one.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
+        file = "accuracy" if name == "run" else "tuning"
+        one.add_argument("--output", default=f"runs/optbench/{file}.json")
+        one.add_argument("-np", type=int, default=4, help="ranks")
+        if name == "tune":
+            one.add_argument("--lr", nargs="+", type=float, help="instead of each method's grid")
+        else:
+            one.add_argument(
+                "--tuning", default="runs/optbench/tuning.json",
+                help="what `tune` wrote: its best learning rates are taken, where it has any",
+            )  # fmt: skip
+        one.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    reports = actions.add_parser("report", help="a page and a picture")
+    reports.add_argument("files", nargs="+")
+    reports.add_argument("--output", default="docs", help="folder for page and picture")
+    return parser.parse_args(arguments)
+
+
+def wanted(options: argparse.Namespace) -> Iterator[Row]:
+    """The trainings that are asked for: everything with one seed, then with the next."""
+    tuning = Path(options.tuning) if options.action == "run" else Path()
+    found = results.read_json(tuning) if tuning.is_file() else None
+    for seed in options.seeds:
+        for task, name in itertools.product(options.tasks, options.methods):
+            way, steps = METHODS[name], TASKS[task].steps
+            job: Row = {"task": task, "method": name, "seed": seed}
+            job |= {"settings": way.told(task, steps), "warm": way.exact(task, steps)}
+            once = (best(found, task, name) if found else None) or way.lr[task]
+            for lr in (once,) if options.action == "run" else options.lr or way.grid:
+                yield job | {"lr": lr}
+
+
+def best(tuning: Row, task: str, method: str) -> float | None:
+    """The learning rate of the least loss; None if none was tried."""
+    losses = page.tried(tuning, task, method)
+    return min(losses, key=lambda lr: losses[lr], default=None)
+
+
+def launch(options: argparse.Namespace, script: Path) -> None:
+    """Start the ranks, and wait for them.
+
+    Raises:
+        Refusal: they cannot be started, or failed.
+    """
+    beside = Path(sys.executable).parent
+    launcher = shutil.which("horovodrun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    if launcher is None:
+        raise Refusal(f"there is no horovodrun beside {sys.executable} or on PATH; run make setup.")
+    for task in options.tasks:  # data are found (or fetched) before anybody waits for anybody
+        TASKS[task].problem()
+    paths = {
+        "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": f"{script.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [launcher, "--gloo", "-np", str(options.np), sys.executable, str(script)]
+    done = subprocess.run(
+        [*command, *sys.argv[1:], "--work"], env={**DEFAULTS, **os.environ, **paths}
+    )
+    if done.returncode:
+        raise Refusal("the ranks failed; make doctor looks for what is missing.")
+
+
+def work(options: argparse.Namespace, jobs: Sequence[Row]) -> None:
+    """Train what is missing in the file of results; one of the ranks, or alone."""
+    import torch
+
+    from benchmarks.optbench import training
+
+    torch.set_num_threads(1)
+    rank, size, path = 0, training.RANKS, Path(options.output)
+    team: type = training.Simulated
+    if options.work:
+        import horovod.torch as hvd
+
+        hvd.init()
+        rank, size, team = hvd.rank(), hvd.size(), training.Real
+    found = read(path, options.action, size) if rank == 0 else {}
+    missing = [job for job in jobs if not has(found, job)] if rank == 0 else []
+    if options.work:
+        missing = hvd.broadcast_object(missing, name="optbench.jobs")
+    for number, job in enumerate(missing, 1):
+        made = team(job["task"], job["method"], job["lr"], job["seed"])
+        row = job | training.train(made, job["task"], job["lr"])
+        digests = hvd.allgather_object(row.pop("weights")) if options.work else [""]
+        row["equal"] = len(set(digests)) == 1
+        del made
+        if rank == 0:
+            add(found, row)
+            found["tasks"][job["task"]] = facts(job["task"])
+            results.write_json(path, found)
+            say(told(row, f"{number}/{len(missing)}"))
+    if rank == 0:
+        say("\n".join([*advice(found), f"results: {path}"]))
+
+
+def advice(found: Row) -> list[str]:
+    """Where a grid has a better learning rate than `METHODS`; nothing for real trainings."""
+    lines = []
+    for task, name in itertools.product(found["tasks"], METHODS):
+        lr = best(found, task, name) if found["action"] == "tune" else None
+        if lr is not None and lr != METHODS[name].lr.get(task):
+            loss = page.tried(found, task, name)[lr]
+            lines.append(f"{task}: {name} is best at lr {lr:g} (loss {loss:.5f})")
+    return lines
+
+
+def read(path: Path, action: str, ranks: int) -> Row:
+    """The results so far.
+
+    Raises:
+        Refusal: the file holds those of something else.
+    """
+    fresh: Row = {
+        "format": FORMAT, "benchmark": "optimizers", "action": action, "ranks": ranks,
+        "machine": machine(), "tasks": {}, "runs": [],
+    }  # fmt: skip
+    if not path.exists():
+        return fresh
+    found = results.read_json(path)
+    for key in ("format", "benchmark", "action", "ranks"):
+        if found.get(key) != fresh[key]:
+            raise Refusal(
+                f"{path} has results with {key} {found.get(key)!r}, not {fresh[key]!r}; name "
+                "another file with --output."
+            )
+    return found
+
+
+def add(found: Row, row: Row) -> None:
+    """Add a training; what was reported with other settings goes."""
+    if found["action"] == "run":
+        place = [row[key] for key in PLACE]
+        found["runs"] = [run for run in found["runs"] if [run[key] for key in PLACE] != place]
+    found["runs"].append(row)
+
+
+def has(found: Row, job: Row) -> bool:
+    """Whether the results have this training."""
+    return any(all(run[key] == job[key] for key in KEY) for run in found["runs"])
+
+
+def facts(name: str) -> Row:
+    """What the page says of a task."""
+    from benchmarks.optbench.training import problem
+
+    task, made = TASKS[name], problem(name).make()
+    sizes = [parameter.numel() for parameter in made.parameters()]
+    plain = {
+        key: getattr(task, key) for key in ("title", "what", "loss", "steps", "batch", "warmup")
+    }
+    return plain | {
+        "least": problem(name).least, "parameters": sum(sizes), "tensors": len(sizes)
+    }  # fmt: skip
+
+
+def told(row: Row, turn: str) -> str:
+    """A training in a line."""
+    sent = row["sent"][-1]
+    return (
+        f"{turn:>7} {time.strftime('%H:%M')} {row['task']:<10} {row['method']:<16} seed "
+        f"{row['seed']:<2} lr {row['lr']:<7g} loss {row['loss'][-1]:.5f}  {sent / 1e6:8.2f} MB  "
+        f"{row['seconds']:6.1f} s"
+    )

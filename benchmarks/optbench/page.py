@@ -1,0 +1,349 @@
+"""What `bench_optimizers.py` found: docs/optimizers.md and docs/optimizers.png."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.netbench import tables
+from benchmarks.netbench.contestants import OPTIMIZER
+from benchmarks.netbench.picture import words
+from benchmarks.optbench.methods import METHODS
+from benchmarks.report import digits, spread
+from examples.pictures import figure
+from examples.report import as_markdown
+from examples.results import Row
+
+GOAL, BYTES = 1.03, 16
+"""At most so many times the uncompressed loss; at least so many times fewer bytes."""
+
+COLOURS = {
+    "Adam": ("#000000", "-"),
+    "AMSGrad": ("#7f7f7f", "--"),
+    "OnebitAdam": ("#0072B2", "-"),
+    "Birder": ("#E69F00", "-"),
+    "SketchedAMSGrad": ("#CC79A7", "-"),
+    "CDAdam": ("#009E73", "-"),
+}
+"""Colour and line; told apart by colour-blind readers too (Okabe & Ito)."""
+
+
+# ------------------------------------------------------------------------------------------ numbers
+def runs(found: Row, task: str, method: str) -> list[Row]:
+    """Trainings by seed."""
+    mine = [run for run in found["runs"] if (run["task"], run["method"]) == (task, method)]
+    return sorted(mine, key=lambda run: run["seed"])
+
+
+def methods(found: Row, task: str) -> list[str]:
+    """Those with trainings, in the order of `METHODS`."""
+    return [name for name in METHODS if runs(found, task, name)]
+
+
+def final(run: Row) -> float:
+    """The last loss; infinite if training ran away."""
+    return _number(run["loss"][-1])
+
+
+def _number(loss: float | None) -> float:
+    return math.inf if loss is None else loss
+
+
+def pairs(found: Row, task: str, method: str, least: float = 0.0) -> list[float]:
+    """Loss over that of the uncompressed method, both above `least`; one for each common seed."""
+    theirs = {run["seed"]: final(run) for run in runs(found, task, METHODS[method].beside)}
+    return [
+        (final(run) - least) / (theirs[run["seed"]] - least)
+        for run in runs(found, task, method)
+        if run["seed"] in theirs
+    ]
+
+
+def saved(run: Row) -> float:
+    """How many times fewer bytes than uncompressed are sent after the warm-up.
+
+    That is counted from the first evaluation after it.
+    """
+    start = next(i for i, step in enumerate(run["steps"]) if step >= run["warm"])
+    return (run["dense"][-1] - run["dense"][start]) / (run["sent"][-1] - run["sent"][start])
+
+
+def target(found: Row, task: str) -> float | None:
+    """The loss that is to be reached: `GOAL` times Adam's in the end, if Adam was trained."""
+    losses = [final(run) for run in runs(found, task, "Adam")]
+    return GOAL * statistics.median(losses) if losses else None
+
+
+def until(run: Row, loss: float) -> tuple[float, float] | None:
+    """Steps and bytes sent until the first evaluation at a loss; None if it is not reached."""
+    for step, sent, now in zip(run["steps"], run["sent"], run["loss"], strict=True):
+        if _number(now) <= loss:
+            return step, sent
+    return None
+
+
+def reached(mine: Sequence[Row], loss: float) -> list[tuple[float, float]] | None:
+    """Steps and bytes until a loss; None unless most seeds reach it."""
+    there = [place for run in mine if (place := until(run, loss))]
+    return there if 2 * len(there) > len(mine) else None
+
+
+# ------------------------------------------------------------------------------------------- tables
+def overview(found: Row) -> list[list[str]]:
+    """Head and rows: whether each compressed method meets the goal on each task."""
+    rows = [["optimizer", "task", "loss / uncompressed", "bytes saved after the warm-up", "goal"]]
+    for task in found["tasks"]:
+        for name in methods(found, task):
+            mine, ratios = (
+                runs(found, task, name),
+                METHODS[name].beside and pairs(found, task, name),
+            )
+            if not ratios:
+                continue
+            less = [saved(run) for run in mine]
+            parts = [
+                "met" if statistics.median(ratios) <= GOAL else "loss missed",
+                *(["bytes missed"] if statistics.median(less) < BYTES else []),
+            ]
+            rows.append(
+                [
+                    f"`{name}`",
+                    found["tasks"][task]["title"],
+                    spread(ratios, digits(3)),
+                    f"{statistics.median(less):.1f} x",
+                    parts[-1] if len(parts) == 1 or parts[0] == "met" else ", ".join(parts),
+                ]
+            )
+    return rows
+
+
+def table(found: Row, task: str) -> list[list[str]]:
+    """Head and a row for each method of a task."""
+    least, goal = found["tasks"][task]["least"], target(found, task)
+    graded = any(run["accuracy"] is not None for run in found["runs"] if run["task"] == task)
+    head = ["optimizer", "lr", "loss in the end", "/ uncompressed"]
+    head += ["above the least, / uncompressed"] if least is not None else []
+    head += ["test accuracy (%)"] if graded else []
+    head += ["steps to the target", "MB to the target", "MB in all", "saved after warm-up"]
+    rows = [head]
+    for name in methods(found, task):
+        mine, way = runs(found, task, name), METHODS[name]
+        there = reached(mine, goal) if goal is not None else None
+        row = [
+            name,
+            f"{mine[0]['lr']:g}",
+            spread([final(run) for run in mine], digits(4)),
+        ]
+        row.append(spread(pairs(found, task, name), digits(3)) if way.beside else "-")
+        if least is not None:
+            row.append(spread(pairs(found, task, name, least), digits(2)) if way.beside else "-")
+        if graded:
+            row.append(spread([100 * run["accuracy"] for run in mine], digits(1)))
+        for place, told in ((0, digits(0)), (1, lambda sent: f"{sent / 1e6:.2f}")):
+            row.append(spread([one[place] for one in there], told) if there else "not reached")
+        row.append(f"{statistics.median(run['sent'][-1] for run in mine) / 1e6:.2f}")
+        row.append(f"{statistics.median(map(saved, mine)):.1f} x")
+        rows.append(row)
+    return rows
+
+
+def states(found: Row) -> list[list[str]]:
+    """Head and rows: bytes of state for each parameter."""
+    tasks = list(found["tasks"])
+    rows = [["optimizer", "what it keeps", *(found["tasks"][task]["title"] for task in tasks)]]
+    for name in METHODS:
+        cells = []
+        for task in tasks:
+            mine = runs(found, task, name)
+            cells.append(f"{mine[0]['state'] / mine[0]['parameters']:.1f}" if mine else "-")
+        rows.append([f"`{name}`", STATE[name], *cells])
+    return rows
+
+
+STATE = {
+    "Adam": "m, v",
+    "AMSGrad": "m, v, vmax",
+    "OnebitAdam": "m, v, error, this rank's part of the server error",
+    "Birder": "m, b, error, this rank's part of the owners' (without `feedback` only m, b)",
+    "SketchedAMSGrad": "m, v, vmax, error",
+    "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's (`pace`: error)",
+}
+
+
+def tried(tuning: Row, task: str, method: str) -> dict[float, float]:
+    """The loss in the end by learning rate, medians over seeds."""
+    losses: dict[float, list[float]] = {}
+    for run in runs(tuning, task, method):
+        losses.setdefault(run["lr"], []).append(final(run))
+    return {lr: statistics.median(losses[lr]) for lr in sorted(losses)}
+
+
+def rates(tuning: Row, task: str) -> list[list[str]]:
+    """Head and rows: the loss in the end by learning rate."""
+    grid = sorted({run["lr"] for run in tuning["runs"] if run["task"] == task})
+    rows = [["optimizer", "best", *(f"{lr:g}" for lr in grid)]]
+    for name in methods(tuning, task):
+        losses = tried(tuning, task, name)
+        cells = [f"{losses[lr]:.4f}" if lr in losses else "-" for lr in grid]
+        rows.append([name, f"{min(losses, key=lambda lr: losses[lr]):g}", *cells])
+    return rows
+
+
+def links(timing: Row) -> list[list[str]]:
+    """Head and rows: milliseconds a step at each rate, and how many times as fast as Adam."""
+    wanted = timing["settings"]["rates"]
+    rows = [["optimizer", "MB sent a step"]]
+    for rate in wanted:
+        rows[0] += [f"ms, {words(rate)}", "times Adam"]
+    summaries = {rate: tables.summary(timing, rate) for rate in wanted}
+    plain = f"{OPTIMIZER}Adam"
+    for way in timing["equal"]:
+        if not way.startswith(OPTIMIZER):
+            continue
+        row = [way.removeprefix(OPTIMIZER), f"{summaries[wanted[0]][way]['sent'] / 1e6:.3f}"]
+        for rate in wanted:
+            row.append(f"{summaries[rate][way]['ms']:.0f}")
+            row.append(spread(tables.ratios(timing, way, plain, rate), digits(2)))
+        rows.append(row)
+    return rows
+
+
+# -------------------------------------------------------------------------------------- the picture
+def draw(found: Row, path: Path) -> None:
+    """For each task, loss by steps (above) and by bytes sent (below): medians, and ranges."""
+    tasks = list(found["tasks"])
+    size = (1 + 4.6 * len(tasks), 8.2)
+    with figure(path, size, rows=2, columns=len(tasks), dpi=100) as (whole, axes):
+        for column, task in enumerate(tasks):
+            for row, key in enumerate(("steps", "sent")):
+                _panel(axes[row][column], found, task, key)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        whole.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+
+
+def _panel(axis: Any, found: Row, task: str, key: str) -> None:
+    least = found["tasks"][task]["least"] or 0.0
+    scale = 1e6 if key == "sent" else 1
+    for name in methods(found, task):
+        mine = runs(found, task, name)
+        curves = list(
+            zip(*([_number(x) - least for x in run["loss"]] for run in mine), strict=True)
+        )
+        x = [value / scale for value in mine[0][key]]
+        colour, line = COLOURS[name]
+        middle = [statistics.median(values) for values in curves]
+        start = 1 if key == "sent" else 0  # nothing has been sent before the first step
+        axis.plot(x[start:], middle[start:], line, color=colour, lw=1.6, label=name)
+        axis.fill_between(
+            x[start:], [min(v) for v in curves][start:], [max(v) for v in curves][start:],
+            color=colour, alpha=0.15, lw=0,
+        )  # fmt: skip
+    given = found["tasks"][task]
+    above = " above the least" if given["least"] is not None else ""
+    axis.set(yscale="log", title=given["title"])
+    axis.set_ylabel(f"loss{above} (logarithmic)")
+    axis.set_xlabel("steps" if key == "steps" else "MB sent by a rank (logarithmic)")
+    if key == "sent":
+        axis.set_xscale("log")
+    axis.grid(alpha=0.3, which="both")
+
+
+# ----------------------------------------------------------------------------------------- the page
+def write(files: Sequence[Row], folder: Path) -> list[Path]:
+    """Write optimizers.md and optimizers.png; returns their paths.
+
+    Args:
+        files: results of `run`; of `tune` and of `netbench.py bench`, if there are any.
+        folder: where to.
+
+    Raises:
+        ValueError: none of them is that of `run`.
+    """
+    by = {one.get("action", "links"): one for one in files}
+    if "run" not in by or not by["run"]["runs"]:
+        raise ValueError("no file has results of `run`, without which there is no page.")
+    page, picture = folder / "optimizers.md", folder / "optimizers.png"
+    report.write_page(page, text(by["run"], by.get("tune"), by.get("links")))
+    draw(by["run"], picture)
+    return [page, picture]
+
+
+def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
+    """All of the page."""
+    unequal = sum(not run["equal"] for run in found["runs"])
+    return report.render(
+        "optimizers/page",
+        ranks=found["ranks"],
+        trainings=len(found["runs"]),
+        equality=f"in **{unequal} trainings ranks ended with different weights**"
+        if unequal
+        else "all ranks ended with the same bits",
+        seeds=len({run["seed"] for run in found["runs"]}),
+        goal=f"{GOAL:g}",
+        bytes=BYTES,
+        overview=as_markdown(overview(found)),
+        tasks=report.join([section(found, task) for task in found["tasks"]]),
+        links=on_links(timing) if timing else "",
+        states=as_markdown(states(found)),
+        settings=as_markdown(settings(found)),
+        rates=tuned(tuning) if tuning else report.render("optimizers/untuned"),
+        **report.machine(found["machine"]),
+    )
+
+
+def section(found: Row, task: str) -> str:
+    """The table of a task, and what belongs to it."""
+    given, goal = found["tasks"][task], target(found, task)
+    return report.render(
+        "optimizers/task",
+        title=f"{given['title'][0].upper()}{given['title'][1:]}",
+        parameters=f"{given['parameters']:,}",
+        ranks=found["ranks"],
+        **{key: given[key] for key in ("what", "tensors", "steps", "batch", "loss")},
+        least=f" The least loss that there is: {given['least']:.5f}." if given["least"] else "",
+        aim=f" The target is a loss of {goal:.4f}." if goal is not None else "",
+        table=as_markdown(table(found, task)),
+    )
+
+
+def settings(found: Row) -> list[list[str]]:
+    """Head and rows."""
+    rows = [["optimizer", "arguments", *(found["tasks"][task]["title"] for task in found["tasks"])]]
+    for name in METHODS:
+        mine = [run for run in found["runs"] if run["method"] == name]
+        if not mine:
+            continue
+        told = dict.fromkeys(run["settings"] for run in mine)
+        by_task = {run["task"]: f"{run['lr']:g}" for run in mine}
+        rates = [by_task.get(task, "-") for task in found["tasks"]]
+        rows.append([f"`{name}`", "; or ".join(f"`{one}`" for one in told if one), *rates])
+    return rows
+
+
+def tuned(tuning: Row) -> str:
+    """What the grids gave."""
+    parts = []
+    for task, given in tuning["tasks"].items():
+        parts += [f"{given['title']}:", as_markdown(rates(tuning, task))]
+    seeds = sorted({run["seed"] for run in tuning["runs"]})
+    return report.render(
+        "optimizers/tuned", seeds=", ".join(map(str, seeds)), grids=report.join(parts)
+    )
+
+
+def on_links(found: Row) -> str:
+    """Milliseconds a step on limited links."""
+    given, model = found["settings"], found["model"]
+    return report.render(
+        "optimizers/links",
+        model=given["model"],
+        parameters=f"{model['parameters']:,}",
+        tensors=model["tensors"],
+        batch=given["batch"],
+        hosts=given["hosts"],
+        table=as_markdown(links(found)),
+    )

@@ -1,0 +1,239 @@
+"""What is trained: a convex problem, a network on digits, a small Transformer on characters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.task import Task
+from examples.data import load
+from examples.data.text import load_tinyshakespeare
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Problem:
+    """Data and a loss.
+
+    Attributes:
+        make: a new network; its weights depend on torch's random state alone.
+        loss: of a network on a batch, as it is trained.
+        draw: a batch of some examples, by the generator.
+        judged: batches on which the loss is evaluated, weighted by their lengths.
+        least: the least loss that there is, where that is known.
+        right: batches on which accuracy is measured, if it is.
+    """
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    draw: Callable[[np.random.Generator, int], Batch]
+    judged: list[Batch]
+    least: float | None = None
+    right: list[Batch] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTask(Task):
+    """A training of a fixed length.
+
+    Attributes:
+        what: it is, in a sentence or two.
+        loss: which loss is reported, in words.
+        problem: makes it.
+        steps: of a training.
+        every: steps between evaluations.
+    """
+
+    what: str
+    loss: str
+    problem: Callable[[], Problem]
+    steps: int
+    every: int
+    warmup: float = 0.05
+    decay: Literal["linear", "cosine"] = "cosine"
+
+
+# --------------------------------------------------------------------------------- a convex problem
+FEATURES = 1024
+DECAY = 1e-2
+
+
+def convex() -> Problem:
+    """Softmax regression on random features of digits, regularised; the optimum is known."""
+    data = load("digits")
+    images = torch.from_numpy(data.prepared(data.train.images, "NCHW")).flatten(1)
+    labels = torch.from_numpy(data.train.labels)
+    draw = np.random.default_rng(0)
+    weights = draw.standard_normal((images.shape[1], FEATURES)) / math.sqrt(images.shape[1])
+    shifts = draw.uniform(-1, 1, FEATURES)
+    inputs = torch.relu(images @ torch.tensor(weights).float() + torch.tensor(shifts).float())
+    optimum = least_loss(inputs.double().numpy(), labels.numpy())
+
+    def loss(net: nn.Module, batch: Batch) -> torch.Tensor:
+        squares = sum(parameter.square().sum() for parameter in net.parameters())
+        return nn.functional.cross_entropy(net(batch[0]), batch[1]) + DECAY / 2 * squares
+
+    def some(generator: np.random.Generator, count: int) -> Batch:
+        index = torch.from_numpy(generator.choice(len(labels), count, replace=False))
+        return inputs[index], labels[index]
+
+    return Problem(
+        lambda: nn.Linear(FEATURES, data.classes), loss, some, [(inputs, labels)], optimum
+    )
+
+
+def least_loss(inputs: np.ndarray, labels: np.ndarray) -> float:
+    """The least regularised loss of a softmax regression, by L-BFGS in fp64.
+
+    Args:
+        inputs: (examples, features), fp64.
+        labels: (examples,).
+
+    Raises:
+        RuntimeError: it has not been found.
+    """
+    from scipy.optimize import minimize
+
+    count, classes = len(labels), int(labels.max()) + 1
+    extended = np.concatenate([inputs, np.ones((count, 1))], axis=1)
+
+    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weights = flat.reshape(-1, classes)
+        scores = extended @ weights
+        scores -= scores.max(axis=1, keepdims=True)
+        parts = np.exp(scores)
+        sums = parts.sum(axis=1, keepdims=True)
+        value = np.mean(np.log(sums[:, 0]) - scores[np.arange(count), labels])
+        parts /= sums
+        parts[np.arange(count), labels] -= 1
+        slope = extended.T @ parts / count + DECAY * weights
+        return value + DECAY / 2 * float(flat @ flat), slope.reshape(-1)
+
+    start = np.zeros(extended.shape[1] * classes)
+    options = {"maxiter": 5000, "ftol": 1e-14, "gtol": 1e-8}
+    found = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
+    if np.abs(found.jac).max() > 1e-5:
+        raise RuntimeError(f"the optimum of the convex problem was not found: {found.message}")
+    return float(found.fun)
+
+
+# ------------------------------------------------------------------------------------------- digits
+SMOOTHING = 0.1
+WIDTH = 256
+
+
+def digits() -> Problem:
+    """Three linear layers, trained with smoothed labels, so that the least loss is not 0."""
+    data = load("digits")
+    images, tests = (
+        torch.from_numpy(data.prepared(split.images, "NCHW")) for split in (data.train, data.test)
+    )
+    labels, answers = (torch.from_numpy(split.labels) for split in (data.train, data.test))
+
+    def loss(net: nn.Module, batch: Batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1], label_smoothing=SMOOTHING)
+
+    def some(generator: np.random.Generator, count: int) -> Batch:
+        index = torch.from_numpy(generator.choice(len(labels), count, replace=False))
+        return images[index], labels[index]
+
+    other = SMOOTHING / data.classes
+    true = 1 - SMOOTHING + other
+    least = -true * math.log(true) - (data.classes - 1) * other * math.log(other)
+    return Problem(
+        functools.partial(_layers, images[0].numel(), data.classes), loss, some,
+        [(images, labels)], least, [(tests, answers)],
+    )  # fmt: skip
+
+
+def _layers(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
+        nn.Linear(WIDTH, outputs),
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- characters
+LENGTH = 64
+JUDGED = 128
+"""Pieces of the test text on which the loss is evaluated, evenly spread."""
+
+
+class Characters(nn.Module):
+    """A decoder of two layers before which all that a position may see stands.
+
+    Args:
+        letters: in the alphabet.
+        width: of all layers but the feed-forward ones, which have four times as much.
+        depth: layers.
+    """
+
+    def __init__(self, letters: int, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(letters, width)
+        self.places = nn.Embedding(LENGTH, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False
+        )
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, letters, bias=False)
+        for table in (self.letters, self.places, self.head):
+            nn.init.normal_(table.weight, std=0.02 if table is self.head else 0.2)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (batch, letters, positions) of the next letter at each of LENGTH positions."""
+        embedded = self.letters(x) + self.places.weight
+        return self.head(self.layers(embedded, mask=self.mask, is_causal=True)).transpose(1, 2)
+
+
+def characters() -> Problem:
+    """Which letter comes next, in Tiny Shakespeare."""
+    text = load_tinyshakespeare()
+    train, test = torch.from_numpy(text.train), torch.from_numpy(text.test)
+    starts = np.linspace(0, len(test) - LENGTH - 1, JUDGED).astype(int)
+
+    def pieces(source: torch.Tensor, where: Any) -> Batch:
+        rows = torch.stack([source[i : i + LENGTH + 1] for i in where])
+        return rows[:, :-1], rows[:, 1:]
+
+    def some(generator: np.random.Generator, count: int) -> Batch:
+        return pieces(train, generator.integers(0, len(train) - LENGTH, count))
+
+    def loss(net: nn.Module, batch: Batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    judged = [pieces(test, starts[i : i + 32]) for i in range(0, JUDGED, 32)]
+    return Problem(lambda: Characters(len(text.alphabet)), loss, some, judged)
+
+
+TASKS = {
+    "convex": StepTask(
+        title="a convex problem",
+        what=f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, "
+        f"with {DECAY:g} / 2 times the squared weights; its optimum was found by L-BFGS in fp64.",
+        loss="training loss, all examples", problem=convex, steps=1200, batch=256, every=60,
+    ),
+    "digits": StepTask(
+        title="digits",
+        what=f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by "
+        f"{SMOOTHING}, so that the least loss that there is has a value other than 0.",
+        loss="training loss, all examples", problem=digits, steps=1200, batch=128, every=60,
+    ),
+    "characters": StepTask(
+        title="a Transformer on characters",
+        what="Tiny Shakespeare, letter by letter: two layers of width 64, four heads, "
+        f"{LENGTH} letters of context.",
+        loss="test loss (nats a letter)", problem=characters, steps=1200, batch=16, every=60,
+    ),
+}  # fmt: skip
+"""By name."""

@@ -1,0 +1,200 @@
+"""One training: on real ranks under Horovod, or on ranks simulated in one process (for tuning)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.resolve import staged
+from accordion_hvd.simulate import simulate
+from benchmarks.optbench.methods import METHODS
+from benchmarks.optbench.tasks import TASKS, Batch, Problem
+from examples.results import Row
+
+RANKS = 4
+
+
+@functools.cache
+def problem(name: str) -> Problem:
+    """That of a task, made once."""
+    return TASKS[name].problem()
+
+
+class Team(Protocol):
+    """Ranks that train one network."""
+
+    net: Any
+    exchange: Exchange
+
+    def step(self, lr: float) -> None:
+        """One step of all ranks."""
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """The mean of each number over ranks."""
+
+    def share(self) -> tuple[int, int]:
+        """Which part of all batches of an evaluation is this process', and of how many."""
+
+
+def batches(name: str, seed: int, rank: int) -> Iterator[Batch]:
+    """What a rank sees: it depends on the seed and the rank, and not on the method."""
+    generator = np.random.default_rng([seed, rank])
+    while True:
+        yield problem(name).draw(generator, TASKS[name].batch)
+
+
+class Real:
+    """This process is one of several ranks."""
+
+    def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
+        import horovod.torch as hvd
+
+        import accordion_hvd.torch as ours
+
+        self._hvd, self._name = hvd, task
+        self.net = _network(task, seed)
+        way = METHODS[method]
+        made = getattr(ours, way.optimizer)
+        length = TASKS[task].steps
+        arguments = way.arguments(task, length) | {"policy": way.policy(task, length)}
+        self.optimizer = made(self.net.named_parameters(), lr=lr, **arguments)
+        self._batches = batches(task, seed, hvd.rank())
+
+    @property
+    def exchange(self) -> Exchange:
+        """What counts bytes."""
+        return self.optimizer.exchange
+
+    def step(self, lr: float) -> None:
+        """This rank's part in a step."""
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.zero_grad()
+        problem(self._name).loss(self.net, next(self._batches)).backward()
+        self.optimizer.step()
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """By an allreduce of Horovod's own, which no figure counts."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        return self._hvd.allreduce(numbers, name="optbench.mean").tolist()
+
+    def share(self) -> tuple[int, int]:
+        """Each process has one."""
+        return self._hvd.rank(), self._hvd.size()
+
+
+class Simulated:
+    """All ranks are in this process."""
+
+    def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
+        self.net, self._name = _network(task, seed), task
+        way, length = METHODS[method], TASKS[task].steps
+        policy = staged(way.rule(task, length), way.policy(task, length))
+        self._world = simulate(policy, RANKS)
+        self._batches = [batches(task, seed, rank) for rank in range(RANKS)]
+
+    @property
+    def exchange(self) -> Exchange:
+        """That of the first rank."""
+        return self._world.exchanges[0]
+
+    def step(self, lr: float) -> None:
+        """All ranks' gradients, and the step."""
+        parameters, gradients = dict(self.net.named_parameters()), []
+        for mine in self._batches:
+            self.net.zero_grad()
+            problem(self._name).loss(self.net, next(mine)).backward()
+            gradients.append({name: x.grad.clone() for name, x in parameters.items()})
+        directions = self._world.step(gradients, lr)[0]
+        assert directions is not None, "a gradient is not finite"
+        with torch.no_grad():
+            for name, x in parameters.items():
+                x -= lr * directions[name]
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """They are already."""
+        return list(values)
+
+    def share(self) -> tuple[int, int]:
+        """All."""
+        return 0, 1
+
+
+def _network(task: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    return problem(task).make()
+
+
+def train(team: Team, task: str, lr: float) -> Row:
+    """Train to the end.
+
+    Returns:
+        After each evaluation (the first before any step) `steps`, `loss`, and bytes `sent` by this
+        rank until then, and `dense`, what an uncompressed exchange would have sent; in the end
+        `accuracy` (None if there is none), `state` (bytes), `parameters`, a digest of the
+        `weights`, and `seconds`.
+    """
+    plan, began = TASKS[task], time.monotonic()
+    row: Row = {"steps": [], "loss": [], "sent": [], "dense": []}
+    for step in range(plan.steps + 1):
+        if step % plan.every == 0 or step == plan.steps:
+            stats = team.exchange.stats() if step else {"sent": 0.0, "dense_sent": 0.0}
+            row["steps"].append(step)
+            row["loss"].append(evaluate(team, task))
+            row["sent"].append(stats["sent"])
+            row["dense"].append(stats["dense_sent"])
+        if step < plan.steps:
+            team.step(plan.lr_at(lr, step, plan.steps))
+    return row | {
+        "accuracy": accuracy(team, task),
+        "state": state_bytes(team.exchange),
+        "parameters": sum(x.numel() for x in team.net.parameters()),
+        "weights": digest(team.net),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def evaluate(team: Team, task: str) -> float:
+    """The loss that is reported; each process sees to a part of the examples."""
+    given, total, count = problem(task), 0.0, 0
+    part, parts = team.share()
+    with torch.no_grad():
+        for inputs, answers in given.judged:
+            batch = inputs[part::parts], answers[part::parts]
+            total += given.loss(team.net, batch).item() * len(batch[0])
+            count += len(batch[0])
+    total, mean_count = team.mean([total, float(count)])
+    return total / mean_count
+
+
+def accuracy(team: Team, task: str) -> float | None:
+    """On test examples, where that is asked for."""
+    given = problem(task).right
+    if not given:
+        return None
+    with torch.no_grad():
+        right = sum(int((team.net(x).argmax(1) == y).sum()) for x, y in given)
+    return right / sum(len(y) for _, y in given)
+
+
+def state_bytes(exchange: Exchange) -> int:
+    """What the exchange keeps between steps, all stages' parked state included."""
+    total = 0
+    for slot in exchange.slots:
+        for state in (slot.state or {}, *slot.parked.values()):
+            total += sum(x.nbytes for x in state.values())
+    return total
+
+
+def digest(net: Any) -> str:
+    """The same on two ranks if their weights are, bit by bit."""
+    found = hashlib.sha256()
+    for parameter in net.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""Private generators trained by teachers' votes (DataLens), beside DP-SGD with the same budget."""

@@ -1,0 +1,365 @@
+"""DataLens: a generator that learns from the noisy votes of teachers spread over the ranks.
+
+"DataLens: Scalable Privacy Preserving Training via Gradient Compression and Aggregation" (Wang,
+Wu, Long, Rimanic, Zhang & Li, CCS 2021). Ours: small perceptrons instead of convolutions; records
+are dealt to teachers by their number, since dealing them class by class would move others when one
+record's class changes (and the released code uses records twice where a class runs out); teachers
+have no wish for classes that they do not know.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import accordion_hvd.torch as hvd
+from accordion_hvd import PrivacyBudget, TopAgg, check
+from accordion_hvd.privacy import multiplier_for
+from accordion_hvd.privacy.ballot import Ballot
+from accordion_hvd.torch.communicator import HorovodCommunicator
+from examples.config import stop
+from examples.data import DataError, load
+from examples.datalens import dpsgd, gan
+from examples.report import as_text
+from examples.results import write_json
+
+Images = dpsgd.Images
+
+
+@dataclass
+class Settings:
+    """A private generator, and what it is compared with.
+
+    Args:
+        name: of the run; its results are in `<output>/<name>`.
+        data: which images: digits (inside scikit-learn) or mnist.
+        limit: use at most so many images for training and testing.
+        epsilons: privacy budgets; one generator is trained for each, and one without privacy.
+        delta: of all budgets; well below one in the number of images.
+        teachers: how many there are, over all ranks; each has its own part of the images.
+        teacher_width: hidden units of a teacher.
+        teacher_steps: steps that teachers take before each vote.
+        pretrain: steps that they take before the first one.
+        k: pixels of an image that a teacher votes on.
+        clip: bound of a teacher's wish for a pixel (the authors' max_grad, so small that votes are
+            certain); null: its largest.
+        threshold: fraction of the teachers, in [0, 1), that a vote must exceed; null: none, the
+            generator follows the mean vote.
+        steps: votes of a private run (each on `batch` images).
+        free_steps: votes without privacy.
+        batch: images that are voted on at a time; each is a release.
+        step_size: how far an image is moved for a full vote.
+        student_steps: steps of the generator after each vote.
+        width: hidden units of the generator.
+        noise: dimensions of the generator's noise.
+        shade: that generated images begin with, in (-1, 1); that images are dark (-1) but for some
+            strokes is no secret, and spares votes.
+        lr: learning rate of the generator.
+        baselines: train by DP-SGD, too: a classifier, and a generator (DP-GAN).
+        dp_steps: steps of these.
+        seed: of weights and of the generator's noise; never of the noise that protects.
+        output: folder for results.
+        checkpoint: keep what is needed to resume, after every tenth vote.
+        resume: go on from the last checkpoints of the run of this name.
+        progress: show a progress bar.
+    """
+
+    name: str = "datalens"
+    data: Literal["digits", "mnist"] = "digits"
+    limit: int | None = None
+    epsilons: list[float] = field(default_factory=lambda: [1.0, 10.0])
+    delta: float = 1e-4
+    teachers: int = 400
+    teacher_width: int = 16
+    teacher_steps: int = 20
+    pretrain: int = 60
+    k: int = 48
+    clip: float | None = 1e-5
+    threshold: float | None = None
+    steps: int = 4
+    free_steps: int = 30
+    batch: int = 40
+    step_size: float = 0.7
+    student_steps: int = 30
+    width: int = 128
+    noise: int = 2
+    shade: float = -0.9
+    lr: float = 5e-3
+    baselines: bool = True
+    dp_steps: int = 200
+    seed: int = 1
+    output: str = "runs"
+    checkpoint: bool = False
+    resume: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when a value is impossible."""
+        who = "settings"
+        counts = ("teachers", "teacher_width", "pretrain", "steps", "free_steps", "batch")
+        for key in (*counts, "student_steps", "width", "noise", "k", "dp_steps"):
+            check.integer(who, key, getattr(self, key), least=1)
+        for key in ("teacher_steps", "seed"):
+            check.integer(who, key, getattr(self, key), least=0)
+        if self.limit is not None:
+            check.integer(who, "limit", self.limit, least=1)
+        if not check.is_number(self.shade) or not abs(self.shade) < 1:
+            check.refuse(who, "shade", self.shade, "a number between -1 and 1")
+        for key in ("lr", "step_size"):
+            if not check.is_number(getattr(self, key)) or not getattr(self, key) > 0:
+                check.refuse(who, key, getattr(self, key), "a number above 0")
+        for epsilon in self.epsilons:
+            if not check.is_number(epsilon) or not epsilon > 0:
+                check.refuse(who, "epsilons", self.epsilons, "numbers above 0")
+            PrivacyBudget(epsilon, self.delta)
+        TopAgg(self.k, self.clip, 1.0, self.threshold)
+        if not re.fullmatch(r"[\w.+-]+", self.name) or set(self.name) == {"."}:
+            check.refuse(who, "name", self.name, "made of letters, digits and . _ + -")
+
+    def method(self, epsilon: float) -> TopAgg:
+        """How teachers vote; with infinite `epsilon` without noise."""
+        options: dict[str, Any] = {"unit": "teacher", "contributors": self.teachers}
+        if math.isinf(epsilon):
+            return TopAgg(self.k, self.clip, 0.0, self.threshold, unprotected=True, **options)
+        noise = multiplier_for(epsilon, self.delta, self.steps * self.batch)
+        options["budget"] = PrivacyBudget(epsilon, self.delta)
+        return TopAgg(self.k, self.clip, noise * 2 * self.k**0.5, self.threshold, **options)
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Train as `settings` say; collective. Returns what `result.json` holds."""
+    try:
+        data = load(settings.data, settings.limit, settings.seed)
+    except DataError as error:
+        stop(str(error))
+    pixels = math.prod(data.shape)
+    if settings.k > pixels:
+        stop(f"settings: k is {settings.k}, but must be at most {pixels}, an image's pixels.")
+    if len(data.train) < settings.teachers:
+        stop(
+            f"settings: teachers is {settings.teachers}, but must be at most {len(data.train)}, "
+            "the number of images."
+        )
+    hvd.init()
+    torch.set_num_threads(1)
+    train, test = (_as_tensors(split.images, split.labels) for split in (data.train, data.test))
+    rows, pictures = [], {}
+    for epsilon in [*settings.epsilons, math.inf]:
+        row, images = _generator(settings, epsilon, train, test, data.classes)
+        if settings.baselines and not math.isinf(epsilon):
+            row |= _baselines(settings, epsilon, train, test, data.classes)
+        rows.append(row)
+        pictures[_title(epsilon)] = images
+    real = gan.accuracy_after(*train, test, data.classes, settings.seed)
+    result = {"settings": asdict(settings), "ranks": hvd.size(), "real": real, "rows": rows}
+    if hvd.rank() == 0:
+        folder = Path(settings.output) / settings.name
+        write_json(folder / "result.json", result)
+        draw(pictures, data.shape[:2], folder / "sheet.png")
+        print(as_text(table(result)))
+        print(f"images: {folder / 'sheet.png'}")
+    hvd.barrier()
+    return result
+
+
+def _as_tensors(images: np.ndarray, labels: np.ndarray) -> Images:
+    flat = images.reshape(len(images), -1).astype(np.float32)
+    most = 16.0 if flat.max() <= 16 else 255.0  # digits have 17 shades, others 256
+    return torch.from_numpy(flat / most * 2 - 1), torch.from_numpy(labels)
+
+
+def _title(epsilon: float) -> str:
+    return "no privacy" if math.isinf(epsilon) else f"epsilon = {epsilon:g}"
+
+
+# ------------------------------------------------------------------------------------ the generator
+def my_teachers(settings: Settings, train: Images, classes: int) -> gan.Teachers:
+    """Those of this rank: teacher t is on rank t modulo ranks, record i with teacher i modulo N.
+
+    Equally many records each; no record has two teachers. What is left over has none.
+    """
+    number, share = settings.teachers, len(train[0]) // settings.teachers
+    torch.manual_seed(settings.seed * 1000 + hvd.rank())
+    index = torch.arange(number * share).reshape(share, number).t()[hvd.rank() :: hvd.size()]
+    return gan.Teachers(train[0][index], train[1][index], classes, settings.teacher_width)
+
+
+def _generator(
+    settings: Settings, epsilon: float, train: Images, test: Images, classes: int
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What came of a generator at this epsilon, and images of each class."""
+    method, teachers = settings.method(epsilon), my_teachers(settings, train, classes)
+    torch.manual_seed(settings.seed)
+    student = Student(settings, _new_generator(settings, train, classes))
+    name = f"datalens.{_title(epsilon)}".replace(" ", "")
+    ballot = Ballot(method, HorovodCommunicator(), name)
+    place = Path(settings.output) / settings.name / name / "checkpoint"
+    if settings.resume and (place / "student.pt").exists():
+        hvd.load_state(place, only=[ballot])
+        student.load(place / "student.pt")
+    steps = settings.free_steps if math.isinf(epsilon) else settings.steps
+    show = settings.progress and hvd.rank() == 0
+    with tqdm(total=steps, initial=student.step, desc=_title(epsilon), disable=not show) as bar:
+        learnt = False
+        while student.step < steps and ballot.affords(settings.batch):
+            for _ in range(settings.teacher_steps if learnt else settings.pretrain):
+                teachers.learn(*student.show())
+            learnt = True
+            student.follow(teachers, ballot)
+            if settings.checkpoint and (student.step % 10 == 0 or student.step == steps):
+                hvd.save_state(place, only=[ballot])  # first: what is spent is never forgotten
+                student.save(place / "student.pt")
+            bar.update()
+    images, labels = student.draw(4000)
+    accuracy = gan.accuracy_after(images, labels, test, classes, settings.seed)
+    stats = ballot.exchange.stats()
+    sheet = student.sheet(classes)
+    row = {
+        "epsilon": epsilon,
+        "spent": stats["privacy"].get("epsilon"),
+        "releases": student.step * settings.batch,
+        "sigma": method.sigma,
+        "sent": stats["sent"],
+        "accuracy": accuracy,
+    }
+    return row, sheet
+
+
+def _new_generator(settings: Settings, train: Images, classes: int) -> gan.Generator:
+    pixels = train[0].shape[1]
+    return gan.Generator(pixels, classes, settings.noise, settings.width, settings.shade)
+
+
+class Student:
+    """The generator, which is the same on all ranks: it sees what is released, and nothing else.
+
+    Args:
+        settings: of the run.
+        generator: as it begins.
+    """
+
+    def __init__(self, settings: Settings, generator: gan.Generator) -> None:
+        self.settings, self.generator, self.step = settings, generator, 0
+        self.random = torch.Generator().manual_seed(settings.seed)  # of what it paints: public
+        self.optimizer = torch.optim.Adam(generator.parameters(), settings.lr, betas=(0.5, 0.999))
+
+    def draw(self, count: int) -> Images:
+        """Generated images and their labels."""
+        z, labels = self.generator.draw(count, self.random)
+        with torch.no_grad():
+            return self.generator(z, labels), labels
+
+    def show(self) -> Images:
+        """What teachers learn to tell from the real."""
+        return self.draw(self.settings.batch)
+
+    def follow(self, teachers: gan.Teachers, ballot: Ballot) -> None:
+        """Have the teachers vote on a batch of images, and learn to paint what they wish."""
+        z, labels = self.generator.draw(self.settings.batch, self.random)
+        images = self.generator(z, labels).detach()
+        target = images + self.settings.step_size * ballot.vote(teachers.wishes(images, labels))
+        for _ in range(self.settings.student_steps):
+            loss = (self.generator(z, labels) - target).square().sum(1).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        self.step += 1
+
+    def sheet(self, classes: int, columns: int = 10) -> torch.Tensor:
+        """(classes, columns, pixels)."""
+        z = 2 * torch.rand(classes * columns, self.generator.noise, generator=self.random) - 1
+        with torch.no_grad():
+            images = self.generator(z, torch.arange(classes).repeat_interleave(columns))
+        return images.reshape(classes, columns, -1)
+
+    def save(self, path: Path) -> None:
+        """Rank 0 writes all of it: it has seen nothing private."""
+        if hvd.rank() == 0:
+            state = {"step": self.step, "random": self.random.get_state()}
+            state |= {
+                "generator": self.generator.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+            part = path.with_name(path.name + ".part")
+            torch.save(state, part)
+            part.replace(path)
+        hvd.barrier()
+
+    def load(self, path: Path) -> None:
+        """The inverse of `save`, on every rank."""
+        state = torch.load(path, weights_only=True)
+        self.generator.load_state_dict(state["generator"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.random.set_state(state["random"])
+        self.step = state["step"]
+
+
+# -------------------------------------------------------------------------------- what it is beside
+def _baselines(
+    settings: Settings, epsilon: float, train: Images, test: Images, classes: int
+) -> dict[str, float]:
+    """Test accuracies of what DP-SGD, and TopAgg in its place, make of the same budget."""
+    found = {}
+    for method in ("dpsgd", "topagg"):
+        budget = PrivacyBudget(epsilon, settings.delta)
+        options = {"steps": settings.dp_steps, "seed": settings.seed}
+        accuracy = dpsgd.train_classifier(method, train, test, classes, budget, **options)
+        found[f"{method}_classifier"] = accuracy
+    torch.manual_seed(settings.seed)
+    generator = _new_generator(settings, train, classes)
+    random = torch.Generator().manual_seed(settings.seed)
+    budget = PrivacyBudget(epsilon, settings.delta)
+    dpsgd.train_gan(generator, train, budget, random, steps=settings.dp_steps)
+    z, labels = generator.draw(4000, random)
+    with torch.no_grad():
+        images = generator(z, labels)
+    found["dpgan"] = gan.accuracy_after(images, labels, test, classes, settings.seed)
+    return found
+
+
+# ------------------------------------------------------------------------------------ what it shows
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """Head and rows: budget, what was spent, test accuracies."""
+    rows = [
+        ["budget", "spent", "releases", "sigma", "DataLens", "DP-GAN", "DP-SGD, classifier",
+         "TopAgg in its place"]
+    ]  # fmt: skip
+    for row in result["rows"]:
+        cells = [row["accuracy"], *(row.get(f"{n}") for n in _BESIDE)]
+        shown = ["-" if cell is None else f"{cell:.1%}" for cell in cells]
+        spent = "-" if row["spent"] is None else f"{row['spent']:.3f}"
+        budget = _title(row["epsilon"]) if row["epsilon"] is not None else "no privacy"
+        rows.append([budget, spent, str(row["releases"]), f"{row['sigma']:.0f}", *shown])
+    return rows
+
+
+_BESIDE = ("dpgan", "dpsgd_classifier", "topagg_classifier")
+
+
+def draw(pictures: dict[str, torch.Tensor], shape: tuple[int, ...], path: Path) -> None:
+    """Sheets side by side: a row for each class."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(pictures), figsize=(3.2 * len(pictures), 3.5))
+    for axis, (title, images) in zip(np.atleast_1d(axes), pictures.items(), strict=True):
+        classes, columns, _ = images.shape
+        tiles = images.numpy().reshape(classes, columns, *shape)
+        tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=1.0)
+        sheet = tiles.transpose(0, 2, 1, 3).reshape(classes * (shape[0] + 1), -1)
+        axis.imshow(sheet, cmap="gray", vmin=-1, vmax=1)
+        axis.set_title(title)
+        axis.set_axis_off()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

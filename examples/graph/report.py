@@ -1,0 +1,150 @@
+"""Comparisons of samplers: from settings to a table, a picture, and a page."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.config import stop
+from examples.data import DataError, load_graph
+from examples.graph.config import GraphSettings
+from examples.pictures import figure
+from examples.report import FRAMEWORKS, as_text, tabulate
+from examples.results import Row
+
+COLUMNS = {
+    "sampler": "{sampler}",
+    "test accuracy": "{accuracy:.2f} %",
+    "points against s = 1": "{against}",
+    "remote rows an epoch": "{remote:.1f}",
+    "times fewer": "{fewer}",
+    "MB an epoch": "{megabytes:.3f}",
+    "ms an epoch": "{ms:.1f}",
+}
+COMPARED = ("cora", "citeseer", "blocks")
+LINKS = ("links", "links_int8")
+"""Names of the comparisons that `make bench-graph` makes."""
+
+NAMES = {"cora": "Cora", "citeseer": "Citeseer", "blocks": "a stochastic block model"}
+
+
+def start(settings: GraphSettings) -> Row:
+    """Train, and show what came of it. Data are found first: nothing waits without them."""
+    try:
+        data = load_graph(settings.data, settings.nodes)
+    except DataError as error:
+        stop(str(error))
+    from examples.graph import training as graph_training
+
+    found = graph_training.run(settings, data)
+    if found["rank"] == 0:
+        folder = Path(settings.output) / settings.name
+        picture([found], folder / "result.png")
+        sys.stdout.write(f"{title(found)}\n\n{as_text(table(found))}\n\nsee {folder}/\n")
+        sys.stdout.flush()
+    return found
+
+
+def way_of(run: Row) -> tuple[str, float]:
+    """("s", 2.0) or ("D", 1.5)."""
+    return ("s", run["skew"]) if "skew" in run else ("D", run["budget"])
+
+
+def ways(found: Row) -> dict[tuple[str, float], list[Row]]:
+    """Trainings by sampler, in order of first appearance."""
+    rows: dict[tuple[str, float], list[Row]] = {}
+    for run in found["runs"]:
+        rows.setdefault(way_of(run), []).append(run)
+    return rows
+
+
+def mean(runs: Sequence[Row], key: str) -> float:
+    """Over seeds."""
+    return statistics.fmean(run[key] for run in runs)
+
+
+def difference(runs: Sequence[Row], base: Sequence[Row]) -> tuple[float, float]:
+    """Points of accuracy more than with the base sampler, and the standard error; seed by seed."""
+    other = {run["seed"]: run["accuracy"] for run in base}
+    points = [100 * (run["accuracy"] - other[run["seed"]]) for run in runs if run["seed"] in other]
+    spread = statistics.stdev(points) / len(points) ** 0.5 if len(points) > 1 else float("nan")
+    return statistics.fmean(points), spread
+
+
+def table(found: Row) -> list[list[str]]:
+    """Head and rows: means over seeds."""
+    rows: list[Row] = []
+    by_way = ways(found)
+    base = by_way.get(("s", 1.0))
+    for (kind, value), runs in by_way.items():
+        row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": ""}
+        row |= {"remote": mean(runs, "remote"), "accuracy": 100 * mean(runs, "accuracy")}
+        row |= {"megabytes": mean(runs, "received") / 1e6, "ms": 1000 * mean(runs, "seconds")}
+        if runs is base:
+            row["sampler"] += " (base)"
+        elif base is not None:
+            points, error = difference(runs, base)
+            row["against"] = f"{points:+.2f}" + (f" ± {error:.2f}" if error == error else "")
+            row["fewer"] = f"{mean(base, 'remote') / row['remote']:.1f}" if row["remote"] else "-"
+        rows.append(row)
+    return tabulate(COLUMNS, rows)
+
+
+def title(found: Row) -> str:
+    """What was trained on what, in a line."""
+    settings = found["settings"]
+    hops = ", ".join(map(str, settings["sizes"]))
+    seeds = max(map(len, ways(found).values()))
+    kind = "nodes a layer" if settings["sampling"] == "layer" else "neighbours of a node"
+    return (
+        f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
+        f"({found['nodes']:,} nodes, {found['edges']:,} edges, {found['features']} features), "
+        f"{found['ranks']} ranks, parts by {settings['partition']} ({found['cut_share']:.1%} of "
+        f"edges cut), {hops} {kind}, {settings['epochs']} epochs, {seeds} seed(s)"
+    )
+
+
+# -------------------------------------------------------------------------------------- the picture
+COLOURS = {"s": "#0072B2", "D": "#D55E00"}
+"""Told apart by colour-blind readers too (Okabe & Ito)."""
+
+
+def picture(found: Sequence[Row], path: Path) -> None:
+    """A panel for each comparison: test accuracy against remote rows."""
+    with figure(path, (5.2 * len(found), 4.6), columns=len(found)) as (_, axes):
+        for axis, one in zip(axes[0], found, strict=True):
+            _panel(axis, one)
+        axes[0][0].set_ylabel("test accuracy (%), mean and standard deviation over seeds")
+
+
+def _panel(axis: Any, found: Row) -> None:
+    by_way = ways(found)
+    for kind, label in (("s", "constant skew s"), ("D", "variance budget D")):
+        mine = sorted((value, runs) for (which, value), runs in by_way.items() if which == kind)
+        rows = [mean(runs, "remote") for _, runs in mine]
+        accuracy = [100 * mean(runs, "accuracy") for _, runs in mine]
+        spread = [100 * statistics.pstdev(run["accuracy"] for run in runs) for _, runs in mine]
+        axis.errorbar(
+            rows, accuracy, yerr=spread, color=COLOURS[kind], marker="o", capsize=3, lw=1.4,
+            label=label,
+        )  # fmt: skip
+        for (value, _), x, y in zip(mine, rows, accuracy, strict=True):
+            axis.annotate(
+                f"{kind} = {value:g}", (x, y), xytext=(0, 8 if kind == "s" else -14),
+                textcoords="offset points", ha="center", fontsize=9, color=COLOURS[kind],
+            )  # fmt: skip
+    base = by_way.get(("s", 1.0))
+    if base is not None:
+        axis.axhline(100 * mean(base, "accuracy") - 0.5, color="grey", ls=":", lw=1)
+    settings = found["settings"]
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.xaxis.set_minor_formatter(lambda value, _: "")
+    axis.set_xlabel("rows from other ranks an epoch (logarithmic)")
+    axis.set_title(f"{NAMES[settings['data']]}, {found['ranks']} ranks", fontsize=11)
+    axis.margins(x=0.12, y=0.15)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=9)

@@ -1,0 +1,206 @@
+"""Results of several runs, as one table and one picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accordion_hvd import parse
+from examples.results import Row
+
+FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
+COLOURS = {
+    "uncompressed": "#4d4d4d",
+    "low": "#0072B2",
+    "middle": "#56B4E9",
+    "high": "#E69F00",
+    "schedule": "#CC79A7",
+    "accordion": "#009E73",
+}
+"""Told apart by colour-blind readers too (Okabe & Ito)."""
+
+STYLES: dict[str, tuple[Any, str]] = {
+    "uncompressed": (":", "s"),
+    "low": ("--", "^"),
+    "middle": ((0, (6, 1.5, 1, 1.5, 1, 1.5)), "D"),
+    "high": ("-.", "v"),
+    "schedule": ((0, (7, 2)), "P"),
+    "accordion": ("-", "o"),
+}
+Runs = Mapping[tuple[str, str], Row]
+"""Results by framework and configuration, whose names are the keys of `COLOURS`."""
+
+
+def label(way: str, result: Row) -> str:
+    """Return the name of a configuration, for tables and legends."""
+    wanted = result["settings"]["compression"]
+    if way == "accordion":
+        return "Accordion: low or high for each layer"
+    if way == "schedule":
+        return f"schedule: low for {max(parse(wanted).schedule)} epochs, then high"
+    return "uncompressed" if way == "uncompressed" else f"always {way}: {_call(wanted)}"
+
+
+def _call(word: str) -> str:
+    """PowerSGD(4) for powersgd:4."""
+    return re.sub(r"\w+=", "", repr(parse(word)))
+
+
+def table(runs: Runs) -> list[list[str]]:
+    """Head and rows: framework, way, test accuracy, MB sent by each worker, ratio, seconds."""
+    rows = [["framework", "compression", "test accuracy", "MB sent/worker", "ratio", "seconds"]]
+    for (framework, way), result in runs.items():
+        last, stats = result["epochs"][-1], result["stats"]
+        rows.append(
+            [
+                FRAMEWORKS[framework],
+                label(way, result),
+                f"{last['accuracy']:.1%}",
+                f"{stats['sent'] / 1e6:.2f}",
+                f"{stats['ratio']:.1f}" if stats["ratio"] else "-",
+                f"{result['seconds']:.1f}",
+            ]
+        )
+    return rows
+
+
+def tabulate(columns: Mapping[str, str], rows: Iterable[Row]) -> list[list[str]]:
+    """Head and rows, from each column's head and the format of its cells ("{seconds:.1f}")."""
+    return [list(columns), *([cell.format(**row) for cell in columns.values()] for row in rows)]
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """The table in columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]  # noqa: B905
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def as_markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1)) -> str:
+    """The table for a page; numbers of columns in `left` are aligned there, others to the right."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    rule = "|".join("---" if column in left else "---:" for column in range(len(rows[0])))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+# -------------------------------------------------------------------------------------- the picture
+def picture(runs: Runs, path: Path) -> None:
+    """Draw accuracy against MB sent, the ends magnified, and Accordion's levels over the epochs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    frameworks = list(dict.fromkeys(framework for framework, _ in runs))
+    first = next(iter(runs.values()))
+    figure, axes = plt.subplots(
+        3, len(frameworks), figsize=(6.6 * len(frameworks), 11.6), squeeze=False,
+        height_ratios=[1.45, 1, 1], layout="constrained",
+    )  # fmt: skip
+    for column, framework in enumerate(frameworks):
+        mine = {way: result for (which, way), result in runs.items() if which == framework}
+        _curves(axes[0][column], FRAMEWORKS[framework], mine)
+        _ends(axes[1][column], mine)
+        if "accordion" in mine:
+            _levels(axes[2][column], mine["accordion"], keys=column == len(frameworks) - 1)
+    figure.suptitle(
+        f"{first['settings']['data'].capitalize()}, {first['ranks']} workers: "
+        "test accuracy and the bytes it took",
+        fontsize=14,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
+    """Test accuracy after each epoch against the megabytes sent until then."""
+    for way, result in results.items():
+        sent = [row["sent"] / 1e6 for row in result["epochs"]]
+        accuracy = [100 * row["accuracy"] for row in result["epochs"]]
+        line, marker = STYLES[way]
+        text = f"{label(way, result)}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
+        axis.plot(
+            sent, accuracy, ls=line, color=COLOURS[way], lw=1.6, label=text, marker=marker,
+            markevery=[len(sent) - 1], ms=9, mec="white", clip_on=False,
+        )  # fmt: skip
+    axis.set(xscale="log", ylim=(0, 101))
+    axis.set_xlabel("MB sent by each worker since the start (logarithmic)")
+    axis.set_ylabel("test accuracy after each epoch (%)")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_title(title)
+    axis.grid(alpha=0.3, which="major")
+    axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.35)
+
+
+def _ends(axis: Any, results: Mapping[str, Row]) -> None:
+    """Draw the last epoch of each run; uncompressed, which is far to the right, as a line."""
+    for way, result in results.items():
+        last, (line, marker) = result["epochs"][-1], STYLES[way]
+        sent, accuracy = last["sent"] / 1e6, 100 * last["accuracy"]
+        if way == "uncompressed":
+            axis.axhline(accuracy, ls=line, color=COLOURS[way], lw=1.6)
+            axis.annotate(
+                f"uncompressed: {sent:.0f} MB", (0, accuracy), xytext=(5, 4),
+                textcoords="offset points", fontsize=9, color=COLOURS[way],
+            )  # fmt: skip
+        else:
+            axis.plot(sent, accuracy, marker, color=COLOURS[way], ms=11, mec="white", zorder=5)
+    axis.margins(0.12)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("MB sent by each worker in the whole training")
+    axis.set_ylabel("test accuracy at the end (%)")
+    axis.set_title("The ends of the runs, magnified", loc="left", fontsize=11)
+    axis.grid(alpha=0.3)
+
+
+def _levels(axis: Any, result: Row, keys: bool) -> None:
+    """Each layer's level in each epoch; low compression marks a critical regime."""
+    rows, names = result["epochs"], sorted(result["epochs"][0]["levels"], key=_natural)
+    wanted = result["settings"]["compression"]
+    for place, name in enumerate(names):
+        for row in rows:
+            low = row["levels"][name] == 0
+            axis.barh(
+                place, 1, left=row["epoch"] + 0.5, height=0.86, linewidth=0,
+                color=COLOURS["low"] if low else COLOURS["high"], alpha=1 if low else 0.35,
+            )  # fmt: skip
+    falls = [b["epoch"] for a, b in zip(rows, rows[1:], strict=False) if b["lr"] < 0.9 * a["lr"]]
+    if result["settings"]["schedule"] == "drops":
+        for epoch in falls:
+            axis.axvline(epoch + 0.5, color="black", lw=1.5)
+            axis.annotate(
+                "learning rate falls", (epoch + 0.5, 1), xycoords=("data", "axes fraction"),
+                xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9,
+            )  # fmt: skip
+    axis.set_yticks(range(len(names)), [str(place + 1) for place in range(len(names))])
+    axis.set(xlim=(0.5, len(rows) + 0.5), ylim=(len(names) - 0.4, -0.6))
+    axis.set_xlabel("epoch")
+    axis.set_ylabel("layer, from the input")
+    axis.set_title("Accordion's level of each layer", loc="left", fontsize=11, pad=16)
+    if keys:
+        from matplotlib.patches import Patch
+
+        marks = [
+            Patch(
+                color=COLOURS["low"],
+                label=f"critical regime: low compression, {_call(wanted['low'])}",
+            ),
+            Patch(
+                color=COLOURS["high"], alpha=0.35, label=f"otherwise: high, {_call(wanted['high'])}"
+            ),
+        ]
+        axis.figure.legend(handles=marks, loc="outside lower center", ncols=2, fontsize=10)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer_2 before layer_10."""
+    return [
+        (int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

@@ -1,0 +1,132 @@
+"""What a run leaves behind: one JSON file that says how it went."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from accordion_hvd.exchange import Exchange
+from examples.config import Settings
+
+FORMAT = 1
+Row = dict[str, Any]
+
+
+class Record:
+    """Collects a run's epochs; rank 0 writes them to `<output>/<name>/result.json`.
+
+    Args:
+        settings: of the run.
+        framework: "torch" or "keras".
+        rank: this process.
+        size: how many there are.
+        earlier: the result that is resumed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        framework: str,
+        rank: int,
+        size: int,
+        earlier: Row | None = None,
+    ) -> None:
+        self.rank, self.settings = rank, settings
+        self.folder = Path(settings.output) / settings.name
+        earlier = earlier or {}
+        self.rows: list[Row] = list(earlier.get("epochs", []))
+        self.before = earlier.get("stats") or {}
+        self.waited = float(earlier.get("seconds", 0.0))
+        self.result: Row = {
+            "format": FORMAT,
+            "framework": framework,
+            "ranks": size,
+            "settings": settings.as_dict(),
+        }
+        self.began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Spent training, evaluation included, resumed parts included."""
+        return self.waited + time.perf_counter() - self.began
+
+    def epoch(self, lr: float, loss: float, accuracy: float, exchange: Exchange | None) -> Row:
+        """Note an epoch that has ended.
+
+        Args:
+            lr: its learning rate.
+            loss: mean training loss.
+            accuracy: on the test images, in [0, 1].
+            exchange: that of the optimizer; None for a process on its own.
+        """
+        stats = self.stats(exchange)
+        row: Row = {
+            "epoch": len(self.rows),
+            "lr": lr,
+            "loss": loss,
+            "accuracy": accuracy,
+            "sent": stats["sent"],
+            "dense_sent": stats["dense_sent"],
+            "seconds": self.seconds,
+            "levels": levels(exchange),
+        }
+        self.rows.append(row)
+        self.write(exchange)
+        return row
+
+    def stats(self, exchange: Exchange | None) -> Row:
+        """`Exchange.stats()`, with what was counted before the run was resumed."""
+        now = exchange.stats() if exchange is not None else _NOTHING
+        total = {key: now[key] + self.before.get(key, 0) for key in _NOTHING if key != "ratio"}
+        ratio = total["dense_sent"] / total["sent"] if total["sent"] else math.nan
+        more = {"times": dict(now.get("seconds", {})), "privacy": now.get("privacy", {})}
+        return {**total, "ratio": ratio, **more}
+
+    def write(self, exchange: Exchange | None) -> Row:
+        """Write the result so far; returns it."""
+        self.result |= {
+            "seconds": self.seconds,
+            "stats": self.stats(exchange),
+            "compression": repr(exchange.policy) if exchange is not None else None,
+            "history": list(exchange.policy.history) if exchange is not None else [],
+            "epochs": self.rows,
+        }
+        if self.rank == 0:
+            write_json(self.folder / "result.json", self.result)
+        return self.result
+
+
+_NOTHING: Row = {"steps": 0, "dense": 0.0, "dense_sent": 0.0, "payload": 0.0, "sent": 0.0}
+_NOTHING |= {"received": 0.0, "ratio": math.nan}
+
+
+def levels(exchange: Exchange | None) -> dict[str, int]:
+    """The level of each layer that the policy has a say in: 0 is low compression."""
+    return dict(exchange.policy.current) if exchange is not None else {}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is either the old one or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
+    part.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """Without NaN and infinities, which JSON does not know: they become null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> Row:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text())

@@ -1,0 +1,34 @@
+"""From settings to a finished run, in the framework of choice."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from examples.config import Settings, stop
+from examples.data import DataError, load
+from examples.results import Row
+
+
+def run(framework: str, settings: Settings) -> Row:
+    """Train with "torch" or "keras". Data are found first: nothing waits if they are not there."""
+    try:
+        data = load(settings.data, settings.limit, settings.seed)
+    except DataError as error:
+        stop(str(error))
+    training = importlib.import_module(f"examples.{framework}_training")
+    result = training.train(settings, data)
+    if training.hvd.rank() == 0:
+        sys.stdout.write(f"{summary(result)}\n")
+        sys.stdout.flush()
+    return result
+
+
+def summary(result: Row) -> str:
+    """A run in a line."""
+    last, stats = result["epochs"][-1], result["stats"]
+    text = f"{result['settings']['name']}: test accuracy {last['accuracy']:.1%}"
+    if stats["sent"]:
+        text += f", {stats['sent'] / 1e6:.2f} MB sent by each rank"
+        text += f" (1/{stats['ratio']:.1f} of uncompressed)" if stats["ratio"] > 1.05 else ""
+    return f"{text}, {result['seconds']:.0f} s; see {result['settings']['output']}/"

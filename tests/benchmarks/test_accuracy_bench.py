@@ -1,0 +1,150 @@
+"""Time to an accuracy: when it is reached, ratios, tables, and the page from the results alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accordion_hvd.policy import Accordion
+from benchmarks.netbench import accuracy_page, accuracy_tasks, command, contestants
+from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, TASKS, WAYS
+
+PLACE = ("digits", "200mbit")
+SLOW = "ours topk:0.01"
+
+
+def made(ways: tuple[str, ...] = ("Horovod", HOOK, SLOW)) -> dict[str, Any]:
+    """Two seeds: way i takes 8 / 2^i seconds a step; the last one never gets there with seed 2."""
+    runs = []
+    for seed in (1, 2):
+        for i, way in enumerate(ways):
+            pace, fails = 8.0 / 2**i * seed, seed == 2 and i == len(ways) - 1
+            steps = [10, 20, 30]
+            runs.append(
+                {
+                    "task": PLACE[0], "rate": PLACE[1], "way": way, "seed": seed, "steps": steps,
+                    "seconds": [pace * step for step in steps],
+                    "sent": [1e6 * step for step in steps],
+                    "accuracy": [0.5, 0.9, 0.96 if fails else 0.98],
+                    "high": 0.25 if way == ADAPTIVE else 0.0, "equal": way != SLOW,
+                    "verdict": "accordion_hvd: it pays" if way == GATED else "", "foreign": 0.1,
+                }
+            )  # fmt: skip
+    return {
+        "format": 1, "benchmark": "accuracy",
+        "settings": {"hosts": 4, "per_host": 1, "backend": "gloo", "seeds": 2, "ways": list(ways)},
+        "machine": {
+            "cores": 2, "cpu": "x", "kernel": "6", "python": "3", "versions": {"torch": "2"},
+            "date": "2025-01-01",
+        },
+        "bandwidth": {PLACE[1]: 24e6},
+        "tasks": {
+            "digits": {
+                "title": "digits", "target": 0.97, "batch": 16, "lr": 0.05, "limit": 30,
+                "every": 10, "window": 10, "shift": 1, "tested": None, "parameters": 1000,
+                "tensors": 6, "train": 1437, "test": 360,
+            }
+        },
+        "runs": runs,
+    }  # fmt: skip
+
+
+def test_the_first_evaluation_at_the_target_counts() -> None:
+    run = {"seconds": [1.0, 2.0, 3.0], "steps": [10, 20, 30], "accuracy": [0.5, 0.97, 0.96]}
+    assert accuracy_page.to_target(run, 0.97) == (2.0, 20)
+    assert accuracy_page.to_target(run, 0.98) == (math.inf, math.inf)
+
+
+def test_ratios_are_formed_within_a_seed_that_reached_it() -> None:
+    found = made()
+    assert accuracy_page.ratios(found, PLACE, HOOK, "Horovod") == [2.0, 2.0]
+    assert accuracy_page.ratios(found, PLACE, SLOW, "Horovod") == [4.0]
+    assert accuracy_page.ratios(found, PLACE, "DDP", "Horovod") == []
+
+
+def test_table() -> None:
+    head, plain, hook, slow = accuracy_page.table(made(), PLACE)
+    assert head[3:6] == ["times Horovod", "times DDP", f"times {HOOK}"]
+    assert plain[:6] == [
+        "Horovod",
+        "2 of 2",
+        "360 (240-480)",
+        "1.00 (1.00-1.00)",
+        "-",
+        "0.50 (0.50-0.50)",
+    ]
+    assert hook[6:] == ["30 (30-30)", "6000 (4000-8000)", "30.0 (30.0-30.0)", "98.0 (98.0-98.0)"]
+    assert slow[1:4] == ["1 of 2", "not in 30 steps, best 98.0%", "4.00"]
+
+
+def test_the_median_seed_is_shown() -> None:
+    found = made()
+    assert [accuracy_page.typical(found, PLACE, way)["seed"] for way in ("Horovod", SLOW)] == [1, 1]  # type: ignore[index]
+    assert accuracy_page.typical(found, PLACE, "DDP") is None
+
+
+def test_report_needs_only_the_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "accuracy.json"
+    file.write_text(json.dumps(made(WAYS)))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["report", str(file), "--output", str(tmp_path / "docs")])
+    assert not ended.value.code
+    text = (tmp_path / "docs" / "accuracy.md").read_text()
+    for words in ("## digits to 97%, 200 Mbit/s", "2 cores of x", "25 (25-25) % of layers",
+                  "it pays", f"`{SLOW}`: ranks ended with **different weights**"):  # fmt: skip
+        assert words in text
+    assert all(f"| {way} |" in text for way in WAYS)
+    assert (tmp_path / "docs" / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("accuracy --tasks digits --hosts 1", "--hosts is 1"),
+        ("accuracy --tasks digits --seeds 0", "--seeds is 0"),
+        ("accuracy --tasks digits --rate fast", "rate 'fast'"),
+        ("accuracy --tasks digits --ways zip", "--ways 'zip' is none of 'Horovod'"),
+    ],
+)
+def test_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and told in said and said.count("\n") == 1
+
+
+def test_pages_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "accuracy.json"
+    file.write_text(json.dumps(made()))
+    with pytest.raises(SystemExit):
+        command.main(["report", str(file), str(file), "--output", str(tmp_path)])
+    assert "a page of their own" in capsys.readouterr().err
+
+
+def test_ways() -> None:
+    choose = accuracy_tasks.choose
+    assert choose([]) == list(WAYS) and choose(["DDP", "ours topk:0.1"]) == ["DDP", "ours topk:0.1"]
+    with pytest.raises(ValueError, match=re.escape("'zip'")):
+        choose(["ours zip"])
+    for way, gated in ((ADAPTIVE, False), (GATED, True)):
+        policy = contestants.compression(accuracy_tasks.spelled(way, 25))
+        assert isinstance(policy, Accordion) and policy.window == 25
+        assert (policy.gate is not None) == gated
+
+
+def test_networks_begin_alike() -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.netbench.accuracy_ways import network
+
+    for name in TASKS:
+        weights = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            weights.append(torch.nn.utils.parameters_to_vector(network(name).parameters()))
+        assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])

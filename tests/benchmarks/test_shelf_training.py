@@ -1,0 +1,79 @@
+"""docs/shelf.md: every compressor is trained with, and the page says what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import accordion_hvd
+from accordion_hvd.policy.base import Policy
+
+pytest.importorskip("torch")
+pytest.importorskip("tqdm")
+
+from benchmarks.compressors import training as shelf  # noqa: E402
+from benchmarks.compressors.training import PLAIN, WAYS, Outcome  # noqa: E402
+from examples.data import load  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "shelf.md"
+
+
+def test_every_compressor_is_trained_with() -> None:
+    assert all(isinstance(way.policy(10, 100), Policy) for way in WAYS)
+    words = " ".join(way.word for way in WAYS)
+    shelf_of = set(accordion_hvd.compressors.__all__) - {"TopAgg"}  # see docs/privacy.md
+    for name in (*shelf_of, "Accordion", "AdaQS", "StepSchedule"):
+        assert f"{name}(" in words, name
+
+
+def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is compressed sends less, learns something, and has its row."""
+    pytest.importorskip("sklearn")
+    task = dataclasses.replace(shelf.TASKS["digits"], images=400, epochs=3)
+    monkeypatch.setitem(shelf.TASKS, "digits", task)
+    files = ["--results", str(tmp_path / "a.json"), "--output", str(tmp_path / "a.md")]
+    words = [PLAIN.word, "TopK(0.05)", "DGC(0.05, warmup=$tenth)"]
+    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", *words, *files])
+    kept = shelf._kept(tmp_path / "a.json")
+    plain, *others = (kept["digits", word, 7] for word in words)
+    assert plain.ratio == pytest.approx(1, rel=0.01) and plain.accuracy > 0.5
+    for outcome in others:
+        assert outcome.settled > 4 and outcome.accuracy > 0.3 and outcome.ranks == 4
+    text = (tmp_path / "a.md").read_text()
+    assert all(f"| `{word}` | 1 |" in text for word in words) and "| `FP16()`" not in text
+    trained = [shelf._kept(tmp_path / "a.json")]
+    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", *words, *files])  # all there
+    trained.append(shelf._kept(tmp_path / "a.json"))
+    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", words[1], "--anew", *files])
+    trained.append(shelf._kept(tmp_path / "a.json"))
+    first, second, third = ({key[1]: o.seconds for key, o in kept.items()} for kept in trained)
+    assert first == second and third[words[1]] != first[words[1]]
+    assert {word: third[word] for word in words if word != words[1]}.items() <= first.items()
+    before = load("digits").train.images.copy()
+    assert (before == load("digits").train.images).all()
+
+
+def test_the_page_compares_with_the_first_row() -> None:
+    rows = [
+        Outcome("digits", word, seed, 4, 60, accuracy, 10.0, 20.0, 1.0)
+        for seed in (1, 2)
+        for word, accuracy in ((PLAIN.word, 0.9 + seed / 100), ("TopK(0.01)", 0.9))
+    ]
+    text = shelf.page(rows)
+    assert "| `TopK(0.01)` | 1 | 90.0% | +1.5 (+1.0 to +2.0) | 10.0 | 20.0 |" in text
+    assert "end within 1.0 points" in text and "CIFAR" not in text
+
+
+@pytest.mark.parametrize("words", ["--ways zip", "--ways topk:2", "--ranks 1", "--tasks mnist"])
+def test_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        shelf.main(words.split())
+    wrong = words.split()[1].partition(":")[0]
+    assert ended.value.code == 2 and wrong in capsys.readouterr().err.lower()
+
+
+def test_the_page_is_there() -> None:
+    text = PAGE.read_text()
+    assert "## CIFAR-10" in text and "`TopK(0.01)`" in text

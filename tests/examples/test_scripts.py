@@ -1,0 +1,347 @@
+"""Settings, what is refused and how, results, resumption, table and picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jsonargparse")
+
+from accordion_hvd.policy import Accordion, Fixed, StepSchedule  # noqa: E402
+from examples import config, report, results  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+OTHERS = ("gcn_", "datalens_")  # of other scripts, and tested with them
+CONFIGS = [x for x in sorted((ROOT / "configs").glob("*.yaml")) if not x.name.startswith(OTHERS)]
+
+
+def settings(*words: str) -> config.Settings:
+    return config.parse_settings("Train.", words)
+
+
+# --------------------------------------------------------------------------------------- settings
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_understood(path: Path) -> None:
+    found = settings("--config", str(path))
+    assert found.name == path.stem and found.policy() is not None
+
+
+def test_the_command_line_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("epochs: 7\nlr: 0.5\ncompression: {low: 'powersgd:4', high: 'powersgd:1'}\n")
+    found = settings("--config", str(path), "--epochs", "3")
+    assert (found.epochs, found.lr) == (3, 0.5)
+    assert isinstance(found.policy(), Accordion)
+    found = settings("--config", str(path), "--compression", "topk:0.01")
+    assert repr(found.policy()) == "Fixed(TopK(ratio=0.01))"
+    found = settings("--config", str(path), "--compression.interval", "2")
+    assert found.policy().interval == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("none", "Fixed(Dense())"),
+        ("powersgd:4", "Fixed(PowerSGD(rank=4))"),
+        ("Accordion(low=PowerSGD(4), high=PowerSGD(1))", "Accordion(low=PowerSGD(rank=4), high="),
+    ],
+)
+def test_words(word: str, wanted: str) -> None:
+    assert repr(settings("--compression", word).policy()).startswith(wanted)
+
+
+def test_nothing_said_is_left_to_the_wrapper() -> None:
+    assert settings().policy() is None
+    assert isinstance(settings("--compression", "none").policy(), Fixed)
+
+
+def test_each_run_has_a_policy_of_its_own() -> None:
+    found = settings("--compression.low", "powersgd:4", "--compression.high", "powersgd:1")
+    assert found.policy() is not found.policy()
+
+
+def test_schedules() -> None:
+    drops = config.Settings(lr=0.4, schedule="drops", drops=[2, 4], drop=0.5)
+    assert [drops.lr_at(e) for e in range(6)] == [0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
+    cosine = config.Settings(lr=0.4, schedule="cosine", epochs=4)
+    assert [round(cosine.lr_at(e), 3) for e in range(4)] == [0.4, 0.341, 0.2, 0.059]
+    assert config.Settings(lr=0.4).lr_at(99) == 0.4
+
+
+REFUSED = [
+    ("--epocs 3", ["--epocs 3", "not known", "epochs"]),
+    ("--epochs 1.5", ["epochs", "'1.5'", "an integer"]),
+    ("--epochs 0", ["epochs", "0", "at least 1"]),
+    ("--epochs", ["epochs", "no value"]),
+    ("--lr fast", ["lr", "'fast'", "a number"]),
+    ("--lr 0", ["lr", "0", "above 0"]),
+    ("--lr inf", ["lr", "inf", "a number"]),
+    ("--momentum 1", ["momentum", "1", "[0, 1)"]),
+    ("--data imagenet", ["data", "'imagenet'", "'digits', 'mnist', 'cifar10'"]),
+    ("--model vgg", ["model", "'vgg'", "'mlp', 'convnet'"]),
+    ("--drops 3", ["drops", "'3'", "a list of integers"]),
+    ("--drops [3]", ["schedule", "'constant'", "'drops'"]),
+    ("--schedule drops", ["drops", "[]", "a list of epochs"]),
+    ("--drop 2", ["drop", "2", "(0, 1]"]),
+    ("--limit -1", ["limit", "-1", "at least 1"]),
+    ("--checkpoint maybe", ["checkpoint", "'maybe'", "true or false"]),
+    ("--name ../x", ["name", "'../x'", "letters, digits"]),
+    ("--compression topk:2", ["compression", "'topk:2'", "(0, 1]"]),
+    ("--compression zip", ["compression", "'zip'", "allowed are accordion"]),
+    ("--compression.low dense", ["compression", "'low': 'dense'", "high is missing"]),
+    ("--compression.lov dense", ["compression", "'lov'", "'low', 'high'"]),
+    ("--config /nonexistent.yaml", ["--config", "/nonexistent.yaml", "YAML"]),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_refused(words: str, told: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        settings(*words.split())
+    sentence = str(refusal.value)
+    assert all(part in sentence for part in told), sentence
+    assert "\n" not in sentence and sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("epochs: many\n", ["epochs", "'many'", "an integer"]),
+        ("epocs: 3\n", ["'epocs'", "not known", "epochs"]),
+        ("epochs: [3\n", ["--config", "YAML"]),
+        ("- epochs\n", ["--config", "YAML"]),
+        ("compression: [3]\n", ["compression", "[3]", "topk:0.01"]),
+        (
+            "compression: {low: powersgd:0, high: dense}\n",
+            ["compression", "powersgd:0", "at least 1"],
+        ),
+    ],
+)
+def test_refused_in_yaml(text: str, told: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as refusal:
+        settings("--config", str(path))
+    sentence = str(refusal.value)
+    assert all(part in sentence for part in told) and "\n" not in sentence, sentence
+
+
+def test_the_environment_variable_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCORDION_HVD_COMPRESSION", "topk:7")
+    with pytest.raises(ValueError, match="ACCORDION_HVD_COMPRESSION is 'topk:7'.*ratio is 7"):
+        settings()
+    assert settings("--compression", "fp16").compression == "fp16"
+
+
+# --------------------------------------------------------------------------------------- the demo
+def compared(*words: str) -> dict[str, config.Settings]:
+    """Return the settings of the runs that the demo compares."""
+    shown = settings("--config", str(ROOT / "configs" / "demo.yaml"), *words)
+    return runpy.run_path(str(SCRIPTS / "demo.py"))["configurations"](shown)
+
+
+def test_the_demo_compares_six_configurations() -> None:
+    found = compared()
+    assert list(found) == list(report.COLOURS) == list(report.STYLES)
+    policies = {name: repr(run.policy()) for name, run in found.items()}
+    assert policies.pop("schedule").startswith("StepSchedule(")
+    assert policies.pop("accordion").startswith("Accordion(low=PowerSGD(rank=4), high=PowerSGD(")
+    assert policies == {
+        "uncompressed": "Fixed(Dense())",
+        "low": "Fixed(PowerSGD(rank=4))",
+        "middle": "Fixed(PowerSGD(rank=2))",
+        "high": "Fixed(PowerSGD(rank=1))",
+    }
+
+
+def test_runs_of_the_demo_differ_in_compression_only() -> None:
+    runs = [dataclasses.replace(run, name="a", compression=None) for run in compared().values()]
+    assert runs == [runs[0]] * 6
+
+
+@pytest.mark.parametrize("drops", [[], [5], [30, 7]])
+def test_the_schedule_of_the_demo_switches_where_the_rate_first_falls(drops: list[int]) -> None:
+    found = compared(*([f"--drops={drops}"] if drops else []))
+    run, levels = found["schedule"], found["accordion"].policy()
+    falls = [e for e in range(1, run.epochs) if run.lr_at(e) < run.lr_at(e - 1)]
+    policy = run.policy()
+    assert isinstance(policy, StepSchedule) and isinstance(levels, Accordion)
+    assert list(policy.schedule) == [0, falls[0]]
+    assert repr(policy.levels("")) == repr(levels.levels(""))
+
+
+def test_the_demo_needs_an_epoch_where_the_rate_falls(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compared("--schedule", "cosine", "--drops", "[]")
+    assert "schedule is 'cosine', but must be 'drops'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------- the processes
+def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("script", ["train_torch.py", "train_keras.py"])
+def test_scripts_refuse_with_status_2_and_one_sentence(script: str) -> None:
+    done = run(script, "--epochs", "many", PYTHONPROFILEIMPORTTIME="1")
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2
+    assert told == ["settings: epochs is 'many', but must be an integer."]
+    loaded = {
+        line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()
+    }
+    assert "accordion_hvd" in loaded and not loaded & {"horovod", "torch", "tensorflow"}
+
+
+def test_only_one_rank_of_a_machine_says_so() -> None:
+    done = run("train_torch.py", "--epochs", "0", HOROVOD_LOCAL_RANK="1")
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
+    done = run("train_torch.py", "--data", "mnist", ACCORDION_DATA=str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("data: ACCORDION_DATA is ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_two_ranks_train_and_resume(framework: str, tmp_path: Path) -> None:
+    """Three epochs at once, and one and then two more, end with the same weights and levels."""
+    launcher = Path(sys.executable).parent / "horovodrun"
+    pytest.importorskip("horovod")
+    pytest.importorskip("sklearn")
+    pytest.importorskip({"torch": "torch", "keras": "tensorflow"}[framework])
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [launcher, "--gloo", "-np", "2", sys.executable, program, framework, str(tmp_path)],
+        capture_output=True, text=True, env=environment, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    whole, parts = (
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")
+    )
+    for result in (whole, parts):
+        check_result(result, framework)
+    for mine, other in zip(whole["epochs"], parts["epochs"], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        assert (mine["sent"], mine["levels"]) == (other["sent"], other["levels"])
+
+
+PROGRAM = """
+import sys
+from examples.config import Settings
+from examples.start import run
+framework, folder = sys.argv[1:]
+levels = {"low": "powersgd:4", "high": "powersgd:1", "interval": 1, "threshold": 9.0}
+more = dict(limit=200, depth=2, width=48, schedule="drops", drops=[2], output=folder)
+more |= dict(compression=levels, progress=False)
+run(framework, Settings(name="whole", epochs=3, **more))
+run(framework, Settings(name="parts", epochs=1, checkpoint=True, **more))
+run(framework, Settings(name="parts", epochs=3, resume=True, **more))
+"""
+
+
+def check_result(result: dict[str, Any], framework: str) -> None:
+    assert (result["framework"], result["ranks"], len(result["epochs"])) == (framework, 2, 3)
+    assert [row["epoch"] for row in result["epochs"]] == [0, 1, 2]
+    sent = [row["sent"] for row in result["epochs"]]
+    assert 0 < sent[0] < sent[1] < sent[2] == result["stats"]["sent"]
+    stats = result["stats"]
+    assert (
+        stats["ratio"] == pytest.approx(stats["dense_sent"] / stats["sent"]) and stats["ratio"] > 1
+    )
+    assert {row["reason"] for row in result["history"]} >= {"first window", "learning rate fell"}
+
+
+# ---------------------------------------------------------------------------- results and pictures
+def made(framework: str, way: str, compression: Any) -> dict[str, Any]:
+    levels = {f"{i}.weight": i % 2 for i in (9, 11)} if way == "accordion" else {}
+    rows = [
+        {"epoch": e, "lr": 0.1 if e < 2 else 0.01, "accuracy": 0.5 + e / 10, "sent": 1e6 * (e + 1),
+         "levels": levels}
+        for e in range(4)
+    ]  # fmt: skip
+    return {
+        "framework": framework,
+        "ranks": 4,
+        "seconds": 1.25,
+        "stats": {"sent": 4e6, "ratio": 2.5},
+        "settings": {
+            "name": way,
+            "data": "digits",
+            "compression": compression,
+            "schedule": "drops",
+        },
+        "epochs": rows,
+    }
+
+
+@pytest.fixture
+def runs() -> dict[tuple[str, str], dict[str, Any]]:
+    levels = {"low": "powersgd:4", "high": "powersgd:1"}
+    schedule = "StepSchedule({0: PowerSGD(4), 2: PowerSGD(1)})"
+    ways = {"uncompressed": "none", "low": "powersgd:4", "middle": "powersgd:2"}
+    ways |= {"high": "powersgd:1", "schedule": schedule, "accordion": levels}
+    return {(f, way): made(f, way, c) for f in ("torch", "keras") for way, c in ways.items()}
+
+
+def test_table(runs: Any) -> None:
+    rows = report.table(runs)
+    assert len(rows) == 13 and {len(row) for row in rows} == {6}
+    assert [row[1] for row in rows[1:7]] == [
+        "uncompressed",
+        "always low: PowerSGD(4)",
+        "always middle: PowerSGD(2)",
+        "always high: PowerSGD(1)",
+        "schedule: low for 2 epochs, then high",
+        "Accordion: low or high for each layer",
+    ]
+    assert rows[2] == ["PyTorch", "always low: PowerSGD(4)", "80.0%", "4.00", "2.5", "1.2"]
+    text = report.as_text(rows).splitlines()
+    assert len(text) == 14 and set(text[1]) == {"-"}
+    assert report.as_markdown(rows).splitlines()[1] == "|---|---|---:|---:|---:|---:|"
+
+
+def test_picture(runs: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.picture(runs, tmp_path / "sub" / "a.png")
+    assert (tmp_path / "sub" / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_results_are_plain_json(tmp_path: Path) -> None:
+    record = results.Record(config.Settings(output=str(tmp_path)), "torch", 0, 1)
+    record.epoch(0.1, math.nan, 0.5, None)
+    found = results.read_json(tmp_path / "run" / "result.json")
+    assert found["epochs"][0]["loss"] is None and found["stats"]["sent"] == 0
+    assert not list((tmp_path / "run").glob("*.part"))
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    record = results.Record(config.Settings(output=str(tmp_path)), "torch", 1, 2)
+    record.epoch(0.1, 0.5, 0.5, None)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,74 @@
+"""What the optimizers must do with weight decay in their dense stage, in NumPy, on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+STEPS, DECAY = 5, 0.1
+LR = 2.0**-6  # the same number in fp32, in which Keras keeps it
+SHAPES = {"matrix": (40, 30), "vector": (30,)}
+"""A tensor that is compressed after the dense stage, and one that never is."""
+
+SIZES = {"matrix": 1.0, "vector": 1e-4}
+"""Of the weights at the beginning; LAMB's ratio of the vector is below its lower bound."""
+
+DECOUPLED = {"Birder", "Lamb", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"}
+"""Optimizers whose papers, or their authors' code, take weight decay off the weights."""
+
+DENSE: dict[str, dict[str, Any]] = {"Birder": {"exact": True}, "CDAdam": {"skip": ("*",)}}
+"""Settings of those that have no dense stage at the beginning by default."""
+
+
+def start() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {key: SIZES[key] * rng.normal(size=shape) for key, shape in SHAPES.items()}
+
+
+def gradients(key: str, step: int, ranks: int) -> np.ndarray:
+    """One row a rank."""
+    rng = np.random.default_rng([len(key), step])
+    return rng.normal(size=(ranks, *SHAPES[key]))
+
+
+def end(name: str, ranks: int, decoupled: bool) -> dict[str, np.ndarray]:
+    """The weights after all steps."""
+    return {key: _trained(name, key, x, ranks, decoupled) for key, x in start().items()}
+
+
+def _trained(name: str, key: str, x: np.ndarray, ranks: int, decoupled: bool) -> np.ndarray:
+    method = Moments(name)
+    for step in range(STEPS):
+        local = gradients(key, step, ranks)
+        w = method.direction(local if decoupled else local + DECAY * x)
+        w = w + DECAY * x if decoupled else w
+        ratio = np.clip(np.linalg.norm(x) / np.linalg.norm(w), 0.01, 10.0)
+        x = x - LR * (ratio if name.endswith("Lamb") else 1.0) * w
+    return x
+
+
+class Moments:
+    """Adam's direction and its variants'; the ranks' gradients are the rows of `local`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.steps, self.m, self.b = name, 0, 0.0, 0.0
+        self.floored = name == "SketchedAMSGrad"
+        self.b2 = 0.99 if name in ("CDAdam", "SketchedAMSGrad") else 0.999
+        self.v = self.largest = 1e-8 if self.floored else 0.0
+
+    def direction(self, local: np.ndarray) -> np.ndarray:
+        self.steps += 1
+        if self.name == "Birder":
+            self.m = 0.95 * self.m + 0.05 * local
+            self.b = 0.95 * self.b + 0.05 * np.abs(local)
+            return (self.m / self.b).mean(0)
+        mean = local.mean(0)
+        self.m = 0.9 * self.m + 0.1 * mean
+        self.v = self.b2 * self.v + (1 - self.b2) * mean**2
+        self.largest = np.maximum(self.largest, self.v)
+        if self.floored:
+            return self.m / np.sqrt(self.largest)
+        v = self.largest if self.name in ("AMSGrad", "CDAdam") else self.v
+        first, second = 1 - 0.9**self.steps, 1 - self.b2**self.steps
+        return self.m / first / (np.sqrt(v / second) + 1e-8)

@@ -1,0 +1,287 @@
+"""The launcher side of distributed tests: start a script of `tests/ranks` and say what happened."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = ROOT / "tests" / "ranks"
+BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+END = "(end)"
+LAUNCHERS = {"gloo": "horovodrun", "mpirun": "mpirun"}
+_TAIL = 4000
+
+
+@dataclass
+class Outcome:
+    """What one rank says of one check: "ok", "fail" with a traceback, or "begin": not ended."""
+
+    status: str
+    text: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """What came of a launch.
+
+    Attributes:
+        command: as it was started.
+        ranks: how many were asked for.
+        outcomes: check -> rank -> outcome.
+        stacks: rank -> where its threads were when a limit passed.
+        status: the launcher's; None if it had to be killed.
+        output: the last characters of stdout and stderr.
+        seconds: the whole launch.
+    """
+
+    command: list[str]
+    ranks: int
+    outcomes: dict[str, dict[int, Outcome]] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+    status: int | None = None
+    output: str = ""
+    seconds: float = 0.0
+
+    def last(self, rank: int) -> str:
+        """The last check that a rank began."""
+        begun = [check for check, ranks in self.outcomes.items() if rank in ranks]
+        return begun[-1] if begun else "(not started)"
+
+    def problem(self, check: str) -> str | None:
+        """What went wrong in a check, in words; None if every rank passed it."""
+        told = self.outcomes.get(check, {})
+        if len(told) == self.ranks and all(o.status == "ok" for o in told.values()):
+            if check != END or self.status == 0:
+                return None
+        lines = [f"{check}: {self._verdict(told)}", f"command: {' '.join(self.command)}"]
+        failed = [(r, o) for r, o in sorted(told.items()) if o.status == "fail"]
+        lines += [f"--- rank {rank} failed:\n{outcome.text}" for rank, outcome in failed]
+        if not told and self.culprits():
+            return "\n".join([f"{check}: not reached; {self._verdict({})}", *self.culprits()])
+        for rank in range(self.ranks):
+            state = told[rank].status if rank in told else "not reached"
+            lines.append(f"rank {rank}: {state}; last in {self.last(rank)}")
+            if rank in self.stacks and not failed:
+                lines.append(f"--- rank {rank} was here:\n{self.stacks[rank][-_TAIL:]}")
+        return "\n".join([*lines, "--- output:", self.output[-_TAIL:]])
+
+    def culprits(self) -> list[str]:
+        """Which rank failed or hung in which check."""
+        return [
+            f"rank {rank} {'failed in' if outcome.status == 'fail' else 'did not leave'} {check}"
+            for check, told in self.outcomes.items()
+            for rank, outcome in sorted(told.items())
+            if outcome.status != "ok"
+        ]
+
+    def _verdict(self, told: dict[int, Outcome]) -> str:
+        failed = [rank for rank, o in sorted(told.items()) if o.status == "fail"]
+        if failed:
+            return f"failed on rank(s) {failed}"
+        if self.status is None:
+            return f"the launch was ended after {self.seconds:.0f} s"
+        waiting = [rank for rank, o in sorted(told.items()) if o.status == "begin"]
+        if waiting and any(rank in self.stacks for rank in waiting):
+            return f"took too long on rank(s) {[r for r in waiting if r in self.stacks]}"
+        return f"the launcher ended with status {self.status}"
+
+
+def checks_of(script: str) -> list[str]:
+    """The names of a script's checks, from its source, in order; none without the script."""
+    path = RANKS / script
+    if not path.exists():
+        return []
+    body = ast.parse(path.read_text()).body
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    return [name for name in functions if name.startswith("check_")]
+
+
+def available(launcher: str) -> bool:
+    """Whether the launcher and Horovod are installed."""
+    import importlib.util
+
+    return _find(launcher) is not None and importlib.util.find_spec("horovod") is not None
+
+
+@functools.cache
+def launch(
+    script: str,
+    launcher: str,
+    ranks: int,
+    limit: float = 240,
+    check_limit: float = 120,
+    checks: tuple[str, ...] = (),
+) -> Report:
+    """Run `tests/ranks/<script>` once; later calls return the same report.
+
+    Args:
+        script: its file name.
+        launcher: "gloo" (horovodrun --gloo) or "mpirun".
+        ranks: how many.
+        limit: seconds after which everything that was started is killed.
+        check_limit: seconds that a check may take on a rank.
+        checks: their names, if not all of the script's.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        command = command_for(launcher, ranks, [sys.executable, str(RANKS / script), *checks])
+        report = Report(command, ranks)
+        _run(report, folder, limit, {"CHECK_LIMIT": str(check_limit)})
+        _read(report, Path(folder))
+        return report
+
+
+def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Report, list[dict]]:
+    """Run an elastic job of two ranks that may grow to three, over Gloo.
+
+    Args:
+        script: a file in `tests/ranks`. It adds ranks by writing to the file that the environment
+            variable ELASTIC_HOSTS names, and says how it ended with `harness.tell`.
+        words: the script's arguments.
+        limit: seconds after which everything that was started is killed.
+
+    Returns:
+        What came of the launch, and what the ranks told at their ends.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        hosts, discovery = Path(folder, "hosts"), Path(folder, "discover")
+        hosts.write_text("localhost:2\n")
+        discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
+        discovery.chmod(0o700)
+        path = _find("gloo")
+        assert path is not None
+        command = [path, "--gloo", "--network-interface", "lo", "-np", "2", "--min-np", "1"]
+        command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
+        report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
+        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts)})
+        told = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told*"))]
+        return report, told
+
+
+def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> None:
+    """Start the report's command, and end whatever it has started after `limit` seconds."""
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "2",  # one for ours inside a graph, one for what it calls
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CHECK_FOLDER": folder,
+        **more,
+    }
+    began = time.monotonic()
+    with open(Path(folder, "output"), "w+", errors="replace") as output:
+        process = subprocess.Popen(
+            report.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            report.status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            for pid in _started(folder):  # those who know the signal say where they are
+                if Path(folder, f"pid{pid}").exists():
+                    os.kill(pid, signal.SIGUSR1)
+            time.sleep(1)
+        finally:
+            _end(process, folder)
+            report.seconds = time.monotonic() - began
+        output.seek(0)
+        report.output = output.read()
+
+
+def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
+    """How to start `ranks` processes of a program on this machine."""
+    path = _find(launcher)
+    if path is None:
+        raise FileNotFoundError(f"{LAUNCHERS[launcher]} is neither in {BIN} nor on PATH")
+    if launcher == "gloo":
+        return [path, "--gloo", "-np", str(ranks), *program]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    passed = ["PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CHECK_FOLDER"]
+    passed += ["CHECK_LIMIT", "TF_CPP_MIN_LOG_LEVEL"]
+    passed += ["TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"]
+    exported = [word for name in passed for word in ("-x", name)]
+    return [
+        path,
+        *root,
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-np",
+        str(ranks),
+        *exported,
+        *program,
+    ]
+
+
+def _find(launcher: str) -> str | None:
+    return shutil.which(LAUNCHERS[launcher], path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def _read(report: Report, folder: Path) -> None:
+    for rank in range(report.ranks):
+        record, stacks = folder / f"rank{rank}.jsonl", folder / f"rank{rank}.stacks"
+        for line in record.read_text().splitlines() if record.exists() else []:
+            row = json.loads(line)
+            outcome = Outcome(row["status"], row["text"], row["seconds"])
+            report.outcomes.setdefault(row["check"], {})[rank] = outcome
+        if stacks.exists() and stacks.stat().st_size:
+            report.stacks[rank] = stacks.read_text(errors="replace")
+
+
+def _started(folder: str) -> Iterator[int]:
+    """Processes that descend from this launch: its folder is in their environment."""
+    token = f"CHECK_FOLDER={folder}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if token in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
+        except OSError:
+            continue  # ended meanwhile, or another user's
+
+
+def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str], folder: str) -> None:
+    """End what is left of a launch, whatever process groups it has made, and nothing else."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = set(_started(folder))
+        if process.poll() is None:
+            left.add(process.pid)
+        if not left:
+            return
+        for pid in left:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and (process.poll() is None or any(_started(folder))):
+            time.sleep(0.05)
+
+
+def need(launcher: str) -> None:
+    """Skip the test without this launcher; fail it where it must be there."""
+    if not available(launcher):
+        if os.environ.get("NEED_LAUNCHERS"):  # `make test` has installed them
+            pytest.fail(f"{launcher} or Horovod is missing", pytrace=False)
+        pytest.skip(f"{launcher} or Horovod is not installed")

@@ -1,0 +1,219 @@
+"""What averaging of gradients has in common in all frameworks, with NumPy on ranks in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY
+
+from accordion_hvd import Accordion, Dense, PowerSGD, TopK, checkpoint
+from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.exchange import Exchange
+from accordion_hvd.gradient_averager import GradientAverager
+from accordion_hvd.guard import Guard, RanksDisagree, ReplicasDiffer
+from accordion_hvd.resolve import as_policy
+from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
+
+LIMIT = 20  # seconds that a rank waits for others
+SHAPES = {"w": (40, 50), "v": (30, 40), "b": (7,)}
+
+
+class Threaded(SimulatedCommunicator):
+    """A rank that is a thread, so that it may wait for others."""
+
+    lock = threading.RLock()
+
+    def _put(self, *about: Any) -> Any:
+        with self.lock:
+            return super()._put(*about)
+
+    def poll(self, handle: Any) -> bool:
+        with self.lock:
+            return super().poll(handle)
+
+    def wait(self, handle: Any) -> Any:
+        with self.lock:
+            return super().wait(handle)
+
+    def pause(self, waited: float) -> None:
+        if waited > LIMIT:
+            raise TimeoutError(f"rank {self.rank} waited {waited:.0f} s for others")
+        time.sleep(1e-4)
+
+
+class NumPyAverager(GradientAverager[Exchange]):
+    """The shortest adapter that can be."""
+
+    framework = "NumPy"
+
+    def __init__(self, link: Callable[[], Any], compression: Any, **options: Any) -> None:
+        self.link = link
+        self.weights = {name: np.ones(shape, "f") for name, shape in SHAPES.items()}
+        alone = SimpleNamespace(process_set_id=0, included=lambda: True)
+        super().__init__(as_policy(compression), alone, **options)
+
+    def connect(self) -> Any:
+        return self.link()
+
+    def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
+        return Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
+
+    def tensors(self) -> dict[Any, TensorInfo]:
+        return {name: TensorInfo(name, w.shape, "float32") for name, w in self.weights.items()}
+
+    def replicas(self) -> dict[str, Any]:
+        return self.weights
+
+    def step(self, grads: dict[str, np.ndarray], lr: float = 0.1) -> dict[str, np.ndarray]:
+        means = dict(grads) if self.idle else self._average(grads, lr)
+        for name, mean in means.items():
+            self.weights[name] = self.weights[name] - lr * mean
+        step = self.exchange.steps
+        if step and self.comparison_due(step):
+            self.compare(step, self.checksums())
+        return means
+
+    def _average(self, grads: dict[str, np.ndarray], lr: float) -> dict[str, np.ndarray]:
+        if not self.agreed:
+            self.agree()
+        exchange = self.exchange
+        exchange.begin(lr)
+        for index, unit in enumerate(exchange.plan.units):
+            parts = [grads[self.keys[member]].copy() for member in unit.members]
+            exchange.start(index, exchange.pack(index, parts))
+        exchange.finish()
+        return {
+            self.keys[member]: mean
+            for index, unit in enumerate(exchange.plan.units)
+            for member, mean in zip(unit.members, exchange.unpack(index), strict=True)
+        }
+
+
+def averagers(hub: Hub, compression: Any, **options: Any) -> list[NumPyAverager]:
+    """One a rank of `hub`, with equal names as if each were a process of its own."""
+    made = []
+    for rank in range(hub.ranks):
+        link = Threaded(hub, rank, NUMPY.xp)
+        made.append(NumPyAverager(lambda link=link: link, compression, **options))
+        made[-1].name = "same"
+    return made
+
+
+def on_all(ranks: Sequence[NumPyAverager], action: Callable[[NumPyAverager, int], Any]) -> list:
+    """The results of all ranks, or their exceptions."""
+
+    def attempt(rank: int) -> Any:
+        try:
+            return action(ranks[rank], rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(attempt, range(len(ranks))))
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([rank, step])
+    return {name: rng.normal(size=shape).astype("f") for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("compression", ["dense", "topk:0.1", "powersgd:2"])
+def test_it_averages_as_the_simulation_does(compression: str) -> None:
+    ranks, world = averagers(Hub(3), compression, guard=Guard(every=1)), simulate(compression, 3)
+    for step in range(4):
+        means = on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))
+        expected = world.step([gradients(rank, step) for rank in range(3)])
+        for mine, theirs in zip(means, expected, strict=True):
+            for name in SHAPES:
+                np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_are_set_up_differently_are_told_so() -> None:
+    hub = Hub(2)
+    ranks = [averagers(hub, "topk:0.1")[0], averagers(hub, "topk:0.2")[1]]
+    found = on_all(ranks, lambda one, rank: one.step(gradients(rank, 0)))
+    for error in found:
+        assert isinstance(error, RanksDisagree)
+        assert "TopK(ratio=0.1)" in str(error) and "rank 1" in str(error)
+
+
+def test_replicas_that_differ_are_named() -> None:
+    ranks = averagers(Hub(3), "dense", guard=Guard())
+    ranks[2].weights["v"] = ranks[2].weights["v"] + 1
+    found = on_all(ranks, lambda one, rank: one.step(gradients(rank, 0)))
+    assert all(isinstance(e, ReplicasDiffer) and "'v'" in str(e) for e in found), found
+
+
+def test_flags_of_any_rank() -> None:
+    ranks = averagers(Hub(3), "dense")
+    mine = [[True, False, False], [False, False, False], [True, False, True]]
+    found = on_all(ranks, lambda one, rank: one.on_any_rank(mine[rank]))
+    assert found == [[True, False, True]] * 3
+
+
+def test_a_snapshot_goes_on_where_it_was() -> None:
+    ranks = averagers(Hub(2), "topk:0.05")
+    on_all(ranks, lambda one, rank: one.step(gradients(rank, 0)))
+    saved = [checkpoint.snapshot(one.exchange) for one in ranks]
+    others = averagers(Hub(2), "topk:0.05")
+    for one, rows, other in zip(ranks, saved, others, strict=True):
+        other.adopt(rows)
+        other.weights = dict(one.weights)
+    mine = on_all(ranks, lambda one, rank: one.step(gradients(rank, 1)))
+    theirs = on_all(others, lambda one, rank: one.step(gradients(rank, 1)))
+    for a, b in zip(mine, theirs, strict=True):
+        for name in SHAPES:
+            np.testing.assert_array_equal(a[name], b[name])
+    ranks[0].adopt(None)
+    assert ranks[0].exchange.steps == 0 and not ranks[0].agreed
+
+
+def test_more_ranks() -> None:
+    """Whoever stays connects anew, and agrees with whoever came."""
+    ranks = averagers(Hub(2), Dense())
+    on_all(ranks, lambda one, rank: one.step(gradients(rank, 0)))
+    larger = Hub(3)
+    ranks.append(averagers(Hub(3), Dense())[2])
+    ranks[2].weights = {name: w.copy() for name, w in ranks[0].weights.items()}
+    for rank, one in enumerate(ranks):
+        one.link = lambda rank=rank: Threaded(larger, rank, NUMPY.xp)
+        one.ranks_changed()
+        one.exchange.steps = 1
+    means = on_all(ranks, lambda one, rank: one.step(gradients(rank, 1)))
+    for name in SHAPES:
+        expected = np.mean([gradients(rank, 1)[name] for rank in range(3)], 0)
+        np.testing.assert_allclose(means[2][name], expected, rtol=1e-5, atol=1e-6)
+        assert (means[0][name] == means[2][name]).all()
+
+
+def test_a_rank_alone_is_idle_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    (alone,) = averagers(Hub(1), TopK(0.1))
+    assert alone.idle
+    given = gradients(0, 0)
+    assert all((alone.step(given)[name] == given[name]).all() for name in SHAPES)
+    for needed in (
+        averagers(Hub(1), "dgc:0.1"),
+        averagers(Hub(1), Accordion(batch_size=(2, 4), window=5)),
+        averagers(Hub(1), PowerSGD(2), with_settings=True),
+    ):
+        assert not needed[0].idle
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert not alone.idle
+
+
+def test_sparse_tensors_leave_the_exchange_before_the_first_step_only() -> None:
+    (one,) = averagers(Hub(1), "dgc:0.1")
+    assert len(one.exchange.tensors) == 3
+    one.expect_sparse(["v"])
+    assert [tensor.name for tensor in one.exchange.tensors] == ["w", "b"]
+    one.step({name: grad for name, grad in gradients(0, 0).items() if name != "v"})
+    with pytest.raises(RuntimeError, match="sparse_as_dense=True"):
+        one.expect_sparse([])
