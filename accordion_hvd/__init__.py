@@ -28,7 +28,7 @@ _HOME = {
         "Tensor",
     ),
     "ops": ("namespace",),
-    "privacy": ("BudgetSpent", "PrivacyBudget"),
+    "privacy": ("BudgetSpent", "PrivacyBudget", "TopAgg"),
     "resolve": ("parse",),
 }
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import accordion_hvd.check as check  # `from` would ask the package, and that for compressors
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec, Tensor
 
-Tensor = Any
 State = dict[str, Tensor]
 Machines = tuple[tuple[int, ...], ...]
 """Ranks that share a machine, machine by machine."""
@@ -143,46 +142,6 @@ class Info:
     sizes: tuple[int, ...] = ()
     parameter: Tensor = None
     hyper: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A tensor without its values: what `Compressor.init` is told.
-
-    Attributes:
-        shape: the gradient's shape.
-        dtype: the gradient's dtype by name; state is fp32 whatever it is.
-        xp: the namespace of operations that serves it (`accordion_hvd.ops`).
-        device: where it lives, in its framework's terms.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    xp: ModuleType
-    device: Any = None
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
-
-    @property
-    def wide(self) -> str:
-        """The dtype of an optimizer's moments: fp32, or fp64 where the tensor has that."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
-        """A tensor of zeros on the gradient's device."""
-        return self.xp.zeros(shape, dtype, self.device)
-
-    def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:
-        """Standard normal fp32 values from `seed`: equal on all ranks and in all frameworks."""
-        from accordion_hvd.ops.random import normal
-
-        return self.xp.asarray(normal(shape, seed), self.device)
 
 
 class NotForStockHorovod:
@@ -321,20 +280,19 @@ class Compressor(NotForStockHorovod):
         """Steps that it serves before it costs what it will cost; a `Gate` judges it after them."""
         return 0
 
-    def plain(self) -> Compressor:
-        """What serves the tensors of a model that are too small to be compressed, or exempt.
+    def plain(self) -> Compressor | None:
+        """Return the compressor for tensors that are too small or exempt; None means `Dense`.
 
         A method that returns updates says how these get theirs.
         """
-        from accordion_hvd.compressors.dense import Dense
-
-        return Dense()
+        return None
 
     def policy(self) -> Any:
-        """The policy that it means where it is named alone."""
-        from accordion_hvd.policy.fixed import Fixed
+        """Return the policy that the compressor means where it is named alone.
 
-        return Fixed(self)
+        None means that it always serves (`Fixed`).
+        """
+        return None
 
     def residual(self, state: State) -> Tensor | None:
         """What this rank still owes, in units of the gradient; None without error feedback."""

@@ -12,7 +12,8 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+
+from accordion_hvd.core.patterns import matches
 
 MIN_ELEMENTS = 1024
 """Tensors with fewer elements travel dense: their bytes are not worth a compressor's work."""
@@ -111,11 +112,6 @@ def fingerprint(*parts: object) -> int:
     """A number below 4093 that differs, most likely, where `parts` do; exact in fp32 sums."""
     text = repr(parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 4093
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether `name` matches one of the file-name patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _compressible(tensor: TensorInfo, skip: Sequence[str], min_elements: int) -> bool:

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 import accordion_hvd
-from accordion_hvd import guard as guards
-from accordion_hvd.base import Allreduce, Conversation, Info, Spec
+from accordion_hvd.base import Allreduce, Conversation, Info
+from accordion_hvd.comm.agreement import gather
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import backend, namespace
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule
 from accordion_hvd.slots import Slot
 
@@ -229,7 +230,7 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
     """
     link = exchange.communicator
     mine = link.xp.asarray(np.array([own, exchange.steps], np.int64), device)
-    told = link.run("accordion.adopted", guards.gather(link, mine))
+    told = link.run("accordion.adopted", gather(link, mine))
     whose, steps = np.stack(told).T.tolist()
     if len(set(steps)) > 1:
         raise RuntimeError(

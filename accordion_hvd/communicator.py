@@ -6,86 +6,22 @@ A framework's communicator supplies the engine's asynchronous primitives (some f
 
 from __future__ import annotations
 
-import abc
 import time
 from collections.abc import Generator, Sequence
-from types import ModuleType
 from typing import Any
 
 from accordion_hvd import check, packing
-from accordion_hvd.base import Allgather, Broadcast, Machines, Request, Tensor
+from accordion_hvd.base import Allgather, Broadcast, Request, Tensor
+from accordion_hvd.comm.collectives import Collectives
 from accordion_hvd.packing import Program
 from accordion_hvd.traffic import Traffic
 
-Group = tuple[int, ...] | None
 _PATIENCE = 0.1  # of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
 
 
-class Communicator(abc.ABC):
-    """One process among `size`; `rank` is its number.
-
-    Attributes:
-        xp: the operations of the framework whose tensors it carries.
-        half_allreduce: whether the engine should add fp16, as NCCL does well; None while nobody
-            has asked (`halves.meet`), and it does not.
-        machines: who shares a machine; () as long as nobody has asked (`machines.meet`).
-        extensible: whether `register` can add groups that the engine does not know.
-        kept: memory that serves again at the next step, by name; None where nothing can be kept.
-    """
-
-    rank: int
-    size: int
-    xp: ModuleType
-    half_allreduce: bool | None = None
-    machines: Machines = ()
-    extensible: bool = True
-    kept: dict[str, Tensor] | None = None
-
-    # ------------------------------------------------- the engine: return a handle without waiting
-    @abc.abstractmethod
-    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Start one combination of several tensors, whose memory it may use."""
-
-    @abc.abstractmethod
-    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Start gathering vectors, whose lengths may differ; the result is their concatenation."""
-
-    @abc.abstractmethod
-    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start sending a vector from `root`."""
-
-    @abc.abstractmethod
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
-        """Start sending equal parts of a vector to everybody; the result has the same length.
-
-        With `splits`, so many rows of a matrix to each; the result is what came, one after the
-        other, and how many rows from each.
-        """
-
-    @abc.abstractmethod
-    def poll(self, handle: Any) -> bool:
-        """Whether `wait` would return at once."""
-
-    @abc.abstractmethod
-    def wait(self, handle: Any) -> Any:
-        """The result of an operation; a list for `allreduce`."""
-
-    # --------------------------------------------------------------------------- what callers use
-    def ranks(self, group: Group) -> int:
-        """How many take part in `group`."""
-        return self.size if group is None else len(group)
-
-    def near(self, group: Group) -> bool:
-        """Whether all of `group` are known to share a machine."""
-        members = range(self.size) if group is None else group
-        return any(set(members) <= set(machine) for machine in self.machines)
-
-    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Tell the engine of groups that requests will name; all ranks do so together."""
-        return  # most engines take any group
+class Communicator(Collectives):
+    """Carries requests from one process among `size` to the others, and their results back."""
 
     def pause(self, waited: float) -> None:
         """Called between two looks at what is under way, after `waited` seconds of looking.

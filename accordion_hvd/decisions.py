@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 
 from accordion_hvd.base import Broadcast, Compressor, Tensor
-from accordion_hvd.plan import dense_bytes
+from accordion_hvd.communicator import Communicator
+from accordion_hvd.plan import Plan, dense_bytes
 from accordion_hvd.policy.advice import Advice
 from accordion_hvd.policy.base import Policy
 from accordion_hvd.policy.gate import Cost, Gate, probe
+from accordion_hvd.slots import Slot
 from accordion_hvd.step import Step
-
-if TYPE_CHECKING:
-    from accordion_hvd.exchange import Exchange
 
 PROBE = 1 << 18
 """Elements that a gate sends to measure a link."""
@@ -40,6 +40,27 @@ def level_of(policy: Policy, name: str) -> int:
     return policy.gate.level(name, level, len(policy.levels(name)))
 
 
+class Decided(Protocol):
+    """An exchange, as far as decisions look at it and change it."""
+
+    communicator: Communicator
+    policy: Policy
+    xp: ModuleType
+    steps: int
+    slots: list[Slot]
+
+    @property
+    def counted(self) -> int:
+        """Exchanges that were not skipped."""
+
+    @property
+    def plan(self) -> Plan:
+        """Which buckets share a conversation."""
+
+    def switch(self, slot: Slot, level: int) -> None:
+        """Let another level serve a bucket."""
+
+
 class Decisions:
     """Those of an exchange's policy and gate.
 
@@ -47,7 +68,7 @@ class Decisions:
         exchange: whose levels they change.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Decided) -> None:
         self._exchange = exchange
         self._spent: dict[str, tuple[float, float, int]] = {}  # bucket -> seconds, bytes, steps
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.base import Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.buckets import Bucket, TensorInfo, fingerprint, make_buckets
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.decisions import Decisions, level_of, levels_of
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.plan import Plan, dense_bytes, make_plan
 from accordion_hvd.policy.advice import Advice
 from accordion_hvd.policy.base import Policy

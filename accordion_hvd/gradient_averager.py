@@ -15,9 +15,10 @@ import accordion_hvd
 from accordion_hvd import checkpoint, halves, machines
 from accordion_hvd.base import Allreduce, Compressor, Conversation, Tensor
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.communicator import Communicator
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.guard import Guard, require_agreement
+from accordion_hvd.guard import Guard
 from accordion_hvd.policy import Policy
 
 E = TypeVar("E", bound=Exchange)
@@ -192,7 +193,7 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     def discover(self) -> None:
         """Find out about hosts and link what the policy needs to know; collective, once."""
-        machines.meet(self.communicator, self.policy, self.device)
+        machines.meet(self.communicator, self.policy.by_machine, self.device)
         halves.meet(self.communicator, self.policy, self.device)
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:

@@ -1,8 +1,7 @@
-"""Notices what otherwise goes wrong in silence: replicas that drift, ranks set up differently."""
+"""Notices what otherwise goes wrong in silence: replicas that drift."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import warnings
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Conversation, Tensor
+from accordion_hvd.base import Tensor
+from accordion_hvd.comm.agreement import gather
 from accordion_hvd.communicator import Communicator
 
 MODES = ("error", "warn", "off")
@@ -24,12 +24,6 @@ class ReplicasDiffer(RuntimeError):
     """Ranks hold different weights or levels."""
 
     __init__ = Exception.__init__  # else AutoGraph raises another class in its place
-
-
-class RanksDisagree(RuntimeError):
-    """Ranks were set up differently."""
-
-    __init__ = Exception.__init__
 
 
 class Guard:
@@ -120,48 +114,3 @@ def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
         f"after step {step} the ranks' replicas differ, first in {names[first]!r}{others}: "
         f"{who}. {cause}"
     )
-
-
-def gather(communicator: Communicator, values: Tensor) -> Conversation:
-    """Everybody's `values` as NumPy arrays, in rank order."""
-    parts = yield Allgather(values)
-    return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
-
-
-def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:
-    """See that all ranks pass the same `description` (lines); collective.
-
-    Raises:
-        RanksDisagree: on every rank, naming the ranks and the first line that differs.
-    """
-    digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
-    mine = communicator.xp.asarray(np.frombuffer(digest, np.int64), device)
-    digests = communicator.run("accordion.agree", gather(communicator, mine))
-    if all((digest == digests[0]).all() for digest in digests):
-        return
-    text = np.frombuffer(description.encode(), np.uint8)
-    texts = communicator.run("accordion.explain", _texts(communicator, text, device))
-    raise RanksDisagree(explain_disagreement(texts))
-
-
-def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Conversation:
-    parts = yield Allgather(communicator.xp.asarray(text, device), uneven=True)
-    decoded = [communicator.xp.to_numpy(part).tobytes().decode() for part in parts]
-    return decoded  # type: ignore[return-value]
-
-
-def explain_disagreement(texts: Sequence[str]) -> str:
-    """Which ranks differ from rank 0, and in what."""
-    reference = texts[0].splitlines()
-    for rank, text in enumerate(texts):
-        lines = text.splitlines()
-        for ours, theirs in zip(
-            reference + [""] * len(lines), lines + [""] * len(reference), strict=False
-        ):
-            if ours != theirs:
-                odd = [r for r, other in enumerate(texts) if other != texts[0]]
-                return (
-                    f"ranks {odd} were set up differently from rank 0, which must not be: rank 0 "
-                    f"has {ours or 'nothing'!r} where rank {rank} has {theirs or 'nothing'!r}."
-                )
-    return "ranks were set up differently."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +23,9 @@ from accordion_hvd.base import (
     Request,
     Tensor,
 )
-from accordion_hvd.traffic import ITEMSIZE, Traffic, traffic_of
-
-if TYPE_CHECKING:
-    from accordion_hvd.communicator import Communicator
+from accordion_hvd.comm.collectives import Collectives
+from accordion_hvd.ops.spec import ITEMSIZE
+from accordion_hvd.traffic import Traffic, traffic_of
 
 Program = Generator[Any, Any, list[Any]]
 
@@ -36,7 +35,7 @@ _SMALL = ("int8", "uint8", "int16", "uint16")
 _APART = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
 
 
-def together(communicator: Communicator, requests: Sequence[Request]) -> list[list[int]]:
+def together(communicator: Collectives, requests: Sequence[Request]) -> list[list[int]]:
     """Positions of requests that can share a collective, in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for i, request in enumerate(requests):
@@ -44,15 +43,13 @@ def together(communicator: Communicator, requests: Sequence[Request]) -> list[li
     return list(groups.values())
 
 
-def program(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Any]
-) -> Program:
+def program(communicator: Collectives, traffic: Traffic, name: str, requests: list[Any]) -> Program:
     """What serves `requests`, all of one kind; counts their bytes in `traffic`."""
     kind = _key(communicator, requests[0])[0]
     return _PROGRAMS[kind](communicator, traffic, name, requests)
 
 
-def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
+def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
     """What requests must have in common to share a collective; first, the program's name."""
     if not isinstance(request, Request):
         raise TypeError(f"a conversation yielded {request!r}, which is no request.")
@@ -79,7 +76,7 @@ def _key(communicator: Communicator, request: Request) -> tuple[Any, ...]:
 
 
 def _count(
-    communicator: Communicator,
+    communicator: Collectives,
     traffic: Traffic,
     requests: Sequence[Request],
     gathered: Sequence[int] | None = None,
@@ -93,7 +90,7 @@ def _count(
 
 
 def _alone(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
     """Groups of one, of which no engine needs to know."""
     return [request.tensor for request in requests]
@@ -101,7 +98,7 @@ def _alone(
 
 
 def _reduce(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
     """Large tensors as they are, small ones in one buffer, all in one operation."""
     _count(communicator, traffic, requests)
@@ -128,7 +125,7 @@ def _reduce(
 
 
 def _reduce_half(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
     """The mean of 16-bit floats: parts to their owners, added there in fp32, and back.
 
@@ -154,7 +151,7 @@ def _reduce_half(
 
 
 def _reduce_small(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allreduce]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
     """Sums of small integers, which wrap around: parts to their owners, added there, and back.
 
@@ -178,7 +175,7 @@ def _reduce_small(
 
 
 def _gather(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allgather]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
     """Everything as bytes in one operation of known size."""
     _count(communicator, traffic, requests)
@@ -194,7 +191,7 @@ def _gather(
 
 
 def _gather_uneven(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Allgather]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
     """Sizes first, then everything as bytes."""
     xp, group = communicator.xp, requests[0].group
@@ -237,7 +234,7 @@ def _by_request(
 
 
 def _broadcast(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Broadcast]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Broadcast]
 ) -> Program:
     _count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
@@ -252,7 +249,7 @@ def _broadcast(
 
 
 def _alltoall(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Alltoall]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
     """Row by row, the bytes of all requests side by side."""
     _count(communicator, traffic, requests)
@@ -278,7 +275,7 @@ def _alltoall(
 
 
 def _shares(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Alltoall]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
     """One operation for each request, which also says how much came from whom."""
     xp, group = communicator.xp, requests[0].group
@@ -307,7 +304,7 @@ def _shares(
 
 
 def _neighbours(
-    communicator: Communicator, traffic: Traffic, name: str, requests: list[Neighbours]
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
 ) -> Program:
     """The bytes of all requests, one after the other, to each neighbour: uneven shares."""
     _count(communicator, traffic, requests)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from accordion_hvd.buckets import Bucket
-from accordion_hvd.traffic import ITEMSIZE
+from accordion_hvd.ops.spec import ITEMSIZE
 
 SMALL = 1 << 16
 """Elements up to which a bucket shares a conversation: copying them costs less than one more."""

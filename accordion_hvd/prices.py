@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.base import Compressor, Info, Spec, Tensor
-from accordion_hvd.communicator import Communicator, Group
+from accordion_hvd.base import Compressor, Info, Tensor
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.communicator import Communicator
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.traffic import Traffic
 
 LONGEST, SAMPLE = 10_000, 4096

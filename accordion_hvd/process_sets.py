@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod.common import process_sets as _horovod
 
-from accordion_hvd.averaging.engine import LAUNCHED
+from accordion_hvd.comm.launcher import started_by_mpi
 
 
 def registered() -> list[Any]:
@@ -42,7 +42,7 @@ def let_add() -> None:
     What the job says of it stays.
     """
     over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
-    if not over_gloo and any(name in os.environ for name in LAUNCHED):
+    if not over_gloo and started_by_mpi():
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
 

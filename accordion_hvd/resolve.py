@@ -16,7 +16,7 @@ from accordion_hvd.base import Compressor, NotForStockHorovod
 from accordion_hvd.compressors.horovod_compression import HorovodCompression
 from accordion_hvd.optimizers.base import Rule
 from accordion_hvd.policy import Accordion, Fixed, Policy
-from accordion_hvd.privacy.budget import PrivacyBudget
+from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
 Serving: TypeAlias = Policy | Averaging
 
@@ -28,7 +28,7 @@ VARIABLE = "ACCORDION_HVD_COMPRESSION"
 def names() -> dict[str, Any]:
     """Return the table of names in spec strings."""
     policies = (policy.Accordion, policy.AdaQS, policy.Fixed, policy.Gate, policy.StepSchedule)
-    more = {kind.__name__.lower(): kind for kind in (*policies, PrivacyBudget)}
+    more = {kind.__name__.lower(): kind for kind in (*policies, PrivacyBudget, TopAgg)}
     return spec_strings.table(compressors, averaging) | more | {"none": compressors.Dense}
 
 
@@ -76,7 +76,7 @@ def as_policy(compression: Any) -> Policy:
     """
     compression = _made(compression)
     if isinstance(compression, Compressor):
-        return compression.policy()
+        return compression.policy() or Fixed(compression)
     if isinstance(compression, Policy):
         compression.complete()
         return compression
@@ -98,7 +98,7 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
         ValueError: the rule has one stage only, or the policy does not suit an optimizer.
     """
     if policy is None:
-        return rule.policy()
+        return as_policy(rule)
     if isinstance(policy, Accordion) and policy.batch_size is not None:
         allowed = "None where it moves an optimizer; batches grow with a DistributedOptimizer"
         check.refuse(policy, "batch_size", policy.batch_size, allowed)

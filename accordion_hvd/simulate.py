@@ -19,9 +19,10 @@ from typing import Any
 from accordion_hvd import check
 from accordion_hvd.base import Machines, Tensor
 from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.communicator import Communicator, Group, Pending
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.communicator import Communicator, Pending
+from accordion_hvd.core.places import consecutive
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.machines import consecutive
 from accordion_hvd.ops import namespace
 from accordion_hvd.resolve import as_policy
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from accordion_hvd.base import Compressor, Info, Spec, State, Tensor
+from accordion_hvd.base import Compressor, Info, State, Tensor
 from accordion_hvd.buckets import Bucket
+from accordion_hvd.ops.spec import Spec
 
 
 @dataclass

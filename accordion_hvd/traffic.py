@@ -12,9 +12,7 @@ from typing import Any
 
 from accordion_hvd.base import Allgather, Allreduce, Neighbours, Request
 from accordion_hvd.ops import namespace
-
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
-ITEMSIZE |= {f"{sign}int{bits}": bits // 8 for bits in (8, 16, 32, 64) for sign in ("", "u")}
+from accordion_hvd.ops.spec import ITEMSIZE
 
 
 @dataclass

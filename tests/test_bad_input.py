@@ -12,10 +12,11 @@ from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, Ranks, installed, pa
 from laws import check_conservation
 
 from accordion_hvd import Dense, Info, TopK
-from accordion_hvd.base import Compressor, Spec
+from accordion_hvd.base import Compressor
 from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.compressors.half import _Half
 from accordion_hvd.exchange import Exchange
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
 

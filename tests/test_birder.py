@@ -24,7 +24,7 @@ from rules import BirderOracle, birder_rounds
 
 from accordion_hvd import Accordion, StepSchedule
 from accordion_hvd.base import Info
-from accordion_hvd.machines import consecutive
+from accordion_hvd.core.places import consecutive
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops import quantization, random
 from accordion_hvd.optimizers import Birder

@@ -11,8 +11,8 @@ from accordion_hvd.buckets import (
     TensorInfo,
     fingerprint,
     make_buckets,
-    matches,
 )
+from accordion_hvd.core.patterns import matches
 from accordion_hvd.plan import SMALL, make_groups, make_plan
 
 shapes = st.lists(st.integers(1, 60), min_size=0, max_size=4).map(tuple)

@@ -15,9 +15,10 @@ from frameworks import NUMPY
 
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK, checkpoint
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.gradient_averager import GradientAverager
-from accordion_hvd.guard import Guard, RanksDisagree, ReplicasDiffer
+from accordion_hvd.guard import Guard, ReplicasDiffer
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
 

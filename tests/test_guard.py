@@ -12,14 +12,9 @@ from laws import several
 
 from accordion_hvd import TopK
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.exchange import Exchange
-from accordion_hvd.guard import (
-    EARLY,
-    Guard,
-    describe,
-    explain_disagreement,
-    gather,
-)
+from accordion_hvd.guard import EARLY, Guard, describe
 from accordion_hvd.optimizers import ZeroOneAdam
 from accordion_hvd.resolve import as_policy, default_guard
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate

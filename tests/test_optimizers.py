@@ -14,6 +14,7 @@ from rules import REFUSED, ROWS, Row
 
 from accordion_hvd import StepSchedule, optimizers
 from accordion_hvd.base import Info
+from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import World, simulate
 
 SHAPE = (27, 43)  # large enough to be compressed; no multiple of 8
@@ -77,7 +78,7 @@ def test_bytes(row: Row, ranks: int) -> None:
         directions(world, NUMPY, gradients, "float32", 0.1)
     stats = world.exchanges[0].stats()
     size, flags = int(np.prod(SHAPE)), 8
-    early = row.rule.policy().start("w") < row.stage or row.rule.phases
+    early = as_policy(row.rule).start("w") < row.stage or row.rule.phases
     first = rules.dense_rounds if early else row.rounds
     payload = 0
     for rounds, steps in ((first, dense), (row.rounds, 4)):

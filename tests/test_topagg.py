@@ -466,7 +466,6 @@ def test_more_votes_than_elements_are_refused_before_anything_is_sent() -> None:
         lambda x: AdaQS([x, x]),
         lambda x: StepSchedule({0: x}),
         lambda x: StepSchedule({0: x, 3: Dense()}),
-        lambda x: Replay([{"step": 0, "name": "w", "compressor": repr(x)}]),
         lambda x: Fixed(x, overrides={"head": Dense()}),
         lambda x: Fixed(Dense(), overrides={"head": x}),
     ],
@@ -474,6 +473,11 @@ def test_more_votes_than_elements_are_refused_before_anything_is_sent() -> None:
 def test_it_is_no_level_among_others(make: Any) -> None:
     with pytest.raises(ValueError, match="private and can be no level"):
         make(TopAgg(**GOOD))
+
+
+def test_no_history_has_it() -> None:
+    with pytest.raises(ValueError, match="'TopAgg' is not known"):
+        Replay([{"step": 0, "name": "w", "compressor": repr(TopAgg(**GOOD))}])
 
 
 def test_no_gate_turns_it_off() -> None:

@@ -31,7 +31,8 @@ from accordion_hvd import (
     parse,
 )
 from accordion_hvd.compressors.two_level import slice_shape
-from accordion_hvd.machines import VARIABLE, consecutive, groups, meet, place
+from accordion_hvd.core.places import consecutive, groups, place
+from accordion_hvd.machines import VARIABLE, meet
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
 
@@ -85,8 +86,8 @@ def test_the_variable_is_checked(word: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(VARIABLE, word)
     communicator = SimulatedCommunicator(Hub(2), 0, NUMPY.xp)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}', but must be an integer"):
-        meet(communicator, as_policy(TwoLevel()))
-    meet(communicator, as_policy(TopK()))  # does not ask, so nobody is asked
+        meet(communicator, as_policy(TwoLevel()).by_machine)
+    meet(communicator, as_policy(TopK()).by_machine)  # does not ask, so nobody is asked
 
 
 # ------------------------------------------------------------------------------------- the slices

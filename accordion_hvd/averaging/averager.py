@@ -20,8 +20,9 @@ from accordion_hvd.averaging.shares import by_shares
 from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.communicator import Communicator
-from accordion_hvd.guard import Guard, require_agreement
+from accordion_hvd.guard import Guard
 from accordion_hvd.policy.base import Policy
 from accordion_hvd.traffic import Traffic
 

@@ -15,17 +15,9 @@ from accordion_hvd import check
 from accordion_hvd.averaging import alone
 from accordion_hvd.averaging.base import Averaging, check_compressor, precise
 from accordion_hvd.averaging.topology import topology
-from accordion_hvd.base import (
-    Allreduce,
-    Compressor,
-    Conversation,
-    Info,
-    Neighbours,
-    Spec,
-    State,
-    Tensor,
-)
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Neighbours, State, Tensor
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 _FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of a scale, as a part of the first one
 _TINY = 1e-30  # a scale that can be doubled, should all begin with zeros

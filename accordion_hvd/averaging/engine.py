@@ -8,7 +8,6 @@ published before. `Agent` has the protocol, `halving` the sums, `Doorbell` the w
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -26,7 +25,8 @@ from accordion_hvd.averaging.agent import Activation, Agent, Turn, combine
 from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.doorbell import Doorbell
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.guard import RanksDisagree
+from accordion_hvd.comm.agreement import RanksDisagree
+from accordion_hvd.comm.launcher import started_by_mpi
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
@@ -36,8 +36,6 @@ _NAP = 1e-4  # seconds between looks at messages that are on their way
 _QUIET = 0.1  # seconds between looks at other messages meanwhile
 _GRACE = 5.0  # seconds in which a rank that lives tells so
 _DTYPES = ("float32", "float64")
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
-"""Environment variables of processes that MPI's launchers have started."""
 
 
 class RanksEnded(RuntimeError):
@@ -50,7 +48,7 @@ def why_not(size: int) -> str | None:
     Args:
         size: how many ranks the job has.
     """
-    if not any(name in os.environ for name in LAUNCHED):
+    if not started_by_mpi():
         return "the job was not started by an MPI launcher"
     try:
         from mpi4py import MPI

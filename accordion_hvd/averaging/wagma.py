@@ -17,9 +17,10 @@ from accordion_hvd.averaging.base import (
     whole,
 )
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.conversations import among
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
 from accordion_hvd.compressors.sketched_sgd import SketchedSGD
 from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.threshold import Threshold
-from accordion_hvd.compressors.topagg import TopAgg
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
 
@@ -39,7 +38,6 @@ __all__ = [
     "SketchedSGD",
     "TernGrad",
     "Threshold",
-    "TopAgg",
     "TopK",
     "TwoLevel",
 ]

@@ -8,18 +8,10 @@ from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import (
-    Allgather,
-    Allreduce,
-    Compressor,
-    Conversation,
-    Info,
-    Spec,
-    State,
-    Tensor,
-)
+from accordion_hvd.base import Allgather, Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode, mean_of
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 STAGES = 4
 """Stages of a warm-up; in stage i (from 1), 4^-i of the elements are sent."""
@@ -114,7 +106,7 @@ class DGC(Sparsifier):
         parts = yield Allgather(encode(index, values, size), decode=read)
         return mean_of(parts, grad), self._state(error, fresh)
 
-    def plain(self) -> Compressor:
+    def plain(self) -> Compressor | None:
         """Plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.ops.spec import Spec
 
 
 class _Half(Compressor):

@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import (
-    Allreduce,
-    Compressor,
-    Conversation,
-    Info,
-    Spec,
-    State,
-    Tensor,
-)
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -9,17 +9,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import (
-    Allgather,
-    Alltoall,
-    Compressor,
-    Conversation,
-    Info,
-    Spec,
-    State,
-    Tensor,
-)
+from accordion_hvd.base import Allgather, Alltoall, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.sparsifier import Sparsifier
 from accordion_hvd.ops import count_sketch, namespace, random
+from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class SketchedSGD(Sparsifier):
         new = self._state(xp.clear(total, index), velocity)
         return xp.reshape(mean, xp.shape(grad)), new
 
-    def plain(self) -> Compressor:
+    def plain(self) -> Compressor | None:
         """Plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 

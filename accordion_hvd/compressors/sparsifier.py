@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accordion_hvd import check
-from accordion_hvd.base import Compressor, Info, Spec, State, Tensor
+from accordion_hvd.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops import indices, namespace
-from accordion_hvd.traffic import ITEMSIZE
+from accordion_hvd.ops.spec import ITEMSIZE, Spec
 
 Chosen = tuple[Tensor, Tensor]
 """Ascending positions (int32), and the values there."""

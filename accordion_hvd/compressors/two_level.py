@@ -19,14 +19,14 @@ from accordion_hvd.base import (
     Compressor,
     Conversation,
     Info,
-    Spec,
     State,
     Tensor,
 )
 from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
 from accordion_hvd.conversations import among
-from accordion_hvd.machines import Place, place
+from accordion_hvd.core.places import Place, place
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class TwoLevel(Compressor):
         """That of `compressor`."""
         return self.compressor.settling
 
-    def plain(self) -> Compressor:
+    def plain(self) -> Compressor | None:
         """That of `compressor`."""
         return self.compressor.plain()
 

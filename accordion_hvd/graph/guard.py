@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.graph.structure import Array
 
-if TYPE_CHECKING:
-    from accordion_hvd.graph.sampler import Trace
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What a layer was sampled by, for `VarianceGuard` and for tests.
+
+    One entry for each draw: node-wise a pair of target and neighbour, layer-wise a node.
+
+    Attributes:
+        columns: position of the drawn node in `Block.sources`.
+        size: ||A_Tu||_2, its share in a unless the features differ in norm.
+        p: base probability.
+        q: probability with the skew.
+        weight: by which what is drawn is multiplied to stand for all: 1 / pi, or draws / (m q).
+    """
+
+    columns: Array
+    size: Array
+    p: Array
+    q: Array
+    weight: Array
 
 
 class VarianceGuard:

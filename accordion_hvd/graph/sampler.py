@@ -15,34 +15,13 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.graph import draws
-from accordion_hvd.graph.guard import VarianceGuard
+from accordion_hvd.graph.guard import Trace, VarianceGuard
 from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.skew import RULES, skew_for
 from accordion_hvd.graph.structure import Array, Graph, check_nodes, flat
 
 MODES = ("bernoulli", "iid")
 BASES = ("squared", "linear")
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """What a layer was sampled by, for `VarianceGuard` and for tests.
-
-    One entry for each draw: node-wise a pair of target and neighbour, layer-wise a node.
-
-    Attributes:
-        columns: position of the drawn node in `Block.sources`.
-        size: ||A_Tu||_2, its share in a unless the features differ in norm.
-        p: base probability.
-        q: probability with the skew.
-        weight: by which what is drawn is multiplied to stand for all: 1 / pi, or draws / (m q).
-    """
-
-    columns: Array
-    size: Array
-    p: Array
-    q: Array
-    weight: Array
 
 
 @dataclass(frozen=True, eq=False)

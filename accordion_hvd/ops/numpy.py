@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.base import Spec
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.selection import largest
+from accordion_hvd.ops.spec import Spec
 
 Array = np.ndarray
 _poison = False

@@ -167,10 +167,9 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 def _noise(source: Table, x: Tensor, seed: int) -> Tensor:
     """Each element's number from a table."""
-    from accordion_hvd.ops import torch as xp
-
     count = x.numel()
-    places = random.words(xp, -(-count // quantization.WINDOW), seed, x.device) % quantization.TABLE
+    windows = torch.arange(-(-count // quantization.WINDOW), device=x.device)
+    places = random.hashed(windows, seed) % quantization.TABLE
     within = torch.arange(quantization.WINDOW, device=x.device)
     return _table(source, x.device)[(places[:, None] + within).view(-1)[:count]]
 

@@ -37,7 +37,12 @@ def uniform(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
 
 def words(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
     """`count` integers (int64) of 32 random bits, a counter hashed with `seed` (from `key`)."""
-    return _mix((xp.arange(count, device) * 0x9E3779B1 + seed) & _MASK)
+    return hashed(xp.arange(count, device), seed)
+
+
+def hashed(counter: Any, seed: Any) -> Any:
+    """Return 32 random bits for each integer of `counter`, hashed with `seed` (from `key`)."""
+    return _mix((counter * 0x9E3779B1 + seed) & _MASK)
 
 
 def _mix(value: Any) -> Any:

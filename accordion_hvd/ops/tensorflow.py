@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd import check
-from accordion_hvd.base import Spec, Tensor
 from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.selection import largest
+from accordion_hvd.ops.spec import Spec, Tensor
 
 
 class UntraceableError(TypeError):

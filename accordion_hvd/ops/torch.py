@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from accordion_hvd import check
-from accordion_hvd.base import Spec
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
+from accordion_hvd.ops.spec import Spec
 
 Tensor: TypeAlias = torch.Tensor
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Compressor, Info, Spec, State
+from accordion_hvd.base import Compressor, Info, State
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 
 
 class Rule(Compressor):

@@ -16,12 +16,12 @@ from accordion_hvd.base import (
     Conversation,
     Info,
     Machines,
-    Spec,
     State,
     Tensor,
 )
-from accordion_hvd.machines import consecutive, place
+from accordion_hvd.core.places import consecutive, place
 from accordion_hvd.ops import namespace, random
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_eps
 from accordion_hvd.optimizers.signs import Chunks, check_bits, speaks
 

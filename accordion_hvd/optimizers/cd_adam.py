@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import backend, namespace
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import AMSGrad
 from accordion_hvd.optimizers.onebit_adam import floored
 from accordion_hvd.optimizers.signs import Chunks, averaged, check_bits, settled, speaks

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
 from accordion_hvd.optimizers.signs import (
     SCALES,
@@ -19,6 +20,7 @@ from accordion_hvd.optimizers.signs import (
     settled,
     xp_shape,
 )
+from accordion_hvd.policy.warmup import WarmUp
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,6 @@ class OnebitAdam(Adam):
 
     def policy(self) -> Any:
         """Stage 1 for `warmup_steps`, then stage 2."""
-        from accordion_hvd.policy.warmup import WarmUp
-
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:

@@ -8,9 +8,11 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Spec, State, Tensor
+from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import count_sketch, namespace, random
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_betas
+from accordion_hvd.policy.warmup import WarmUp
 
 LEAST = 1e-30
 """The least `eps`: far enough from where fp32 ends."""
@@ -162,8 +164,6 @@ class SketchedAMSGrad(FlooredAMSGrad):
 
     def policy(self) -> Any:
         """Stage 1 for `warmup_steps`, then stage 2."""
-        from accordion_hvd.policy.warmup import WarmUp
-
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.base import Compressor, NotForStockHorovod
-
-if TYPE_CHECKING:
-    from accordion_hvd.averaging.base import Averaging
-    from accordion_hvd.policy.gate import Gate
+from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.policy.gate import Gate
 
 Row = dict[str, Any]
 """One decision about one bucket: step, window, name, level, compressor, norm, previous, change,
@@ -155,7 +154,7 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     def plain(self) -> Compressor:
         """What serves the tensors that it has no say in."""
-        return Compressor().plain() if self._plain is None else self._plain
+        return self._plain or Dense()
 
     def level(self, name: str) -> int:
         """The level that serves bucket `name` now."""
@@ -220,7 +219,7 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
         values = {repr(level): getattr(level, aspect) for level in choosy}
         _compare(owner, aspect, values)
         setattr(owner, aspect, getattr(choosy[0], aspect))
-    _compare(owner, "what serves exempt tensors", {repr(x): x.plain() for x in levels})
+    _compare(owner, "what serves exempt tensors", {repr(x): x.plain() or Dense() for x in levels})
     owner._plain = levels[0].plain()
     owner.by_machine = any(level.by_machine for level in levels)
     owner.halves = any(level.halves for level in levels)

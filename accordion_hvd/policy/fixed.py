@@ -7,6 +7,7 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.base import Compressor
+from accordion_hvd.core.patterns import matches
 from accordion_hvd.policy.base import Policy, agree
 from accordion_hvd.policy.gate import Gate, as_gate
 
@@ -70,6 +71,4 @@ class Fixed(Policy):
 
 def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | None:
     """The compressor of the first pattern that `name` matches."""
-    from accordion_hvd.buckets import matches
-
     return next((c for pattern, c in overrides.items() if matches(name, [pattern])), None)

@@ -9,10 +9,10 @@ from typing import Any
 from accordion_hvd import check, checkpoint
 from accordion_hvd.base import Info, Tensor
 from accordion_hvd.communicator import Communicator
-from accordion_hvd.compressors import TopAgg
 from accordion_hvd.exchange import Exchange
 from accordion_hvd.ops import namespace
 from accordion_hvd.policy import Fixed
+from accordion_hvd.privacy.topagg import TopAgg
 
 
 class Ballot:

@@ -9,7 +9,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from accordion_hvd.base import Tensor
-from accordion_hvd.communicator import Communicator, Group
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.communicator import Communicator
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.process_sets import Members, addable
 

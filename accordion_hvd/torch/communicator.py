@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import horovod.torch as hvd
 import torch
 
-from accordion_hvd.communicator import Communicator, Group
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.communicator import Communicator
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.process_sets import Members, addable
 

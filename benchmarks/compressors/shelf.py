@@ -28,10 +28,10 @@ from accordion_hvd.compressors import (
     SketchedSGD,
     TernGrad,
     Threshold,
-    TopAgg,
     TopK,
     TwoLevel,
 )
+from accordion_hvd.privacy.topagg import TopAgg
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from accordion_hvd.comm.agreement import gather
 from accordion_hvd.graph import (
     Block,
     FeatureStore,
@@ -22,7 +23,6 @@ from accordion_hvd.graph import (
 )
 from accordion_hvd.graph.store import communicator_of
 from accordion_hvd.graph.structure import Array
-from accordion_hvd.guard import gather
 from examples.data import GraphData
 from examples.graph.config import GraphSettings
 from examples.results import Row, write_json

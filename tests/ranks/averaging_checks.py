@@ -19,7 +19,7 @@ from averages import problems, replay  # noqa: E402
 
 from accordion_hvd.averaging import engine  # noqa: E402
 from accordion_hvd.averaging.engine import RanksEnded, WaitAvoiding, why_not  # noqa: E402
-from accordion_hvd.guard import RanksDisagree  # noqa: E402
+from accordion_hvd.comm.agreement import RanksDisagree  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.Get_rank(), COMM.Get_size()

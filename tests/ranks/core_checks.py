@@ -187,8 +187,8 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
 
     from accordion_hvd import Accordion, PowerSGD
     from accordion_hvd.buckets import TensorInfo
+    from accordion_hvd.comm.agreement import gather
     from accordion_hvd.exchange import Exchange
-    from accordion_hvd.guard import gather
 
     ours = communicator()
     policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1)

@@ -51,7 +51,8 @@ from accordion_hvd import (
     TwoLevel,
     halves,
 )
-from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
+from accordion_hvd.comm.agreement import RanksDisagree
+from accordion_hvd.guard import ReplicasDiffer
 from accordion_hvd.simulate import simulate
 from accordion_hvd.tensorflow import allreduce
 

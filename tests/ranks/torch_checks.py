@@ -48,8 +48,9 @@ from accordion_hvd import (
     halves,
 )
 from accordion_hvd.check import PayloadError
+from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.compressors import sparsifier
-from accordion_hvd.guard import RanksDisagree, ReplicasDiffer
+from accordion_hvd.guard import ReplicasDiffer
 from accordion_hvd.simulate import simulate
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd.base import Compressor, Info
-from accordion_hvd.machines import consecutive
+from accordion_hvd.core.places import consecutive
 from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
 
 

@@ -28,6 +28,7 @@ from accordion_hvd.optimizers import (
     SketchedAMSGrad,
     ZeroOneAdam,
 )
+from accordion_hvd.resolve import as_policy
 
 Array = np.ndarray
 Rounds = list[tuple[str, int]]
@@ -68,7 +69,7 @@ class Row:
     @property
     def stage(self) -> int:
         """The rule's number among the stages of its own policy."""
-        return self.rule.policy().levels("w").index(self.rule)
+        return as_policy(self.rule).levels("w").index(self.rule)
 
 
 @dataclass

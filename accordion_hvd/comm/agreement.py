@@ -1,0 +1,63 @@
+"""Whether ranks were set up alike; and what each of them has, as NumPy arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd.base import Allgather, Conversation, Tensor
+from accordion_hvd.communicator import Communicator
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks were set up differently."""
+
+    __init__ = Exception.__init__
+
+
+def gather(communicator: Communicator, values: Tensor) -> Conversation:
+    """Everybody's `values` as NumPy arrays, in rank order."""
+    parts = yield Allgather(values)
+    return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
+
+
+def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:
+    """See that all ranks pass the same `description` (lines); collective.
+
+    Raises:
+        RanksDisagree: on every rank, naming the ranks and the first line that differs.
+    """
+    digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
+    mine = communicator.xp.asarray(np.frombuffer(digest, np.int64), device)
+    digests = communicator.run("accordion.agree", gather(communicator, mine))
+    if all((digest == digests[0]).all() for digest in digests):
+        return
+    text = np.frombuffer(description.encode(), np.uint8)
+    texts = communicator.run("accordion.explain", _texts(communicator, text, device))
+    raise RanksDisagree(explain_disagreement(texts))
+
+
+def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Conversation:
+    parts = yield Allgather(communicator.xp.asarray(text, device), uneven=True)
+    decoded = [communicator.xp.to_numpy(part).tobytes().decode() for part in parts]
+    return decoded  # type: ignore[return-value]
+
+
+def explain_disagreement(texts: Sequence[str]) -> str:
+    """Which ranks differ from rank 0, and in what."""
+    reference = texts[0].splitlines()
+    for rank, text in enumerate(texts):
+        lines = text.splitlines()
+        for ours, theirs in zip(
+            reference + [""] * len(lines), lines + [""] * len(reference), strict=False
+        ):
+            if ours != theirs:
+                odd = [r for r, other in enumerate(texts) if other != texts[0]]
+                return (
+                    f"ranks {odd} were set up differently from rank 0, which must not be: rank 0 "
+                    f"has {ours or 'nothing'!r} where rank {rank} has {theirs or 'nothing'!r}."
+                )
+    return "ranks were set up differently."

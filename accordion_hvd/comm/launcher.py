@@ -1,0 +1,13 @@
+"""How this process was started."""
+
+from __future__ import annotations
+
+import os
+
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
+"""Environment variables of processes that MPI's launchers have started."""
+
+
+def started_by_mpi() -> bool:
+    """Return whether an MPI launcher has started this process."""
+    return any(name in os.environ for name in _OF_MPI)

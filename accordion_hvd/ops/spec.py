@@ -1,0 +1,53 @@
+"""What a tensor is like, without its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from accordion_hvd.ops.random import normal
+
+Tensor = Any
+
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
+"""Bytes of one element, by the name of its dtype."""
+ITEMSIZE |= {f"{sign}int{bits}": bits // 8 for bits in (8, 16, 32, 64) for sign in ("", "u")}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its values: what `Compressor.init` is told.
+
+    Attributes:
+        shape: the gradient's shape.
+        dtype: the gradient's dtype by name; state is fp32 whatever it is.
+        xp: the namespace of operations that serves it (`accordion_hvd.ops`).
+        device: where it lives, in its framework's terms.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    xp: ModuleType
+    device: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def wide(self) -> str:
+        """The dtype of an optimizer's moments: fp32, or fp64 where the tensor has that."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
+        """A tensor of zeros on the gradient's device."""
+        return self.xp.zeros(shape, dtype, self.device)
+
+    def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:
+        """Standard normal fp32 values from `seed`: equal on all ranks and in all frameworks."""
+        return self.xp.asarray(normal(shape, seed), self.device)
