@@ -57,10 +57,11 @@ coverage: setup ## run the tests and report which lines ran: runs/coverage/index
 	@$(COVERAGE) html -q
 	@$(COVERAGE) report
 
-check: setup ## ruff and mypy
+check: setup ## ruff, mypy and the layers of imports
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache
 
 bench: setup ## measure against plain Horovod
 	@$(IN_VENV) $(RUN) scripts/bench.py

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import sys
 from typing import Any
+
+from accordion_hvd._moved import Finder
 
 __version__ = "0.1.0"
 
-_SHELVES = ("compressors", "policy", "averaging")  # their own `__all__` says what is public
+sys.meta_path.insert(0, Finder)
+
+_SHELVES = ("compressors", "policies", "averaging")  # their own `__all__` says what is public
 _HOME = {
-    "base": (
+    "core.base": (
         "Allgather",
         "Allreduce",
         "Alltoall",
@@ -23,11 +29,11 @@ _HOME = {
         "Conversation",
         "Info",
         "Neighbours",
-        "Spec",
         "State",
         "Tensor",
     ),
     "ops": ("namespace",),
+    "ops.spec": ("Spec",),
     "privacy": ("BudgetSpent", "PrivacyBudget", "TopAgg"),
     "resolve": ("parse",),
 }
@@ -45,11 +51,16 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_homes())
-    if name.startswith("_") or name not in _homes():
+    if name.startswith("_") or _is_module(name) or name not in _homes():
         raise AttributeError(f"module 'accordion_hvd' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_homes()[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _is_module(name: str) -> bool:
+    """Return whether `name` is a module of this package, for which no other is to be imported."""
+    return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 
 def __dir__() -> list[str]:

@@ -10,12 +10,14 @@ import functools
 import os
 from typing import Any, TypeAlias
 
-from accordion_hvd import averaging, check, compressors, policy, spec_strings
+from accordion_hvd import averaging, check, compressors
+from accordion_hvd import policies as policy
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.base import Compressor, NotForStockHorovod
 from accordion_hvd.compressors.horovod_compression import HorovodCompression
+from accordion_hvd.core import spec_strings
+from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.optimizers.base import Rule
-from accordion_hvd.policy import Accordion, Fixed, Policy
+from accordion_hvd.policies import Accordion, Fixed, Policy
 from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
 Serving: TypeAlias = Policy | Averaging

@@ -12,7 +12,7 @@ from typing import Any
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.optimizers.base import Rule
-from accordion_hvd.policy import Policy, levers
+from accordion_hvd.policies import Policy, levers
 from accordion_hvd.resolve import Serving, is_ours
 
 OWNER = "DistributedOptimizer"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
 from accordion_hvd import check
-from accordion_hvd.policy import Accordion, Policy
+from accordion_hvd.policies import Accordion, Policy
 from accordion_hvd.resolve import VARIABLE, as_policy, parse
 from examples import schedule
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accordion_hvd.exchange import Exchange
+from accordion_hvd.engine.exchange import Exchange
 from examples.config import Settings
 
 FORMAT = 1

@@ -36,7 +36,7 @@ DEPENDS_ON = (
     "setup.cfg",
     "pyproject.toml",
     "requirements.txt",
-    "accordion_hvd/build_horovod.py",
+    "accordion_hvd/tools/build_horovod.py",
     "scripts/setup_env.py",
 )
 
@@ -46,8 +46,8 @@ class SetupError(Exception):
 
 
 def load_builder() -> ModuleType:
-    """accordion_hvd/build_horovod.py, without importing the package around it."""
-    path = ROOT / "accordion_hvd" / "build_horovod.py"
+    """accordion_hvd/tools/build_horovod.py, without importing the package around it."""
+    path = ROOT / "accordion_hvd" / "tools" / "build_horovod.py"
     spec = importlib.util.spec_from_file_location("accordion_hvd_build_horovod", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -199,7 +199,9 @@ def install_horovod(builder: ModuleType, headers: Sequence[Path]) -> None:
         env["CPLUS_INCLUDE_PATH"] = os.pathsep.join(path for path in paths if path)
     # By its path: the package around it may need what is not installed yet. Not as a script, or
     # accordion_hvd/torch would be found as torch.
-    code = "import runpy; runpy.run_path('accordion_hvd/build_horovod.py', run_name='__main__')"
+    code = (
+        "import runpy; runpy.run_path('accordion_hvd/tools/build_horovod.py', run_name='__main__')"
+    )
     done = subprocess.run([str(PYTHON), "-c", code], cwd=ROOT, env=env, check=False)
     if done.returncode:
         raise SetupError("Horovod was not installed; the line above says why.")

@@ -38,11 +38,11 @@ from accordion_hvd import (
     Replay,
     TopK,
 )
-from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.exchange import Exchange
-from accordion_hvd.policy.accordion import CHANGED, HIGH, LOW
-from accordion_hvd.policy.windows import PATIENCE
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.policies.accordion import CHANGED, HIGH, LOW
+from accordion_hvd.policies.windows import PATIENCE
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
 
 MILD, STRONG = PowerSGD(4), PowerSGD(1)
 SOCIABLE = [case for case in CASES if not case.private]  # private ones serve alone

@@ -11,7 +11,7 @@ from laws import step
 
 from accordion_hvd import AdaComp
 from accordion_hvd.ops import bins, selection
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 
 
 def paper(r: np.ndarray, g: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

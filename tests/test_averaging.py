@@ -34,11 +34,11 @@ from accordion_hvd import (
 )
 from accordion_hvd.averaging import alone
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.averaging.shares import by_shares
-from accordion_hvd.base import Allreduce, Broadcast
-from accordion_hvd.conversations import among
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
-from accordion_hvd.traffic import Traffic
+from accordion_hvd.comm.shares import by_shares
+from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.core.base import Allreduce, Broadcast
+from accordion_hvd.core.conversations import among
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep, simulate
 
 Update = Callable[[int, int, np.ndarray], np.ndarray]
 """(rank, step, model) to what the rank's own optimizer adds."""

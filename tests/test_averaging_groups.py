@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accordion_hvd.averaging import halving
 from accordion_hvd.averaging.groups import Groups, default_size, steps_needed
+from accordion_hvd.engine import halving
 
 POWERS = [(2**d, 2**s) for d in range(1, 8) for s in range(1, d + 1)]
 

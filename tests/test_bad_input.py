@@ -12,13 +12,13 @@ from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, Ranks, installed, pa
 from laws import check_conservation
 
 from accordion_hvd import Dense, Info, TopK
-from accordion_hvd.base import Compressor
-from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.compressors.half import _Half
-from accordion_hvd.exchange import Exchange
+from accordion_hvd.core.base import Compressor
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
 
 FEW = {type(case.compressor): case for case in CASES}
 """One row of each compressor."""

@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accordion_hvd.buckets import (
-    MIN_ELEMENTS,
-    TensorInfo,
-    fingerprint,
-    make_buckets,
-)
 from accordion_hvd.core.patterns import matches
-from accordion_hvd.plan import SMALL, make_groups, make_plan
+from accordion_hvd.engine.buckets import MIN_ELEMENTS, TensorInfo, fingerprint, make_buckets
+from accordion_hvd.engine.plan import SMALL, make_groups, make_plan
 
 shapes = st.lists(st.integers(1, 60), min_size=0, max_size=4).map(tuple)
 dtypes = st.sampled_from(["float32", "float16", "bfloat16", "float64", "int32"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accordion_hvd import build_horovod as bh
+from accordion_hvd.tools import build_horovod as bh
 
 ROOT = Path(__file__).resolve().parent.parent
 BOTH = {"torch": "2.13.0+cpu", "tensorflow": "2.21.0"}

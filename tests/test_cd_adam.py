@@ -33,7 +33,7 @@ from accordion_hvd import (
     optimizers,
 )
 from accordion_hvd.optimizers import AMSGrad, CDAdam
-from accordion_hvd.simulate import World, simulate
+from accordion_hvd.simulation.one_process import World, simulate
 
 SHAPE = (9, 11)
 INNER = (TopK(0.1), RandomK(0.2), PowerSGD(1), OneBit(), Int8(32), EFSignSGD())

@@ -11,8 +11,8 @@ import pytest
 from frameworks import NUMPY, TORCH, Framework, installed, parameters, same_bits
 
 from accordion_hvd import Allgather, Allreduce, Alltoall, Broadcast
-from accordion_hvd.base import Request
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+from accordion_hvd.core.base import Request
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 
 class Counting(SimulatedCommunicator):

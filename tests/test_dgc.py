@@ -21,7 +21,7 @@ from accordion_hvd import (
     TwoLevel,
 )
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
 from accordion_hvd.validate import Use, validate
 
 SHAPE = (24, 50)
@@ -105,7 +105,7 @@ def test_a_graph_makes_updates_and_is_traced_anew_for_each_stage() -> None:
     import tensorflow as tf
 
     pytest.importorskip("horovod.tensorflow")
-    from accordion_hvd.buckets import TensorInfo
+    from accordion_hvd.engine.buckets import TensorInfo
     from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 
     def exchange_of(compressor: Compressor) -> TensorFlowExchange:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from accordion_hvd import parse
-from accordion_hvd.base import Compressor
-from accordion_hvd.policy import Policy
-from accordion_hvd.simulate import simulate
+from accordion_hvd.core.base import Compressor
+from accordion_hvd.policies import Policy
+from accordion_hvd.simulation.one_process import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accordion_hvd import doctor
-from accordion_hvd.doctor import FAIL, OK, WARN, Outcome
+from accordion_hvd.tools import doctor
+from accordion_hvd.tools.doctor import FAIL, OK, WARN, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 

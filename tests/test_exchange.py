@@ -22,12 +22,18 @@ from accordion_hvd import (
     PowerSGD,
     RandomK,
     TopK,
-    plan,
 )
-from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.exchange import Exchange
+from accordion_hvd.engine import plan
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, lockstep, simulate
+from accordion_hvd.simulation.one_process import (
+    Hub,
+    SimulatedCommunicator,
+    World,
+    lockstep,
+    simulate,
+)
 
 
 def exchanges(

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from frameworks import NUMPY
 
-from accordion_hvd import Accordion, Dense, PowerSGD, TopK, checkpoint
-from accordion_hvd.buckets import TensorInfo
+from accordion_hvd import Accordion, Dense, PowerSGD, TopK
 from accordion_hvd.comm.agreement import RanksDisagree
-from accordion_hvd.exchange import Exchange
-from accordion_hvd.gradient_averager import GradientAverager
-from accordion_hvd.guard import Guard, ReplicasDiffer
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.gradient_averager import GradientAverager
+from accordion_hvd.engine.guard import Guard, ReplicasDiffer
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
 
 LIMIT = 20  # seconds that a rank waits for others
 SHAPES = {"w": (40, 50), "v": (30, 40), "b": (7,)}

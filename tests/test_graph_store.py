@@ -12,7 +12,7 @@ from frameworks import NUMPY, TORCH, Framework, parameters
 from accordion_hvd.check import PayloadError
 from accordion_hvd.graph import FeatureStore, Graph, SkewedSampler, partition
 from accordion_hvd.graph.rows import wire_of
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 Array = np.ndarray
 NODES, FEATURES = 60, 5

@@ -11,13 +11,13 @@ from frameworks import NUMPY, Framework, parameters
 from laws import several
 
 from accordion_hvd import TopK
-from accordion_hvd.buckets import TensorInfo
 from accordion_hvd.comm.agreement import explain_disagreement, gather
-from accordion_hvd.exchange import Exchange
-from accordion_hvd.guard import EARLY, Guard, describe
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.guard import EARLY, Guard, describe
 from accordion_hvd.optimizers import ZeroOneAdam
 from accordion_hvd.resolve import as_policy, default_guard
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep, simulate
 
 
 def test_equal_replicas_are_no_news() -> None:
@@ -100,7 +100,7 @@ class Told(SimulatedCommunicator):
 
 
 def test_modes(capsys: pytest.CaptureFixture[str]) -> None:
-    from accordion_hvd.guard import ReplicasDiffer
+    from accordion_hvd.engine.guard import ReplicasDiffer
 
     ours, theirs = np.array([1, 2]), np.array([1, 3])
     Guard().compare(Told(ours.copy()), 1, ["a", "b"], ours)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from accordion_hvd import FP16, Accordion, Dense, Fixed, PowerSGD, TwoLevel, halves
-from accordion_hvd.policy import Policy
-from accordion_hvd.prices import Echo
+from accordion_hvd import FP16, Accordion, Dense, Fixed, PowerSGD, TwoLevel
+from accordion_hvd.engine import halves
+from accordion_hvd.engine.prices import Echo
+from accordion_hvd.policies import Policy
 
 
 class Line(Echo):

@@ -31,12 +31,12 @@ from accordion_hvd import (
     TopK,
     parse,
 )
+from accordion_hvd.engine.prices import averaging_share, bytes_sent
 from accordion_hvd.optimizers import OnebitAdam
-from accordion_hvd.policy.accordion import BATCH, HIGH, LOW, MODEL, OVER
-from accordion_hvd.policy.levers import affordable
-from accordion_hvd.prices import averaging_share, bytes_sent
+from accordion_hvd.policies.accordion import BATCH, HIGH, LOW, MODEL, OVER
+from accordion_hvd.policies.levers import affordable
 from accordion_hvd.resolve import staged
-from accordion_hvd.simulate import World, simulate
+from accordion_hvd.simulation.one_process import World, simulate
 
 
 class Owner:

@@ -24,8 +24,7 @@ from frameworks import (
 )
 from laws import several, step
 
-from accordion_hvd import LGC, Accordion, Dense, Replay, TopK, TwoLevel, checkpoint
-from accordion_hvd.buckets import TensorInfo
+from accordion_hvd import LGC, Accordion, Dense, Replay, TopK, TwoLevel
 from accordion_hvd.compressors.autoencoder import (
     DECODER,
     ENCODER,
@@ -34,8 +33,10 @@ from accordion_hvd.compressors.autoencoder import (
     code_length,
     signals_of,
 )
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
 
 FORMS = pytest.mark.parametrize("form", ["ring", "server"])
 RNG = np.random.default_rng(0)

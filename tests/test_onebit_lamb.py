@@ -11,9 +11,9 @@ import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, combined
 from rules import LambOracle
 
-from accordion_hvd.base import Info
+from accordion_hvd.core.base import Info
 from accordion_hvd.optimizers import Lamb, OnebitAdam, OnebitLamb
-from accordion_hvd.simulate import World, simulate
+from accordion_hvd.simulation.one_process import World, simulate
 
 SHAPES = {"w": (27, 43), "v": (27, 43), "bias": (27,), "norm": (5, 2), "scale": (1,)}
 """Two that are compressed, in one call, and three that are packed into one vector."""

@@ -14,11 +14,12 @@ import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, installed
 from scipy import special, stats
 
-from accordion_hvd import BudgetSpent, PrivacyBudget, TopAgg, checkpoint
+from accordion_hvd import BudgetSpent, PrivacyBudget, TopAgg
+from accordion_hvd.engine import checkpoint
 from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
 from accordion_hvd.privacy.ballot import Ballot
 from accordion_hvd.privacy.budget import epsilon_of
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
 
 DELTA = 1e-5
 

@@ -10,7 +10,7 @@ from frameworks import NUMPY, Framework, Ranks, exact_mean, normals, parameters,
 from laws import step
 
 from accordion_hvd import Compressor, ScaleCom, TopK
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 
 SHAPE = (24, 50)
 

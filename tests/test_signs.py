@@ -10,10 +10,10 @@ import pytest
 from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, combined, same_bits
 from rules import signed
 
-from accordion_hvd.base import Info
+from accordion_hvd.core.base import Info
 from accordion_hvd.optimizers import OnebitAdam, OnebitLamb, Rule, ZeroOneAdam
 from accordion_hvd.optimizers.signs import SCALES, Chunks, averaged
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 SIZES = (1, 7, 8, 13, 64, 1161)
 

@@ -23,8 +23,8 @@ from test_compressors import test_traced as check_traced
 
 from accordion_hvd import SketchedSGD
 from accordion_hvd.ops import count_sketch, random
-from accordion_hvd.policy import Fixed
-from accordion_hvd.simulate import simulate
+from accordion_hvd.policies import Fixed
+from accordion_hvd.simulation.one_process import simulate
 
 XP = NUMPY.xp
 RNG = np.random.default_rng(0)

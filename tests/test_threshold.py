@@ -10,7 +10,7 @@ from laws import step
 from accordion_hvd import Threshold
 from accordion_hvd.compressors.sparsifier import decode, encode
 from accordion_hvd.ops import indices
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 
 SHAPE = (24, 50)
 

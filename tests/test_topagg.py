@@ -38,7 +38,7 @@ from accordion_hvd import (
     parse,
 )
 from accordion_hvd.ops import random, secret
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 
 SIZE = 60
 
@@ -373,7 +373,7 @@ def test_votes_travel_as_small_integers(
 def test_small_integers_wrap_around_alike(framework: Framework, kind: str) -> None:
     """Sums are modulo 2^bits: what noise does beyond the wire's reach costs no privacy."""
     from accordion_hvd import Allreduce
-    from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+    from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
     hub, xp = Hub(3), framework.xp
     rng, top = np.random.default_rng(8), np.iinfo(kind)
@@ -393,7 +393,7 @@ def test_small_integers_wrap_around_alike(framework: Framework, kind: str) -> No
 
 def test_nothing_travels_beside_the_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases are in the vector; no flag tells of a gradient that is not finite; all is noisy."""
-    from accordion_hvd.communicator import Pending
+    from accordion_hvd.comm.communicator import Pending
 
     asked = []
     plain = Pending.__init__

@@ -27,14 +27,14 @@ from accordion_hvd import (
     RandomK,
     TopK,
     TwoLevel,
-    checkpoint,
     parse,
 )
+from accordion_hvd.comm.hosts import VARIABLE, meet
 from accordion_hvd.compressors.two_level import slice_shape
 from accordion_hvd.core.places import consecutive, groups, place
-from accordion_hvd.machines import VARIABLE, meet
+from accordion_hvd.engine import checkpoint
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
 
 INNER = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(2)]
 

@@ -11,8 +11,15 @@ from averages import replay
 
 from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.averaging.halving import factors
-from accordion_hvd.virtual import Constant, Link, LogNormal, Stragglers, Traced, train
+from accordion_hvd.engine.halving import factors
+from accordion_hvd.simulation.virtual_time import (
+    Constant,
+    Link,
+    LogNormal,
+    Stragglers,
+    Traced,
+    train,
+)
 
 FREE = Link(0.0, float("inf"))
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from averages import problems, replay
 
-from accordion_hvd.averaging import agent as agents
-from accordion_hvd.averaging.agent import Activation, Agent, Turn
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.averaging.halving import oracle
+from accordion_hvd.engine import agent as agents
+from accordion_hvd.engine.agent import Activation, Agent, Turn
+from accordion_hvd.engine.halving import oracle
 
 SIZE = 3  # elements of a model
 

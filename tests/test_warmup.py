@@ -12,8 +12,8 @@ import pytest
 from frameworks import TENSORFLOW, TORCH, Framework, parameters
 
 from accordion_hvd.optimizers import Adam, OnebitAdam
-from accordion_hvd.policy.warmup import LOOKS, STABLE, WarmUp
-from accordion_hvd.simulate import World, simulate
+from accordion_hvd.policies.warmup import LOOKS, STABLE, WarmUp
+from accordion_hvd.simulation.one_process import World, simulate
 
 BETAS = (0.9, 0.98)
 SPAN, EVERY = 50, 5

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accordion_hvd.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
 from accordion_hvd.ops import namespace
 
 Message = tuple[Tensor, ...]

@@ -15,7 +15,15 @@ from accordion_hvd import check
 from accordion_hvd.averaging import alone
 from accordion_hvd.averaging.base import Averaging, check_compressor, precise
 from accordion_hvd.averaging.topology import topology
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, Neighbours, State, Tensor
+from accordion_hvd.core.base import (
+    Allreduce,
+    Compressor,
+    Conversation,
+    Info,
+    Neighbours,
+    State,
+    Tensor,
+)
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging, check_compressor, periodic, precise, whole
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.topology import topology
-from accordion_hvd.base import Conversation, Info, Neighbours, State, Tensor
+from accordion_hvd.core.base import Conversation, Info, Neighbours, State, Tensor
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accordion_hvd.averaging.base import Averaging, periodic, whole
-from accordion_hvd.base import Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Conversation, Info, State, Tensor
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from accordion_hvd.averaging.base import (
     whole,
 )
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
-from accordion_hvd.conversations import among
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.conversations import among
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -30,8 +30,8 @@ class WAGMA(Averaging):
     Everybody's model reaches everybody within a few steps (`Groups.reach`), and every `period`
     steps all ranks average, which makes all models equal. Optimizers' own state (momentum) stays
     local. As a conversation this is the synchronous method: each group waits for its slowest
-    member, but for nobody else. `accordion_hvd.averaging.engine` runs it without that wait: a late
-    rank is represented by the model that it published last (`weight` has the paper's rule).
+    member, but for nobody else. `engine.wait_avoiding` runs it without that wait: a late rank is
+    represented by the model that it published last (`weight` has the paper's rule).
 
     With a `compressor`, what members send is compressed (ours): of the difference to the last
     global average each sends a part, the model becomes that average + the mean of what was sent +

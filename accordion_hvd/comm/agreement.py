@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.base import Allgather, Conversation, Tensor
-from accordion_hvd.communicator import Communicator
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.core.base import Allgather, Conversation, Tensor
 
 
 class RanksDisagree(RuntimeError):

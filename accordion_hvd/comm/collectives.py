@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd.base import Machines, Tensor
+from accordion_hvd.core.base import Machines, Tensor
 
 Group = tuple[int, ...] | None
 
@@ -19,7 +19,7 @@ class Collectives(abc.ABC):
         xp: the operations of the framework whose tensors it carries.
         half_allreduce: whether the engine should add fp16, as NCCL does well; None while nobody
             has asked (`halves.meet`), and it does not.
-        machines: who shares a machine; () as long as nobody has asked (`machines.meet`).
+        machines: who shares a machine; () as long as nobody has asked (`hosts.meet`).
         extensible: whether `register` can add groups that the engine does not know.
         kept: memory that serves again at the next step, by name; None where nothing can be kept.
     """

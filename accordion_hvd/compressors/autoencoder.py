@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accordion_hvd.base import Tensor
+from accordion_hvd.core.base import Tensor
 from accordion_hvd.ops import namespace, random
 
 SLOPE = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State
 from accordion_hvd.ops.spec import Spec
 
 

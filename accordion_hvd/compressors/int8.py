@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace, quantization
 from accordion_hvd.ops.spec import Spec
 

@@ -10,9 +10,17 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Allreduce, Broadcast, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
 from accordion_hvd.compressors.sparsifier import Sparsifier, places
+from accordion_hvd.core.base import (
+    Allgather,
+    Allreduce,
+    Broadcast,
+    Conversation,
+    Info,
+    State,
+    Tensor,
+)
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

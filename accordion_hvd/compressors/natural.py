@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accordion_hvd.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace, random
 
 

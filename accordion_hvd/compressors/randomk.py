@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
-from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace, random
 
 

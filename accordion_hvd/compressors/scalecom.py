@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Broadcast, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import Sparsifier, places
+from accordion_hvd.core.base import Allreduce, Broadcast, Conversation, Info, State, Tensor
 from accordion_hvd.ops import indices, namespace
 
 _GUIDE = ((196.0, 25), (128.0, 50), (0.0, 400))

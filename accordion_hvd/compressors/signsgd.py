@@ -9,7 +9,15 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Alltoall, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import (
+    Allgather,
+    Alltoall,
+    Compressor,
+    Conversation,
+    Info,
+    State,
+    Tensor,
+)
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import count_sketch, namespace, random
 from accordion_hvd.ops.spec import Spec
 

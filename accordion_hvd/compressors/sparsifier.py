@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accordion_hvd import check
-from accordion_hvd.base import Compressor, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops import indices, namespace
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
 

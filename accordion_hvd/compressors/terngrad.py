@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from accordion_hvd import check
-from accordion_hvd.base import (
+from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
     Alltoall,

@@ -8,8 +8,8 @@ from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import decode, encode, mean_of
+from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Conversation, Info, State, Tensor
 from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode, mean_of
+from accordion_hvd.core.base import Allgather, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 
 _LARGEST = {"float16": 65504.0, "float32": math.inf}

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import (
+from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
+from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
     Alltoall,
@@ -22,8 +23,7 @@ from accordion_hvd.base import (
     State,
     Tensor,
 )
-from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
-from accordion_hvd.conversations import among
+from accordion_hvd.core.conversations import among
 from accordion_hvd.core.places import Place, place
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec

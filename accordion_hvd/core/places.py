@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from accordion_hvd.base import Machines
+from accordion_hvd.core.base import Machines
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Alltoall
-from accordion_hvd.communicator import Communicator
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.core.base import Allgather, Alltoall
 from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.rows import wire_of
 from accordion_hvd.graph.structure import Array, Graph
@@ -179,7 +179,7 @@ class FeatureStore:
 
     # ----------------------------------------------------------------------------- conversations
     def agreeing(self) -> Generator[Any, Any, None]:
-        """The conversation of `agree`, for `simulate.lockstep`."""
+        """The conversation of `agree`, for `one_process.lockstep`."""
         xp = self.communicator.xp
         prints = [0] * len(_WHAT) if self._problem else self._prints
         text = np.frombuffer(self._problem.encode(), np.uint8)
@@ -201,7 +201,7 @@ class FeatureStore:
         self._agreed = True
 
     def fetching(self, nodes: Any) -> Generator[Any, Any, Array]:
-        """The conversation of `fetch`, for `simulate.lockstep`."""
+        """The conversation of `fetch`, for `one_process.lockstep`."""
         if not self._agreed:
             yield from self.agreeing()
         xp, wanted = self.communicator.xp, np.asarray(nodes)

@@ -1,4 +1,4 @@
-"""NumPy: the oracle, and the engine of `accordion_hvd.simulate`."""
+"""NumPy: the oracle, and the engine of `accordion_hvd.simulation.one_process`."""
 
 from __future__ import annotations
 

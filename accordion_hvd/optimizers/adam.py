@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion_hvd.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_betas, check_eps, corrections

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Compressor, Info, State
+from accordion_hvd.core.base import Compressor, Info, State
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

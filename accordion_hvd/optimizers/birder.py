@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import (
+from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
     Alltoall,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
@@ -20,7 +20,7 @@ from accordion_hvd.optimizers.signs import (
     settled,
     xp_shape,
 )
-from accordion_hvd.policy.warmup import WarmUp
+from accordion_hvd.policies.warmup import WarmUp
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.base import Allgather, Alltoall, Info, State, Tensor
+from accordion_hvd.core.base import Allgather, Alltoall, Info, State, Tensor
 from accordion_hvd.ops import namespace
 
 SCALES = ("l2", "l1")

@@ -8,11 +8,11 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import count_sketch, namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_betas
-from accordion_hvd.policy.warmup import WarmUp
+from accordion_hvd.policies.warmup import WarmUp
 
 LEAST = 1e-30
 """The least `eps`: far enough from where fp32 ends."""

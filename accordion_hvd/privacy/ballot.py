@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accordion_hvd import check, checkpoint
-from accordion_hvd.base import Info, Tensor
-from accordion_hvd.communicator import Communicator
-from accordion_hvd.exchange import Exchange
+from accordion_hvd import check
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import namespace
-from accordion_hvd.policy import Fixed
+from accordion_hvd.policies import Fixed
 from accordion_hvd.privacy.topagg import TopAgg
 
 
@@ -22,7 +23,7 @@ class Ballot:
 
     Args:
         method: with its budget.
-        communicator: of the ranks that vote (`accordion_hvd.torch.communicator` has one).
+        communicator: of the ranks that vote (`accordion_hvd.comm.horovod.torch` has one).
         name: the same on all ranks, unique in a process.
 
     Attributes:

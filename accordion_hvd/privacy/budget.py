@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import accordion_hvd.check as check  # not from accordion_hvd, which would look for its names
+from accordion_hvd import check
 
 RELATIONS = ("replace", "add or remove")
 """What one of two neighbouring data sets has in place of a record: another one, or none."""

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.privacy.budget import PrivacyBudget, Release

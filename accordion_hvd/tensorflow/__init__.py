@@ -14,13 +14,11 @@ optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import horovod.tensorflow as _horovod
-from horovod.tensorflow import *  # noqa: F403
-
-from accordion_hvd.checkpoint import load_state, save_state
+from accordion_hvd.comm.horovod.tensorflow import hvd as _horovod
+from accordion_hvd.engine.checkpoint import load_state, save_state
+from accordion_hvd.tensorflow import elastic
 from accordion_hvd.tensorflow.functions import (
     broadcast_global_variables,
     broadcast_variables,
@@ -28,9 +26,6 @@ from accordion_hvd.tensorflow.functions import (
 )
 from accordion_hvd.tensorflow.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-
-# An import statement would find Horovod's module of this name.
-elastic = importlib.import_module(f"{__name__}.elastic")
 
 _OURS = {
     "DistributedGradientTape": DistributedGradientTape,
@@ -49,3 +44,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 def __getattr__(name: str) -> Any:
     """Whatever else Horovod has."""
     return getattr(_horovod, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

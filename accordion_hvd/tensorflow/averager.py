@@ -9,18 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from accordion_hvd import checkpoint
-from accordion_hvd import guard as guards
-from accordion_hvd.base import Tensor
-from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.communicator import Communicator
-from accordion_hvd.gradient_averager import GradientAverager
-from accordion_hvd.guard import Guard
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
+from accordion_hvd.comm.local import connect
+from accordion_hvd.core.base import Tensor
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import guard as guards
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.gradient_averager import GradientAverager
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
-from accordion_hvd.policy import Policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator
+from accordion_hvd.policies import Policy
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
 from accordion_hvd.tensorflow.variables import describe, key_of
@@ -92,8 +92,8 @@ class Averager(GradientAverager[TensorFlowExchange]):
         self._enlisted = True
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set over Horovod; a rank alone, to itself."""
-        return communicator_of(self.process_set)
+        """Connect to the ranks of the process set over Horovod."""
+        return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> TensorFlowExchange:
         """Return an exchange whose state lives in variables."""
@@ -363,13 +363,6 @@ class Averager(GradientAverager[TensorFlowExchange]):
             return call_back(look, [clock, self.checksums()], [tf.int64])[0]
 
         tf.cond(due, compare, lambda: clock)
-
-
-def communicator_of(process_set: Any) -> Communicator:
-    """Who exchanges; nobody else for a process that is alone, or outside."""
-    if process_set.included() and process_set.size() > 1:
-        return HorovodCommunicator(process_set)
-    return SimulatedCommunicator(Hub(1), 0, xp)
 
 
 def _scaled(grad: Gradient, factor: float) -> Gradient:

@@ -7,16 +7,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from accordion_hvd import checkpoint
-from accordion_hvd.averaging.averager import Averager, Parameters
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.base import Tensor
-from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.guard import Guard
-from accordion_hvd.policy import Policy
+from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
+from accordion_hvd.comm.local import connect
+from accordion_hvd.core.base import Tensor
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.model_averager import Averager, Parameters
+from accordion_hvd.ops import tensorflow as xp
+from accordion_hvd.policies import Policy
 from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.averager import communicator_of
-from accordion_hvd.tensorflow.communicator import HorovodCommunicator
 from accordion_hvd.tensorflow.graph import call_back, few_threads, when
 from accordion_hvd.tensorflow.variables import describe, key_of, plain
 
@@ -89,7 +90,9 @@ class ModelAverager(Averager):
         self.local: set[int] = set()
         mine = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
         number = getattr(process_set, "process_set_id", None) or 0
-        super().__init__(method, mine, communicator_of(process_set), guard, number, policy)
+        super().__init__(
+            method, mine, connect(process_set, HorovodCommunicator, xp), guard, number, policy
+        )
         self._begun: tf.Variable | None = None  # what graphs know of `prepare`
         self._enlisted = False
 

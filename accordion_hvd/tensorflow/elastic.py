@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from accordion_hvd.gradient_averager import gradient_averagers
+from accordion_hvd.engine.gradient_averager import gradient_averagers
 from accordion_hvd.tensorflow.functions import broadcast_variables
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.base import Info, Tensor
-from accordion_hvd.exchange import Exchange
+from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.slots import Slot
+from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
-from accordion_hvd.policy import Policy
-from accordion_hvd.slots import Slot
-from accordion_hvd.step import Step
-from accordion_hvd.traffic import Traffic
+from accordion_hvd.policies import Policy
 
 
 class TensorFlowExchange(Exchange):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from accordion_hvd import process_sets
-from accordion_hvd.base import Broadcast, Conversation
-from accordion_hvd.tensorflow.communicator import HorovodCommunicator
+from accordion_hvd.comm.horovod import process_sets
+from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator, hvd
+from accordion_hvd.core.base import Broadcast, Conversation
 from accordion_hvd.tensorflow.variables import plain
 
 _CHUNK = 64 << 20  # bytes that travel together

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from accordion_hvd.base import Tensor
+from accordion_hvd.core.base import Tensor
 
 
 def call_back(function: Callable[..., Any], inputs: list[Tensor], kinds: list[Any]) -> list[Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.resolve import is_ours
 
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.policy import Policy
+from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import Serving
 from accordion_hvd.validate import OWNER, Use
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from accordion_hvd.guard import Guard
-from accordion_hvd.policy import Policy
+from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.engine.guard import Guard
+from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager

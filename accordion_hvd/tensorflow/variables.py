@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from accordion_hvd.buckets import TensorInfo
+from accordion_hvd.engine.buckets import TensorInfo
 
 
 def plain(variable: Any) -> Any:

@@ -15,13 +15,11 @@ optimizer = hvd.DistributedOptimizer(
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import horovod.torch as _horovod
-from horovod.torch import *  # noqa: F403
-
-from accordion_hvd.checkpoint import load_state, save_state
+from accordion_hvd.comm.horovod.torch import hvd as _horovod
+from accordion_hvd.engine.checkpoint import load_state, save_state
+from accordion_hvd.torch import elastic
 from accordion_hvd.torch.batches import AccordionBatchSampler
 from accordion_hvd.torch.functions import (
     broadcast_optimizer_state,
@@ -31,7 +29,6 @@ from accordion_hvd.torch.functions import (
 from accordion_hvd.torch.optimizer import DistributedOptimizer
 from accordion_hvd.torch.optimizers import NATIVE
 
-elastic = importlib.import_module(f"{__name__}.elastic")  # the star has bound Horovod's
 _OURS = {
     "AccordionBatchSampler": AccordionBatchSampler,
     "DistributedOptimizer": DistributedOptimizer,
@@ -50,3 +47,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 def __getattr__(name: str) -> Any:
     """Whatever else Horovod has."""
     return getattr(_horovod, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

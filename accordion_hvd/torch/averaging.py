@@ -23,16 +23,15 @@ from typing import Any
 
 import torch
 
-from accordion_hvd import checkpoint
-from accordion_hvd.averaging.averager import Averager, Parameters
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.communicator import Communicator
-from accordion_hvd.guard import Guard
+from accordion_hvd.comm.horovod.torch import HorovodCommunicator
+from accordion_hvd.comm.local import connect
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.model_averager import Averager, Parameters
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policy import Policy
-from accordion_hvd.simulate import Hub, SimulatedCommunicator
-from accordion_hvd.torch.communicator import HorovodCommunicator
+from accordion_hvd.policies import Policy
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -68,7 +67,7 @@ def averager(
     method: Averaging, named: Named, process_set: Any, guard: Guard, policy: Policy | None = None
 ) -> Averager:
     """What averages these parameters, known to checkpoints; raises as `wrap` does."""
-    link = _communicator(process_set)
+    link = connect(process_set, HorovodCommunicator, xp)
     made = Averager(method, parameters(named), link, guard, process_set.process_set_id, policy)
     made.set_up()
     checkpoint.register(made)
@@ -78,13 +77,6 @@ def averager(
 def parameters(named: Named) -> Parameters:
     """Those of these tensors that are of floating-point numbers."""
     return _Tensors(named)
-
-
-def _communicator(process_set: Any) -> Communicator:
-    """Who averages; nobody else for a process that is alone, or outside."""
-    if process_set.included() and process_set.size() > 1:
-        return HorovodCommunicator(process_set)
-    return SimulatedCommunicator(Hub(1), 0, xp)
 
 
 class _Averaged:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.policy import levers
+from accordion_hvd.policies import levers
 
 
 class AccordionBatchSampler:

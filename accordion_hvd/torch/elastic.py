@@ -9,7 +9,7 @@ import horovod.torch.elastic as _horovod
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
-from accordion_hvd.gradient_averager import gradient_averagers
+from accordion_hvd.engine.gradient_averager import gradient_averagers
 from accordion_hvd.torch.functions import broadcast_optimizer_state
 
 

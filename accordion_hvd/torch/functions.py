@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
-from accordion_hvd import process_sets
+from accordion_hvd.comm.horovod import process_sets
+from accordion_hvd.comm.horovod.torch import hvd
 
 
 def init(*args: Any, **kwargs: Any) -> Any:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
-from accordion_hvd import process_sets
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
-from accordion_hvd.controls import Controls
-from accordion_hvd.guard import Guard
+from accordion_hvd.comm.horovod import process_sets
+from accordion_hvd.comm.horovod.torch import hvd
+from accordion_hvd.engine.controls import Controls
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.torch import averaging, refusals
 from accordion_hvd.torch.reducer import Reducer

@@ -17,14 +17,15 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
-import horovod.torch as hvd
 import torch
 
-from accordion_hvd import check, checkpoint, optimizers
-from accordion_hvd.base import Allreduce, Conversation
-from accordion_hvd.guard import Guard
+from accordion_hvd import check, optimizers
+from accordion_hvd.comm.horovod.torch import hvd
+from accordion_hvd.core.base import Allreduce, Conversation
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.optimizers import Rule
-from accordion_hvd.policy import Policy
+from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.torch import refusals
 from accordion_hvd.torch.optimizer import _Distributed

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accordion_hvd import checkpoint, simulate
-from accordion_hvd.base import Allgather, Conversation
-from accordion_hvd.buckets import TensorInfo
-from accordion_hvd.communicator import Communicator
-from accordion_hvd.exchange import Exchange
-from accordion_hvd.gradient_averager import GradientAverager
-from accordion_hvd.guard import Guard
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod.torch import HorovodCommunicator
+from accordion_hvd.comm.local import connect
+from accordion_hvd.core.base import Allgather, Conversation
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.gradient_averager import GradientAverager
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policy import Policy
-from accordion_hvd.torch.communicator import HorovodCommunicator
+from accordion_hvd.policies import Policy
 
 _listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
 
@@ -121,10 +122,8 @@ class Reducer(GradientAverager[Exchange]):
                 _listen(parameter, weakref.ref(self))
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set over Horovod; a rank alone, to itself."""
-        if self.process_set.included() and self.process_set.size() > 1:
-            return HorovodCommunicator(self.process_set)
-        return simulate.SimulatedCommunicator(simulate.Hub(1), 0, xp)
+        """Connect to the ranks of the process set over Horovod."""
+        return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
         """Return an exchange whose buffers serve again at each step."""

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.policy import Policy
+from accordion_hvd.comm.horovod.torch import hvd
+from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import Serving
 from accordion_hvd.validate import OWNER, Use
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accordion_hvd.virtual import Link, Stragglers
+from accordion_hvd.simulation.virtual_time import Link, Stragglers
 from benchmarks.averaging import scale, waiting
 from benchmarks.report import END, render
 from examples.report import as_markdown

@@ -19,10 +19,10 @@ import numpy as np
 
 from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.base import Info, Neighbours
-from accordion_hvd.conversations import Talk, translated
+from accordion_hvd.core.base import Info, Neighbours
+from accordion_hvd.core.conversations import Talk, translated
 from accordion_hvd.ops import numpy as xp
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 from examples.data import load
 from examples.pictures import figure
 from examples.report import as_markdown

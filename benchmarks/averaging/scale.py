@@ -14,7 +14,15 @@ from typing import Any
 
 from accordion_hvd import DPSGD, WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.virtual import Constant, Link, LogNormal, Outcome, Stragglers, Traced, train
+from accordion_hvd.simulation.virtual_time import (
+    Constant,
+    Link,
+    LogNormal,
+    Outcome,
+    Stragglers,
+    Traced,
+    train,
+)
 from examples.pictures import figure
 from examples.report import as_markdown
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from accordion_hvd import WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.averaging.engine import WaitAvoiding
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.averaging.halving import factors
-from accordion_hvd.virtual import Link, Stragglers, train
+from accordion_hvd.engine.halving import factors
+from accordion_hvd.engine.wait_avoiding import WaitAvoiding
+from accordion_hvd.simulation.virtual_time import Link, Stragglers, train
 from benchmarks.report import digits, spread
 from examples.report import tabulate
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
 from accordion_hvd.core.places import consecutive
 from accordion_hvd.ops import backend
 from accordion_hvd.resolve import parse

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion_hvd.base import Compressor
 from accordion_hvd.compressors import (
     BF16,
     DGC,
@@ -31,6 +30,7 @@ from accordion_hvd.compressors import (
     TopK,
     TwoLevel,
 )
+from accordion_hvd.core.base import Compressor
 from accordion_hvd.privacy.topagg import TopAgg
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.ops import indices
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 from benchmarks.compressors.shelf import SHELF, Volume
 from benchmarks.report import render, write_page
 from examples.report import as_markdown

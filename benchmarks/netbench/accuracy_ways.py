@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accordion_hvd.policy import Accordion
+from accordion_hvd.policies import Accordion
 from benchmarks.netbench import accuracy_tasks, contestants, torch_ways
 from benchmarks.netbench.contestants import HOROVOD, OURS
 from benchmarks.netbench.network import read_counters

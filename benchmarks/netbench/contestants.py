@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accordion_hvd.policy import Accordion
+from accordion_hvd.policies import Accordion
 from accordion_hvd.resolve import parse
 
 COMPUTE = "compute only"

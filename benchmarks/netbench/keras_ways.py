@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd import halves
+from accordion_hvd.engine import halves
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import COMPUTE, GROUPED, HOROVOD, OURS
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accordion_hvd import halves
+from accordion_hvd.engine import halves
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OPTIMIZER, OURS
 from benchmarks.netbench.torch_models import MODELS, describe

@@ -7,7 +7,7 @@ from typing import Any
 
 from accordion_hvd import optimizers
 from accordion_hvd.optimizers import Rule
-from accordion_hvd.policy import StepSchedule
+from accordion_hvd.policies import StepSchedule
 
 
 @dataclass(frozen=True)

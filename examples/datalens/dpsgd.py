@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Allreduce, Compressor, Info, PrivacyBudget, TopAgg, namespace
-from accordion_hvd.base import Conversation, State, Tensor
+from accordion_hvd.core.base import Conversation, State, Tensor
 from accordion_hvd.ops import secret
 from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
 from accordion_hvd.privacy.torch import backward

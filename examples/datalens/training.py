@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import PrivacyBudget, TopAgg, check
+from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 from accordion_hvd.privacy import multiplier_for
 from accordion_hvd.privacy.ballot import Ballot
-from accordion_hvd.torch.communicator import HorovodCommunicator
 from examples.config import stop
 from examples.data import DataError, load
 from examples.datalens import dpsgd, gan

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from accordion_hvd import check
-from accordion_hvd.policy import Policy
+from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import as_policy
 from examples.config import VARIABLE
 

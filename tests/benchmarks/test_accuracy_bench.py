@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accordion_hvd.policy import Accordion
+from accordion_hvd.policies import Accordion
 from benchmarks.netbench import accuracy_page, accuracy_tasks, command, contestants
 from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, TASKS, WAYS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import accordion_hvd
-from accordion_hvd.policy.base import Policy
+from accordion_hvd.policies.base import Policy
 
 pytest.importorskip("torch")
 pytest.importorskip("tqdm")

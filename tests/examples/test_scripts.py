@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("jsonargparse")
 
-from accordion_hvd.policy import Accordion, Fixed, StepSchedule  # noqa: E402
+from accordion_hvd.policies import Accordion, Fixed, StepSchedule  # noqa: E402
 from examples import config, report, results  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

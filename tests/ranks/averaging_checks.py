@@ -17,9 +17,9 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from averages import problems, replay  # noqa: E402
 
-from accordion_hvd.averaging import engine  # noqa: E402
-from accordion_hvd.averaging.engine import RanksEnded, WaitAvoiding, why_not  # noqa: E402
 from accordion_hvd.comm.agreement import RanksDisagree  # noqa: E402
+from accordion_hvd.engine import wait_avoiding  # noqa: E402
+from accordion_hvd.engine.wait_avoiding import RanksEnded, WaitAvoiding, why_not  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.Get_rank(), COMM.Get_size()
@@ -79,7 +79,7 @@ def check_models_are_the_oracles() -> None:
 
 def check_messages_that_come_while_data_travels() -> None:
     """Ranks that are slow to add up hear of the next versions before they have done with this."""
-    quiet, engine._QUIET = engine._QUIET, 0.0
+    quiet, wait_avoiding._QUIET = wait_avoiding._QUIET, 0.0
     try:
         model, log = np.zeros(40), []
         averaging = WaitAvoiding([model], group_size=2, period=3, timeout=60, log=log)
@@ -94,7 +94,7 @@ def check_messages_that_come_while_data_travels() -> None:
         averaging.close([model])
         agrees(averaging, found)
     finally:
-        engine._QUIET = quiet
+        wait_avoiding._QUIET = quiet
 
 
 def check_alone_until_the_period_ends() -> None:

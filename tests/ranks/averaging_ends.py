@@ -22,7 +22,7 @@ if HOW == "threads":
 
 from mpi4py import MPI  # noqa: E402
 
-from accordion_hvd.averaging.engine import WaitAvoiding  # noqa: E402
+from accordion_hvd.engine.wait_avoiding import WaitAvoiding  # noqa: E402
 
 RANK = MPI.COMM_WORLD.Get_rank()
 

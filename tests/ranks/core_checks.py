@@ -13,7 +13,7 @@ def INIT() -> None:
 
 
 def communicator():
-    from accordion_hvd.torch.communicator import HorovodCommunicator
+    from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 
     return HorovodCommunicator()
 
@@ -155,7 +155,7 @@ def check_quantisers_give_the_simulated_bits() -> None:
 
     from accordion_hvd import QSGD, EFSignSGD, Info, Int8, Natural, OneBit, SignSGD, TernGrad
     from accordion_hvd.ops import namespace, numpy
-    from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+    from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
     ours, shape = communicator(), (31, 17)
     size, rank, hub = ours.size, ours.rank, Hub(communicator().size)
@@ -186,9 +186,9 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
     import torch
 
     from accordion_hvd import Accordion, PowerSGD
-    from accordion_hvd.buckets import TensorInfo
     from accordion_hvd.comm.agreement import gather
-    from accordion_hvd.exchange import Exchange
+    from accordion_hvd.engine.buckets import TensorInfo
+    from accordion_hvd.engine.exchange import Exchange
 
     ours = communicator()
     policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1)
@@ -220,8 +220,8 @@ def check_plans_that_differ_are_noticed() -> None:
     import torch
 
     from accordion_hvd import TopK
-    from accordion_hvd.buckets import TensorInfo
-    from accordion_hvd.exchange import Exchange
+    from accordion_hvd.engine.buckets import TensorInfo
+    from accordion_hvd.engine.exchange import Exchange
     from accordion_hvd.resolve import as_policy
 
     ours = communicator()

@@ -87,7 +87,7 @@ def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
     """Within it, `ranks` consecutive ranks pass for a machine; process sets added are removed."""
     from horovod.common.process_sets import remove_process_set
 
-    from accordion_hvd.process_sets import registered
+    from accordion_hvd.comm.horovod.process_sets import registered
 
     known = [process_set.process_set_id for process_set in registered()]
     os.environ["ACCORDION_HVD_LOCAL_SIZE"] = str(ranks)

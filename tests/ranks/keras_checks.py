@@ -49,11 +49,11 @@ from accordion_hvd import (
     Threshold,
     TopK,
     TwoLevel,
-    halves,
 )
 from accordion_hvd.comm.agreement import RanksDisagree
-from accordion_hvd.guard import ReplicasDiffer
-from accordion_hvd.simulate import simulate
+from accordion_hvd.engine import halves
+from accordion_hvd.engine.guard import ReplicasDiffer
+from accordion_hvd.simulation.one_process import simulate
 from accordion_hvd.tensorflow import allreduce
 
 SOLO = stock.ProcessSet([0])

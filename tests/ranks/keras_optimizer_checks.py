@@ -17,7 +17,7 @@ from keras_checks import assert_equal_ranks, everywhere, in_graph, raises, weigh
 
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import Accordion, optimizers
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE

@@ -26,7 +26,7 @@ from torch_checks import (
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Accordion, TopK, optimizers
-from accordion_hvd.simulate import simulate
+from accordion_hvd.simulation.one_process import simulate
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE

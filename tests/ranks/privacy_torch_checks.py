@@ -18,10 +18,10 @@ from harness import refused
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Allreduce, BudgetSpent, PrivacyBudget, TopAgg
+from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 from accordion_hvd.privacy import PoissonSampler
 from accordion_hvd.privacy.ballot import Ballot
 from accordion_hvd.privacy.torch import backward
-from accordion_hvd.torch.communicator import HorovodCommunicator
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 torch.set_num_threads(1)

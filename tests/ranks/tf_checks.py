@@ -13,10 +13,10 @@ from harness import raises
 
 import accordion_hvd.tensorflow as hvd
 from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
-from accordion_hvd.base import Allgather, Alltoall, Neighbours
 from accordion_hvd.comm.agreement import RanksDisagree
-from accordion_hvd.guard import ReplicasDiffer
-from accordion_hvd.tensorflow.communicator import HorovodCommunicator
+from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
+from accordion_hvd.core.base import Allgather, Alltoall, Neighbours
+from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.tensorflow.tape import exchange_of
 
 PAIR = hvd.ProcessSet([0, 1])

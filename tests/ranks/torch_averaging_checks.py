@@ -15,7 +15,7 @@ import torch
 import accordion_hvd.torch as hvd
 from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD, Nesterov, TopK
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.process_sets import registered
+from accordion_hvd.comm.horovod.process_sets import registered
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]

@@ -45,13 +45,13 @@ from accordion_hvd import (
     Threshold,
     TopK,
     TwoLevel,
-    halves,
 )
 from accordion_hvd.check import PayloadError
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.compressors import sparsifier
-from accordion_hvd.guard import ReplicasDiffer
-from accordion_hvd.simulate import simulate
+from accordion_hvd.engine import halves
+from accordion_hvd.engine.guard import ReplicasDiffer
+from accordion_hvd.simulation.one_process import simulate
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 torch.set_num_threads(1)
@@ -441,7 +441,7 @@ def check_a_gate_tries_and_chooses() -> None:
 
 
 def check_without_a_window_there_is_an_error() -> None:
-    from accordion_hvd.policy import windows
+    from accordion_hvd.policies import windows
 
     model = torch.nn.Linear(32, 32)
     optimizer = wrapped(model, compression=Accordion(low=Dense(), high=TopK(0.1)), guard="off")

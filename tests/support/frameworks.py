@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accordion_hvd.base import Compressor, Info
+from accordion_hvd.core.base import Compressor, Info
 from accordion_hvd.core.places import consecutive
-from accordion_hvd.simulate import Hub, SimulatedCommunicator, lockstep
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,16 @@ model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import horovod.tensorflow.keras as _horovod
-from horovod.tensorflow.keras import *  # noqa: F403
-
-from accordion_hvd.checkpoint import load_state, save_state
+from accordion_hvd.comm.horovod.keras import hvd as _horovod
+from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
+from accordion_hvd.tensorflow.keras import callbacks, elastic
 from accordion_hvd.tensorflow.keras.batches import AccordionDataset
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.keras.optimizers import NATIVE
 from accordion_hvd.tensorflow.keras.saving import load_model
-
-# An import statement would find Horovod's modules of these names.
-callbacks = importlib.import_module(f"{__name__}.callbacks")
-elastic = importlib.import_module(f"{__name__}.elastic")
 
 _OURS = {
     "AccordionDataset": AccordionDataset,
@@ -51,3 +45,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 def __getattr__(name: str) -> Any:
     """Whatever else Horovod has."""
     return getattr(_horovod, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

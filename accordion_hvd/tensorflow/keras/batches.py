@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.policy import levers
+from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.policies import levers
 from accordion_hvd.tensorflow.keras.optimizer import is_distributed
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
 from accordion_hvd import check
+from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.functions import broadcast_variables
 from accordion_hvd.tensorflow.keras.optimizer import averages_models, is_distributed

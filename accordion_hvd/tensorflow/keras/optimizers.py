@@ -14,13 +14,14 @@ import dataclasses
 import json
 from typing import Any, ClassVar
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd import check, checkpoint, optimizers
-from accordion_hvd.guard import Guard
+from accordion_hvd import check, optimizers
+from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.optimizers import Rule
 from accordion_hvd.resolve import staged
 from accordion_hvd.tensorflow import refusals

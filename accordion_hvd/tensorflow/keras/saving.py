@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 
+from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
 
 

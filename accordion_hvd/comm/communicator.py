@@ -1,0 +1,139 @@
+"""From requests to an engine's collectives: what is requested together travels together.
+
+A framework's communicator supplies the engine's asynchronous primitives (some forty lines);
+`accordion_hvd.comm.packing` turns requests into as few of them as it can.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.comm import packing
+from accordion_hvd.comm.collectives import Collectives
+from accordion_hvd.comm.packing import Program
+from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
+
+_PATIENCE = 0.1  # of the time waited so far
+_SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
+
+
+class Communicator(Collectives):
+    """Carries requests from one process among `size` to the others, and their results back."""
+
+    def pause(self, waited: float) -> None:
+        """Called between two looks at what is under way, after `waited` seconds of looking.
+
+        Sleeps, since engines' own waits spin and take cores from ranks that still compute; longer
+        after long waits, so that looking costs next to nothing and delays by a twentieth.
+        """
+        time.sleep(min(max(waited * _PATIENCE, _SHORTEST), _LONGEST))
+
+    def launch(self, name: str, requests: Sequence[Request]) -> Pending:
+        """Start `requests`; all ranks must pass requests alike under the same name."""
+        return Pending(self, name, requests)
+
+    def run(
+        self, name: str, conversation: Generator[Any, Any, Any], traffic: Traffic | None = None
+    ) -> Any:
+        """Run a conversation to its end, waiting; returns what it returns.
+
+        Args:
+            name: of its collectives, the same on all ranks.
+            conversation: whose requests are carried.
+            traffic: its bytes are added to it.
+        """
+        result, round_ = None, 0
+        while True:
+            try:
+                wanted = conversation.send(result)
+            except StopIteration as stop:
+                return stop.value
+            several = isinstance(wanted, tuple)
+            pending = self.launch(f"{name}.{round_}", wanted if several else (wanted,))
+            answers = pending.result()
+            if traffic is not None:
+                traffic.add(pending.traffic)
+            result, round_ = (tuple(answers) if several else answers[0]), round_ + 1
+
+
+class Pending:
+    """Requests under way; `ready()` moves them on without waiting, `result()` waits."""
+
+    def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
+        self.traffic = Traffic()
+        self._communicator = communicator
+        together = packing.together(communicator, requests)
+        self._readers = [  # without the requests' tensors, which may go
+            (i, request.decode, _senders(request, communicator), isinstance(request, Allgather))
+            for i, request in enumerate(requests)
+            if request.decode is not None
+        ]
+        self._results: list[Any] = [None] * len(requests)
+        self._running: list[tuple[list[int], Program, Any]] = []
+        for number, members in enumerate(together):
+            chosen = [requests[i] for i in members]
+            label = f"{name}.{number}"
+            self._move(members, packing.program(communicator, self.traffic, label, chosen), None)
+
+    def ready(self) -> bool:
+        """Whether every result is here; starts what follows on what has arrived."""
+        running, self._running = self._running, []
+        for members, program, handle in running:
+            if self._communicator.poll(handle):
+                self._move(members, program, self._communicator.wait(handle))
+            else:
+                self._running.append((members, program, handle))
+        return not self._running
+
+    def result(self) -> list[Any]:
+        """The results in the order of the requests. Sleeps between looks: engines spin.
+
+        Raises:
+            PayloadError: what a rank has sent does not decode.
+        """
+        began = time.perf_counter()
+        while not self.ready():
+            self._communicator.pause(time.perf_counter() - began)
+        return self._decoded()
+
+    def _decoded(self) -> list[Any]:
+        """The results as requests' `decode` reads them, once nothing in them is in doubt."""
+        xp, results = self._communicator.xp, list(self._results)
+        senders: list[Any] = []
+        doubts: list[Tensor] = []
+        for i, decode, ranks, several in self._readers:
+            read = []
+            for rank, part in zip(ranks, results[i] if several else [results[i]], strict=True):
+                try:
+                    thing, doubt = decode(part)
+                except ValueError as error:
+                    check.refuse_payload([rank], str(error))
+                read.append(thing)
+                doubts.append(doubt)
+                senders.append(rank)
+            results[i] = tuple(read) if several else read[0]
+        return xp.insist(results, xp.concat(doubts), senders) if doubts else results
+
+    def _move(self, members: list[int], program: Program, answer: Any) -> None:
+        while True:
+            try:
+                handle = program.send(answer)
+            except StopIteration as stop:
+                for member, result in zip(members, stop.value, strict=True):
+                    self._results[member] = result
+                return
+            if not self._communicator.poll(handle):
+                self._running.append((members, program, handle))
+                return
+            answer = self._communicator.wait(handle)
+
+
+def _senders(request: Request, communicator: Communicator) -> Sequence[Any]:
+    """Whose tensors an answer holds."""
+    if isinstance(request, Allgather):
+        return request.group or range(communicator.size)
+    return [request.root if isinstance(request, Broadcast) else getattr(request, "sender", None)]

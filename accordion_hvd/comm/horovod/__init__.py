@@ -1,0 +1,1 @@
+"""The only modules, besides the elastic adapters and the tools, that import Horovod."""

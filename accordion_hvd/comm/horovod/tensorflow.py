@@ -1,0 +1,110 @@
+"""Requests over `horovod.tensorflow`, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod.process_sets import Members, addable
+from accordion_hvd.core.base import Tensor
+from accordion_hvd.ops import tensorflow as xp
+
+_OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
+_functions: dict[Hashable, Any] = {}
+
+
+class HorovodCommunicator(Communicator):
+    """The ranks of a Horovod process set, numbered from 0 within it.
+
+    A handle is the result itself: in a graph nothing waits while it is traced, and Horovod's eager
+    operations block. Eager ones run as small functions, since only in graphs has an operation the
+    name by which Horovod matches ranks.
+
+    Args:
+        process_set: by default all ranks.
+
+    Attributes:
+        directly: whether eager operations run as they are, which needs no thread of TensorFlow's;
+            they are then matched by their order.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        self.members = Members(process_set)
+        self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
+        self.extensible = addable()
+        nccl = hvd.nccl_built() and tf.config.list_physical_devices("GPU")
+        self.half_allreduce = True if nccl else None
+        self.directly = False
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """One grouped allreduce."""
+        options = self._options(name, group) | {"op": _OPS[op]}
+        return self._call(
+            ("allreduce", name, op, group),
+            lambda *parts: hvd.grouped_allreduce(list(parts), **options),
+            tensors,
+        )
+
+    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """One allgather, along the first dimension."""
+        options = self._options(name, group)
+        return self._call(
+            ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
+        )
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """One broadcast; Horovod counts roots globally, also within a process set."""
+        options = self._options(name, group) | {"root_rank": self.members.globally(root)}
+        return self._call(
+            ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
+        )
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """One alltoall; with `splits`, in graphs, nobody knows yet how much came."""
+        options = self._options(name, group)
+        if splits is not None:
+            came, counts = self._call(
+                ("shares", name, group),
+                lambda part, parts: hvd.alltoall(part, parts, **options),
+                [tensor, tf.constant(splits, tf.int32)],
+            )
+            return came, counts.numpy().tolist() if tf.executing_eagerly() else counts
+        return self._call(
+            ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
+        )
+
+    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """As Horovod's process sets."""
+        self.members.register(groups, self.extensible)
+
+    def poll(self, handle: Any) -> bool:
+        """Always: see the class."""
+        return True
+
+    def wait(self, handle: Any) -> Any:
+        """The result, which is the handle."""
+        return handle
+
+    def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        if not tf.executing_eagerly() or self.directly:
+            return operation(*tensors)
+        specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
+        key = (self.members.process_set.process_set_id, key, *specs)
+        if key not in _functions:
+            function = tf.function(operation, autograph=False)
+            _functions[key] = function.get_concrete_function(*specs)
+        return _functions[key](*tensors)
+
+    def _options(self, name: str, group: Group) -> dict[str, Any]:
+        return {
+            "name": name,
+            "ignore_name_scope": True,  # which differs between callers, but not between ranks
+            "process_set": self.members.subset(group),
+        }

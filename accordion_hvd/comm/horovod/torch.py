@@ -1,0 +1,74 @@
+"""Requests over `horovod.torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import horovod.torch as hvd
+import torch
+
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod.process_sets import Members, addable
+from accordion_hvd.ops import torch as xp
+
+Tensor: TypeAlias = torch.Tensor
+_OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
+
+
+class HorovodCommunicator(Communicator):
+    """The ranks of a Horovod process set, numbered from 0 within it.
+
+    Args:
+        process_set: by default all ranks.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        self.members = Members(process_set)
+        self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
+        self.extensible = addable()
+        self.half_allreduce = True if hvd.nccl_built() and torch.cuda.is_available() else None
+        self.kept = {}
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """One grouped, in-place allreduce."""
+        tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
+        return hvd.grouped_allreduce_async_(
+            tensors, name=name, op=_OPS[op], process_set=self.members.subset(group)
+        )
+
+    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """One allgather."""
+        return hvd.allgather_async(tensor, name=name, process_set=self.members.subset(group))
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """One broadcast; Horovod counts roots globally, also within a process set."""
+        return hvd.broadcast_async(
+            tensor, self.members.globally(root), name=name, process_set=self.members.subset(group)
+        )
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """One alltoall; Horovod counts parts by int32 on the CPU."""
+        parts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
+        return hvd.alltoall_async(
+            tensor, splits=parts, name=name, process_set=self.members.subset(group)
+        ), splits is None
+
+    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """As Horovod's process sets."""
+        self.members.register(groups, self.extensible)
+
+    def poll(self, handle: Any) -> bool:
+        """Ask Horovod."""
+        return hvd.poll(handle[0] if isinstance(handle, tuple) else handle)
+
+    def wait(self, handle: Any) -> Any:
+        """Only called after `poll`: Horovod's own waiting spins."""
+        if isinstance(handle, tuple):
+            came, counts = hvd.synchronize(handle[0])
+            return came if handle[1] else (came, counts.tolist())
+        result = hvd.synchronize(handle)
+        return list(result) if isinstance(result, tuple) else result

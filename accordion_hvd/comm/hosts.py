@@ -1,0 +1,54 @@
+"""How ranks find out who shares a machine with whom."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd.comm.agreement import gather
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.core.places import groups, require_equal
+
+VARIABLE = "ACCORDION_HVD_LOCAL_SIZE"
+"""The environment variable that says how many consecutive ranks pass for a machine."""
+
+
+def meet(communicator: Communicator, wanted: bool, device: Any = None) -> None:
+    """Learn who shares a machine, if that is `wanted` (`Policy.by_machine`); collective, once.
+
+    All groups that requests will name are registered here: every rank registers all of them, in
+    one order, also those that it is not part of.
+
+    Raises:
+        ValueError: on every rank: machines have different numbers of ranks, or the engine does
+            not know the groups and cannot learn them.
+    """
+    if not wanted or communicator.machines or communicator.size == 1:
+        return
+    mine = np.array([_key(communicator.rank), communicator.extensible], np.int64)
+    conversation = gather(communicator, communicator.xp.asarray(mine, device))
+    table = communicator.run("accordion.machines", conversation)
+    members: dict[int, list[int]] = {}
+    for rank, row in enumerate(table):
+        members.setdefault(int(row[0]), []).append(rank)
+    machines = tuple(tuple(ranks) for ranks in members.values())
+    require_equal(machines)
+    communicator.extensible = all(bool(row[1]) for row in table)
+    communicator.register(groups(machines))
+    communicator.machines = machines
+
+
+def _key(rank: int) -> int:
+    """A number that ranks of one machine have in common: of its name, as Horovod does."""
+    local_size = os.environ.get(VARIABLE)
+    if local_size:
+        if not local_size.isdecimal() or int(local_size) == 0:
+            raise ValueError(f"{VARIABLE} is {local_size!r}, but must be an integer of at least 1.")
+        return rank // int(local_size)
+    name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

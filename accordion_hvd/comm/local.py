@@ -1,0 +1,66 @@
+"""One rank on its own: every collective is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.core.base import Tensor
+
+
+class LocalCommunicator(Communicator):
+    """Carry the requests of a process that is alone, or outside of a process set.
+
+    Args:
+        xp: the operations of the framework whose tensors it carries.
+    """
+
+    rank, size = 0, 1
+
+    def __init__(self, xp: ModuleType) -> None:
+        self.xp = xp
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """Return the tensors: one rank's mean, sum and maximum."""
+        return list(tensors)
+
+    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """Return a copy of the vector."""
+        return self.xp.copy(tensor)
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """Return a copy of the vector."""
+        return self.xp.copy(tensor)
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """Return a copy of the vector; with `splits`, also how many rows came from this rank."""
+        copied = self.xp.copy(tensor)
+        return copied if splits is None else (copied, list(splits))
+
+    def poll(self, handle: Any) -> bool:
+        """Return True: nothing is ever under way."""
+        return True
+
+    def wait(self, handle: Any) -> Any:
+        """Return the result."""
+        return handle
+
+
+def connect(
+    process_set: Any, engine: Callable[[Any], Communicator], xp: ModuleType
+) -> Communicator:
+    """Return a communicator among the ranks of a process set.
+
+    Args:
+        process_set: the ranks; a process outside of them, or alone among them, gets one of its own.
+        engine: makes a communicator of the engine's.
+        xp: the operations of the framework whose tensors it carries.
+    """
+    if process_set.included() and process_set.size() > 1:
+        return engine(process_set)
+    return LocalCommunicator(xp)

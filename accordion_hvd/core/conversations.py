@@ -1,0 +1,59 @@
+"""Conversations made of other conversations: the same, asked of others or in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.core.base import Allreduce, Broadcast, Request
+from accordion_hvd.ops import namespace
+
+Talk: TypeAlias = Generator[Any, Any, Any]
+
+
+def translated(conversation: Talk, serve: Callable[[Any], Talk]) -> Talk:
+    """A conversation in which `serve` sees to each request, or tuple of them, of another one.
+
+    Args:
+        conversation: whose result it has.
+        serve: given what was asked, a conversation that returns the answer.
+    """
+    answer = None
+    while True:
+        try:
+            asked = conversation.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield from serve(asked)
+
+
+def among(group: tuple[int, ...], conversation: Talk) -> Talk:
+    """A conversation of ranks 0, 1, ... among the ranks of `group`."""
+
+    def serve(asked: Any) -> Talk:
+        if isinstance(asked, tuple):
+            return (yield tuple(_addressed(request, group) for request in asked))
+        return (yield _addressed(asked, group))
+
+    return translated(conversation, serve)
+
+
+def _addressed(request: Request, group: tuple[int, ...]) -> Request:
+    members = group if request.group is None else tuple(group[rank] for rank in request.group)
+    if isinstance(request, Broadcast):
+        return replace(request, group=members, root=group[request.root])
+    if isinstance(request, Allreduce) and request.sender is not None:
+        return replace(request, group=members, sender=_member(group, request.sender))
+    return replace(request, group=members)
+
+
+def _member(group: tuple[int, ...], number: Any) -> Any:
+    """The rank of one of a group, by its number in it."""
+    if check.is_integer(number):
+        return group[number]
+    xp = namespace(number)
+    return xp.take(xp.asarray(np.array(group)), number)

@@ -1,0 +1,1 @@
+"""Runs algorithms: buckets, their state, steps, decisions, checkpoints."""

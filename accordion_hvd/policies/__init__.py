@@ -1,0 +1,21 @@
+"""Which compressor serves which bucket, and when that changes."""
+
+from accordion_hvd.policies.accordion import Accordion
+from accordion_hvd.policies.adaqs import AdaQS
+from accordion_hvd.policies.base import Policy
+from accordion_hvd.policies.fixed import Fixed
+from accordion_hvd.policies.gate import Gate
+from accordion_hvd.policies.replay import Replay
+from accordion_hvd.policies.schedule import StepSchedule
+from accordion_hvd.policies.warmup import WarmUp
+
+__all__ = [
+    "Accordion",
+    "AdaQS",
+    "Fixed",
+    "Gate",
+    "Policy",
+    "Replay",
+    "StepSchedule",
+    "WarmUp",
+]

@@ -1,0 +1,245 @@
+"""The contract of policies."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.core.base import Compressor, NotForStockHorovod
+from accordion_hvd.policies.gate import Gate
+
+Row = dict[str, Any]
+"""One decision about one bucket: step, window, name, level, compressor, norm, previous, change,
+lr, previous_lr, reason."""
+
+
+class Policy(NotForStockHorovod, abc.ABC):
+    """Decides which of its levels serves each bucket; knows neither tensors nor networks.
+
+    An exchange binds itself to the policy, tells it of each step (`tick`), and when a decision is
+    due (`due`) hands rank 0's policy the norms and learning rates (`decide`), broadcasts the rows
+    and lets every rank's policy `apply` them: all ranks switch at the same step.
+
+    Attributes:
+        signal: whose gradients are summed over a window: "local" (rank 0's own), "reduced" (the
+            average) or None (nobody's).
+        target, output, scope: what its levels declare (`Compressor`), all alike.
+        by_machine: whether one of its levels asks who shares a machine.
+        halves: whether one sends nothing but fp16.
+        private, several: what its one level declares.
+        fixed: whether one level serves all the time.
+        budget: what exchanges are entered in that cost privacy; None where nothing is.
+        history: the rows of all decisions so far.
+        gate: lets it have its way only where that saves time; None: always.
+        KEPT: attributes that checkpoints hold besides; subclasses add theirs.
+        watches: the key of states whose sums of magnitudes it decides by, instead of gradients'.
+        batch_size: (small, large) of all ranks together, where it has a say in that.
+        micro_batches: small batches in the exchange under way, and by how much the learning rate
+            is multiplied in its step.
+        loader: whether a loader gives batches of these sizes; else small ones are accumulated.
+        method: what averages models at times instead of gradients, where there is such a thing.
+        apart: whether it does now.
+        turned: whether that has changed since whoever acts on it has cleared this.
+        settled: whether ranks' models are equal now; else no decision is due. To be kept up to date
+            by who averages them.
+        capped: whether it wants to know what levels send (`price`).
+    """
+
+    signal: str | None = None
+    target: str = "gradient"
+    output: str = "gradient"
+    scope: str = "tensor"
+    by_machine: bool = False
+    halves: bool = False
+    private: bool = False
+    several: bool = False
+    fixed: bool = False
+    budget: Any = None
+    gate: Gate | None = None
+    watches: str | None = None
+    batch_size: tuple[int, int] | None = None
+    micro_batches: int = 1
+    loader: bool = False
+    method: Averaging | None = None
+    apart: bool = False
+    turned: bool = False
+    settled: bool = True
+    capped: bool = False
+    KEPT: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.history: list[Row] = []
+        self.current: dict[str, int] = {}
+        self._bound: Any = None
+        self._plain: Compressor | None = None
+
+    # -------------------------------------------------------------------------- what a policy says
+    @abc.abstractmethod
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """The compressors that may serve bucket `name`; `level` is an index into them."""
+
+    def start(self, name: str) -> int:
+        """The level of bucket `name` before any decision."""
+        return 0
+
+    def observing(self) -> bool:
+        """Whether the gradients of this step count for a decision to come."""
+        return False
+
+    def due(self, lr: Mapping[str, float]) -> bool:
+        """Whether decisions are due before the next exchange; equal on all ranks."""
+        return False
+
+    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+        """Rank 0's decisions, one row a bucket; changes nothing.
+
+        Args:
+            norms: of the sum of each bucket's gradients over the window that ends; or what it
+                `watches`.
+            lr: the learning rate that each bucket's next step will use.
+        """
+        return []
+
+    def tick(self, lr: Mapping[str, float]) -> None:
+        """An exchange is about to begin with these learning rates."""
+
+    def price(
+        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
+    ) -> None:
+        """What an exchange sends, where it is `capped`; before `bind`, equal on all ranks.
+
+        Args:
+            levels: bucket -> bytes that a rank sends of it under each of its levels.
+            rest: bytes of what the policy has no say in.
+            models: bytes of a step in which models are averaged instead, on average.
+        """
+
+    # ------------------------------------------------------------------------- common to all
+    @property
+    def over(self) -> bool:
+        """Whether a window has ended."""
+        return False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it goes by one norm, that of the whole model, in something."""
+        return self.batch_size is not None or self.method is not None
+
+    @property
+    def accumulated(self) -> int:
+        """Small batches whose gradients are accumulated for one exchange."""
+        return 1 if self.loader else self.micro_batches
+
+    def bind(self, owner: Any, names: Sequence[str]) -> None:
+        """Serve `owner`'s buckets.
+
+        Raises:
+            ValueError: the policy serves another optimizer already.
+        """
+        if self._bound is not None and self._bound() is not owner:
+            raise ValueError(
+                f"{type(self).__name__}: this policy serves another optimizer already (or did); "
+                "make one for each optimizer, since it keeps what it has seen."
+            )
+        self._bound = weakref.ref(owner)
+        for name in names:
+            self.current.setdefault(name, self.start(name))
+
+    def complete(self) -> None:
+        """Raises: ValueError if it lacks what it needs to serve a `DistributedOptimizer`."""
+
+    def plain(self) -> Compressor:
+        """What serves the tensors that it has no say in."""
+        return self._plain or Dense()
+
+    def level(self, name: str) -> int:
+        """The level that serves bucket `name` now."""
+        return self.current[name]
+
+    def apply(self, rows: Sequence[Row]) -> None:
+        """Put decisions into force and remember them."""
+        for row in rows:
+            self.current[row["name"]] = row["level"]
+        self.history.extend(rows)
+
+    def disturbed(self, names: Sequence[str]) -> None:
+        """A gate has changed what serves these buckets."""
+
+    def affords(self) -> bool:
+        """Whether privacy leaves room for another exchange."""
+        return True
+
+    def end_window(self) -> None:
+        """The user says that a window (an epoch) ends here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        kept = {key: getattr(self, key) for key in self.KEPT}
+        return {"history": list(self.history), "current": dict(self.current)} | kept
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.history[:] = [dict(row) for row in state["history"]]
+        self.current = dict(state["current"])
+        for key in self.KEPT:
+            setattr(self, key, state[key])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle remembers everything, but serves nobody yet."""
+        return {**vars(self), "_bound": None}
+
+
+def agree(owner: Policy, levels: Sequence[Any]) -> None:
+    """Declare for `owner` what its levels declare; `Dense` and its like take any scope.
+
+    Raises:
+        TypeError: one is no compressor.
+        ValueError: they differ in target, output or scope, or in what serves exempt tensors; a
+            private one is not alone; or under one, the ranks' weights differ at times, when no
+            other may follow.
+    """
+    for level in levels:
+        if not isinstance(level, Compressor):
+            raise TypeError(
+                f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
+            )
+    _keep_private(owner, levels)
+    alone = [x for x in levels if type(x).synchronous is not Compressor.synchronous]
+    if alone and len({repr(level) for level in levels}) > 1:
+        raise ValueError(
+            f"{type(owner).__name__}: under {alone[0]!r} the ranks' weights differ between its "
+            "synchronisations, so it cannot take turns with others; name it alone."
+        )
+    for aspect in ("target", "output", "scope"):
+        choosy = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
+        values = {repr(level): getattr(level, aspect) for level in choosy}
+        _compare(owner, aspect, values)
+        setattr(owner, aspect, getattr(choosy[0], aspect))
+    _compare(owner, "what serves exempt tensors", {repr(x): x.plain() or Dense() for x in levels})
+    owner._plain = levels[0].plain()
+    owner.by_machine = any(level.by_machine for level in levels)
+    owner.halves = any(level.halves for level in levels)
+
+
+def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:
+    private = [level for level in levels if level.private]
+    if private and (len(levels) > 1 or not owner.fixed):
+        raise ValueError(
+            f"{type(owner).__name__}: {private[0]!r} is private and can be no level among others, "
+            "which would send what it hides; let it serve alone, as compression=TopAgg(...)."
+        )
+    owner.private, owner.several = bool(private), any(level.several for level in private)
+
+
+def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:
+    if len(set(values.values())) > 1:
+        described = ", ".join(f"{name} has {value!r}" for name, value in values.items())
+        raise ValueError(f"{type(owner).__name__}: levels must agree in {aspect}: {described}.")
+
+
+def _takes_any_vector(level: Compressor) -> bool:
+    return level.stacks == "any" and level.scope == "tensor"

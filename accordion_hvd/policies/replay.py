@@ -1,0 +1,93 @@
+"""The same decisions again, without their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from accordion_hvd import averaging, compressors
+from accordion_hvd.core import spec_strings
+from accordion_hvd.core.base import Compressor
+from accordion_hvd.policies.base import Policy, Row, agree
+
+
+class Replay(Policy):
+    """Repeat the decisions of a `history`, each at its step, whatever the gradients are.
+
+    A layer's level before its first decision is the one that Accordion starts with, the mild one:
+    that of the first row about it.
+
+    Args:
+        history: rows as in `Accordion.history` (a list, or rows read from JSON); used are step,
+            name and compressor.
+
+    Raises:
+        ValueError: the history is empty or a row lacks a key.
+    """
+
+    def __init__(self, history: Iterable[Row]) -> None:
+        super().__init__()
+        self._rows = [dict(row) for row in history]
+        for row in self._rows:
+            for key in ("step", "name", "compressor"):
+                if key not in row:
+                    raise ValueError(f"Replay: row {row!r} has no {key!r}; give Accordion.history.")
+            if row["name"] in ("(batch size)", "(model)"):
+                raise ValueError(
+                    f"Replay: row {row!r} is about batch sizes or averages of models, which are "
+                    "not repeated; leave such rows out."
+                )
+        if not self._rows:
+            raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
+        self._levels: dict[str, list[Compressor]] = {}
+        for row in self._rows:
+            known, level = self._levels.setdefault(row["name"], []), _read(row["compressor"])
+            if level not in known:
+                known.append(level)
+        agree(self, [level for known in self._levels.values() for level in known])
+        self._step = 0
+
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """What served the layer in the recorded run.
+
+        Raises:
+            ValueError: the history does not know the layer.
+        """
+        if name not in self._levels:
+            known = ", ".join(sorted(self._levels))
+            raise ValueError(f"Replay: the history has no layer {name!r}; it has {known}.")
+        return tuple(self._levels[name])
+
+    def due(self, lr: Mapping[str, float]) -> bool:
+        """Whether the recorded run decided something at this step."""
+        return any(row["step"] == self._step for row in self._rows)
+
+    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+        """The recorded rows of this step."""
+        now = [row for row in self._rows if row["step"] == self._step]
+        return [
+            {**row, "level": self._levels[row["name"]].index(_read(row["compressor"]))}
+            for row in now
+            if row["name"] in self.current
+        ]
+
+    def tick(self, lr: Mapping[str, float]) -> None:
+        """Count an exchange."""
+        self._step += 1
+
+    def state_dict(self) -> dict[str, object]:
+        """How far the replay is."""
+        return super().state_dict() | {"_step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self._step = int(state["_step"])  # type: ignore[call-overload]
+
+    def __repr__(self) -> str:
+        """How much there is to repeat."""
+        return f"Replay(<{len(self._rows)} rows>)"
+
+
+def _read(text: str) -> Compressor:
+    """Return the level that a row of a history names."""
+    return spec_strings.parse(text, spec_strings.table(compressors, averaging))

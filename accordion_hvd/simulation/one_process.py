@@ -1,0 +1,294 @@
+"""N ranks in one process, no network: for tests, notebooks and studies.
+
+```python
+world = simulate(Accordion(low=PowerSGD(4), high=PowerSGD(1), window=10), ranks=4)
+means = world.step([{"weight": gradient_of_rank} for gradient_of_rank in gradients])
+world.exchanges[0].stats()
+```
+The algorithms, the exchange and the packing are the real ones; only the wires are not. Tensors may
+be NumPy's, PyTorch's or TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.communicator import Communicator, Pending
+from accordion_hvd.core.base import Machines, Tensor
+from accordion_hvd.core.places import consecutive
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.ops import namespace
+from accordion_hvd.resolve import as_policy
+
+Key = tuple[str, Group]
+
+
+class Hub:
+    """Where what ranks have sent lies until everybody concerned has sent."""
+
+    def __init__(self, ranks: int, machines: Machines = ()) -> None:
+        self.ranks, self.machines = ranks, machines
+        self.sent: dict[Key, dict[int, Any]] = {}
+        self.fetched: dict[Key, int] = {}
+        self.events = 0  # things sent and fetched so far
+
+    def members(self, group: Group) -> tuple[int, ...]:
+        """The ranks of a group."""
+        return tuple(range(self.ranks)) if group is None else group
+
+    def fetch(self, key: Key) -> list[Any]:
+        """What each member sent, in rank order; forgotten when all have fetched it."""
+        self.events += 1
+        members = self.members(key[1])
+        parts = [self.sent[key][member] for member in members]
+        self.fetched[key] = self.fetched.get(key, 0) + 1
+        if self.fetched[key] == len(members):
+            del self.sent[key], self.fetched[key]
+        return parts
+
+    def turn(self, advances: Sequence[Callable[[], bool]]) -> None:
+        """Let ranks advance in turn until all say that they are done.
+
+        Raises:
+            RuntimeError: they wait for each other for ever, having asked for different things.
+        """
+        events = -1
+        while not all([advance() for advance in advances]):
+            if events == self.events:
+                waiting = ", ".join(sorted(name for name, _ in self.sent))
+                raise RuntimeError(f"simulated ranks wait for each other, in {waiting}.")
+            events = self.events
+
+
+class SimulatedCommunicator(Communicator):
+    """One of the ranks that share a `Hub`."""
+
+    def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
+        self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
+        self.machines = hub.machines
+        self._events = -1
+
+    def _put(self, name: str, group: Group, value: Any, combine: Any) -> Any:
+        self.hub.events += 1
+        self.hub.sent.setdefault((name, group), {})[self.rank] = value
+        return (name, group), combine
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """Combine in rank order."""
+        ranks = self.ranks(group)
+
+        def combine(parts: list[list[Tensor]]) -> list[Tensor]:
+            return [_combined(self.xp, list(same), op, ranks) for same in zip(*parts, strict=True)]
+
+        return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
+
+    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+        """Concatenate in rank order."""
+        return self._put(name, group, self.xp.copy(tensor), self.xp.concat)
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """Take the root's."""
+        place = self.hub.members(group).index(root)
+        return self._put(
+            name, group, self.xp.copy(tensor), lambda parts: self.xp.copy(parts[place])
+        )
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """Take this rank's part of each."""
+        members = self.hub.members(group)
+        place = members.index(self.rank)
+        even = [self.xp.shape(tensor)[0] // len(members)] * len(members)
+        pieces = self.xp.split(self.xp.copy(tensor), list(even if splits is None else splits))
+
+        def combine(parts: list[list[Tensor]]) -> Any:
+            mine = [part[place] for part in parts]
+            came = self.xp.concat(mine)
+            return came if splits is None else (came, [self.xp.shape(x)[0] for x in mine])
+
+        return self._put(name, group, pieces, combine)
+
+    def poll(self, handle: Any) -> bool:
+        """Whether everybody concerned has sent."""
+        key = handle[0]
+        return len(self.hub.sent[key]) == len(self.hub.members(key[1]))
+
+    def wait(self, handle: Any) -> Any:
+        """The combination of what was sent."""
+        key, combine = handle
+        return combine(self.hub.fetch(key))
+
+    def pause(self, waited: float) -> None:
+        """Refuse to wait for other ranks, which cannot go on meanwhile.
+
+        Raises:
+            RuntimeError: nothing has happened since the last look.
+        """
+        if self._events == self.hub.events:
+            raise RuntimeError("a simulated rank waits for others: step all ranks together")
+        self._events = self.hub.events
+
+
+def _combined(xp: ModuleType, parts: list[Tensor], op: str, ranks: int) -> Tensor:
+    dtype = xp.dtype(parts[0])
+    half = dtype in ("float16", "bfloat16")
+    total = xp.cast(parts[0], "float32") if half else parts[0]
+    for part in parts[1:]:
+        total = xp.maximum(total, part) if op == "max" else total + xp.cast(part, xp.dtype(total))
+    return xp.cast(total / ranks if op == "mean" else total, dtype)
+
+
+class World:
+    """Ranks that exchange named gradients.
+
+    Attributes:
+        exchanges: each rank's `Exchange`.
+    """
+
+    def __init__(
+        self, compression: Any, ranks: int, skip: Sequence[str] = (), local_size: int = 1
+    ) -> None:
+        self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
+        if any(policy.target != "gradient" for policy in self._policies):
+            allowed = "one whose target is the gradient; simulation.virtual_time has the others"
+            check.refuse("simulate", "compression", compression, allowed)
+        if self._policies[0].method is not None:
+            allowed = "one that never averages models; simulation.virtual_time has methods that do"
+            check.refuse("simulate", "compression", compression, allowed)
+        self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
+        self._links: list[SimulatedCommunicator] = []
+        self.exchanges: list[Exchange] = []
+
+    def step(
+        self,
+        gradients: Sequence[Mapping[str, Tensor]],
+        lr: float = 0.0,
+        weights: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> list[dict[str, Tensor] | None]:
+        """One exchange.
+
+        Args:
+            gradients: for each rank, name to tensor; names and shapes alike on all (but for the
+                first dimension, where a method takes those of several contributors). Their memory
+                may be used.
+            lr: the learning rate now.
+            weights: for each rank, name to tensor, for methods that read them.
+
+        Returns:
+            For each rank, name to mean; None for all if some gradient was not finite.
+
+        Raises:
+            ValueError: gradients are missing, or not what they were; nothing has happened then.
+        """
+        if len(gradients) != len(self._policies):
+            ranks = len(self._policies)
+            check.refuse(self, "number of gradients", len(gradients), f"{ranks}, one a rank")
+        if not self.exchanges:
+            self._build(gradients[0])
+        for mine in gradients:
+            self._compare(mine)
+        self._decide(lr)
+        told = weights or [{} for _ in gradients]
+        for exchange, mine, theirs in zip(self.exchanges, gradients, told, strict=True):
+            exchange.open(lr)
+            names = [tensor.name for tensor in exchange.tensors]
+            read = [theirs[name] for name in names] if weights else []
+            exchange.give([mine[name] for name in names], read)
+        self._hub.turn([exchange.advance for exchange in self.exchanges])
+        return [self._means(exchange) for exchange in self.exchanges]
+
+    def micro_batches(self, lr: float = 0.0) -> int:
+        """How many small batches' gradients the next step wants, averaged; decides what is due."""
+        if self.exchanges:
+            self._decide(lr)
+        return self._policies[0].accumulated
+
+    def end_window(self) -> None:
+        """The window ends here, on all ranks."""
+        for exchange in self.exchanges:
+            exchange.policy.end_window()
+
+    def _build(self, gradients: Mapping[str, Tensor]) -> None:
+        xp = namespace(next(iter(gradients.values())))
+        tensors = [TensorInfo(name, *self._kind(x)) for name, x in gradients.items()]
+        ranks = range(self._hub.ranks)
+        self._links = [SimulatedCommunicator(self._hub, rank, xp) for rank in ranks]
+        self.exchanges = [
+            Exchange(link, policy, tensors, skip=self._skip)
+            for link, policy in zip(self._links, self._policies, strict=True)
+        ]
+
+    def _compare(self, gradients: Mapping[str, Tensor]) -> None:
+        """See that they are what all ranks have agreed on."""
+        known = self.exchanges[0].tensors
+        if set(gradients) != {tensor.name for tensor in known}:
+            names = [tensor.name for tensor in known]
+            check.refuse(self, "names of gradients", list(gradients), f"those of rank 0, {names}")
+        for tensor in known:
+            shape, dtype = self._kind(gradients[tensor.name])
+            if (shape, dtype) != (tensor.shape, tensor.dtype):
+                found, wanted = f"{dtype} {shape}", f"{tensor.dtype} {tensor.shape}"
+                check.refuse(self, f"gradient of {tensor.name}", found, f"{wanted}, as at first")
+
+    def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str]:
+        """Shape (without the contributors', where there are several) and dtype."""
+        spec = namespace(gradient).spec(gradient)
+        return spec.shape[1 if self._policies[0].several else 0 :], spec.dtype
+
+    def _decide(self, lr: float) -> None:
+        if all([e.due(e.rates(lr)) for e in self.exchanges]):
+            lockstep(self._links, [e.decision(e.rates(lr)) for e in self.exchanges])
+
+    def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
+        if not exchange.close():
+            return None
+        names = [tensor.name for tensor in exchange.tensors]
+        return dict(zip(names, exchange.means(), strict=True))
+
+
+def simulate(
+    compression: Any, ranks: int, *, skip: Sequence[str] = (), local_size: int = 1
+) -> World:
+    """`ranks` ranks under one compression (what `DistributedOptimizer(compression=)` takes).
+
+    Args:
+        compression: the same for all.
+        ranks: how many.
+        skip: patterns of names that travel dense.
+        local_size: how many ranks share a machine (`TwoLevel` minds).
+    """
+    return World(compression, ranks, skip, local_size)
+
+
+def lockstep(
+    communicators: Sequence[SimulatedCommunicator],
+    conversations: Sequence[Generator[Any, Any, Any]],
+) -> list[Any]:
+    """Run one conversation a rank, all together; returns what each returns."""
+    answers: list[Any] = [None] * len(conversations)
+    round_ = 0
+    while True:
+        results, pending = [], []
+        for communicator, conversation, answer in zip(
+            communicators, conversations, answers, strict=True
+        ):
+            try:
+                asked = conversation.send(answer)
+            except StopIteration as stop:
+                results.append(stop.value)
+                continue
+            several = isinstance(asked, tuple)
+            requests = asked if several else (asked,)
+            pending.append((several, Pending(communicator, f"lockstep.{round_}", requests)))
+        if not pending:
+            return results
+        communicators[0].hub.turn([work.ready for _, work in pending])
+        answers = [tuple(w.result()) if several else w.result()[0] for several, w in pending]
+        round_ += 1
