@@ -6,7 +6,7 @@ import abc
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -294,9 +294,14 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.guard.compare(self.communicator, step, names, checksums)
 
 
-def gradient_averagers() -> list[GradientAverager[Any]]:
-    """Return those of this process, in the order in which they were made."""
-    return [owner for owner in checkpoint.owners() if isinstance(owner, GradientAverager)]
+def gradient_averagers(optimizers: Iterable[Any] | None = None) -> list[GradientAverager[Any]]:
+    """Return the averagers of these optimizers, in order; of the whole process if None."""
+    if optimizers is None:
+        owners = checkpoint.owners()
+    else:
+        found = [getattr(item, "exchange_owner", None) for item in optimizers]
+        owners = [owner for x in found for owner in (x if isinstance(x, tuple) else (x,))]
+    return [owner for owner in owners if isinstance(owner, GradientAverager)]
 
 
 def _largest(flags: Tensor) -> Conversation:

@@ -58,7 +58,7 @@ class TensorFlowKerasState(ObjectState):
         broadcast_variables(self._variables(), 0)
         self._keep()
         super().sync()
-        for averager in gradient_averagers():
+        for averager in gradient_averagers([self.optimizer]):
             averager.follow_rank_zero(hvd.broadcast_object)
 
     def _variables(self) -> list[Any]:

@@ -30,7 +30,7 @@ class TorchState(_horovod.TorchState):
             super().sync()
         finally:
             _state.broadcast_optimizer_state = plain
-        for averager in gradient_averagers():
+        for averager in gradient_averagers(h.value for h in self._handlers.values()):
             averager.follow_rank_zero(hvd.broadcast_object)
 
 

@@ -1018,9 +1018,13 @@ def check_names_are_complete() -> None:
 
 
 def check_elastic_state() -> None:
+    if hvd.rank() == 0:  # an optimizer of one rank alone, and of no elastic state
+        stray = hvd.DistributedOptimizer(SGD(0.1), process_set=SOLO, compression=DGC(0.1))
+        stray.apply([tf.ones((2,))], [keras.Variable(tf.zeros((2,)))])
     model = make_model(hvd.rank())
     opt = hvd.DistributedOptimizer(SGD(0.1, momentum=0.9))
     model.compile(opt, loss="mse")
+    model.fit(*data(), batch_size=16, verbose=0)
     state = hvd.elastic.KerasState(model, batch=hvd.rank(), epoch=3)
     state.sync()
     assert_equal_ranks(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import math
 import os
@@ -136,6 +137,26 @@ def check_every_name_of_horovod_is_there() -> None:
     assert hvd.elastic.TorchState.__module__.startswith("accordion_hvd")
     missing = [n for n in stock.elastic.__all__ if not hasattr(hvd.elastic, n)]
     assert not missing, missing
+
+
+def check_elastic_state() -> None:
+    model, other = network(), network()
+    optimizer, stray = wrapped(model, compression=TopK(0.1)), wrapped(other)
+    train(model, optimizer)
+    train(other, stray, steps=2)
+    if hvd.rank():  # an optimizer that is not in the elastic state lives on rank 0 alone
+        del other, stray
+        gc.collect()
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=hvd.rank())
+    state.sync()
+    assert_same(model)
+    assert state.batch == 0
+    kept = weights(model)
+    train(model, optimizer)
+    assert_same(model)
+    assert not torch.equal(weights(model), kept)
+    state.restore()
+    assert torch.equal(weights(model), kept)
 
 
 # --------------------------------------------------------------------------- weights and averages
