@@ -12,6 +12,7 @@ from laws import several
 
 from accordion_hvd import TopK
 from accordion_hvd.comm.agreement import explain_disagreement, gather
+from accordion_hvd.core.running import drive
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import EARLY, Guard, describe
@@ -90,13 +91,11 @@ class Told(SimulatedCommunicator):
         self.theirs = theirs
 
     def run(self, name: str, conversation: Any) -> Any:
-        request = conversation.send(None)
-        parts = [request.tensor, self.theirs]
-        try:
-            conversation.send(tuple(parts if self.rank == 0 else parts[::-1]))
-        except StopIteration as stop:
-            return stop.value
-        raise AssertionError("one round was expected")
+        def serve(requests: Any) -> list[Any]:
+            parts = [requests[0].tensor, self.theirs]
+            return [tuple(parts if self.rank == 0 else parts[::-1])]
+
+        return drive(conversation, serve)
 
 
 def test_modes(capsys: pytest.CaptureFixture[str]) -> None:

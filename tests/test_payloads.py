@@ -24,6 +24,7 @@ from accordion_hvd import (
     TwoLevel,
 )
 from accordion_hvd.check import PayloadError
+from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.resolve import as_policy
@@ -57,17 +58,16 @@ class Spoiled(Compressor):
         return self.inner.init(spec, info)
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
-        talk, xp = self.inner.exchange(grad, state, info), namespace(grad)
+        running, xp = Running(self.inner.exchange(grad, state, info)), namespace(grad)
         leads = isinstance(self.inner, (ScaleCom, LGC)) and not self.round
         mine = info.rank == (info.step % info.size if leads else self.rank)
-        asked = next(talk)
         for number in itertools.count():
+            if running.done:
+                return running.result
+            asked = running.asked
             if number == self.round:
                 asked = self.spoiled(asked, xp, info.step, mine)
-            try:
-                asked = talk.send((yield asked))
-            except StopIteration as stop:
-                return stop.value
+            running.send((yield asked))
 
     def spoiled(self, asked: Any, xp: Any, step: Any, mine: Any) -> Any:
         """The round's first request, if this is its step and its rank."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.running import drive
 from accordion_hvd.ops import namespace
 
 Message = tuple[Tensor, ...]
@@ -81,15 +82,8 @@ def _alone(info: Info, sender: int) -> Info:
 def _hold(
     compressor: Compressor, x: Tensor, state: State, info: Info, answer: Callable[[Request], Any]
 ) -> tuple[Tensor, State]:
-    conversation, result = compressor.exchange(x, state, info), None
-    while True:
-        try:
-            asked = conversation.send(result)
-        except StopIteration as stop:
-            return stop.value
-        several = isinstance(asked, tuple)
-        answers = [answer(request) for request in (asked if isinstance(asked, tuple) else (asked,))]
-        result = tuple(answers) if several else answers[0]
+    exchange = compressor.exchange(x, state, info)
+    return drive(exchange, lambda requests: [answer(request) for request in requests])
 
 
 def _answer(request: Request, part: Tensor, sender: int) -> Any:

@@ -6,6 +6,7 @@ A framework's communicator supplies the engine's asynchronous primitives (some f
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 from accordion_hvd import check
 from accordion_hvd.comm import packing
 from accordion_hvd.comm.collectives import Collectives
-from accordion_hvd.comm.packing import Program
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
+from accordion_hvd.core.running import Running, drive
 
 _PATIENCE = 0.1  # of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
@@ -46,18 +47,16 @@ class Communicator(Collectives):
             conversation: whose requests are carried.
             traffic: its bytes are added to it.
         """
-        result, round_ = None, 0
-        while True:
-            try:
-                wanted = conversation.send(result)
-            except StopIteration as stop:
-                return stop.value
-            several = isinstance(wanted, tuple)
-            pending = self.launch(f"{name}.{round_}", wanted if several else (wanted,))
-            answers = pending.result()
+        rounds = itertools.count()
+
+        def serve(requests: Sequence[Request]) -> list[Any]:
+            pending = self.launch(f"{name}.{next(rounds)}", requests)
+            results = pending.result()
             if traffic is not None:
                 traffic.add(pending.traffic)
-            result, round_ = (tuple(answers) if several else answers[0]), round_ + 1
+            return results
+
+        return drive(conversation, serve)
 
 
 class Pending:
@@ -73,20 +72,18 @@ class Pending:
             if request.decode is not None
         ]
         self._results: list[Any] = [None] * len(requests)
-        self._running: list[tuple[list[int], Program, Any]] = []
+        self._running: list[tuple[list[int], Running]] = []
         for number, members in enumerate(together):
             chosen = [requests[i] for i in members]
             label = f"{name}.{number}"
-            self._move(members, packing.program(communicator, self.traffic, label, chosen), None)
+            program = packing.program(communicator, self.traffic, label, chosen)
+            self._move(members, Running(program))
 
     def ready(self) -> bool:
         """Whether every result is here; starts what follows on what has arrived."""
         running, self._running = self._running, []
-        for members, program, handle in running:
-            if self._communicator.poll(handle):
-                self._move(members, program, self._communicator.wait(handle))
-            else:
-                self._running.append((members, program, handle))
+        for members, program in running:
+            self._move(members, program)
         return not self._running
 
     def result(self) -> list[Any]:
@@ -118,18 +115,15 @@ class Pending:
             results[i] = tuple(read) if several else read[0]
         return xp.insist(results, xp.concat(doubts), senders) if doubts else results
 
-    def _move(self, members: list[int], program: Program, answer: Any) -> None:
-        while True:
-            try:
-                handle = program.send(answer)
-            except StopIteration as stop:
-                for member, result in zip(members, stop.value, strict=True):
-                    self._results[member] = result
+    def _move(self, members: list[int], program: Running) -> None:
+        """Go on with a program until an operation is under way that it waits for."""
+        while not program.done:
+            if not self._communicator.poll(program.asked):
+                self._running.append((members, program))
                 return
-            if not self._communicator.poll(handle):
-                self._running.append((members, program, handle))
-                return
-            answer = self._communicator.wait(handle)
+            program.send(self._communicator.wait(program.asked))
+        for member, result in zip(members, program.result, strict=True):
+            self._results[member] = result
 
 
 def _senders(request: Request, communicator: Communicator) -> Sequence[Any]:

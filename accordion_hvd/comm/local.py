@@ -1,4 +1,4 @@
-"""One rank on its own: every collective is the identity."""
+"""A rank without an engine: it is alone, or takes the other ranks to be like itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from accordion_hvd.comm import reference
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Tensor
@@ -14,22 +15,26 @@ from accordion_hvd.core.base import Tensor
 class LocalCommunicator(Communicator):
     """Carry the requests of a process that is alone, or outside of a process set.
 
+    With a size above 1, results are those of ranks that all pass the same tensors; the cost model
+    counts their bytes so.
+
     Args:
         xp: the operations of the framework whose tensors it carries.
+        size: number of ranks.
     """
 
-    rank, size = 0, 1
+    rank = 0
 
-    def __init__(self, xp: ModuleType) -> None:
-        self.xp = xp
+    def __init__(self, xp: ModuleType, size: int = 1) -> None:
+        self.xp, self.size = xp, size
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Return the tensors: one rank's mean, sum and maximum."""
-        return list(tensors)
+        """Return the mean, sum or maximum of equal tensors."""
+        return [reference.repeated(self.xp, x, op, self.ranks(group)) for x in tensors]
 
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Return a copy of the vector."""
-        return self.xp.copy(tensor)
+        """Return a copy of the vector for each rank, one after the other."""
+        return self.xp.concat([tensor] * self.ranks(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
         """Return a copy of the vector."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Broadcast, Request
+from accordion_hvd.core.running import Running
 from accordion_hvd.ops import namespace
 
 Talk: TypeAlias = Generator[Any, Any, Any]
@@ -22,13 +23,10 @@ def translated(conversation: Talk, serve: Callable[[Any], Talk]) -> Talk:
         conversation: whose result it has.
         serve: given what was asked, a conversation that returns the answer.
     """
-    answer = None
-    while True:
-        try:
-            asked = conversation.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        answer = yield from serve(asked)
+    running = Running(conversation)
+    while not running.done:
+        running.send((yield from serve(running.asked)))
+    return running.result
 
 
 def among(group: tuple[int, ...], conversation: Talk) -> Talk:

@@ -16,33 +16,39 @@ from typing import Any
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
 from accordion_hvd.core.base import Allgather, Allreduce, Conversation, Request, State, Tensor
+from accordion_hvd.core.running import Running
 from accordion_hvd.ops import journal
 
 
-class Talk:
-    """One unit's conversation: what it asked for, and what it ended with."""
+class Talk(Running):
+    """One unit's conversation, with what it has cost.
 
-    def __init__(self) -> None:
-        self.conversation: Conversation | None = None
-        self.asked: tuple[Request, ...] = ()
-        self.several = False
-        self.undo: list[journal.Undo] = []
-        self.payload = 0  # bytes of its first requests
-        self.seconds = 0.0  # in it
-        self.sent = 0.0  # bytes
-        self.result: tuple[Tensor, State] | None = None
+    Args:
+        opening: makes the conversation of the gradients.
+        grad: the gradients.
 
-    def send(self, answers: Sequence[Any] | None) -> None:
-        """Go on to the next request, or to the end."""
-        assert self.conversation is not None
-        answer = None if answers is None else tuple(answers) if self.several else answers[0]
-        try:
-            asked = self.conversation.send(answer)
-        except StopIteration as stop:
-            self.asked, self.result = (), stop.value
-            return
-        self.several = isinstance(asked, tuple)
-        self.asked = asked if isinstance(asked, tuple) else (asked,)
+    Attributes:
+        payload: bytes of its first requests.
+        seconds: spent in it.
+        sent: bytes that it has sent.
+    """
+
+    def __init__(self, opening: Callable[[Tensor], Conversation], grad: Tensor) -> None:
+        self._undo: list[journal.Undo] = []
+        with journal.recording(self._undo):
+            super().__init__(opening(grad))
+        self.payload = sum(_payload(request) for request in self.requests)
+        self.seconds = self.sent = 0.0
+
+    def answer(self, results: Sequence[Any]) -> None:
+        """Go on; what was done to states in place is no longer undone."""
+        self._undo.clear()
+        super().answer(results)
+
+    def take_back(self) -> None:
+        """End it; undo what it has done to states in place."""
+        self.close()
+        journal.rewind(self._undo)
 
 
 class Step:
@@ -71,7 +77,7 @@ class Step:
         self._communicator, self._xp = communicator, communicator.xp
         self._groups, self._name, self._plan, self._guarded = groups, name, plan, guarded
         self._group_of = {i: g for g, members in enumerate(groups) for i in members}
-        self._talks = {i: Talk() for members in groups for i in members}
+        self._talks: dict[int, Talk] = {}
         self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}
         self._missing = [len(members) for members in groups]
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, what is under way)
@@ -82,7 +88,7 @@ class Step:
 
     def started(self, index: int) -> bool:
         """Whether unit `index` has given its gradients."""
-        return self._talks[index].conversation is not None
+        return index in self._talks
 
     @property
     def launched(self) -> int:
@@ -101,17 +107,14 @@ class Step:
         With `checks`, that request's tensor tells whether they are finite (`Compressor.checks`).
         """
         began = time.perf_counter()
-        talk, group = self._talks[index], self._group_of[index]
+        group = self._group_of[index]
         if self._guarded and not checks:
             bad = self._xp.badness(grad)
             grad = self._xp.without_bad(grad, bad)
             self._flags[group].append(bad)
-        with journal.recording(talk.undo):
-            talk.conversation = opening(grad)
-            talk.send(None)
+        talk = self._talks[index] = Talk(opening, grad)
         if self._guarded and checks:
-            self._flags[group].append(self._xp.badness(talk.asked[0].tensor))
-        talk.payload = sum(_payload(request) for request in talk.asked)
+            self._flags[group].append(self._xp.badness(talk.requests[0].tensor))
         talk.seconds = time.perf_counter() - began
         self._missing[group] -= 1
         if not self._missing[group]:
@@ -158,20 +161,16 @@ class Step:
 
     def result(self, index: int) -> tuple[Tensor, State]:
         """Unit `index`'s mean and new state; not there if `bad` is True."""
-        result = self._talks[index].result
-        assert result is not None
-        return result
+        return self._talks[index].result
 
     def take_back(self) -> None:
         """End conversations where they are; what they have done to states in place is undone."""
         for talk in self._talks.values():
-            if talk.conversation is not None:
-                talk.conversation.close()
-            journal.rewind(talk.undo)
+            talk.take_back()
 
     # ------------------------------------------------------------------------------------ within
     def _launch(self, group: int, round_: int) -> None:
-        requests = [ask for i in self._groups[group] for ask in self._talks[i].asked]
+        requests = [ask for i in self._groups[group] for ask in self._talks[i].requests]
         if self.measuring:
             self._account(group)
         if round_ == 0 and self._guarded:
@@ -188,7 +187,7 @@ class Step:
         What stays within a machine takes none of the link's time.
         """
         for i in self._groups[group]:
-            for request in self._talks[i].asked:
+            for request in self._talks[i].requests:
                 ranks = self._communicator.ranks(request.group)
                 if not self._communicator.near(request.group):
                     self._talks[i].sent += traffic_of(request, ranks).sent
@@ -243,11 +242,10 @@ class Step:
         taken = 0
         for index in self._groups[group]:
             talk = self._talks[index]
-            if talk.result is None:
-                asked = len(talk.asked)
-                talk.undo.clear()
+            if not talk.done:
+                asked = len(talk.requests)
                 start = time.perf_counter()
-                talk.send(answers[taken : taken + asked])
+                talk.answer(answers[taken : taken + asked])
                 talk.seconds += time.perf_counter() - start
                 taken += asked
         self._launch(group, round_ + 1)

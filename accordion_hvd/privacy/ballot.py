@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import Exchange
@@ -67,20 +67,16 @@ class Ballot:
             check.refuse(self, "the gradients' shape", xp.shape(gradients), wanted)
         if self.method.budget is not None:
             self.method.budget.spend(self.method.mechanism, xp.shape(gradients)[1])
-        talk = self.method.release(gradients, self._info())
-        pending = self.communicator.launch(self.name, [next(talk)])
-        try:
-            talk.send(pending.result()[0])
-        except StopIteration as stop:
-            self._count(pending.traffic, 4.0 * xp.shape(gradients)[1] * xp.shape(gradients)[2])
-            return stop.value
-        raise AssertionError("a vote is one round")
+        traffic, release = Traffic(), self.method.release(gradients, self._info())
+        votes = self.communicator.run(self.name, release, traffic)
+        self._count(traffic, 4.0 * xp.shape(gradients)[1] * xp.shape(gradients)[2])
+        return votes
 
     def _info(self) -> Info:
         whole = Info(rank=self.communicator.rank, size=self.communicator.size, name=self.name)
         return replace(whole, step=self.exchange.steps)
 
-    def _count(self, traffic: Any, dense: float) -> None:
+    def _count(self, traffic: Traffic, dense: float) -> None:
         self.exchange.traffic.add(traffic)
         self.exchange.dense_bytes += dense
         self.exchange.steps += 1

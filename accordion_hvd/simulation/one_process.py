@@ -12,15 +12,18 @@ be NumPy's, PyTorch's or TensorFlow's.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from accordion_hvd import check
+from accordion_hvd.comm import reference
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.core.base import Machines, Tensor
 from accordion_hvd.core.places import consecutive
+from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import namespace
@@ -81,10 +84,9 @@ class SimulatedCommunicator(Communicator):
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """Combine in rank order."""
-        ranks = self.ranks(group)
 
         def combine(parts: list[list[Tensor]]) -> list[Tensor]:
-            return [_combined(self.xp, list(same), op, ranks) for same in zip(*parts, strict=True)]
+            return [reference.reduce(self.xp, same, op) for same in zip(*parts, strict=True)]
 
         return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
 
@@ -105,8 +107,7 @@ class SimulatedCommunicator(Communicator):
         """Take this rank's part of each."""
         members = self.hub.members(group)
         place = members.index(self.rank)
-        even = [self.xp.shape(tensor)[0] // len(members)] * len(members)
-        pieces = self.xp.split(self.xp.copy(tensor), list(even if splits is None else splits))
+        pieces = reference.deal(self.xp, self.xp.copy(tensor), len(members), splits)
 
         def combine(parts: list[list[Tensor]]) -> Any:
             mine = [part[place] for part in parts]
@@ -134,15 +135,6 @@ class SimulatedCommunicator(Communicator):
         if self._events == self.hub.events:
             raise RuntimeError("a simulated rank waits for others: step all ranks together")
         self._events = self.hub.events
-
-
-def _combined(xp: ModuleType, parts: list[Tensor], op: str, ranks: int) -> Tensor:
-    dtype = xp.dtype(parts[0])
-    half = dtype in ("float16", "bfloat16")
-    total = xp.cast(parts[0], "float32") if half else parts[0]
-    for part in parts[1:]:
-        total = xp.maximum(total, part) if op == "max" else total + xp.cast(part, xp.dtype(total))
-    return xp.cast(total / ranks if op == "mean" else total, dtype)
 
 
 class World:
@@ -272,23 +264,16 @@ def lockstep(
     conversations: Sequence[Generator[Any, Any, Any]],
 ) -> list[Any]:
     """Run one conversation a rank, all together; returns what each returns."""
-    answers: list[Any] = [None] * len(conversations)
-    round_ = 0
-    while True:
-        results, pending = [], []
-        for communicator, conversation, answer in zip(
-            communicators, conversations, answers, strict=True
-        ):
-            try:
-                asked = conversation.send(answer)
-            except StopIteration as stop:
-                results.append(stop.value)
-                continue
-            several = isinstance(asked, tuple)
-            requests = asked if several else (asked,)
-            pending.append((several, Pending(communicator, f"lockstep.{round_}", requests)))
+    running = [Running(conversation) for conversation in conversations]
+    for round_ in itertools.count():
+        pending = [
+            (one, Pending(communicator, f"lockstep.{round_}", one.requests))
+            for communicator, one in zip(communicators, running, strict=True)
+            if not one.done
+        ]
         if not pending:
-            return results
+            break
         communicators[0].hub.turn([work.ready for _, work in pending])
-        answers = [tuple(w.result()) if several else w.result()[0] for several, w in pending]
-        round_ += 1
+        for one, work in pending:
+            one.answer(work.result())
+    return [one.result for one in running]

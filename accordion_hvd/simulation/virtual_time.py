@@ -24,16 +24,10 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.averaging.wagma import WAGMA
+from accordion_hvd.comm import reference
 from accordion_hvd.comm.traffic import traffic_of
-from accordion_hvd.core.base import (
-    Allgather,
-    Allreduce,
-    Alltoall,
-    Broadcast,
-    Info,
-    Neighbours,
-    Request,
-)
+from accordion_hvd.core.base import Allreduce, Alltoall, Info, Neighbours, Request
+from accordion_hvd.core.running import Running
 from accordion_hvd.engine.agent import Activation, Agent, Turn, combine
 from accordion_hvd.engine.halving import factors, oracle
 
@@ -320,30 +314,27 @@ class Together:
         """All steps."""
         for step, times in enumerate(self._times):
             self._now += times
-            talks = []
+            exchanges = []
             for rank, info in enumerate(self._info):
                 model = self._models[rank] + self._update(rank, step, self._models[rank])
                 told = replace(info, step=step)
-                talks.append(self._method.exchange(model, self._states[rank], told))
-            self._hold(talks)
+                exchanges.append(self._method.exchange(model, self._states[rank], told))
+            self._hold(exchanges)
             for rank, model in enumerate(self._models):
                 self._history.add(rank, step, model, self._now[rank])
 
-    def _hold(self, talks: Sequence[Any]) -> None:
-        answers: dict[int, Any] = dict.fromkeys(range(self._ranks))
-        while answers:
-            asked: dict[int, Any] = {}
-            for rank, answer in answers.items():
-                try:
-                    asked[rank] = talks[rank].send(answer)
-                except StopIteration as stop:
-                    self._models[rank], self._states[rank] = stop.value
-            answers = self._answers(asked)
+    def _hold(self, exchanges: Sequence[Any]) -> None:
+        running = {rank: Running(exchange) for rank, exchange in enumerate(exchanges)}
+        while running:
+            for rank in [rank for rank, one in running.items() if one.done]:
+                self._models[rank], self._states[rank] = running.pop(rank).result
+            answers = self._answers({rank: one.requests for rank, one in running.items()})
+            for rank, one in running.items():
+                one.answer(answers[rank])
 
-    def _answers(self, asked: dict[int, Any]) -> dict[int, Any]:
+    def _answers(self, several: dict[int, tuple[Request, ...]]) -> dict[int, list[Any]]:
         """What each rank that has asked for something gets; moves clocks on."""
-        several = {rank: one if isinstance(one, tuple) else (one,) for rank, one in asked.items()}
-        found: dict[int, list[Any]] = {rank: [] for rank in asked}
+        found: dict[int, list[Any]] = {rank: [] for rank in several}
         before = self._now.copy()  # requests of one rank leave together
         for number in range(max(map(len, several.values()), default=0)):
             batches: dict[Any, dict[int, Request]] = {}
@@ -353,12 +344,10 @@ class Together:
             for (kind, group), batch in batches.items():
                 if tuple(batch) != (tuple(range(self._ranks)) if group is None else group):
                     raise RuntimeError(f"virtual ranks wait for each other in {kind.__name__}.")
-                for rank, result in _results(batch).items():
+                for rank, result in reference.results(batch).items():
                     found[rank].append(result)
                 self._pass(batch, before)
-        return {
-            r: tuple(got) if isinstance(asked[r], tuple) else got[0] for r, got in found.items()
-        }
+        return found
 
     def _pass(self, batch: dict[int, Request], before: Array) -> None:
         """Let time pass for those who share a collective."""
@@ -369,26 +358,6 @@ class Together:
             if not isinstance(request, Neighbours):
                 self._now[near] = np.maximum(self._now[near], self._now[rank])
                 return
-
-
-def _results(batch: dict[int, Request]) -> dict[int, Any]:
-    """What a collective of these requests gives to each."""
-    first, ranks = next(iter(batch.values())), list(batch)
-    tensors = [request.tensor for request in batch.values()]
-    if isinstance(first, Neighbours):
-        return {r: tuple(batch[o].tensor.copy() for o in batch[r].of) for r in ranks}  # type: ignore[attr-defined]
-    if isinstance(first, Allreduce):
-        stacked = np.stack(tensors)
-        result = stacked.max(0) if first.op == "max" else stacked.sum(0)
-        if first.op == "mean":
-            result = result / len(ranks)
-        return {rank: result.copy() for rank in ranks}
-    if isinstance(first, Allgather):
-        read = first.decode or (lambda part: (part, None))
-        return {rank: tuple(read(tensor.copy())[0] for tensor in tensors) for rank in ranks}
-    if isinstance(first, Broadcast):
-        return {rank: batch[first.root].tensor.copy() for rank in ranks}
-    return {rank: np.stack([tensor[i] for tensor in tensors]) for i, rank in enumerate(ranks)}
 
 
 class WithoutWaiting:

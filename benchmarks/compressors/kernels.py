@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd.comm import reference
 from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
 from accordion_hvd.core.places import consecutive
+from accordion_hvd.core.running import Running
 from accordion_hvd.ops import backend
 from accordion_hvd.resolve import parse
 from benchmarks.compressors.shelf import SHELF
@@ -105,20 +107,15 @@ class Bench:
         self, compressor: Compressor, gradient: Tensor, state: State, info: Info
     ) -> tuple[float, float, State]:
         """Seconds before and after the first request, and the new state."""
-        talk = compressor.exchange(gradient, state, info)
-        spent, answer, phase = [0.0, 0.0], None, 0
-        while True:
+        spent, began = [0.0, 0.0], time.perf_counter()
+        running = Running(compressor.exchange(gradient, state, info))
+        spent[0] += time.perf_counter() - began
+        while not running.done:
+            answers = [self._decoded(request, spent) for request in running.requests]
             began = time.perf_counter()
-            try:
-                asked = talk.send(answer)
-            except StopIteration as stop:
-                spent[phase] += time.perf_counter() - began
-                return spent[0], spent[1], stop.value[1]
-            spent[phase] += time.perf_counter() - began
-            phase = 1
-            requests = asked if isinstance(asked, tuple) else (asked,)
-            answers = [self._decoded(request, spent) for request in requests]
-            answer = tuple(answers) if isinstance(asked, tuple) else answers[0]
+            running.answer(answers)
+            spent[1] += time.perf_counter() - began
+        return spent[0], spent[1], running.result[1]
 
     def _decoded(self, request: Request, spent: list[float]) -> Any:
         """The answer as the conversation is sent it."""
@@ -142,9 +139,9 @@ class Bench:
             return self.xp.copy(request.tensor)
         if request.wire:
             return self._through_wire(request, ranks, spent)
-        if request.op == "sum" and self.xp.dtype(request.tensor).startswith("float"):
-            return request.tensor * ranks  # integers are a leader's, and the others' are 0
-        return request.tensor if request.reuse else self.xp.copy(request.tensor)
+        op = "max" if request.sender is not None else request.op  # the others' are 0
+        combined = reference.repeated(self.xp, request.tensor, op, ranks)
+        return combined if request.reuse or op == "sum" else self.xp.copy(combined)
 
     def _through_wire(self, request: Allreduce, ranks: int, spent: list[float]) -> Tensor:
         """What the communicator does for a compressor that asks for a narrower dtype."""
