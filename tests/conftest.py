@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE / "support", HERE.parent):
+for folder in (HERE / "support", HERE.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

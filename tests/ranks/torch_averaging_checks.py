@@ -17,9 +17,8 @@ from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD, Nester
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.horovod.process_sets import registered
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "support")]
-from test_averaging import Ranks  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+from model_ranks import Ranks  # noqa: E402
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 os.environ[DYNAMIC] = "1"

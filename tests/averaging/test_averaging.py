@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, parameters
+from model_ranks import Ranks, Update
 
 import accordion_hvd
 from accordion_hvd import (
@@ -35,55 +36,9 @@ from accordion_hvd import (
 from accordion_hvd.averaging import alone
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.shares import by_shares
-from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Allreduce, Broadcast
 from accordion_hvd.core.conversations import among
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep, simulate
-
-Update = Callable[[int, int, np.ndarray], np.ndarray]
-"""(rank, step, model) to what the rank's own optimizer adds."""
-
-
-class Ranks:
-    """Ranks that take steps and average."""
-
-    def __init__(
-        self, method: Averaging, ranks: int, first: np.ndarray, framework: Framework = NUMPY
-    ) -> None:
-        self.method, self.framework, self.step = method, framework, 0
-        self.links = [SimulatedCommunicator(Hub(ranks), r, framework.xp) for r in range(ranks)]
-        for link in self.links:
-            link.hub = self.links[0].hub
-        method.groups(ranks)
-        self.models = [framework.tensor(first) for _ in range(ranks)]
-        self.states = [method.start(m, self.info(r)) for r, m in enumerate(self.models)]
-        self.traffic = Traffic()
-
-    def info(self, rank: int, lr: float = 0.0) -> Info:
-        return Info(step=self.step, rank=rank, size=len(self.links), name="model", lr=lr)
-
-    def take(self, update: Update, lr: float = 0.1) -> np.ndarray:
-        """A step of all ranks; returns their models as rows."""
-        for rank, model in enumerate(self.models):
-            added = update(rank, self.step, self.framework.array(model))
-            self.models[rank] = model + self.framework.tensor(added, self.framework.xp.dtype(model))
-        talks = [
-            self.method.exchange(model, state, self.info(rank, lr))
-            for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
-        ]
-        return self._hold(talks)
-
-    def settle(self) -> np.ndarray:
-        talks = [
-            self.method.settle(model, state, self.info(rank))
-            for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
-        ]
-        return self._hold(talks)
-
-    def _hold(self, talks: Sequence[Any]) -> np.ndarray:
-        self.models, self.states = map(list, zip(*lockstep(self.links, talks), strict=True))
-        self.step += 1
-        return np.stack([self.framework.array(model) for model in self.models])
+from accordion_hvd.simulation.one_process import simulate
 
 
 class Dealing(Ranks):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alternating import Alternating
 from cases import CASES, Case
 from frameworks import (
     NUMPY,
@@ -512,26 +513,6 @@ def test_equal_levels_are_the_static_compressor(
             assert all(same_bits(mine[name], wanted[name]) for name in wanted)
     if signal == "local":
         assert {row["level"] for row in world.exchanges[0].policy.history} == {LOW, HIGH}
-
-
-class Alternating(Policy):
-    """Changes levels after given steps."""
-
-    def __init__(self, low: Compressor, high: Compressor, steps: Sequence[int]) -> None:
-        super().__init__()
-        self.pair, self.steps, self.count = (low, high), set(steps), 0
-
-    def levels(self, name: str) -> tuple[Compressor, ...]:
-        return self.pair
-
-    def due(self, lr: Mapping[str, float]) -> bool:
-        return self.count in self.steps
-
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[dict[str, Any]]:
-        return [{"name": name, "level": 1 - level} for name, level in self.current.items()]
-
-    def tick(self, lr: Mapping[str, float]) -> None:
-        self.count += 1
 
 
 def owed(world: World, framework: Framework, name: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 
 from accordion_hvd.tools import build_horovod as bh
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BOTH = {"torch": "2.13.0+cpu", "tensorflow": "2.21.0"}
 
 

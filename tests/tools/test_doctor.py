@@ -9,7 +9,7 @@ import pytest
 from accordion_hvd.tools import doctor
 from accordion_hvd.tools.doctor import FAIL, OK, WARN, Outcome
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_doctor(python, *arguments, **env):

@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 
 from accordion_hvd import FP16, Accordion, Dense, Fixed, PowerSGD, TwoLevel
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.engine import halves
-from accordion_hvd.engine.prices import Echo
+from accordion_hvd.ops import numpy as xp
 from accordion_hvd.policies import Policy
 
 
-class Line(Echo):
+class Line(LocalCommunicator):
     """One of four ranks whose messages take 0.1 ms and go at some bytes a second."""
 
     def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(4)
+        super().__init__(xp, 4)
         self.launched: list[str] = []
+        self.traffic = Traffic()
         clock = SimpleNamespace(
             perf_counter=lambda: 1e-4 * len(self.launched) + self.traffic.sent / rate
         )
@@ -28,7 +31,9 @@ class Line(Echo):
     def launch(self, name: str, requests: Sequence[Any]) -> Any:
         """Count these."""
         self.launched.append(name)
-        return super().launch(name, requests)
+        pending = super().launch(name, requests)
+        self.traffic.add(pending.traffic)
+        return pending
 
 
 @pytest.mark.parametrize("mbit", [5, 50, 90, 110, 1000, 100_000])

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alternating import Alternating
 from frameworks import NUMPY, Framework, Ranks, normals, parameters, same_bits
 from laws import SHAPE, several, step
-from test_accordion import Alternating
 
 from accordion_hvd import (
     FP16,

@@ -19,7 +19,7 @@ from frameworks import (
     parameters,
     same_bits,
 )
-from test_compressors import test_traced as check_traced
+from traced import same_in_a_graph
 
 from accordion_hvd import SketchedSGD
 from accordion_hvd.ops import count_sketch, random
@@ -171,7 +171,7 @@ def test_laws_with_momentum(law: laws.Law, framework: Framework, ranks: int) -> 
 
 def test_traced_with_momentum() -> None:
     pytest.importorskip("tensorflow")
-    check_traced(CASE)
+    same_in_a_graph(CASE)
 
 
 def test_it_follows_the_paper() -> None:

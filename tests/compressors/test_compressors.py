@@ -8,7 +8,7 @@ from typing import Any
 import laws
 import numpy as np
 import pytest
-from cases import CASES, REFUSED, Case, matrix, topk
+from cases import CASES, REFUSED, Case, topk
 from frameworks import (
     NUMPY,
     POISONED,
@@ -22,10 +22,10 @@ from frameworks import (
     normals,
     same_bits,
 )
+from traced import same_in_a_graph
 
 import accordion_hvd
-from accordion_hvd import Allgather, Allreduce, Compressor, Dense, Info, PowerSGD, TopK
-from accordion_hvd.compressors.powersgd import matrix_shape
+from accordion_hvd import Allgather, Allreduce, Compressor, Dense, Info, TopK
 from accordion_hvd.ops import namespace
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -49,38 +49,9 @@ def test_every_compressor_has_a_case() -> None:
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
-@by_case
+@pytest.mark.parametrize("case", [c for c in CASES if not c.uneven], ids=lambda case: case.name)
 def test_traced(case: Case) -> None:
-    """Inside tf.function, the step a tensor: what eager TensorFlow and NumPy give.
-
-    Traced once for each phase.
-    """
-    import tensorflow as tf
-
-    if case.uneven:
-        return
-    ranks, traces = 4 if case.compressor.by_machine else 2, []
-    ours, oracle = Ranks(case.compressor, ranks, TENSORFLOW), Ranks(case.compressor, ranks, NUMPY)
-
-    @tf.function(autograph=False)
-    def exchange(tensors: Any, states: Any, step: Any, phase: int) -> Any:
-        traces.append(1)
-        return ours.exchange(tensors, states, step)
-
-    state, phases = ours.init(tf.zeros(laws.SHAPE)), set()
-    for number, gradients in enumerate(normals(laws.SHAPE, ranks, steps=6)):
-        tensors = [tf.constant(g) for g in gradients]
-        ours.steps, phase = number, case.compressor.variant(number)
-        phases.add(phase)
-        results = exchange(tensors, state, tf.constant(number, tf.int64), phase)
-        state = [new for _, new in results]
-        for (mean, _), wanted in zip(results, oracle.step(gradients), strict=True):
-            laws.check_same(case, mean.numpy(), wanted)
-    assert len(traces) == len(phases)
-    for new, wanted in zip(state, oracle.states, strict=True):
-        for key, x in wanted.items():
-            if key == "error":
-                laws.check_same(case, new[key].numpy(), x)
+    same_in_a_graph(case)
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
@@ -118,85 +89,6 @@ def test_refused(kind: type, name: str, value: Any) -> None:
         kind(**{name: value})
     assert repr(value) in str(refusal.value)
     assert "must be" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "shape", [(4,), (6, 8), (64, 3, 7, 7), (7, 7, 3, 64), (2, 2, 2, 2), (1, 9)]
-)
-def test_matrix_shape(shape: tuple[int, ...]) -> None:
-    assert matrix_shape(shape) == matrix(shape)
-    assert np.prod(matrix_shape(shape)) == np.prod(shape)
-
-
-def test_matrix_shape_of_known_layers() -> None:
-    assert matrix_shape((64, 3, 7, 7)) == (64, 147)  # PyTorch: (output, the rest)
-    assert matrix_shape((7, 7, 3, 64)) == (147, 64)  # Keras: (the rest, output)
-
-
-def test_at_least_one_is_kept() -> None:
-    assert [TopK(0.01).kept(size) for size in (1, 99, 100, 250)] == [1, 1, 1, 2]
-
-
-# ----------------------------------------------------------------------- what each method is about
-def test_topk_sends_the_largest() -> None:
-    """On one rank the mean is the largest magnitudes of gradient + error, by brute force."""
-    world, error = Ranks(TopK(0.1), 1), np.zeros(1200)
-    for (gradient,) in normals(laws.SHAPE, 1, steps=5):
-        total = error + gradient.reshape(-1)
-        largest = np.argsort(-np.abs(total))[:120]
-        wanted = np.zeros(1200)
-        wanted[largest] = total[largest]
-        np.testing.assert_allclose(world.step([gradient])[0].reshape(-1), wanted, atol=1e-6)
-        error = total - wanted
-
-
-def test_powersgd_follows_the_paper() -> None:
-    """Algorithm 1 and 2 with plain matrices (n, r), for two ranks."""
-    rank, ranks, (n, m) = 2, 2, laws.SHAPE
-    world = Ranks(PowerSGD(rank), ranks)
-    world.states = world.init(np.zeros(laws.SHAPE, np.float32))
-    q = world.states[0]["q"].T.astype(np.float64)  # (m, r)
-    errors = [np.zeros((n, m)) for _ in range(ranks)]
-    for gradients in normals(laws.SHAPE, ranks, steps=6):
-        totals = [g + e for g, e in zip(gradients, errors, strict=True)]
-        p = np.mean([total @ q for total in totals], 0)
-        for j in range(rank):  # Gram-Schmidt
-            for i in range(j):
-                p[:, j] -= (p[:, i] @ p[:, j]) * p[:, i]
-            p[:, j] /= np.linalg.norm(p[:, j])
-        q = np.mean([total.T @ p for total in totals], 0)
-        np.testing.assert_allclose(world.step(gradients)[1], p @ q.T, atol=1e-4)
-        errors = [total - p @ q.T for total in totals]
-
-
-def test_powersgd_finds_a_low_rank_gradient() -> None:
-    """A gradient of rank 2 is exact after a few steps: the power iteration is warm-started."""
-    rng = np.random.default_rng(0)
-    low = (rng.standard_normal((24, 2)) @ rng.standard_normal((2, 50))).astype(np.float32)
-    world = Ranks(PowerSGD(2), 2)
-    for _ in range(4):
-        mean = world.step([low, low])[0]
-    np.testing.assert_allclose(mean, low, atol=1e-4)
-
-
-def test_randomk_gives_every_element_its_chance() -> None:
-    """Each step sends k different elements; over many steps every element is sent about alike."""
-    size, steps = 200, 1000
-    world, sent = Ranks(accordion_hvd.RandomK(0.1), 1), np.zeros(size)
-    for _ in range(steps):
-        mean = world.step([np.ones(size, np.float32)])[0]
-        assert np.count_nonzero(mean) == 20
-        sent += mean != 0
-    assert abs(sent.mean() - 100) < 1e-9
-    assert 50 < sent.min() and sent.max() < 150  # five standard deviations
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_half_overflow_reaches_every_rank() -> None:
-    means = Ranks(accordion_hvd.FP16(), 2).step([np.full((3,), 1e6, np.float32)] * 2)
-    assert all(np.isinf(mean).all() for mean in means)
-    means = Ranks(accordion_hvd.BF16(), 2).step([np.full((3,), 1e30, np.float32)] * 2)
-    assert all(np.isfinite(mean).all() for mean in means)
 
 
 # ------------------------------------------------------------ negative controls: laws can be broken
