@@ -15,14 +15,9 @@ from launch import END, checks_of, command_for, launch, need
 
 BOTH = [("gloo", 2), ("mpirun", 4)]  # each launcher, each number of ranks
 AMONG_MORE = (
-    "check_dense_is_the_average",
-    "check_fit_in_a_graph",
+    "check_weights_are_equal_after_training",
     "check_accordion_switches_in_fit",
-    "check_decisions_equal_simulation",
-    "check_two_levels_equal_simulation",
     "check_custom_loops",
-    "check_a_bad_gradient_on_one_rank",
-    "check_ranks_that_disagree",
 )
 """Keras' checks that are more than repeated by more ranks, which take minutes for all of them."""
 

@@ -65,7 +65,9 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
 
 
 @contextmanager
-def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
+def refused(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *words: str
+) -> Iterator[None]:
     """Within it, such an exception must be raised that says all of these words."""
     try:
         yield
@@ -73,7 +75,7 @@ def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
         for word in words:
             assert word in str(error), f"{word!r} is not in: {error}"
     else:
-        raise AssertionError(f"{kind.__name__} was not raised: {words}")
+        raise AssertionError(f"{kind} was not raised: {words}")
 
 
 def raises(kind: type[BaseException], part: str, action: Callable[[], Any]) -> None:

@@ -1,0 +1,835 @@
+"""What a distributed optimizer does in every framework: one list, run in PyTorch and in Keras.
+
+A check gets an adapter (`tests/ranks/parity_*_checks.py`), whose jobs train three arrays with
+gradients that the check supplies, so that NumPy or simulated ranks can say how a training ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import harness
+import numpy as np
+from harness import refused
+
+from accordion_hvd import (
+    BF16,
+    DGC,
+    FP16,
+    LGC,
+    QSGD,
+    Accordion,
+    AdaComp,
+    AdaQS,
+    Compressor,
+    Dense,
+    EFSignSGD,
+    Fixed,
+    Int8,
+    LocalSGD,
+    Natural,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    Replay,
+    ScaleCom,
+    SignSGD,
+    SketchedSGD,
+    StepSchedule,
+    TernGrad,
+    Threshold,
+    TopK,
+    TwoLevel,
+)
+from accordion_hvd.check import PayloadError
+from accordion_hvd.comm.agreement import RanksDisagree
+from accordion_hvd.core.running import Running
+from accordion_hvd.engine import halves
+from accordion_hvd.engine.guard import ReplicasDiffer
+from accordion_hvd.ops import namespace
+from accordion_hvd.policies import windows
+from accordion_hvd.simulation.one_process import World, simulate
+
+Arrays = Mapping[str, np.ndarray]
+
+SHAPES = {"first": (32, 40), "second": (40, 32), "bias": (40,)}
+"""Two matrices that are compressed, and a vector that is too small."""
+
+ZEROS: Arrays = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
+COMPRESSORS = [
+    Dense(),
+    FP16(),
+    BF16(),
+    TopK(0.05),
+    RandomK(0.05),
+    PowerSGD(2),
+    Threshold(1.5),
+    AdaComp(50),
+    ScaleCom(0.05, beta=0.3),
+    DGC(0.05),
+    SketchedSGD(0.02, columns=5),
+    QSGD(4),
+    TernGrad(),
+    Natural(),
+    Int8(),
+    EFSignSGD(),
+    OneBit(),
+    SignSGD(0.9),
+]
+"""All but LGC, whose graphs are large: see `check_learned_codes_equal_simulation`."""
+
+
+class Job(Protocol):
+    """A training of `SHAPES` by SGD. Attribute `optimizer`: the distributed one."""
+
+    optimizer: Any
+
+    def step(self, gradients: Arrays) -> None:
+        """Take a step with this rank's gradients; names that lack have none."""
+
+    def accumulate(self, passes: Sequence[Arrays]) -> None:
+        """Take one step with the gradients of several backward passes."""
+
+    def averages(self, gradients: Arrays) -> Arrays:
+        """Exchange gradients and return the averages, without a step."""
+
+    def weights(self) -> Arrays:
+        """Return the present values."""
+
+    def assign(self, name: str, values: np.ndarray) -> None:
+        """Change an array on this rank."""
+
+    def set_lr(self, lr: float) -> None:
+        """Change the learning rate."""
+
+
+class Switch:
+    """A number, at first 0, that traced steps read anew.
+
+    Args:
+        variable: of a framework, holds the number; None where nothing is traced.
+    """
+
+    def __init__(self, variable: Any = None) -> None:
+        self._variable, self._number = variable, 0.0
+
+    def __repr__(self) -> str:
+        return "Switch()"  # the same on all ranks
+
+    @property
+    def value(self) -> Any:
+        """The number."""
+        return self._number if self._variable is None else self._variable.value
+
+    def assign(self, number: float) -> None:
+        """Change it."""
+        self._number = number
+        if self._variable is not None:
+            self._variable.assign(number)
+
+
+class Adapter(Protocol):
+    """A framework, and for Keras whether steps are traced.
+
+    Attributes:
+        hvd: the module that users import.
+        horovod: the module that it stands in for.
+        xp: the tensor operations.
+        adasum: Horovod's other reduction.
+        traced: whether steps are.
+        failed: exceptions in which an error within a step may be wrapped.
+    """
+
+    hvd: Any
+    horovod: Any
+    xp: Any
+    adasum: Any
+    traced: bool
+    failed: tuple[type[BaseException], ...]
+
+    def job(
+        self,
+        compression: Any = None,
+        *,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        first: Arrays = ZEROS,
+        **options: Any,
+    ) -> Job:
+        """Begin a training; `options` go to `DistributedOptimizer`."""
+
+    def switch(self) -> Switch:
+        """Return a new number."""
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Return every rank's array, as rows."""
+
+    def shared(self, text: str) -> str:
+        """Return rank 0's text."""
+
+
+def once(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Mark a check that is run in one mode of a framework only: traced, if steps can be."""
+    check.modes = slice(-1, None)  # type: ignore[attr-defined]
+    return check
+
+
+def eagerly(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Mark a check that is not run where steps are traced."""
+    check.modes = slice(0, 1)  # type: ignore[attr-defined]
+    return check
+
+
+def bound(adapters: Sequence[Adapter]) -> dict[str, Callable[[], None]]:
+    """Return all checks, each to be run with these adapters, in the form that `harness` wants."""
+
+    def bind(check: Callable[[Any], None]) -> Callable[[], None]:
+        def run() -> None:
+            for adapter in adapters[getattr(check, "modes", slice(None))]:
+                check(adapter)
+
+        run.__module__ = check.__module__
+        return run
+
+    checks = {name: f for name, f in globals().items() if name.startswith("check_")}
+    return {name: bind(check) for name, check in checks.items()}
+
+
+# ---------------------------------------------------------------------------------------- tools
+def gradients(rank: int, step: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    """Return a rank's gradients, which are a function of its number and the step's."""
+    draw = np.random.default_rng([rank, step])
+    return {
+        name: (scale * draw.standard_normal(shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def mean(ranks: Sequence[int], step: int) -> dict[str, np.ndarray]:
+    """Return the mean of ranks' gradients."""
+    rows = [gradients(rank, step) for rank in ranks]
+    return {name: np.mean([row[name] for row in rows], 0) for name in SHAPES}
+
+
+def everybody(a: Adapter) -> range:
+    """Return all ranks."""
+    return range(a.hvd.size())
+
+
+def train(a: Adapter, job: Job, steps: int, start: int = 0) -> None:
+    """Take steps with this rank's gradients."""
+    for step in range(start, start + steps):
+        job.step(gradients(a.hvd.rank(), step))
+
+
+def assert_close(found: Arrays, wanted: Arrays, what: object = "", atol: float = 1e-5) -> None:
+    """See that arrays are equal but for rounding."""
+    for name in wanted:
+        np.testing.assert_allclose(
+            found[name], wanted[name], rtol=1e-4, atol=atol, err_msg=f"{what}"
+        )
+
+
+def assert_equal_ranks(a: Adapter, job: Job, what: object = "") -> None:
+    """See that all ranks have the same weights, to the bit."""
+    rows = a.gather(np.concatenate([x.ravel() for x in job.weights().values()]))
+    assert np.isfinite(rows).all(), what
+    assert (rows == rows[0]).all(), what
+
+
+def assert_alike(a: Adapter, text: str) -> None:
+    """See that all ranks have the same text."""
+    rows = a.gather(np.array([zlib.crc32(text.encode())], np.float64))
+    assert (rows == rows[0]).all(), text
+
+
+def names_of(job: Job) -> list[str]:
+    """Return the tensors' names in the order in which they are exchanged."""
+    return [tensor.name for tensor in job.optimizer.exchange.tensors]
+
+
+class Simulated:
+    """The weights of a training by SGD on simulated ranks, in the same framework."""
+
+    def __init__(self, a: Adapter, compression: Any, lr: float = 1.0, local_size: int = 1) -> None:
+        self.world: World = simulate(compression, a.hvd.size(), local_size=local_size)
+        self.weights = dict(ZEROS)
+        self._a, self._lr = a, lr
+
+    def step(self, names: Sequence[str], rows: Sequence[Arrays]) -> None:
+        """Take a step with all ranks' gradients."""
+        xp = self._a.xp
+        given = [{name: xp.asarray(row[name].copy()) for name in names} for row in rows]
+        means = self.world.step(given, lr=self._lr)[self._a.hvd.rank()]
+        assert means is not None
+        for name in names:
+            self.weights[name] = self.weights[name] - self._lr * xp.to_numpy(means[name])
+
+
+def compare_with_simulation(a: Adapter, compression: Any, local_size: int = 1) -> Job:
+    """See that weights and bytes are those of simulated ranks; return the training."""
+    job, oracle = a.job(compression, lr=0.5), Simulated(a, compression, 0.5, local_size)
+    for step in range(4):
+        rows = [gradients(rank, step) for rank in everybody(a)]
+        job.step(rows[a.hvd.rank()])
+        oracle.step(names_of(job), rows)
+        assert_close(job.weights(), oracle.weights, f"{compression!r}, step {step}")
+    assert_equal_ranks(a, job, compression)
+    ours, theirs = job.optimizer.exchange.stats(), oracle.world.exchanges[a.hvd.rank()].stats()
+    if not (a.traced and isinstance(compression, ScaleCom)):  # no graph knows its leader
+        for key in ("payload", "sent", "between"):
+            assert np.isclose(ours[key], theirs[key]), (compression, key, ours, theirs)
+    return job
+
+
+def residuals(a: Adapter, job: Job) -> list[np.ndarray]:
+    """Return this rank's residuals of what is compressed."""
+    slots = [slot for slot in job.optimizer.exchange.slots if slot.bucket.compress]
+    found = [slot.compressor.residual(slot.state) for slot in slots]
+    return [np.array(a.xp.to_numpy(x)) for x in found if x is not None]
+
+
+@contextmanager
+def process_set(a: Adapter, ranks: Sequence[int]) -> Iterator[Any]:
+    """Within it, Horovod knows a process set of these ranks."""
+    if len(ranks) == a.hvd.size():
+        yield a.hvd.global_process_set
+        return
+    added = a.hvd.add_process_set(list(ranks))
+    try:
+        yield added
+        a.gather(np.zeros(1))
+    finally:
+        a.hvd.remove_process_set(added)
+
+
+@contextmanager
+def folder(a: Adapter) -> Iterator[Path]:
+    """Within it, there is a folder that all ranks see (they share a machine)."""
+    import shutil
+    import tempfile
+
+    path = Path(a.shared(tempfile.mkdtemp() if a.hvd.rank() == 0 else ""))
+    try:
+        yield path
+        a.gather(np.zeros(1))
+    finally:
+        if a.hvd.rank() == 0:
+            shutil.rmtree(path)
+
+
+@contextmanager
+def environment(**words: str) -> Iterator[None]:
+    """Within it, environment variables `ACCORDION_HVD_...` have these values."""
+    names = {f"ACCORDION_HVD_{name}": value for name, value in words.items()}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+# ----------------------------------------------------------------------------- averages and bytes
+def check_dense_is_the_average(a: Adapter) -> None:
+    """Or the sum."""
+    for op, factor in ((a.hvd.Average, 1.0), (a.hvd.Sum, float(a.hvd.size()))):
+        job, wanted = a.job(op=op, lr=0.5), dict(ZEROS)
+        for step in range(3):
+            job.step(gradients(a.hvd.rank(), step))
+            average = mean(everybody(a), step)
+            wanted = {name: x - 0.5 * factor * average[name] for name, x in wanted.items()}
+        assert_close(job.weights(), wanted, op)
+        assert_equal_ranks(a, job, op)
+
+
+@once
+def check_compressed_equals_simulation(a: Adapter) -> None:
+    """The network changes nothing."""
+    for compression in COMPRESSORS:
+        compare_with_simulation(a, compression)
+
+
+@once
+def check_learned_codes_equal_simulation(a: Adapter) -> None:
+    """In each of LGC's phases; all ranks train the same autoencoder."""
+    for form in ("ring", "server"):
+        job = compare_with_simulation(a, LGC(0.05, form, dense=1, training=2, innovation=0.005))
+        exchange = job.optimizer.exchange
+        (slot,) = (s for s in exchange.slots if s.bucket.compress)
+        assert exchange.phase(slot) == 3
+        rows = a.gather(np.array(a.xp.to_numpy(slot.state["weights"])))
+        assert (rows == rows[0]).all()
+        assert 0 < exchange.stats()["reports"][slot.bucket.name]["reconstruction"] < 10
+
+
+def check_hosts_of_different_size_are_refused(a: Adapter) -> None:
+    if a.hvd.size() == 4:
+        job = a.job(TwoLevel(TopK(0.05)))
+        with harness.machines_of(3, lambda: a.gather(np.zeros(1))):
+            with refused(ValueError, "machines have 3, 1 ranks"):
+                train(a, job, 1)
+
+
+@once
+def check_two_levels_equal_simulation(a: Adapter) -> None:
+    """With two hosts by name, and with one."""
+    local_size = max(1, a.hvd.size() // 2)
+    barrier = lambda: a.gather(np.zeros(1))  # noqa: E731
+    with harness.machines_of(local_size, barrier):
+        for level in (TopK(0.05), PowerSGD(2), BF16()):
+            job = compare_with_simulation(a, TwoLevel(level), local_size)
+            stats = job.optimizer.exchange.stats()
+            assert 0 < stats["between"] < stats["sent"] or local_size == 1
+    with harness.machines_of(a.hvd.size(), barrier):
+        job = compare_with_simulation(a, TwoLevel(TopK(0.05)), a.hvd.size())
+        stats = job.optimizer.exchange.stats()
+        assert stats["between"] == 0 < stats["sent"]
+
+
+@once
+def check_two_levels_change_and_are_saved(a: Adapter) -> None:
+    """Levels of both kinds, with the state saved and restored on the way."""
+    pair = {"low": TwoLevel(PowerSGD(4)), "high": TwoLevel(PowerSGD(1))}
+    mixed = {"low": Dense(), "high": TwoLevel(TopK(0.05))}
+    with harness.machines_of(max(1, a.hvd.size() // 2), lambda: a.gather(np.zeros(1))):
+        for levels in (pair, mixed):
+            policy = Accordion(**levels, window=2, interval=1, threshold=0.2)
+            job = a.job(policy, lr=0.1)
+            for step in range(8):
+                job.step(gradients(a.hvd.rank(), step, scale=2.0 if step == 4 else 1.0))
+            assert {row["level"] for row in policy.history} == {0, 1}, policy.history
+            with folder(a) as path:
+                a.hvd.save_state(path, only=[job.optimizer])
+                a.hvd.load_state(path, only=[job.optimizer])
+            train(a, job, 2, start=8)
+            assert_equal_ranks(a, job, levels)
+
+
+def check_halves_that_the_engine_adds(a: Adapter) -> None:
+    """As on slow links."""
+    limit, halves.SLOW = halves.SLOW, math.inf
+    try:
+        job = a.job(FP16(), lr=0.1)
+        train(a, job, 3)
+    finally:
+        halves.SLOW = limit
+    assert job.optimizer.exchange.communicator.half_allreduce
+    assert_equal_ranks(a, job)
+    wanted = {n: -0.1 * sum(mean(everybody(a), t)[n] for t in range(3)) for n in SHAPES}
+    assert_close(job.weights(), wanted, atol=2e-3)
+
+
+def check_stats_count_what_travels(a: Adapter) -> None:
+    job = a.job(PowerSGD(2))
+    train(a, job, 3)
+    stats, ranks = job.optimizer.exchange.stats(), a.hvd.size()
+    factors, flags = 2 * (32 + 40) + 2 * (40 + 32) + 40, 2
+    assert stats["steps"] == 3
+    assert stats["dense"] == 3 * 4 * sum(math.prod(shape) for shape in SHAPES.values())
+    assert stats["payload"] == 3 * 4 * (factors + flags), stats
+    assert np.isclose(stats["sent"], stats["payload"] * 2 * (ranks - 1) / ranks)
+    assert np.isclose(stats["ratio"], stats["dense"] / stats["payload"])
+
+
+def check_skip_patterns_travel_dense(a: Adapter) -> None:
+    job = a.job(TopK(0.01), skip=["sec*"])
+    train(a, job, 1)
+    levels = job.optimizer.exchange.levels()
+    assert {name for name, level in levels.items() if level != "Dense()"} == {"first"}, levels
+
+
+# ------------------------------------------------------------------------------ who takes part
+def check_one_rank_equals_plain_training(a: Adapter) -> None:
+    """In a process set of its own, and outside of it."""
+    with process_set(a, [a.hvd.size() - 1]) as alone:
+        job = a.job(TopK(0.01), lr=0.1, momentum=0.9, process_set=alone)
+        weights, velocity = dict(ZEROS), dict(ZEROS)
+        for step in range(4):
+            mine = gradients(a.hvd.rank(), step)
+            job.step(mine)
+            velocity = {name: 0.9 * v + mine[name] for name, v in velocity.items()}
+            weights = {name: w - 0.1 * velocity[name] for name, w in weights.items()}
+        assert_close(job.weights(), weights)
+        assert job.optimizer.exchange.stats()["sent"] == 0
+
+
+def check_process_set_averages_within(a: Adapter) -> None:
+    """Ranks outside of the process set train on their own."""
+    evens = list(range(0, a.hvd.size(), 2))
+    with process_set(a, evens) as half:
+        job = a.job(TopK(1.0), process_set=half, guard="off")
+        train(a, job, 3)
+        members = evens if a.hvd.rank() in evens else [a.hvd.rank()]
+        wanted = {n: -sum(mean(members, t)[n] for t in range(3)) for n in SHAPES}
+        assert_close(job.weights(), wanted)
+
+
+def check_two_optimizers_side_by_side(a: Adapter) -> None:
+    choices = (TopK(0.1), PowerSGD(1))
+    jobs = [a.job(compression) for compression in choices]
+    oracles = [Simulated(a, compression) for compression in choices]
+    for step in range(4):
+        rows = [gradients(rank, step) for rank in everybody(a)]
+        for job in jobs:
+            job.step(rows[a.hvd.rank()])
+        for job, oracle in zip(jobs, oracles, strict=True):
+            oracle.step(names_of(job), rows)
+    for job, oracle in zip(jobs, oracles, strict=True):
+        assert_close(job.weights(), oracle.weights)
+        assert_equal_ranks(a, job)
+
+
+# ---------------------------------------------------------------------------------- gradients
+def check_gradients_of_several_passes_add_up(a: Adapter) -> None:
+    job, wanted = a.job(TopK(1.0), backward_passes_per_step=2), dict(ZEROS)
+    for step in (0, 2, 4):
+        job.accumulate([gradients(a.hvd.rank(), step), gradients(a.hvd.rank(), step + 1)])
+        one, two = mean(everybody(a), step), mean(everybody(a), step + 1)
+        wanted = {name: x - one[name] - two[name] for name, x in wanted.items()}
+    assert_close(job.weights(), wanted)
+    assert job.optimizer.exchange.stats()["steps"] == 3
+
+
+def check_missing_gradients_count_as_zeros(a: Adapter) -> None:
+    """Each step, one rank has none for one of the matrices."""
+    job, wanted = a.job(TopK(1.0)), dict(ZEROS)
+    for step in range(4):
+        rows = [gradients(rank, step) for rank in everybody(a)]
+        lacking = step % a.hvd.size()
+        mine = dict(rows[a.hvd.rank()])
+        rows[lacking]["second"] = np.zeros_like(rows[lacking]["second"])
+        if a.hvd.rank() == lacking:
+            del mine["second"]
+        job.step(mine)
+        average = {name: np.mean([row[name] for row in rows], 0) for name in SHAPES}
+        wanted = {name: x - average[name] for name, x in wanted.items()}
+    assert_close(job.weights(), wanted)
+    assert_equal_ranks(a, job)
+
+
+def check_a_bad_gradient_on_one_rank(a: Adapter) -> None:
+    """All ranks get NaN; residuals remain, and the next step is as any other."""
+    for compression in (TopK(0.1), PowerSGD(2), Accordion(PowerSGD(2), TopK(0.1), window=100)):
+        job = a.job(compression, guard="off")
+        for step in range(3):
+            job.averages(gradients(a.hvd.rank(), step))
+        before, bad = residuals(a, job), gradients(a.hvd.rank(), 3)
+        if a.hvd.rank() == a.hvd.size() - 1:
+            bad["first"][3, 4] = np.inf
+        assert all(np.isnan(x).all() for x in job.averages(bad).values()), compression
+        assert before
+        for mine, was in zip(residuals(a, job), before, strict=True):
+            assert np.abs(was).max() > 0
+            np.testing.assert_allclose(mine, was, rtol=0, atol=1e-6, err_msg=f"{compression}")
+        after = job.averages(gradients(a.hvd.rank(), 4))
+        assert all(np.isfinite(x).all() for x in after.values()), compression
+        assert job.optimizer.exchange.stats()["steps"] == 5
+
+
+@dataclass(frozen=True)
+class Spoiled(Compressor):
+    """A compressor whose payload is all ones on one rank, while a switch is on."""
+
+    inner: Compressor
+    odd: int
+    switch: Switch
+
+    def init(self, spec: Any, info: Any) -> Any:
+        """As the compressor does."""
+        return self.inner.init(spec, info)
+
+    def exchange(self, grad: Any, state: Any, info: Any) -> Any:
+        """As the compressor does, but for the payload."""
+        running, xp = Running(self.inner.exchange(grad, state, info)), namespace(grad)
+        request = running.asked
+        if info.rank == self.odd:
+            ones = xp.full(xp.shape(request.tensor), 255.0, "float32", xp.device(grad))
+            worst = xp.cast(ones * self.switch.value, "uint8")
+            request = replace(request, tensor=xp.maximum(request.tensor, worst))
+        running.send((yield request))
+        return running.result
+
+
+def check_a_broken_payload_names_its_sender(a: Adapter) -> None:
+    """On every rank, whose weights and residuals are as they were; training goes on."""
+    odd, switch = a.hvd.size() - 1, a.switch()
+    job = a.job(Spoiled(TopK(0.05), odd, switch))
+    train(a, job, 3)
+    weights, owed = job.weights(), residuals(a, job)
+    switch.assign(1.0)
+    with refused((PayloadError, *a.failed), "sent does not", str(odd)):
+        train(a, job, 1, start=3)
+    switch.assign(0.0)
+    a.gather(np.zeros(1))
+    assert_close(job.weights(), weights, atol=0)
+    for mine, was in zip(residuals(a, job), owed, strict=True):
+        np.testing.assert_allclose(mine, was, rtol=0, atol=1e-6)
+    train(a, job, 2, start=4)
+    assert_equal_ranks(a, job)
+
+
+def check_updates_contain_the_momentum(a: Adapter) -> None:
+    """DGC that leaves nothing out, around plain SGD, is SGD with momentum; alone too."""
+    with process_set(a, [0]) as alone:
+        for ranks, options in ((list(everybody(a)), {}), ([0], {"process_set": alone})):
+            if a.hvd.rank() not in ranks:
+                continue
+            job = a.job(DGC(1.0, momentum=0.9), lr=0.1, **options)
+            weights, velocity = dict(ZEROS), dict(ZEROS)
+            for step in range(4):
+                job.step(gradients(a.hvd.rank(), step))
+                average = mean(ranks, step)
+                velocity = {name: 0.9 * v + average[name] for name, v in velocity.items()}
+                weights = {name: w - 0.1 * velocity[name] for name, w in weights.items()}
+            assert_close(job.weights(), weights, options)
+    with refused(ValueError, "DGC(ratio=0.001)", "returns finished updates", "plain SGD"):
+        a.job(DGC(), momentum=0.9)
+
+
+# ------------------------------------------------------------------------------------ policies
+def check_decisions_equal_simulation(a: Adapter) -> None:
+    """On all ranks; a replay of them gives the same weights."""
+
+    def policy() -> Accordion:
+        return Accordion(low=PowerSGD(2), high=TopK(0.05), window=3, interval=1)
+
+    def decided(history: Sequence[Mapping[str, Any]]) -> list[Any]:
+        rows = [[row[key] for key in ("step", "window", "name", "level")] for row in history]
+        return sorted(rows)
+
+    job, oracle = a.job(policy(), lr=0.1), Simulated(a, policy(), 0.1)
+    scales = [1 + step // 6 * 3 for step in range(12)]
+    for step, scale in enumerate(scales):
+        rows = [gradients(rank, step, scale) for rank in everybody(a)]
+        job.step(rows[a.hvd.rank()])
+        oracle.step(names_of(job), rows)
+    found = job.optimizer.exchange.policy.history
+    wanted = oracle.world.exchanges[0].policy.history
+    assert decided(found) == decided(wanted) and {row["level"] for row in found} == {0, 1}, found
+    norms = [{(row["name"], row["step"]): row["norm"] for row in h} for h in (found, wanted)]
+    for key, norm in norms[1].items():
+        np.testing.assert_allclose(norms[0][key], norm, rtol=1e-4)
+    assert_alike(a, repr(found))
+    assert_close(job.weights(), oracle.weights, atol=1e-3)
+    again = a.job(Replay(found), lr=0.1)
+    for step, scale in enumerate(scales):
+        again.step(gradients(a.hvd.rank(), step, scale))
+    assert_close(again.weights(), job.weights(), "the replay")
+
+
+def check_windows_end_by_hand_and_learning_rates_fall(a: Adapter) -> None:
+    policy = Accordion(low=Dense(), high=TopK(0.05), threshold=100.0, interval=1)
+    job, seen = a.job(policy, lr=0.1), []
+    for epoch in range(6):
+        train(a, job, 2, start=2 * epoch)
+        seen.append("TopK(ratio=0.05)" in job.optimizer.exchange.levels().values())
+        if epoch == 2:
+            job.set_lr(0.01)
+        job.optimizer.end_window()
+    fell = {row["window"] for row in policy.history if row["reason"] == "learning rate fell"}
+    assert fell == {2}, policy.history
+    assert seen == [False, False, True, False, True, True], policy.history
+    assert_equal_ranks(a, job)
+
+
+def check_without_a_window_there_is_an_error(a: Adapter) -> None:
+    job = a.job(Accordion(low=Dense(), high=TopK(0.1)), guard="off")
+    patience, windows.PATIENCE = windows.PATIENCE, 3
+    try:
+        with refused((RuntimeError, *a.failed), "window", "end_window"):
+            train(a, job, 5)
+    finally:
+        windows.PATIENCE = patience
+
+
+def check_what_is_owed_is_paid_once(a: Adapter) -> None:
+    """TopK hands its residual to Dense, which sends it in its first step and no other."""
+    policy = Accordion(low=TopK(0.05), high=Dense(), window=2, interval=1, threshold=9.0)
+    job, seen, before = a.job(policy, guard="off"), [], ZEROS
+    for step in range(6):
+        job.step(gradients(a.hvd.rank(), step))
+        after = job.weights()
+        seen.append(before["first"] - after["first"])
+        before = after
+    assert [row["level"] for row in policy.history if row["name"] == "first"] == [0, 1]
+    means = [mean(everybody(a), step)["first"] for step in range(6)]
+    np.testing.assert_allclose(sum(seen[:5]), sum(means[:5]), atol=1e-4)
+    assert np.abs(seen[4] - means[4]).max() > 1e-2  # with the residual
+    np.testing.assert_allclose(seen[5], means[5], atol=1e-4)
+
+
+def check_the_environment_names_a_compression(a: Adapter) -> None:
+    for word, wanted in (("topk:0.25", "TopK(ratio=0.25)"), ("none", "Dense()")):
+        with environment(COMPRESSION=word):
+            assert wanted in a.job().optimizer.exchange.levels().values(), word
+            chosen = a.job(Fixed(PowerSGD(3))).optimizer.exchange.levels().values()
+            assert "PowerSGD(rank=3)" in chosen, "the argument goes first"
+    with environment(COMPRESSION="localsgd:2"):
+        assert a.job().optimizer.averaging.method == LocalSGD(2)
+    with (
+        environment(COMPRESSION="topk:7"),
+        refused(ValueError, "ACCORDION_HVD_COMPRESSION is 'topk:7'", "ratio"),
+    ):
+        a.job()
+
+
+# ------------------------------------------------------------------------- guards and refusals
+def check_arguments_are_refused(a: Adapter) -> None:
+    for kind, words, compression, options in (
+        (ValueError, ("Adasum", "TopK"), TopK(0.1), {"op": a.adasum}),
+        (ValueError, ("backward_passes_per_step", "0"), None, {"backward_passes_per_step": 0}),
+        (ValueError, ("guard", "'loud'", "'warn'"), None, {"guard": "loud"}),
+        (TypeError, ("3.5", "TopK(0.01)"), 3.5, {}),
+        (ValueError, ("nonsense", "allowed", "topk"), "nonsense", {}),
+    ):
+        with refused(kind, *words):
+            a.job(compression, **options)
+    policy = Accordion(low=Dense(), high=TopK(0.1), window=1)
+    first, second = a.job(policy), a.job(policy)
+    train(a, first, 1)
+    with refused(ValueError, "another optimizer"):
+        train(a, second, 1)
+
+
+def check_ranks_that_disagree(a: Adapter) -> None:
+    odd = a.hvd.rank() == a.hvd.size() - 1
+    compression = a.horovod.Compression
+    for first, last, options in (
+        (TopK(0.2), TopK(0.1), {}),
+        (TopK(0.2), PowerSGD(1), {}),
+        (compression.none, compression.fp16, {}),
+        (compression.none, TopK(0.5), {}),
+        (PowerSGD(1), PowerSGD(1), {"skip": ["first"] if odd else []}),
+    ):
+        job = a.job(last if odd else first, **options)
+        culprit = f"[{a.hvd.size() - 1}]" if a.hvd.size() > 2 else "rank"
+        with refused(RanksDisagree, culprit):
+            train(a, job, 1)
+    wider = {"first": np.zeros((32, 48), np.float32)} if odd else {"first": ZEROS["first"]}
+    job = a.job(PowerSGD(1), first=wider)
+    with refused(RanksDisagree, "first"):
+        job.step(wider)
+
+
+def check_a_replica_that_drifts_is_reported(a: Adapter) -> None:
+    job = a.job(PowerSGD(2), guard_every=4)
+    train(a, job, 3)
+    if a.hvd.rank() == a.hvd.size() - 1:
+        job.assign("second", job.weights()["second"] + np.float32(1e-3))
+    with refused((ReplicasDiffer, *a.failed), "after step 4", "second"):
+        train(a, job, 3, start=3)
+
+
+def check_weights_that_were_never_broadcast(a: Adapter) -> None:
+    """Horovod's own compression warns once, on rank 0, and goes on as Horovod does; ours stops."""
+
+    def warned(compression: Any = None, **options: Any) -> int:
+        values = {name: x + np.float32(a.hvd.rank()) for name, x in ZEROS.items()}
+        job = a.job(compression, first=values, guard_every=1, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(a, job, 5)
+        rows = a.gather(job.weights()["first"])
+        assert not (rows[0] == rows[1]).all()
+        return len([w for w in caught if "replicas differ" in str(w.message)])
+
+    theirs = a.horovod.Compression
+    for options in ({}, {"compression": theirs.none}, {"compression": theirs.fp16}):
+        assert warned(**options) == (a.hvd.rank() == 0), options
+    assert warned(TopK(0.1), guard="warn") == (a.hvd.rank() == 0)
+    assert warned(guard="off") == 0
+    stops = ((TopK(0.1), {}), ("fp16", {}), (None, {"guard": "error"}))
+    for compression, options in stops:
+        with refused((ReplicasDiffer, *a.failed), "after step 1", "broadcast"):
+            warned(compression, **options)
+    for words in ({"COMPRESSION": "topk:0.1"}, {"GUARD": "error"}):
+        with environment(**words), refused((ReplicasDiffer, *a.failed), "after step 1"):
+            warned()
+
+
+# --------------------------------------------------------------------------------- checkpoints
+OFTEN: dict[str, Any] = {"window": 3, "interval": 1, "threshold": 0.02}
+LADDER = [PowerSGD(1), PowerSGD(2)]
+SERVER = LGC(0.05, "server", dense=1, training=2, innovation=0.005)
+RESUMED: list[tuple[Callable[[], Any], int]] = [
+    (lambda: TopK(0.05), 5),
+    (lambda: Accordion(PowerSGD(3), TopK(0.05), **OFTEN), 8),  # within a window
+    (lambda: Accordion(PowerSGD(3), TopK(0.05), **OFTEN), 9),  # at its end: a decision is due
+    (lambda: AdaQS(LADDER, window=5, probes=2, drop=1.0), 7),  # between its looks
+    (lambda: StepSchedule({0: PowerSGD(2), 4: TopK(0.05), 7: PowerSGD(1)}, window=1), 5),
+    (lambda: Fixed(LGC(0.05, dense=1, training=3)), 3),  # within its training
+    (lambda: StepSchedule({0: SERVER, 2: Dense(), 4: SERVER}, window=1), 3),
+]
+"""What is saved and goes on, and after how many steps."""
+
+
+@once
+def check_resuming_equals_not_stopping(a: Adapter) -> None:
+    """Residuals, levels, windows and phases; a step taken before the restore leaves no trace."""
+    for policy, before in RESUMED:
+        job = a.job(policy(), lr=0.1)
+        train(a, job, before)
+        with folder(a) as path:
+            a.hvd.save_state(path, only=[job.optimizer])
+            saved = job.weights()
+            train(a, job, 6, start=before)
+            again = a.job(policy(), lr=0.1)
+            train(a, again, 1)
+            a.hvd.load_state(path, only=[again.optimizer])
+            for name, values in saved.items():
+                again.assign(name, values)
+            train(a, again, 6, start=before)
+        assert_equal_ranks(a, again, policy())
+        assert_close(again.weights(), job.weights(), policy())
+        ours, theirs = again.optimizer.exchange, job.optimizer.exchange
+        assert ours.steps == theirs.steps == before + 6
+        assert repr(ours.policy.history) == repr(theirs.policy.history)
+        assert [ours.phase(s) for s in ours.slots] == [theirs.phase(s) for s in theirs.slots]
+
+
+@eagerly
+def check_a_missing_file_is_named(a: Adapter) -> None:
+    job = a.job(TopK(0.05))
+    train(a, job, 2)
+    with folder(a) as path:
+        a.hvd.save_state(path, only=[job.optimizer])
+        a.gather(np.zeros(1))
+        if a.hvd.rank() == 0:
+            os.remove(path / f"rank-00001-of-{a.hvd.size():05d}.npz")
+        a.gather(np.zeros(1))
+        with refused(RuntimeError, "ranks [1]", "missing"):
+            a.hvd.load_state(path, only=[job.optimizer])
+        with refused(RuntimeError, "missing"):
+            a.hvd.load_state(path / "nowhere", only=[job.optimizer])
+
+
+@eagerly
+def check_another_number_of_ranks_keeps_the_residuals_sum(a: Adapter) -> None:
+    job = a.job(TopK(0.05))
+    train(a, job, 3)
+
+    def total(owner: Job | None) -> np.ndarray:
+        mine = residuals(a, owner) if owner else [np.zeros_like(x) for x in residuals(a, job)]
+        return a.gather(np.concatenate([x.ravel() for x in mine])).sum(0)
+
+    before = total(job)
+    assert np.abs(before).max() > 0
+    with folder(a) as path:
+        a.hvd.save_state(path, only=[job.optimizer])
+        for ranks in ([0], [0, a.hvd.size() - 1], list(everybody(a))):
+            with process_set(a, ranks) as some:
+                resumed = None
+                if a.hvd.rank() in ranks:
+                    resumed = a.job(TopK(0.05), process_set=some)
+                    a.hvd.load_state(path, only=[resumed.optimizer])
+                np.testing.assert_allclose(total(resumed), before, atol=1e-5, err_msg=f"{ranks}")
