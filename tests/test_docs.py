@@ -7,14 +7,16 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from frameworks import Framework, Ranks, normals, parameters
 
-from accordion_hvd import parse
+from accordion_hvd import TopK, parse
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
 from accordion_hvd.simulation.one_process import simulate
@@ -145,19 +147,34 @@ test "$1" != '{broken}'
     assert (done.returncode != 0) == bool(broken)
 
 
-# ----------------------------------------------------------------- the example in CONTRIBUTING.md
-def example() -> Any:
-    module = types.ModuleType("example")
-    exec(compile(blocks("CONTRIBUTING.md", "python")[0], "example", "exec"), vars(module))
-    return module.RoundRobin
+# ---------------------------------------------------------------- the examples in CONTRIBUTING.md
+def example(number: int = 0) -> Any:
+    """The class that a block defines."""
+    module = sys.modules.setdefault(
+        "example", types.ModuleType("example")
+    )  # dataclasses look there
+    exec(compile(blocks("CONTRIBUTING.md", "python")[number], "example", "exec"), vars(module))
+    return getattr(module, ("RoundRobin", "FadingFeedback")[number])
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_the_example_of_a_wrapper(framework: Framework) -> None:
+    """The error fades: e <- fade (e + g - sent)."""
+    kind = example(1)
+    world, error = Ranks(kind(TopK(0.1), 0.5), 2, framework), np.zeros((2, 24, 50))
+    for gradients in normals((24, 50), 2, steps=5):
+        total = error + np.array(gradients)
+        limit = np.sort(np.abs(total).reshape(2, -1), 1)[:, -120][:, None, None]
+        sent = np.where(np.abs(total) >= limit, total, 0)
+        error = 0.5 * (total - sent)
+        np.testing.assert_allclose(world.step(gradients)[1], sent.mean(0), atol=1e-5)
+    with pytest.raises(ValueError, match="FadingFeedback: codec is 3"):
+        kind(3)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
 def test_the_example_averages(framework: str) -> None:
     """Over many steps, what came out and what is still owed are what went in."""
-    import sys
-
-    sys.modules.setdefault("example", types.ModuleType("example"))
     make = {
         "numpy": lambda x: x,
         "torch": lambda x: pytest.importorskip("torch").from_numpy(x),

@@ -1,9 +1,9 @@
 """A compressor's message from one to another, where there is no common average.
 
-A compressor's conversation is held by one rank alone: what it asks to exchange is its message, and
-the mean over that one rank is what the message means. Whoever is given the message replays the
-conversation with it. So every compressor of the shelf whose messages have a fixed size serves
-here, without a line of its own.
+A codec has such messages. Of other methods the conversation is held by one rank alone: what it asks
+to exchange is its message, and the mean over that one rank is what the message means. Whoever is
+given the message replays the conversation with it. So every compressor of the shelf whose messages
+have a fixed size serves here, without a line of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.codec import Codec, parse
 from accordion_hvd.core.running import drive
 from accordion_hvd.ops import namespace
 
@@ -36,6 +37,8 @@ def encode(
     Raises:
         ValueError: the message's size is not fixed.
     """
+    if isinstance(compressor, Codec):
+        return (*_coded(compressor, x, info), {})
     message: list[Tensor] = []
 
     def answer(request: Request) -> Any:
@@ -67,12 +70,30 @@ def decode(
         info: of the reader, at the same step.
         sender: who has sent it.
     """
-    parts = iter(message)
     xp = namespace(like)
+    if isinstance(compressor, Codec):
+        return _meaning(compressor, message, like, _alone(info, sender), sender)
+    parts = iter(message)
     blank = xp.zeros(xp.shape(like), "float32", xp.device(like))
     state = compressor.init(xp.spec(blank), info)
     answer = lambda request: _answer(request, next(parts), sender)  # noqa: E731
     return _hold(compressor, blank, state, _alone(info, sender), answer)[0]
+
+
+def _coded(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+    """A codec's message, and what it means."""
+    if codec.uneven:
+        raise ValueError(f"{codec!r} sends messages whose size changes, which do not go here.")
+    xp, told = namespace(x), _alone(info, info.rank)
+    message = codec.encode(xp.reshape(x, codec.layout(xp.shape(x))), told)
+    return message, _meaning(codec, message, x, told, info.rank)
+
+
+def _meaning(codec: Codec, message: Message, like: Tensor, told: Info, sender: int) -> Tensor:
+    xp, shape = namespace(like), namespace(like).shape(like)
+    layout = codec.layout(shape)
+    room = xp.zeros(layout, "float32", xp.device(like))
+    return xp.reshape(codec.decode(parse(codec, message, layout, sender), room, told), shape)
 
 
 def _alone(info: Info, sender: int) -> Info:

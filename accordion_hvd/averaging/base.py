@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -97,8 +98,9 @@ def check_compressor(owner: Any, compressor: Any) -> None:
     suits = (
         isinstance(compressor, Compressor)
         and (compressor.target, compressor.output) == ("gradient", "gradient")
-        and not (compressor.by_machine or compressor.private)
+        and not (compressor.by_machine or compressor.private or isinstance(compressor, Shifted))
     )
     if not suits:
-        allowed = "None or one that returns the mean of gradients, openly and on any machines"
+        allowed = "None or one that returns the mean of gradients, openly and on any machines, "
+        allowed += "whatever was sent before"
         check.refuse(owner, "compressor", compressor, allowed)

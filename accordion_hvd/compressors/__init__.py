@@ -3,9 +3,14 @@
 from accordion_hvd.compressors.adacomp import AdaComp
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.dgc import DGC
+from accordion_hvd.compressors.diana import Diana
+from accordion_hvd.compressors.ef21 import EF21
+from accordion_hvd.compressors.error_feedback import ErrorFeedback
+from accordion_hvd.compressors.gathered import Gathered
 from accordion_hvd.compressors.half import BF16, FP16
 from accordion_hvd.compressors.int8 import Int8
 from accordion_hvd.compressors.lgc import LGC
+from accordion_hvd.compressors.momentum import Momentum
 from accordion_hvd.compressors.natural import Natural
 from accordion_hvd.compressors.onebit import OneBit
 from accordion_hvd.compressors.powersgd import PowerSGD
@@ -24,10 +29,15 @@ __all__ = [
     "BF16",
     "DGC",
     "Dense",
+    "Diana",
+    "EF21",
     "EFSignSGD",
+    "ErrorFeedback",
     "FP16",
+    "Gathered",
     "Int8",
     "LGC",
+    "Momentum",
     "Natural",
     "OneBit",
     "PowerSGD",

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Chosen, mean_of
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.compressors.sparsifier import Chosen, mean_of, without
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message, Reader
 from accordion_hvd.ops import bins, namespace
-from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class AdaComp(Compressor):
+class AdaComp(Codec):
     """In each bin of a tensor, send as many elements as are active; of each, only the sign.
 
     With r the error and g the gradient, G = r + g is cut into bins. Sent is each element whose
@@ -37,6 +38,7 @@ class AdaComp(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    uneven: ClassVar[bool] = True
 
     bin: int = 50
 
@@ -45,24 +47,31 @@ class AdaComp(Compressor):
         if not check.is_integer(self.bin) or not 1 <= self.bin <= bins.LONG:
             check.refuse(self, "bin", self.bin, f"an integer from 1 to {bins.LONG}")
 
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Scales, positions and signs, as one vector of bytes; without an error, r is 0."""
+        xp = namespace(x)
+        zeros = xp.zeros(xp.shape(x), "float32", xp.device(x))
+        return self.encode_accumulating(zeros, x, info)[0]
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of scales, positions and signs, of another length on each rank."""
-        xp = namespace(grad)
-        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        fresh = xp.reshape(grad, shape)
-        total, index, scale = xp.accumulate_outgrown(state["error"], fresh, self.bin)
-        total = xp.reshape(total, (-1,))
-        signs = xp.pack_bins(index, xp.take(total, index), shape, self.bin)
-        payload = xp.concat([xp.to_bytes(scale), signs])
-        read = partial(_decode, shape=shape, width=self.bin)
-        (places, sent), _ = read(payload)
-        error = xp.add_at(total, places, -sent)
-        parts = yield Allgather(payload, uneven=True, decode=read)
-        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}
+    def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+        """The paper's choice, for which r and g count apart."""
+        xp, shape = namespace(error), namespace(error).shape(error)
+        total, index, scale = xp.accumulate_outgrown(error, x, self.bin)
+        values = xp.take(xp.reshape(total, (-1,)), index)
+        signs = xp.pack_bins(index, values, shape, self.bin)
+        return (xp.concat([xp.to_bytes(scale), signs]),), total
+
+    def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
+        """Parse positions, and signs times their row's scale."""
+        return (partial(_decode, shape=shape, width=self.bin),)
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """Zeros where no rank has sent anything."""
+        return mean_of([chosen for (chosen,) in messages], like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """At the positions alone."""
+        return without(total, message[0])
 
 
 def _decode(payload: Tensor, shape: tuple[int, ...], width: int) -> tuple[Chosen, Tensor]:

@@ -56,6 +56,7 @@ class DGC(Sparsifier):
     """
 
     output: ClassVar[str] = "update"
+    local: ClassVar[tuple[str, ...]] = ("error", "momentum")
 
     ratio: float = 0.001
     momentum: float = 0.9

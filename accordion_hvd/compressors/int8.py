@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message, shares
 from accordion_hvd.ops import namespace, quantization
-from accordion_hvd.ops.spec import Spec
+
+_MIDDLE = quantization.middle(8)
 
 
 @dataclass(frozen=True)
-class Int8(Compressor):
+class Int8(Codec):
     """Round to the nearest of 255 equidistant values between a block's extremes.
 
     Blocks with a largest magnitude each are those of "8-bit Optimizers via Block-wise
@@ -39,18 +42,16 @@ class Int8(Compressor):
         """Raises: ValueError when block is no integer of at least 1."""
         check.integer(self, "block", self.block, least=1)
 
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what rounding has left, a vector with the gradient's elements."""
-        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Codes and the blocks' steps."""
+        xp = namespace(x)
+        steps = xp.bucket_norms(x, self.block, "max") * (1 / _MIDDLE)
+        return xp.quantize(x, steps, self.block, 8), steps
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of codes and steps."""
-        xp, middle = namespace(grad), quantization.middle(8)
-        total = xp.accumulate(state["error"], xp.reshape(grad, xp.shape(state["error"])))
-        steps = xp.bucket_norms(total, self.block, "max") * (1 / middle)
-        codes = xp.quantize(total, steps, self.block, 8)
-        parts, theirs = yield Allgather(codes), Allgather(steps)
-        theirs = [step * (1 / info.size) for step in theirs]
-        mean = xp.sum_quantized(parts, theirs, self.block, 8, middle, grad)
-        error = xp.subtract_quantized(total, codes, steps, self.block, 8, middle)
-        return mean, {"error": error}
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """The sum of codes times steps."""
+        return namespace(like).sum_quantized(*shares(messages), self.block, 8, _MIDDLE, like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """In place."""
+        return namespace(total).subtract_quantized(total, *message, self.block, 8, _MIDDLE)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message
 from accordion_hvd.ops import namespace, random
 
 
 @dataclass(frozen=True)
-class Natural(Compressor):
+class Natural(Codec):
     """Round each element stochastically to a neighbouring power of two: 9 bits instead of 32.
 
     Definition 1 of the paper: t between 2^a and 2^(a + 1) becomes the upper one with probability
@@ -25,10 +27,14 @@ class Natural(Compressor):
     """
 
     stacks: ClassVar[str] = "any"
+    feedback: ClassVar[bool] = False
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of signs and exponents."""
-        xp = namespace(grad)
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Signs and exponents."""
         seed = random.key("natural", info.name, info.step, info.rank)
-        parts = yield Allgather(xp.pack_powers(grad, seed))
-        return xp.sum_powers(parts, 1 / info.size, grad), state
+        return (namespace(x).pack_powers(x, seed),)
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """The sum of the powers, divided by the ranks."""
+        powers = [part for (part,) in messages]
+        return namespace(like).sum_powers(powers, 1 / len(powers), like)

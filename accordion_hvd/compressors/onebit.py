@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd.compressors.powersgd import matrix_shape
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message, shares
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class OneBit(Compressor):
+class OneBit(Codec):
     """One bit an element and two values a column, with error feedback.
 
     Of gradient + error, seen as a matrix, each element is told to be negative or not (threshold
@@ -29,19 +30,20 @@ class OneBit(Compressor):
     stacks: ClassVar[str] = "alike"
     contracts: ClassVar[bool] = True
 
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error` (n, m): what was not sent yet."""
-        return super().init(spec, info) | {"error": spec.zeros(matrix_shape(spec.shape))}
+    def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return (n, m)."""
+        return matrix_shape(shape)
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of bits and of the columns' values."""
-        xp = namespace(grad)
-        matrix = xp.reshape(grad, xp.shape(state["error"]))
-        total = xp.accumulate(state["error"], matrix)
-        bits = xp.pack_signs(total)
-        means = xp.column_means(total, bits)  # (2, m)
-        parts, theirs = yield Allgather(bits), Allgather(means)
-        theirs = [mean * (1 / info.size) for mean in theirs]
-        mean = xp.sum_columns(parts, theirs, matrix)
-        error = xp.subtract_columns(total, bits, means)
-        return xp.reshape(mean, xp.shape(grad)), {"error": error}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Bits and the columns' values, (2, m)."""
+        xp = namespace(x)
+        bits = xp.pack_signs(x)
+        return bits, xp.column_means(x, bits)
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """The sum of the bits' values."""
+        return namespace(like).sum_columns(*shares(messages), like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """In place."""
+        return namespace(total).subtract_columns(total, *message)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message, shares
 from accordion_hvd.ops import namespace, quantization, random
 
 
 @dataclass(frozen=True)
-class QSGD(Compressor):
+class QSGD(Codec):
     """Round each element stochastically to one of few levels of its bucket's norm.
 
     Section 3.1 of the paper: with s levels, v becomes norm * sign(v) * (l + 1) / s or l / s, such
@@ -33,6 +35,7 @@ class QSGD(Compressor):
     """
 
     stacks: ClassVar[str] = "any"
+    feedback: ClassVar[bool] = False
 
     bits: int = 4
     bucket: int = 512
@@ -44,13 +47,15 @@ class QSGD(Compressor):
         check.integer(self, "bucket", self.bucket, least=1)
         check.one_of(self, "norm", self.norm, ("max", "l2"))
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of codes and steps."""
-        xp, middle = namespace(grad), quantization.middle(self.bits)
-        steps = xp.bucket_norms(grad, self.bucket, self.norm) * (1 / middle)
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Codes and the buckets' steps."""
+        xp = namespace(x)
+        steps = xp.bucket_norms(x, self.bucket, self.norm) * (1 / quantization.middle(self.bits))
         seed = random.key("qsgd", info.name, info.step, info.rank)
-        codes = xp.quantize(grad, steps, self.bucket, self.bits, seed)
-        parts, theirs = yield Allgather(codes), Allgather(steps)
-        theirs = [step * (1 / info.size) for step in theirs]
-        mean = xp.sum_quantized(parts, theirs, self.bucket, self.bits, middle, grad)
-        return mean, state
+        return xp.quantize(x, steps, self.bucket, self.bits, seed), steps
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """The sum of codes times steps."""
+        middle = quantization.middle(self.bits)
+        codes, steps = shares(messages)
+        return namespace(like).sum_quantized(codes, steps, self.bucket, self.bits, middle, like)

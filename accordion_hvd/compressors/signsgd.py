@@ -18,6 +18,7 @@ from accordion_hvd.core.base import (
     State,
     Tensor,
 )
+from accordion_hvd.core.codec import Codec, Message, shares
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -51,6 +52,7 @@ class SignSGD(Compressor):
     """
 
     output: ClassVar[str] = "update"
+    local: ClassVar[tuple[str, ...]] = ("momentum",)
     stacks: ClassVar[str] = "alike"
 
     momentum: float = 0.0
@@ -114,7 +116,7 @@ def _at_least(planes: Sequence[Tensor], least: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class EFSignSGD(Compressor):
+class EFSignSGD(Codec):
     """Signs times the mean magnitude, with error feedback: a mean like any other.
 
     Algorithm 1 of "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"
@@ -130,19 +132,17 @@ class EFSignSGD(Compressor):
     stacks: ClassVar[str] = "alike"
     contracts: ClassVar[bool] = True
 
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what signs have left, a vector with the gradient's elements."""
-        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Signs, and for each tensor the step from -scale to scale."""
+        xp, size = namespace(x), namespace(x).shape(x)[-1]
+        return xp.pack_signs(x), xp.bucket_norms(x, size, "l1") * (2 / size)
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of signs and of a scale for each tensor."""
-        xp = namespace(grad)
-        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        total, size = xp.accumulate(state["error"], xp.reshape(grad, shape)), shape[-1]
-        steps = xp.bucket_norms(total, size, "l1") * (2 / size)  # from -scale to scale
-        signs = xp.pack_signs(total)
-        parts, theirs = yield Allgather(signs), Allgather(steps)
-        theirs = [step * (1 / info.size) for step in theirs]
-        mean = xp.sum_quantized(parts, theirs, size, 1, 0.5, grad)
-        error = xp.subtract_quantized(total, signs, steps, size, 1, 0.5)
-        return mean, {"error": error}
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """The sum of signs times scales."""
+        xp = namespace(like)
+        return xp.sum_quantized(*shares(messages), xp.shape(like)[-1], 1, 0.5, like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """In place."""
+        xp = namespace(total)
+        return xp.subtract_quantized(total, *message, xp.shape(total)[-1], 1, 0.5)

@@ -42,6 +42,7 @@ class SketchedSGD(Sparsifier):
     """
 
     output: ClassVar[str] = "update"
+    local: ClassVar[tuple[str, ...]] = ("error", "momentum")
     scope: ClassVar[str] = "flat"
 
     ratio: float = 0.001

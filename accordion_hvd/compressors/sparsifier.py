@@ -15,11 +15,11 @@ Chosen = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Sparsifier(Compressor):
-    """Sends a part of a tensor's elements and keeps the rest for later.
+class Ratio:
+    """The part of a tensor's elements that is sent.
 
     Args:
-        ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
+        ratio: in (0, 1]; at least one element is sent.
     """
 
     ratio: float = 0.01
@@ -28,13 +28,18 @@ class Sparsifier(Compressor):
         """Raises: ValueError when ratio is outside (0, 1]."""
         check.ratio(self, "ratio", self.ratio)
 
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
-
     def kept(self, size: int) -> int:
         """How many of `size` elements are sent: rounded down, but at least one."""
         return max(1, int(self.ratio * size))
+
+
+@dataclass(frozen=True)
+class Sparsifier(Ratio, Compressor):
+    """Sends a part of a tensor's elements and keeps the rest for later."""
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """`error`: what was not sent yet, a vector with the gradient's elements."""
+        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
 
 def encode(index: Tensor, values: Tensor, size: int) -> Tensor:
@@ -79,6 +84,13 @@ def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
     for index, values in sent:
         mean = xp.add_at(mean, index, xp.cast(values, "float32") / len(sent))
     return xp.reshape(mean, shape)
+
+
+def without(total: Tensor, chosen: Chosen) -> Tensor:
+    """`total` without what was chosen of it. Consumes `total`."""
+    (index, values), xp = chosen, namespace(total)
+    flat = xp.add_at(xp.reshape(total, (-1,)), index, -xp.cast(values, "float32"))
+    return xp.reshape(flat, xp.shape(total))
 
 
 def _count(length: int, size: int, item: int) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import decode, encode, mean_of
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.compressors.sparsifier import decode, encode, mean_of, without
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message, Reader
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class Threshold(Compressor):
+class Threshold(Codec):
     """Send what is at least as large as a value, keep the rest for later.
 
     How much is sent follows the gradient: much while it is large, nothing at all if nothing
@@ -33,6 +34,7 @@ class Threshold(Compressor):
     """
 
     stacks: ClassVar[str] = "alike"
+    uneven: ClassVar[bool] = True
 
     value: float = 0.01
 
@@ -41,20 +43,28 @@ class Threshold(Compressor):
         if not check.is_number(self.value) or self.value < 0:
             check.refuse(self, "value", self.value, "a number of at least 0")
 
-    def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what was not sent yet, a vector with the gradient's elements."""
-        return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Positions and values, as one vector of bytes."""
+        xp = namespace(x)
+        copied = xp.copy(xp.cast(x, "float32"))
+        return self.encode_accumulating(
+            copied, xp.zeros(xp.shape(x), "float32", xp.device(x)), info
+        )[0]
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of positions and values, of another length on each rank."""
-        xp = namespace(grad)
-        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        size = math.prod(shape)
-        fresh = xp.reshape(grad, shape)
-        total, index = xp.accumulate_reaching(state["error"], fresh, self.value)
-        total = xp.reshape(total, (-1,))
-        values = xp.take(total, index)
-        error = xp.clear(total, index)
-        payload = encode(index, values, size)
-        parts = yield Allgather(payload, uneven=True, decode=partial(decode, size=size))
-        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}
+    def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+        """In one pass."""
+        xp, size = namespace(error), math.prod(namespace(error).shape(error))
+        total, index = xp.accumulate_reaching(error, x, self.value)
+        return (encode(index, xp.take(xp.reshape(total, (-1,)), index), size),), total
+
+    def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
+        """Parse positions and values, however many."""
+        return (partial(decode, size=math.prod(shape)),)
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """Zeros where no rank has sent anything."""
+        return mean_of([chosen for (chosen,) in messages], like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """At the positions alone."""
+        return without(total, message[0])

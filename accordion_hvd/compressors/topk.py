@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode, mean_of
-from accordion_hvd.core.base import Allgather, Conversation, Info, State, Tensor
+from accordion_hvd.compressors.sparsifier import Ratio, decode, encode, mean_of, without
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message, Reader
 from accordion_hvd.ops import namespace
 
 _LARGEST = {"float16": 65504.0, "float32": math.inf}
 
 
 @dataclass(frozen=True)
-class TopK(Sparsifier):
+class TopK(Ratio, Codec):
     """Send the largest magnitudes of each tensor, keep the rest for later.
 
     Each rank sends the `ratio` of its elements that are largest to all others; the mean is over
@@ -41,21 +43,34 @@ class TopK(Sparsifier):
         super().__post_init__()
         check.one_of(self, "wire", self.wire, tuple(_LARGEST))
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of positions and values."""
-        xp = namespace(grad)
-        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        count, size = self.kept(shape[-1]), math.prod(shape)
-        total, index = xp.accumulate_largest(state["error"], xp.reshape(grad, shape), count)
-        total = xp.reshape(total, (-1,))
-        values = xp.take(total, index)
-        sent = self._rounded(values)
-        error = xp.clear(total, index)
-        if self.wire != "float32":
-            error = xp.add_at(error, index, values - xp.cast(sent, "float32"))
-        read = partial(decode, size=size, wire=self.wire, count=xp.shape(sent)[0])
-        parts = yield Allgather(encode(index, sent, size), decode=read)
-        return mean_of(parts, grad), {"error": xp.reshape(error, shape)}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """Positions and values, as one vector of bytes."""
+        xp = namespace(x)
+        return self._packed(x, xp.largest_index(x, self.kept(xp.shape(x)[-1])))
+
+    def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+        """In one pass."""
+        xp = namespace(error)
+        total, index = xp.accumulate_largest(error, x, self.kept(xp.shape(error)[-1]))
+        return self._packed(total, index), total
+
+    def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
+        """Parse positions and values."""
+        count = math.prod(shape[:-1]) * self.kept(shape[-1])
+        return (partial(decode, size=math.prod(shape), wire=self.wire, count=count),)
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """Zeros where no rank has sent anything."""
+        return mean_of([chosen for (chosen,) in messages], like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """At the positions alone."""
+        return without(total, message[0])
+
+    def _packed(self, x: Tensor, index: Tensor) -> Message:
+        xp = namespace(x)
+        values = self._rounded(xp.take(xp.reshape(x, (-1,)), index))
+        return (encode(index, values, math.prod(xp.shape(x))),)
 
     def _rounded(self, values: Tensor) -> Tensor:
         """As they travel; what fp16 cannot hold waits in the error."""

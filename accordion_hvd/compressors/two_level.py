@@ -8,6 +8,7 @@ Training ImageNet in Four Minutes", 2018). Another method for the slices, with i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -143,6 +144,14 @@ class TwoLevel(Compressor):
     def park(self, state: State) -> State:
         """What `compressor` keeps."""
         return self.compressor.park(state)
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """What `compressor` makes of states; those of slices are owed instead (`whole`)."""
+        return self.compressor.regroup(states, spec, info)
+
+    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+        """What `compressor` makes of a state that is not of a slice."""
+        return self.compressor.foreign(state, spec, info)
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """What `compressor` takes over, from slices only."""

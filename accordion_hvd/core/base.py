@@ -7,7 +7,7 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -325,6 +325,34 @@ class Compressor(NotForStockHorovod):
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what the level that served before has learned; by default nothing."""
         return state
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """Return the state with which a rank goes on where there were other ranks before.
+
+        By default keys in `local` are the mean of what the ranks had. What an `error` becomes is
+        not asked here: an equal part of what all ranks owe together.
+
+        Args:
+            states: of all ranks that there were, in rank order.
+            spec: the tensor.
+            info: of this rank, now.
+        """
+        mean = {key: sum(s[key] for s in states) / len(states) for key in self._own(states[0])}
+        return {**states[0], **mean}
+
+    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+        """Return the state with which every rank goes on where only one rank's state is known.
+
+        By default keys in `local` begin anew, on all ranks. As with `regroup`, the `error` is
+        not asked for.
+        """
+        own = self._own(state)
+        fresh = self.init(spec, info) if own else {}
+        return {**state, **{key: fresh[key] for key in own}}
+
+    def _own(self, state: State) -> list[str]:
+        """The keys of what is of use to one rank alone, the error apart."""
+        return [key for key in self.local if key in state and key != "error"]
 
 
 def _short(compressor: Any) -> str:

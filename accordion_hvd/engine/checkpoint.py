@@ -380,22 +380,27 @@ def _arrays(exchange: Exchange, row: Any, load: Loader, ranks: int) -> dict[str,
 def _regrouped(
     exchange: Exchange, arrays: dict[str, np.ndarray], all_: list[dict[str, np.ndarray]], row: Any
 ) -> dict[str, np.ndarray]:
-    """`arrays` with optimizers' states as they make them of what other ranks had (`all_`)."""
+    """`arrays` with states as their levels make them of what other ranks had (`all_`)."""
     found = dict(arrays)
     for i, slot in enumerate(exchange.slots):
-        level, prefix = slot.levels[row["buckets"][i]["level"]], f"{i}/state/"
-        states = [_part(prefix, theirs) for theirs in all_]
-        if not isinstance(level, Rule) or not states[0]:
-            continue
-        own = (prefix, f"{i}/parked/")  # errors that wait are dropped
-        found = {key: value for key, value in found.items() if not key.startswith(own)}
-        spec = Spec(slot.bucket.shape, slot.bucket.dtype, backend("numpy"))
-        info = exchange.info(slot)
-        if len(states) == 1:
-            state = level.foreign(states[0], spec, info)
-        else:
-            state = level.regroup(states, spec, info)
-        found |= {prefix + key: value for key, value in state.items()}
+        present = row["buckets"][i]["level"]
+        for number, level in enumerate(slot.levels):
+            prefix = f"{i}/state/" if number == present else f"{i}/parked/{number}/"
+            states = [_part(prefix, theirs) for theirs in all_]
+            if not states[0] or not any(key.startswith(prefix) for key in found):
+                continue
+            spec = Spec(slot.bucket.shape, slot.bucket.dtype, backend("numpy"))
+            info = exchange.info(slot)
+            if len(states) == 1:
+                state = level.foreign(states[0], spec, info)
+            else:
+                state = level.regroup(states, spec, info)
+            if isinstance(level, Rule) and number != present:
+                state = {}  # errors that wait are dropped
+            kept = {} if isinstance(level, Rule) else _part(prefix, found)
+            found = {key: value for key, value in found.items() if not key.startswith(prefix)}
+            mine = {**state, **{key: x for key, x in kept.items() if key == "error"}}
+            found |= {prefix + key: value for key, value in mine.items()}
     return found
 
 

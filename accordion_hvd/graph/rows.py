@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
+from accordion_hvd.compressors import BF16, FP16, Dense, Int8
+from accordion_hvd.core.base import Info
 from accordion_hvd.graph.structure import Array
 from accordion_hvd.ops import numpy as xp
-from accordion_hvd.ops import quantization
-
-BITS = 8
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ def wire_of(compression: Any) -> Wire:
     Raises:
         ValueError: it is another.
     """
-    from accordion_hvd.compressors import BF16, FP16, Dense, Int8
     from accordion_hvd.resolve import parse
 
     wanted = parse(compression) if isinstance(compression, str) else compression
@@ -69,17 +67,15 @@ def _sixteen(dtype: str, name: str) -> Wire:
 
 def _encode_eight(rows: Array) -> Array:
     """Codes of a row, then its step."""
-    features = rows.shape[1]
-    steps = xp.bucket_norms(rows, features, "max") * np.float32(1 / quantization.middle(BITS))
-    codes = xp.quantize(rows, steps, features, BITS).reshape(rows.shape)
-    return np.hstack([codes, steps.reshape(-1, 1).view(np.uint8)])
+    codes, steps = Int8(rows.shape[1]).encode(rows, Info())
+    return np.hstack([codes.reshape(rows.shape), steps.reshape(-1, 1).view(np.uint8)])
 
 
 def _decode_eight(coded: Array, features: int) -> Array:
     steps = np.ascontiguousarray(coded[:, features:]).view(np.float32).reshape(-1)
     codes = np.ascontiguousarray(coded[:, :features]).reshape(-1)
     like = np.empty((len(coded), features), np.float32)
-    return xp.sum_quantized([codes], [steps], features, BITS, quantization.middle(BITS), like)
+    return Int8(features).decode((codes, steps), like, Info())
 
 
 PLAIN = Wire(

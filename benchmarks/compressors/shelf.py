@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from accordion_hvd.compressors import (
     BF16,
     DGC,
+    EF21,
     FP16,
     LGC,
     QSGD,
     AdaComp,
     Dense,
+    Diana,
     EFSignSGD,
+    ErrorFeedback,
+    Gathered,
     Int8,
+    Momentum,
     Natural,
     OneBit,
     PowerSGD,
@@ -42,9 +47,9 @@ class Volume:
         compressor: in a usual setting.
         moved: bytes that each rank sends, a Python expression. It may use n (ranks), d (elements),
             a and b (rows and columns of the matrix that they form), k (elements that the
-            compressor keeps of d), L (ranks a machine), m (machines), the compressor's arguments,
-            and packed(k, d): bytes of k ascending positions below d (about 1.2 k for k = d / 100).
-            Empty where it depends on the gradients' values.
+            compressor keeps of d), L (ranks a machine), m (machines), the arguments of the
+            compressor and of the codec in it, and packed(k, d): bytes of k ascending positions
+            below d (about 1.2 k for k = d / 100). Empty where it depends on the gradients' values.
         local: ranks a machine.
         after: steps before the one that is counted (warm-ups send something else).
     """
@@ -83,6 +88,11 @@ SHELF = (
     Volume(SignSGD(), "2 * (n-1)/n * d/8"),
     Volume(EFSignSGD(), "(n-1) * (d/8 + 4)"),
     Volume(OneBit(), "(n-1) * (d/8 + 8*b)"),
+    Volume(ErrorFeedback(Natural()), "(n-1) * 9*d/8"),
+    Volume(EF21(TopK(0.01)), "(n-1) * (4*k + packed(k, d))"),
+    Volume(Diana(QSGD(4)), "(n-1) * (bits*d/8 + 4*d/bucket)"),
+    Volume(Gathered(EFSignSGD()), "(n-1) * (d/8 + 4)"),
+    Volume(Momentum(Natural()), "(n-1) * 9*d/8"),
     Volume(TwoLevel(PowerSGD(1)), "2*(L-1)/L * 4*d + 2*(m-1)/m * 4*(a/L+b)", local=2),
 )
 """Every compressor, in the order of the tables."""

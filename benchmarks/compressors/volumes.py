@@ -45,8 +45,12 @@ def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
 
 def by_formula(volume: Volume, ranks: int) -> float:
     """Bytes sent in a step by a rank, as `Volume.moved` says."""
-    compressor, (a, b) = volume.compressor, SHAPE
-    names = {f.name: getattr(compressor, f.name) for f in fields(compressor)}  # type: ignore[arg-type]
+    outer, (a, b) = volume.compressor, SHAPE
+    compressor = getattr(outer, "codec", outer)
+    names: dict[str, Any] = {
+        f.name: getattr(compressor, f.name)
+        for f in fields(compressor)  # type: ignore[arg-type]
+    }
     names |= {"n": ranks, "d": a * b, "a": a, "b": b, "packed": indices.packed_length}
     names |= {"L": volume.local, "m": ranks // volume.local}
     if hasattr(compressor, "kept"):

@@ -23,6 +23,7 @@ from harness import refused
 from accordion_hvd import (
     BF16,
     DGC,
+    EF21,
     FP16,
     LGC,
     QSGD,
@@ -31,10 +32,12 @@ from accordion_hvd import (
     AdaQS,
     Compressor,
     Dense,
+    Diana,
     EFSignSGD,
     Fixed,
     Int8,
     LocalSGD,
+    Momentum,
     Natural,
     OneBit,
     PowerSGD,
@@ -84,6 +87,9 @@ COMPRESSORS = [
     EFSignSGD(),
     OneBit(),
     SignSGD(0.9),
+    EF21(TopK(0.05)),
+    Diana(QSGD(4)),
+    Momentum(EFSignSGD()),
 ]
 """All but LGC, whose graphs are large: see `check_learned_codes_equal_simulation`."""
 
@@ -811,6 +817,28 @@ def check_a_missing_file_is_named(a: Adapter) -> None:
             a.hvd.load_state(path, only=[job.optimizer])
         with refused(RuntimeError, "missing"):
             a.hvd.load_state(path / "nowhere", only=[job.optimizer])
+
+
+@eagerly
+def check_another_number_of_ranks_goes_on_from_the_shift(a: Adapter) -> None:
+    """EF21's h is still the mean of all h_i."""
+    job = a.job(EF21(TopK(0.05)))
+    train(a, job, 3)
+
+    def shift(owner: Job, key: str) -> np.ndarray:
+        slots = [s for s in owner.optimizer.exchange.slots if s.bucket.compress]
+        return np.concatenate([np.ravel(a.xp.to_numpy(s.state[key])) for s in slots])
+
+    before = shift(job, "mean")
+    np.testing.assert_allclose(a.gather(shift(job, "local")).mean(0), before, atol=1e-6)
+    with folder(a) as path:
+        a.hvd.save_state(path, only=[job.optimizer])
+        with process_set(a, [0]) as alone:
+            if a.hvd.rank() == 0:
+                resumed = a.job(EF21(TopK(0.05)), process_set=alone)
+                a.hvd.load_state(path, only=[resumed.optimizer])
+                np.testing.assert_array_equal(shift(resumed, "mean"), before)
+                np.testing.assert_array_equal(shift(resumed, "local"), before)
 
 
 @eagerly

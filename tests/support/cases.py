@@ -16,14 +16,19 @@ from frameworks import exact_mean, local_size
 from accordion_hvd import (
     BF16,
     DGC,
+    EF21,
     FP16,
     LGC,
     QSGD,
     AdaComp,
     Compressor,
     Dense,
+    Diana,
     EFSignSGD,
+    ErrorFeedback,
+    Gathered,
     Int8,
+    Momentum,
     Natural,
     OneBit,
     PowerSGD,
@@ -339,6 +344,13 @@ def two_level(case: Case) -> Case:
     return BetweenMachines(**same | {"compressor": TwoLevel(case.compressor)})
 
 
+def wrapped(compressor: Compressor, inner: Case, **claims: Any) -> Case:
+    """A wrapper of another case's codec; by itself it has no error feedback."""
+    return Case(compressor, inner.rounds, discrete=True, **claims)
+
+
+FAR = {"loss": 10.0}  # results follow gradients, here of random numbers, from behind
+
 # A 16-bit journey rounds twice: what leaves, and the mean.
 CASES = [
     as_is(Dense(), loss=5e-7, itemsize=None),
@@ -388,6 +400,16 @@ CASES = [
     dgc(DGC(0.1, momentum=0.5, clip=100.0)),
     dgc(DGC(1.0)),
     two_level(dgc(DGC(0.1))),
+    wrapped(EF21(TopK(0.1)), topk(0.1), full=EF21(TopK(1.0)), **FAR),
+    wrapped(EF21(EFSignSGD()), gathered(EFSignSGD(), lambda s: coded(s, 1) + 4), **FAR),
+    wrapped(EF21(OneBit()), gathered(OneBit(), onebit_size), **FAR),
+    wrapped(Diana(QSGD(4)), qsgd(4), apart=10.0, **FAR),
+    wrapped(Diana(Natural(), 8 / 9), natural(), apart=10.0, **FAR),
+    wrapped(ErrorFeedback(Natural()), natural(), feedback=True, apart=2.0),
+    wrapped(ErrorFeedback(TopK(0.1)), topk(0.1), feedback=True, full=ErrorFeedback(TopK(1.0))),
+    wrapped(Gathered(TopK(0.1)), topk(0.1), full=Gathered(TopK(1.0)), loss=1.0),
+    wrapped(Momentum(TopK(0.1)), topk(0.1), feedback=True, momentum=True),
+    two_level(wrapped(EF21(TopK(0.1)), topk(0.1), **FAR)),
 ]
 """Every law of `laws.py` is checked for every row."""
 
@@ -423,5 +445,11 @@ REFUSED = [
     *[(LGC, "training", bad) for bad in (0, 2.5, None)],
     *[(LGC, name, bad) for name in ("innovation", "rate") for bad in (0, 2, math.nan, "a")],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
+    *[
+        (kind, "codec", bad)
+        for kind in (EF21, Diana, ErrorFeedback, Gathered)
+        for bad in (None, "topk", TopK, PowerSGD(1), EF21(TopK(0.1)))
+    ],
+    *[(Momentum, "compressor", bad) for bad in (None, "topk", DGC(0.1), TwoLevel(TopK(0.1)))],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""

@@ -200,6 +200,21 @@ def state_keys_are_stable(case: Case, framework: Framework, ranks: int) -> None:
 
 
 @law
+def results_share_no_memory_with_states(case: Case, framework: Framework, ranks: int) -> None:
+    """The optimizer may write into a result."""
+    if framework is not NUMPY:
+        return
+    world = Ranks(case.compressor, ranks, framework)
+    for gradients in normals(SHAPE, ranks, steps=3):
+        tensors = [framework.tensor(g) for g in gradients]
+        world.states = world.states or world.init(tensors[0])
+        results = world.exchange(tensors, world.states)
+        world.states, world.steps = [state for _, state in results], world.steps + 1
+        for mean, state in results:
+            assert not any(np.shares_memory(mean, x) for x in state.values())
+
+
+@law
 def consumed_is_not_used_again(case: Case, framework: Framework, ranks: int) -> None:
     plain, poisoned = Ranks(case.compressor, ranks, NUMPY), Ranks(case.compressor, ranks, POISONED)
     for gradients in normals(SHAPE, ranks, steps=5):

@@ -1,0 +1,141 @@
+"""Momentum of each rank's own, before compression (Bernstein et al., ICLR 2019: Signum)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accordion_hvd import check
+from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
+
+
+@dataclass(frozen=True)
+class Momentum(Compressor):
+    """Compress each rank's momentum instead of its gradient.
+
+    m_i <- momentum m_i + g_i, and the inner compressor averages the m_i. The result is an update,
+    momentum included: the optimizer inside must be plain SGD. With `Dense()` it is SGD with
+    momentum; with an unbiased codec, m_i has less noise for its size than g_i. Tensors that are too
+    small to be compressed get plain momentum.
+
+    Sent: what the inner compressor sends.
+
+    Args:
+        compressor: such as `QSGD(4)` or `TopK(0.01)`.
+        momentum: in [0, 1).
+    """
+
+    output: ClassVar[str] = "update"
+
+    compressor: Compressor
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError when the compressor does not average gradients, or by momentum."""
+        inner: Any = self.compressor
+        suits = isinstance(inner, Compressor) and not (inner.private or inner.in_parts)
+        if not suits or (inner.target, inner.output) != ("gradient", "gradient"):
+            check.refuse(self, "compressor", inner, "one that returns the mean of whole gradients")
+        check.below_one(self, "momentum", self.momentum)
+
+    @property
+    def scope(self) -> str:  # type: ignore[override]
+        """That of the compressor."""
+        return self.compressor.scope
+
+    @property
+    def stacks(self) -> str:  # type: ignore[override]
+        """Tensors of one shape may share a call, if for the compressor."""
+        return "alike" if self.compressor.stacks else ""
+
+    @property
+    def halves(self) -> bool:  # type: ignore[override]
+        """As the compressor does."""
+        return self.compressor.halves
+
+    @property
+    def local(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the compressor keeps for this rank, and its momentum."""
+        return (*self.compressor.local, "momentum")
+
+    def accept(self, spec: Spec, name: str) -> None:
+        """What the compressor accepts."""
+        self.compressor.accept(spec, name)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """The compressor's state, and `momentum` in the gradient's shape, if there is any."""
+        state = super().init(spec, info) | self.compressor.init(spec, info)
+        return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """What the compressor asks for."""
+        if not self.momentum:
+            return (yield from self.compressor.exchange(grad, state, info))
+        xp, shape = namespace(grad), namespace(grad).shape(grad)
+        inner = _without_momentum(state)
+        fresh = xp.reshape(grad, xp.shape(state["momentum"]))
+        momentum = xp.accumulate_scaled(state["momentum"], self.momentum, fresh)
+        sent = xp.reshape(xp.copy(momentum), shape)
+        mean, inner = yield from self.compressor.exchange(sent, inner, info)
+        return mean, {**inner, "momentum": momentum}
+
+    def variant(self, step: int) -> int:
+        """That of the compressor."""
+        return self.compressor.variant(step)
+
+    @property
+    def phases(self) -> bool:
+        """Those of the compressor."""
+        return self.compressor.phases
+
+    @property
+    def settling(self) -> int:
+        """That of the compressor."""
+        return self.compressor.settling
+
+    def plain(self) -> Compressor:
+        """Plain momentum, for tensors that are not compressed."""
+        return Momentum(self.compressor.plain() or Dense(), self.momentum)
+
+    def residual(self, state: State) -> Tensor | None:
+        """What the compressor owes, of the momentum."""
+        return self.compressor.residual(state)
+
+    def with_residual(self, state: State, residual: Tensor) -> State:
+        """The state whose compressor owes `residual`."""
+        return self.compressor.with_residual(state, residual)
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """What the compressor says."""
+        return self.compressor.report(state)
+
+    def park(self, state: State) -> State:
+        """What the compressor keeps, and the momentum."""
+        own = {key: value for key, value in state.items() if key == "momentum"}
+        return self.compressor.park(_without_momentum(state)) | own
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """The ranks' mean momentum, and what the compressor makes of its states."""
+        inner = [_without_momentum(state) for state in states]
+        mean = [state["momentum"] for state in states if "momentum" in state]
+        own = {"momentum": sum(mean) / len(mean)} if mean else {}
+        return self.compressor.regroup(inner, spec, info) | own
+
+    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+        """No momentum, and what the compressor makes of its state."""
+        own = {"momentum": 0 * state["momentum"]} if "momentum" in state else {}
+        return self.compressor.foreign(_without_momentum(state), spec, info) | own
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """Take over the momentum of another one."""
+        if "momentum" not in state or "momentum" not in other_state:
+            return state
+        return {**state, "momentum": other_state["momentum"]}
+
+
+def _without_momentum(state: State) -> State:
+    return {key: value for key, value in state.items() if key != "momentum"}

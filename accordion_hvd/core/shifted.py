@@ -1,0 +1,63 @@
+"""What EF21 and DIANA share: messages of differences to what a rank has said before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.codec import Wrapper, gather
+from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
+
+
+class Shifted(Wrapper):
+    """Ranks send C(g_i - h_i); h_i is a rank's own, h the mean of all h_i.
+
+    The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout.
+    """
+
+    local: ClassVar[tuple[str, ...]] = ("local",)
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """`local`, h_i, and `mean`, h: zeros, so that the first message is of the gradient."""
+        layout = self.codec.layout(spec.shape)
+        shifts = {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
+        return super().init(spec, info) | shifts
+
+    def converse(
+        self, grad: Tensor, state: State, info: Info, follow: float, ahead: bool
+    ) -> Conversation:
+        """One allgather of messages.
+
+        Args:
+            grad: g_i.
+            state: h_i and h.
+            info: of the exchange.
+            follow: the part of a message by which h_i moves.
+            ahead: whether the result is h as it will be (EF21), not h + mean message (DIANA).
+        """
+        xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
+        local, before = state["local"], state["mean"]
+        difference = xp.cast(xp.reshape(grad, xp.shape(local)), "float32") - local
+        messages = yield from gather(codec, codec.encode(difference, info), xp.shape(local), info)
+        mine = codec.decode(messages[info.rank], xp.copy(difference), info)
+        moved = codec.mean(messages, difference, info)
+        after = before + moved * follow
+        found = xp.copy(after) if ahead else before + moved  # the optimizer may write into it
+        return xp.reshape(found, shape), {"local": local + mine * follow, "mean": after}
+
+    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+        """Go on from another codec's h_i and h."""
+        if not isinstance(other, Shifted):
+            return state
+        layouts = [namespace(x["mean"]).shape(x["mean"]) for x in (state, other_state)]
+        return state if layouts[0] != layouts[1] else {**state, **other_state}
+
+    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """All h_i are h: their mean still is, with however many ranks."""
+        return {"local": states[0]["mean"], "mean": states[0]["mean"]}
+
+    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+        """Likewise."""
+        return self.regroup([state], spec, info)
