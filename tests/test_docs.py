@@ -150,9 +150,7 @@ test "$1" != '{broken}'
 # ---------------------------------------------------------------- the examples in CONTRIBUTING.md
 def example(number: int = 0) -> Any:
     """The class that a block defines."""
-    module = sys.modules.setdefault(
-        "example", types.ModuleType("example")
-    )  # dataclasses look there
+    module = sys.modules.setdefault("example", types.ModuleType("example"))
     exec(compile(blocks("CONTRIBUTING.md", "python")[number], "example", "exec"), vars(module))
     return getattr(module, ("RoundRobin", "FadingFeedback")[number])
 

@@ -187,5 +187,6 @@ class Wrapper(Compressor):
         return "alike" if self.codec.stacks else ""
 
     def accept(self, spec: Spec, name: str) -> None:
-        """What the codec accepts."""
+        """What any compressor accepts, and the codec."""
+        super().accept(spec, name)
         self.codec.accept(spec, name)
