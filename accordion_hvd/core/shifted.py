@@ -21,9 +21,8 @@ class Shifted(Wrapper):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`local`, h_i, and `mean`, h: zeros, so that the first message is of the gradient."""
-        layout = self.codec.layout(spec.shape)
-        shifts = {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
-        return super().init(spec, info) | shifts
+        state, layout = super().init(spec, info), self.codec.layout(spec.shape)
+        return state | {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
 
     def converse(
         self, grad: Tensor, state: State, info: Info, follow: float, ahead: bool
