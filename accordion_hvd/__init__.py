@@ -32,6 +32,7 @@ _HOME = {
         "State",
         "Tensor",
     ),
+    "core.codec": ("Codec",),
     "ops": ("namespace",),
     "ops.spec": ("Spec",),
     "privacy": ("BudgetSpent", "PrivacyBudget", "TopAgg"),

@@ -19,6 +19,7 @@ from accordion_hvd import (
     QSGD,
     WAGMA,
     AdaComp,
+    Codec,
     Dense,
     Diana,
     EFSignSGD,
@@ -32,7 +33,7 @@ from accordion_hvd import (
     Threshold,
     TopK,
 )
-from accordion_hvd.core.codec import Codec, Message, parse
+from accordion_hvd.core.codec import Message, parse
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.simulation.one_process import World, simulate
 
