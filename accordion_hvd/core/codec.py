@@ -108,11 +108,13 @@ def gather(
         info: of the exchange.
     """
     readers = codec.readers(shape) or (None,) * len(message)
-    parts = yield tuple(
+    requests = tuple(
         Allgather(part, uneven=codec.uneven, decode=reader)
         for part, reader in zip(message, readers, strict=True)
     )
-    return list(zip(*parts, strict=True))
+    if len(requests) == 1:  # the form in which compressors that wrap others expect it
+        return [(part,) for part in (yield requests[0])]
+    return list(zip(*(yield requests), strict=True))
 
 
 def parse(codec: Codec, message: Sequence[Tensor], shape: tuple[int, ...], sender: int) -> Message:
