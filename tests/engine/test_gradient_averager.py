@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import NUMPY
+from threads import Threaded
 
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK
 from accordion_hvd.comm.agreement import RanksDisagree
@@ -21,33 +20,9 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard, ReplicasDiffer
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, simulate
 
-LIMIT = 20  # seconds that a rank waits for others
 SHAPES = {"w": (40, 50), "v": (30, 40), "b": (7,)}
-
-
-class Threaded(SimulatedCommunicator):
-    """A rank that is a thread, so that it may wait for others."""
-
-    lock = threading.RLock()
-
-    def _put(self, *about: Any) -> Any:
-        with self.lock:
-            return super()._put(*about)
-
-    def poll(self, handle: Any) -> bool:
-        with self.lock:
-            return super().poll(handle)
-
-    def wait(self, handle: Any) -> Any:
-        with self.lock:
-            return super().wait(handle)
-
-    def pause(self, waited: float) -> None:
-        if waited > LIMIT:
-            raise TimeoutError(f"rank {self.rank} waited {waited:.0f} s for others")
-        time.sleep(1e-4)
 
 
 class NumPyAverager(GradientAverager[Exchange]):
