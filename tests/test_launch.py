@@ -24,6 +24,7 @@ AMONG_MORE = (
 SUITES: dict[str, list[Any]] = {
     "core_checks.py": BOTH,
     "torch_checks.py": BOTH,
+    "old_checkpoints_checks.py": BOTH[:1],
     "optimizer_checks.py": BOTH,
     "tf_checks.py": BOTH,
     "keras_checks.py": [("gloo", 2), ("mpirun", 4, AMONG_MORE)],
