@@ -34,7 +34,7 @@ MOVED = {
     "packing": "comm.packing",
     "plan": "engine.plan",
     "policy": "policies",
-    "prices": "engine.prices",
+    "prices": "policies.prices",
     "process_sets": "comm.horovod.process_sets",
     "simulate": "simulation.one_process",
     "slots": "engine.slots",

@@ -18,6 +18,8 @@ from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.optimizers.base import Rule
 from accordion_hvd.policies import Accordion, Fixed, Policy
+from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.byte_budget import ByteBudget
 from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
 Serving: TypeAlias = Policy | Averaging
@@ -29,9 +31,9 @@ VARIABLE = "ACCORDION_HVD_COMPRESSION"
 @functools.cache
 def names() -> dict[str, Any]:
     """Return the table of names in spec strings."""
-    policies = (policy.Accordion, policy.AdaQS, policy.Fixed, policy.Gate, policy.StepSchedule)
-    more = {kind.__name__.lower(): kind for kind in (*policies, PrivacyBudget, TopAgg)}
-    return spec_strings.table(compressors, averaging) | more | {"none": compressors.Dense}
+    more = {kind.__name__.lower(): kind for kind in (PrivacyBudget, TopAgg)}
+    known = spec_strings.table(compressors, averaging, policy)
+    return known | more | {"none": compressors.Dense}
 
 
 def parse(text: str) -> Any:
@@ -101,9 +103,9 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
     """
     if policy is None:
         return as_policy(rule)
-    if isinstance(policy, Accordion) and policy.batch_size is not None:
+    if isinstance(policy, Accordion) and policy.growth is not None:
         allowed = "None where it moves an optimizer; batches grow with a DistributedOptimizer"
-        check.refuse(policy, "batch_size", policy.batch_size, allowed)
+        check.refuse(policy, "batch_size", policy.growth.sizes, allowed)
     if isinstance(policy, Accordion) and policy.low is None:
         if rule.dense() == rule:
             check.refuse(rule, "policy", policy, "None, since it has only one stage")
@@ -111,9 +113,10 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
             check.refuse(policy, "signal", policy.signal, "'local' where it moves an optimizer")
         policy.between(rule.dense(), rule)
     policy = as_policy(policy)
-    if policy.method is not None:
-        check.refuse(policy, "high", policy.method, "an optimizer of ours where it moves one")
-    if policy.capped:
+    alternation = policy.observers.find(Alternation)
+    if alternation is not None:
+        check.refuse(policy, "high", alternation.method, "an optimizer of ours where it moves one")
+    if policy.observers.find(ByteBudget) is not None:
         check.refuse(policy, "budget", policy, "None where it moves an optimizer")
     if policy.output != "update":
         check.refuse(rule, "policy", policy, "one whose levels are accordion_hvd.optimizers")

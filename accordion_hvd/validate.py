@@ -12,7 +12,10 @@ from typing import Any
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.optimizers.base import Rule
-from accordion_hvd.policies import Policy, levers
+from accordion_hvd.policies import Policy
+from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.batch_growth import BatchGrowth
+from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
 from accordion_hvd.resolve import Serving, is_ours
 
 OWNER = "DistributedOptimizer"
@@ -62,10 +65,24 @@ def validate(serving: Serving, use: Use) -> None:
         return
     _check_levels(serving, use)
     _check_private(serving, use)
-    if serving.batch_size is not None:
-        levers.share(serving, serving.batch_size, use.members)
-    if serving.method is not None:
-        _check_averaging(serving.method, use)
+    growth, method = growth_of(serving), method_of(serving)
+    if growth is not None:
+        growth.share(use.members)
+    if method is not None:
+        _check_averaging(method, use)
+
+
+def method_of(serving: Serving) -> Averaging | None:
+    """Return what averages models, always or at times; None where nothing does."""
+    if isinstance(serving, Averaging):
+        return serving
+    alternation = serving.observers.find(Alternation)
+    return None if alternation is None else alternation.method
+
+
+def growth_of(serving: Serving) -> BatchGrowth | None:
+    """Return what makes batches grow; None where nothing does."""
+    return None if isinstance(serving, Averaging) else serving.observers.find(BatchGrowth)
 
 
 def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any) -> None:
@@ -107,7 +124,7 @@ def check_passes(passes: Any, policy: Policy | None = None) -> None:
         policy: the policy that serves.
     """
     check.integer(OWNER, "backward_passes_per_step", passes, least=1)
-    if policy is not None and policy.several and passes != 1:
+    if policy is not None and per_sample(policy) and passes != 1:
         raise ValueError(
             f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: gradients of "
             "single contributors do not add up."
@@ -115,11 +132,11 @@ def check_passes(passes: Any, policy: Policy | None = None) -> None:
 
 
 def _check_without_steps(serving: Serving, use: Use) -> None:
-    method = serving if isinstance(serving, Averaging) else serving.method
+    method = method_of(serving)
     if method is not None:
         allowed = f"one without {method!r}, which works with {use.module}.DistributedOptimizer"
         check.refuse(use.owner, "compression", serving, allowed)
-    if isinstance(serving, Policy) and serving.batch_size is not None:
+    if growth_of(serving) is not None:
         allowed = "one without batch_size: a tape takes no steps and knows no learning rate"
         check.refuse(use.owner, "compression", serving, allowed)
 
@@ -147,7 +164,7 @@ def _check_levels(policy: Policy, use: Use) -> None:
 
 def _check_private(policy: Policy, use: Use) -> None:
     """See that a private policy can keep its promise."""
-    if not policy.private:
+    if policy.observers.find(PrivacyAccountant) is None:
         return
     if use.members < use.ranks:
         raise ValueError(

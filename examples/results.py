@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.policies.decision import plain
 from examples.config import Settings
 
 FORMAT = 1
@@ -91,7 +92,7 @@ class Record:
             "seconds": self.seconds,
             "stats": self.stats(exchange),
             "compression": repr(exchange.policy) if exchange is not None else None,
-            "history": list(exchange.policy.history) if exchange is not None else [],
+            "history": plain(exchange.policy.history) if exchange is not None else [],
             "epochs": self.rows,
         }
         if self.rank == 0:

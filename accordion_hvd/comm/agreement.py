@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allgather, Conversation, Tensor
+from accordion_hvd.core.base import Allgather, Broadcast, Conversation, Tensor
 
 
 class RanksDisagree(RuntimeError):
@@ -22,6 +23,17 @@ def gather(communicator: Communicator, values: Tensor) -> Conversation:
     """Everybody's `values` as NumPy arrays, in rank order."""
     parts = yield Allgather(values)
     return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
+
+
+def share(communicator: Communicator, value: Any, device: Any = None) -> Generator[Any, Any, Any]:
+    """Rank 0's `value`, of JSON's kinds, on every rank."""
+    xp = communicator.xp
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    length = yield Broadcast(xp.asarray(np.array([text.size], np.int64), device))
+    if communicator.rank != 0:
+        text = np.zeros(int(xp.to_numpy(length)[0]), np.uint8)
+    text = yield Broadcast(xp.asarray(text, device))
+    return json.loads(xp.to_numpy(text).tobytes())
 
 
 def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:

@@ -329,22 +329,32 @@ class Compressor(NotForStockHorovod):
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return the state with which a rank goes on where there were other ranks before.
 
-        By default keys in `local` are the mean of what the ranks had. What an `error` becomes is
-        not asked here: an equal part of what all ranks owe together.
+        By default each rank's `error` is an equal part of what all ranks owe together. Of the
+        rest, what is equal on all ranks stays, and what is not, or is in `local`, is their mean.
 
         Args:
-            states: of all ranks that there were, in rank order.
+            states: of all ranks that there were, in rank order; NumPy arrays.
             spec: the tensor.
             info: of this rank, now.
+
+        Raises:
+            ValueError: ranks have states of different shapes, of which there is no mean.
         """
-        mean = {key: sum(s[key] for s in states) / len(states) for key in self._own(states[0])}
-        return {**states[0], **mean}
+        found = {}
+        for key, first in states[0].items():
+            all_ = [state[key] for state in states]
+            if any(x.shape != first.shape for x in all_):
+                shapes = [x.shape for x in all_]
+                check.refuse(self, f"the shape of state {key!r} on ranks 0, 1, ...", shapes, "one")
+            differ = key in self.local or any((x != first).any() for x in all_)
+            share = info.size if key == "error" else len(states)
+            found[key] = (sum(all_) / share).astype(first.dtype) if differ else first
+        return found
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """Return the state with which every rank goes on where only one rank's state is known.
 
-        By default keys in `local` begin anew, on all ranks. As with `regroup`, the `error` is
-        not asked for.
+        By default keys in `local` begin anew, on all ranks, but for the `error`.
         """
         own = self._own(state)
         fresh = self.init(spec, info) if own else {}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accordion_hvd.core.patterns import matches
+from accordion_hvd.ops.spec import ITEMSIZE
 
 MIN_ELEMENTS = 1024
 """Tensors with fewer elements travel dense: their bytes are not worth a compressor's work."""
@@ -75,6 +76,11 @@ class Bucket:
     def size(self) -> int:
         """Number of elements."""
         return sum(self.sizes)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the tensors as they are."""
+        return self.size * ITEMSIZE[self.dtype]
 
 
 def make_buckets(

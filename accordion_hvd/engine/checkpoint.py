@@ -2,7 +2,7 @@
 
 One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
 the residuals over ranks is kept: each new rank gets an equal part of it; what becomes of the
-errors of an optimizer of ours, that one says (`Rule.regroup`). Residuals of parts of
+errors of an optimizer of ours, that one says (`Compressor.regroup`). Residuals of parts of
 tensors (`TwoLevel`) are then, or on other machines, owed as those of whole tensors.
 """
 
@@ -14,7 +14,8 @@ import io
 import json
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import numpy as np
 import accordion_hvd
 from accordion_hvd.comm.agreement import gather
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, Conversation, Info
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.saved import Saved, foreign, of_parts, regrouped
 from accordion_hvd.engine.slots import Slot
-from accordion_hvd.ops import backend, namespace
+from accordion_hvd.ops import backend
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule
 
@@ -137,27 +139,29 @@ def describe(exchange: Any) -> dict[str, Any]:
     }
 
 
-def export(exchange: Any, prefix: str = "") -> dict[str, np.ndarray]:
-    """This rank's tensors.
+def saved_of(exchange: Exchange) -> list[Saved]:
+    """Return what this rank keeps of each bucket, in NumPy."""
+    return [slot.saved().map(exchange.xp.to_numpy) for slot in exchange.slots]
 
-    Keys are `{bucket}/{name}`, with the names of `Slot.tensors`.
-    """
-    if isinstance(exchange, Keeper):
-        return {prefix + key: value for key, value in exchange.export().items()}
-    arrays: dict[str, np.ndarray] = {}
-    for i, slot in enumerate(exchange.slots):
-        for key, value in slot.tensors().items():
-            arrays[f"{prefix}{i}/{key}"] = exchange.xp.to_numpy(value)
-    return arrays
+
+def named(saved: Sequence[Saved], prefix: str = "") -> dict[str, Any]:
+    """Return all tensors by name, `{bucket}/{name}`, as files have them; see `Saved.tensors`."""
+    return {f"{prefix}{i}/{k}": x for i, one in enumerate(saved) for k, x in one.tensors().items()}
+
+
+def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[Saved]:
+    """Return what such tensors were made of; `about` is from `describe`."""
+    found: list[dict[str, Any]] = [{} for _ in about["buckets"]]
+    for name, tensor in tensors.items():
+        number, _, key = name.partition("/")
+        found[int(number)][key] = tensor
+    rows = zip(about["buckets"], found, strict=True)
+    return [Saved.read(row["level"], mine) for row, mine in rows]
 
 
 def snapshot(exchange: Exchange) -> dict[str, Any]:
     """All that this rank knows, in one dict of tensors, numbers, strings, lists and dicts."""
-    tensors = {
-        f"{i}/{key}": exchange.xp.copy(value)
-        for i, slot in enumerate(exchange.slots)
-        for key, value in slot.tensors().items()
-    }
+    tensors = named([slot.saved().map(exchange.xp.copy) for slot in exchange.slots])
     link = exchange.communicator
     return {"rank": link.rank, "ranks": link.size, "about": describe(exchange), "tensors": tensors}
 
@@ -165,26 +169,23 @@ def snapshot(exchange: Exchange) -> dict[str, Any]:
 def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
     """The inverse of `snapshot`; whether it was this rank's of as many ranks.
 
-    If not, what belonged to that rank alone is left out (`Rule.foreign`).
+    If not, what belonged to that rank alone is left out (`Compressor.foreign`).
 
     Raises:
         ValueError: it does not fit, and why.
     """
     _compare(exchange, saved["about"])
     arrays = {key: exchange.xp.to_numpy(value) for key, value in saved["tensors"].items()}
-    link = exchange.communicator
+    mine, link = read_named(arrays, saved["about"]), exchange.communicator
     own = (saved["rank"], saved["ranks"]) == (link.rank, link.size)
-    if not own:
-        arrays = _regrouped(exchange, arrays, [arrays], saved["about"])
-    restore(exchange, arrays, saved["about"])
+    restore(exchange, mine if own else _foreign(exchange, mine), saved["about"])
     return own
 
 
 def shared(exchange: Exchange) -> dict[str, Any]:
     """Return what a rank that joins takes over from this one, as NumPy arrays and plain values."""
-    arrays = export(exchange)
-    arrays = {key: np.zeros_like(x) if _owes(key) else x for key, x in arrays.items()}
-    return {"ranks": exchange.communicator.size, "about": describe(exchange), "arrays": arrays}
+    mine = [replace(one.owing(0), kept={}) for one in saved_of(exchange)]
+    return {"ranks": exchange.communicator.size, "about": describe(exchange), "buckets": mine}
 
 
 def join(exchange: Exchange, saved: dict[str, Any]) -> None:
@@ -194,9 +195,7 @@ def join(exchange: Exchange, saved: dict[str, Any]) -> None:
         ValueError: it does not fit, and why.
     """
     _compare(exchange, saved["about"])
-    arrays = {k: x for k, x in saved["arrays"].items() if not k.endswith("/seen")}
-    arrays = _regrouped(exchange, arrays, [arrays], saved["about"])
-    restore(exchange, arrays, saved["about"])
+    restore(exchange, _foreign(exchange, saved["buckets"]), saved["about"])
 
 
 def move(exchange: Exchange, link: Communicator) -> None:
@@ -207,14 +206,13 @@ def move(exchange: Exchange, link: Communicator) -> None:
     """
     exchange.abort()
     before, about = exchange.communicator, describe(exchange)
-    arrays = _of_wholes(exchange, export(exchange), about, _told(about, before.rank, before.size))
+    mine = _of_wholes(exchange, saved_of(exchange), _told(about, before.rank, before.size))
     exchange.communicator = link
-    exchange.forget_plan()
+    exchange.units.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
-    factor = link.size / before.size
-    arrays = {key: (x * factor).astype(x.dtype) if _owes(key) else x for key, x in arrays.items()}
-    restore(exchange, _regrouped(exchange, arrays, [arrays], about), about)
+    mine = [one.owing(link.size / before.size) for one in mine]
+    restore(exchange, _foreign(exchange, mine), about)
 
 
 def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
@@ -246,24 +244,21 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
         print(f"{exchange.policy!r}: {text} (errors, replicas) begins anew.", file=sys.stderr)
 
 
-def restore(exchange: Exchange, arrays: dict[str, np.ndarray], saved: dict[str, Any]) -> None:
-    """The inverse of `export` and `describe`."""
-    names = {
-        row["name"]: slot.bucket.name
-        for row, slot in zip(saved["buckets"], exchange.slots, strict=True)
-    }
-    exchange.policy.load_state_dict(_renamed(saved["policy"], names))
-    exchange.steps, exchange.skipped = saved["steps"], saved.get("skipped", 0)
+def restore(exchange: Exchange, mine: Sequence[Saved], about: dict[str, Any]) -> None:
+    """Go on from what was saved of each bucket, and from what was described."""
+    pairs = zip(about["buckets"], exchange.slots, strict=True)
+    names = {row["name"]: slot.bucket.name for row, slot in pairs}
+    exchange.policy.load_state_dict(_renamed(about["policy"], names))
+    exchange.steps, exchange.skipped = about["steps"], about.get("skipped", 0)
     lead = exchange.communicator
-    made = _told(saved, lead.rank, lead.size)
-    for i, slot in enumerate(exchange.slots):
-        mine = {k.partition("/")[2]: v for k, v in arrays.items() if k.partition("/")[0] == str(i)}
+    made = _told(about, lead.rank, lead.size)
+    for row, slot, saved in zip(about["buckets"], exchange.slots, mine, strict=True):
         slot.since, slot.turns = exchange.counted, {}
-        slot.name = saved["buckets"][i].get("seed", slot.name)
-        if not _of_parts(slot) or any(key.startswith("state/") for key in mine):
-            slot.since -= saved["buckets"][i].get("served", 0)
-            slot.turns = dict(saved["buckets"][i].get("turns", ()))
-        exchange.load_slot(slot, saved["buckets"][i]["level"], mine, made)
+        slot.name = row.get("seed", slot.name)
+        if saved.states or not of_parts(slot.levels):
+            slot.since -= row.get("served", 0)
+            slot.turns = dict(row.get("turns", ()))
+        exchange.load_slot(slot, saved, made)
 
 
 def same_name(one: str, other: str) -> bool:
@@ -297,11 +292,18 @@ def _write(directory: Path, chosen: Sequence[Exchange]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray] = {}
     for number, exchange in enumerate(chosen):
-        arrays |= export(exchange, f"{number}/")
+        arrays |= _arrays(exchange, f"{number}/")
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     lead = chosen[0].communicator
     _replace(_file(directory, lead.rank, lead.size), buffer.getvalue())
+
+
+def _arrays(exchange: Any, prefix: str) -> dict[str, np.ndarray]:
+    """Return this rank's tensors by name."""
+    if isinstance(exchange, Keeper):
+        return {prefix + key: value for key, value in exchange.export().items()}
+    return named(saved_of(exchange), prefix)
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -328,7 +330,7 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
             owner.exchange.restore(row, load, ranks)
             continue
         _compare(owner.exchange, row)
-        restore(owner.exchange, _arrays(owner.exchange, row, load, ranks), row)
+        restore(owner.exchange, _for_this_rank(owner.exchange, row, load, ranks), row)
         if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
             _tell(owner.exchange, ranks)
 
@@ -354,88 +356,40 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _arrays(exchange: Exchange, row: Any, load: Loader, ranks: int) -> dict[str, np.ndarray]:
-    """This rank's arrays; on another number of ranks, an equal part of what all owe together.
+def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[Saved]:
+    """Return what this rank goes on with; on another number of ranks, what is made of all.
 
     Args:
-        exchange: whose they are.
+        exchange: whose state it is.
         row: what the manifest says of it.
         load: gives what a rank has saved.
         ranks: how many have.
     """
     rank, size = exchange.communicator.rank, exchange.communicator.size
     if ranks == size:
-        return load(rank)
-    arrays = _of_wholes(exchange, load(0), row, _told(row, 0, ranks))
-    for other in range(1, ranks):
-        part = _of_wholes(exchange, load(other), row, _told(row, other, ranks))
-        for key, value in part.items():
-            if _owes(key):
-                arrays[key] = arrays[key] + value
-    arrays = {key: value / size if _owes(key) else value for key, value in arrays.items()}
-    kept = {k: v for k, v in arrays.items() if rank == 0 or not k.endswith("/seen")}
-    return _regrouped(exchange, kept, [load(other) for other in range(ranks)], row)
+        return read_named(load(rank), row)
+    everyone = [
+        _of_wholes(exchange, read_named(load(other), row), _told(row, other, ranks))
+        for other in range(ranks)
+    ]
+    buckets = zip(exchange.slots, *everyone, strict=True)
+    return [regrouped(all_, *_kind(exchange, slot)) for slot, *all_ in buckets]
 
 
-def _regrouped(
-    exchange: Exchange, arrays: dict[str, np.ndarray], all_: list[dict[str, np.ndarray]], row: Any
-) -> dict[str, np.ndarray]:
-    """`arrays` with states as their levels make them of what other ranks had (`all_`)."""
-    found = dict(arrays)
-    for i, slot in enumerate(exchange.slots):
-        present = row["buckets"][i]["level"]
-        for number, level in enumerate(slot.levels):
-            prefix = f"{i}/state/" if number == present else f"{i}/parked/{number}/"
-            states = [_part(prefix, theirs) for theirs in all_]
-            if not states[0] or not any(key.startswith(prefix) for key in found):
-                continue
-            spec = Spec(slot.bucket.shape, slot.bucket.dtype, backend("numpy"))
-            info = exchange.info(slot)
-            if len(states) == 1:
-                state = level.foreign(states[0], spec, info)
-            else:
-                state = level.regroup(states, spec, info)
-            if isinstance(level, Rule) and number != present:
-                state = {}  # errors that wait are dropped
-            kept = {} if isinstance(level, Rule) else _part(prefix, found)
-            found = {key: value for key, value in found.items() if not key.startswith(prefix)}
-            mine = {**state, **{key: x for key, x in kept.items() if key == "error"}}
-            found |= {prefix + key: value for key, value in mine.items()}
-    return found
+def _foreign(exchange: Exchange, mine: Sequence[Saved]) -> list[Saved]:
+    pairs = zip(exchange.slots, mine, strict=True)
+    return [foreign(one, *_kind(exchange, slot)) for slot, one in pairs]
 
 
-def _part(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+def _of_wholes(exchange: Exchange, mine: Sequence[Saved], made: Info) -> list[Saved]:
+    pairs = zip(exchange.slots, mine, strict=True)
+    return [one.of_whole(*_kind(exchange, slot)[:2], made) for slot, one in pairs]
 
 
-def _owes(key: str) -> bool:
-    return key.endswith(("/state/error", "/owed"))
-
-
-def _of_wholes(
-    exchange: Exchange, arrays: dict[str, np.ndarray], row: dict[str, Any], made: Info
-) -> dict[str, np.ndarray]:
-    """What a rank has saved; of states of parts of tensors only what they owe of the whole."""
-    if not made.machines:
-        return arrays
-    kept = {k: v for k, v in arrays.items() if k.endswith(("/owed", "/seen"))}
-    for i, slot in enumerate(exchange.slots):
-        if not _of_parts(slot):
-            kept |= {k: v for k, v in arrays.items() if k.startswith(f"{i}/")}
-            continue
-        prefix = f"{i}/state/"
-        state = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-        level = slot.levels[row["buckets"][i]["level"]]
-        residual = level.residual(state)
-        if residual is not None:
-            spec = Spec(slot.bucket.shape, slot.bucket.dtype, namespace(residual))
-            kept[f"{i}/owed"] = level.whole(residual, spec, made) + kept.get(f"{i}/owed", 0.0)
-    return kept
-
-
-def _of_parts(slot: Slot) -> bool:
-    """Whether its states may belong to parts of its tensor."""
-    return any(level.in_parts for level in slot.levels)
+def _kind(exchange: Exchange, slot: Slot) -> tuple[tuple[Compressor, ...], Spec, Info]:
+    """Return a bucket's levels, its spec in NumPy, and what its compressor is told."""
+    spec = Spec(slot.bucket.shape, slot.bucket.dtype, backend("numpy"))
+    return slot.levels, spec, exchange.info(slot)
 
 
 def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:

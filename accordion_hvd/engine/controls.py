@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from accordion_hvd.policies.batch_growth import BatchGrowth
+
 
 class Controls:
     """Properties and methods that users call on a `DistributedOptimizer`.
@@ -47,7 +49,12 @@ class Controls:
     @property
     def apart(self) -> bool:
         """Whether models are averaged now, not gradients, so that ranks' differ in between."""
-        return self._models is not None and self._averager.policy.apart
+        return self._averager.policy.observers.any("withholds")
+
+    @property
+    def growth(self) -> BatchGrowth | None:
+        """What makes batches grow; None where nothing does."""
+        return self._averager.policy.observers.find(BatchGrowth)
 
     def end_window(self) -> None:
         """End a window of the policy (an epoch); call it on every rank."""

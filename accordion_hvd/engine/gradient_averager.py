@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
@@ -16,7 +17,7 @@ from accordion_hvd.comm import hosts
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Tensor
-from accordion_hvd.engine import checkpoint, halves
+from accordion_hvd.engine import checkpoint, drift, halves
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import Guard
@@ -72,7 +73,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     ) -> None:
         self.policy, self.process_set, self.skip = policy, process_set, tuple(skip)
         self.total, self.with_settings = total, with_settings
-        self.sparse_as_dense = sparse_as_dense or policy.private
+        self.sparse_as_dense = sparse_as_dense or policy.observers.any("needs_dense")
         self.guard = guard or Guard("off")
         self.communicator = self.connect()
         self.keys: list[Key] = []
@@ -142,6 +143,8 @@ class GradientAverager(abc.ABC, Generic[E]):
             self.policy._bound = None
         self.keys, self.number = [], {}
         self._exchange = self.make_exchange(list(dense.values()))
+        mine = weakref.ref(self)  # averagers are alive as long as their optimizers are
+        self._exchange.replicas = lambda: mine().replicas()  # type: ignore[union-attr]
         self._number(list(dense))
 
     def _number(self, keys: Sequence[Key]) -> None:
@@ -166,7 +169,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         so is every policy where ranks may join.
         """
         policy = self.policy
-        needed = policy.output == "update" or policy.private or policy.batch_size is not None
+        needed = policy.output == "update" or policy.observers.any("needed_alone")
         needed |= os.environ.get("HOROVOD_ELASTIC") == "1"
         needed = self.with_settings or (needed and self.process_set.included())
         return self.communicator.size == 1 and not needed
@@ -181,10 +184,11 @@ class GradientAverager(abc.ABC, Generic[E]):
         Raises:
             RanksDisagree: on all ranks, they are not; names the ranks and the difference.
         """
-        settings = f"sum={self.total} skip={self.skip} loader={self.policy.loader}"
+        settings = f"sum={self.total} skip={self.skip}"
+        followed = [observer.agreement() for observer in self.policy.observers]
         known = [f"{x.name} {x.shape} {x.dtype}" for x in self.tensors().values()]
         version = f"accordion_hvd {accordion_hvd.__version__}, {self.framework}, {self.name}"
-        text = "\n".join([version, repr(self.policy), settings, *lines, *known])
+        text = "\n".join([version, repr(self.policy), settings, *followed, *lines, *known])
         require_agreement(self.communicator, text, self.device)
         self.discover()
         if self.with_settings:
@@ -270,9 +274,9 @@ class GradientAverager(abc.ABC, Generic[E]):
         """Return whether a step since the last comparison asks for one.
 
         While models are averaged or an algorithm lets weights differ for some steps
-        (`Exchange.span` is 0), comparisons wait.
+        (`drift.span` is 0), comparisons wait.
         """
-        if not self.exchange.span:
+        if not drift.span(self.exchange.slots, self.exchange.counted):
             return False
         due = any(self.guard.due(earlier) for earlier in range(self._compared + 1, step + 1))
         self._compared = step
@@ -281,7 +285,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     def checksums(self) -> Tensor:
         """Return this rank's checksums of the replicas and its levels, as int64."""
         xp = self.communicator.xp
-        level = xp.asarray(np.array(self.exchange.number()), self.device)
+        level = xp.asarray(np.array(self.exchange.units.number()), self.device)
         return xp.stack([*map(xp.checksum, self.replicas().values()), level])
 
     def compare(self, step: int, checksums: Tensor) -> None:

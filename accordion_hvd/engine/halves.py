@@ -36,8 +36,7 @@ def meet(communicator: Communicator, policy: Policy, device: Any = None) -> None
 
 
 def _sends_halves(policy: Policy) -> bool:
-    fallbacks = policy.gate.fallbacks if policy.gate is not None else ()
-    return policy.halves or any(way.halves for way in fallbacks)
+    return policy.halves or (policy.gate is not None and policy.gate.halves)
 
 
 def _fastest(tensor: Any, xp: Any, ranks: int) -> Any:

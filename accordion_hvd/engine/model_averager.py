@@ -24,7 +24,7 @@ from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
-from accordion_hvd.policies.base import Policy
+from accordion_hvd.policies.alternation import Alternation
 
 _HALF = ("float16", "bfloat16")
 _numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
@@ -61,7 +61,8 @@ class Averager(checkpoint.Keeper):
         communicator: among whom; with one rank nothing is ever averaged.
         guard: compares models when they should be equal.
         number: of the process set; 0 is that of all ranks.
-        policy: says when models are averaged and when gradients are; None: models always are.
+        alternation: says when models are averaged and when gradients are; None: models always
+            are.
 
     Attributes:
         steps: how many there have been.
@@ -76,10 +77,10 @@ class Averager(checkpoint.Keeper):
         communicator: Communicator,
         guard: Guard,
         number: int = 0,
-        policy: Policy | None = None,
+        alternation: Alternation | None = None,
     ) -> None:
         self.method, self.parameters, self.guard = method, parameters, guard
-        self.policy = policy
+        self.alternation = alternation
         self.communicator, self.xp = communicator, communicator.xp
         self.steps, self.equal = 0, True
         self.without_waiting = False
@@ -172,12 +173,10 @@ class Averager(checkpoint.Keeper):
             Whether they have been until now, so that optimizers' slots, which were each rank's
             own, are to be averaged once (`level`).
         """
-        policy = self.policy
-        if policy is None or not policy.turned:
+        if self.alternation is None or not self.alternation.turn():
             return False
-        policy.turned = False
         self.rest()
-        return not policy.apart
+        return not self.alternation.apart
 
     def prepare(self, given: Parameters | None = None) -> None:
         """Before the first step, where ranks' models are equal, as broadcasts have made them.
@@ -236,7 +235,7 @@ class Averager(checkpoint.Keeper):
         else:
             self.equal = self.method.equal(self.steps)
             self._hold(self.method.exchange, lr, model)
-        if self.policy is not None and self.policy.over and not self.method.meets:
+        if self.alternation is not None and self.alternation.over and not self.method.meets:
             self._hold(self.method.settle, 0.0, model)
             self.equal = True
         self._inform()
@@ -266,8 +265,8 @@ class Averager(checkpoint.Keeper):
 
     def _inform(self) -> None:
         """Let the policy know whether models are equal."""
-        if self.policy is not None:
-            self.policy.settled = self.equal
+        if self.alternation is not None:
+            self.alternation.settled = self.equal
 
     def level(self, tensors: Parameters) -> None:
         """Average these over the ranks, over Horovod; all ranks have the same ones."""

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from accordion_hvd.engine.buckets import Bucket
-from accordion_hvd.ops.spec import ITEMSIZE
 
 SMALL = 1 << 16
 """Elements up to which a bucket shares a conversation: copying them costs less than one more."""
@@ -90,11 +89,6 @@ def make_groups(payloads: Sequence[float], limit: float) -> list[list[int]]:
         groups[-1].append(position)
         filled += payload
     return [group for group in groups if group]
-
-
-def dense_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket as it is."""
-    return bucket.size * ITEMSIZE[bucket.dtype]
 
 
 def _units(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.buckets import Bucket
+from accordion_hvd.engine.saved import Saved
 from accordion_hvd.ops.spec import Spec
+from accordion_hvd.policies.evidence import Evidence
 
 
 @dataclass
@@ -16,8 +18,15 @@ class Stack:
     """The memory of several slots: along a new first dimension, or flat, one after the other."""
 
     state: State
-    seen: Tensor | None
+    kept: dict[str, Tensor]
     flat: bool
+
+    def part(self, value: Tensor, place: int, slot: Slot) -> Tensor:
+        """Return a slot's part of a tensor: a view, where the framework has views."""
+        if not self.flat:
+            return value[place]
+        part = value[place : place + slot.bucket.size]
+        return slot.spec.xp.reshape(part, slot.bucket.shape)
 
 
 class Slot:
@@ -48,8 +57,8 @@ class Slot:
         self.turns: dict[int, int] = {}
         self.since = 0
         self._state: State | None = None
-        self._seen: Tensor | None = None
-        self._stack: Stack | None = None  # where state and sum are, if not here
+        self._kept: dict[str, Tensor] = {}
+        self._stack: Stack | None = None  # where state and evidence are, if not here
         self._place = 0
         self.made: Info | None = None
 
@@ -60,9 +69,13 @@ class Slot:
 
     @property
     def state(self) -> State | None:
-        """That of the level that serves now; None before the first exchange."""
-        self._leave()
-        return self._state
+        """The state of the level that serves now; None before the first exchange.
+
+        Its tensors may be views of memory that the next step writes into.
+        """
+        if self._stack is None:
+            return self._state
+        return {k: self._stack.part(v, self._place, self) for k, v in self._stack.state.items()}
 
     @state.setter
     def state(self, state: State | None) -> None:
@@ -70,15 +83,16 @@ class Slot:
         self._state = state
 
     @property
-    def seen(self) -> Tensor | None:
-        """The policy's sum of gradients."""
-        self._leave()
-        return self._seen
+    def kept(self) -> dict[str, Tensor]:
+        """What is kept for the policy's evidence, by its key; not to be written into."""
+        if self._stack is None:
+            return self._kept
+        return {k: self._stack.part(v, self._place, self) for k, v in self._stack.kept.items()}
 
-    @seen.setter
-    def seen(self, seen: Tensor | None) -> None:
+    @kept.setter
+    def kept(self, kept: dict[str, Tensor]) -> None:
         self._leave()
-        self._seen = seen
+        self._kept = kept
 
     def within(self, stack: Stack) -> bool:
         """Whether the slot's memory is part of `stack`."""
@@ -87,18 +101,12 @@ class Slot:
     def join(self, stack: Stack, place: int) -> None:
         """From now on the slot's memory is at `place` of `stack`: its number, or its offset."""
         self._stack, self._place = stack, place
-        self._state = self._seen = None
+        self._state, self._kept = None, {}
 
     def _leave(self) -> None:
-        """Whoever asks for a slot's memory gets it as the slot's own (a view where possible)."""
+        """Have a memory of one's own (views, where possible)."""
         if self._stack is not None:
-            stack, place, self._stack = self._stack, self._place, None
-            self._state = {key: value[place] for key, value in stack.state.items()}
-            if stack.seen is not None and stack.flat:
-                part = stack.seen[place : place + self.bucket.size]
-                self._seen = self.spec.xp.reshape(part, self.bucket.shape)
-            elif stack.seen is not None:
-                self._seen = stack.seen[place]
+            self._state, self._kept, self._stack = self.state, self.kept, None
 
     def prepare(self, info: Info) -> None:
         """Make the state, if there is none yet or the rank has moved to another machine."""
@@ -124,6 +132,10 @@ class Slot:
         xp, shape = self.spec.xp, self.spec.shape
         residual = xp.reshape(compressor.whole(residual, self.spec, info), shape)
         return residual if self.owed is None else residual + xp.reshape(self.owed, shape)
+
+    def residual(self, info: Info) -> Tensor | None:
+        """Return all that this rank owes of the bucket, in its shape; None without feedback."""
+        return self._debt(self.compressor, self.state or {}, self.made or info)
 
     def turn(self, level: int, counted: int) -> None:
         """Another level is about to serve, `counted` exchanges having counted so far."""
@@ -159,82 +171,75 @@ class Slot:
         self.owed = residual
         return state
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that must be saved: "state/key", "parked/level/key", "owed" and "seen"."""
-        found = {f"state/{key}": value for key, value in self._settled().items()}
-        for level, state in self.parked.items():
-            found |= {f"parked/{level}/{key}": value for key, value in state.items()}
-        kept = {"owed": self.owed, "seen": self.seen}
-        return found | {key: value for key, value in kept.items() if value is not None}
+    def saved(self) -> Saved:
+        """Return what must be saved; errors that are in several tensors, in one.
 
-    def _settled(self) -> State:
-        """The state, with what it owes in one tensor, as ranks' debts are added up."""
-        state = self.state or {}
-        residual = self.compressor.residual(state) if state else None
-        return state if residual is None else self.compressor.with_residual(state, residual)
+        Its tensors may be views of memory that the next step writes into.
+        """
+        states = dict(self.parked)
+        state = self.state
+        if state:
+            residual = self.compressor.residual(state)
+            settled = state if residual is None else self.compressor.with_residual(state, residual)
+            states[self.level] = settled
+        return Saved(self.level, states, self.owed, dict(self.kept))
 
-    def load(self, level: int, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
-        self.level, self.parked, state = level, {}, {}
-        self.owed, self.seen = tensors.get("owed"), tensors.get("seen")
-        for name, tensor in tensors.items():
-            what, _, rest = name.partition("/")
-            if what == "state":
-                state[rest] = tensor
-            elif what == "parked":
-                which, _, key = rest.partition("/")
-                self.parked.setdefault(int(which), {})[key] = tensor
-        self.state, self.made = state or None, None
+    def load(self, saved: Saved) -> None:
+        """Go on from what was saved."""
+        states = dict(saved.states)
+        self.level, self.owed, self.made = saved.level, saved.owed, None
+        self.state, self.parked, self.kept = states.pop(saved.level, None), states, dict(saved.kept)
 
 
 class Memory:
     """The memory of slots that share a conversation, as that conversation sees it.
 
     Attributes:
-        unseen: the policy's sum before the step under way, should it be taken back.
+        before: what was kept for the policy before the step under way, should it be taken back.
         buffer: what the gradients of the last step were brought together in.
     """
 
-    def __init__(self, slots: Sequence[Slot], stacked: str, xp: ModuleType) -> None:
-        self.slots, self.stacked, self._xp = slots, stacked, xp
+    def __init__(
+        self, slots: Sequence[Slot], stacked: str, xp: ModuleType, evidence: Sequence[Evidence]
+    ) -> None:
+        self.slots, self.stacked, self.evidence, self._xp = slots, stacked, evidence, xp
         self._stack: Stack | None = None
-        self.unseen: Tensor | None = None
+        self.before: dict[str, Tensor] | None = None
         self.buffer: Tensor | None = None
 
-    def open(self, info: Info, observe: bool) -> None:
+    def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
         """Make what is missing; bring together what is not."""
-        if self._together() and not any(level.in_parts for level in self.slots[0].levels):
-            if self.seen is not None or not observe:
-                return
-        for slot in self.slots:
-            slot.prepare(replace(info, name=slot.name) if self.stacked else info)
-        if self.stacked:
-            self._gather(observe)
-        elif observe and self.slots[0].seen is None:
-            self.slots[0].seen = self.slots[0].spec.zeros(self.slots[0].bucket.shape)
+        if not self._together() or any(level.in_parts for level in self.slots[0].levels):
+            for slot in self.slots:
+                slot.prepare(replace(info, name=slot.name) if self.stacked else info)
+            if self.stacked and not self._together():
+                self._gather()
+        nothing: list[dict[str, Tensor]] = [{} for _ in self.slots]
+        missing = {x.key: self._joined(x, nothing) for x in wanted if x.key not in self.kept}
+        if missing:
+            self.kept = self.kept | missing
 
     def _together(self) -> bool:
         stack = self._stack
         return stack is not None and all(slot.within(stack) for slot in self.slots)
 
-    def _gather(self, observe: bool) -> None:
-        if self._together() and (self.seen is not None or not observe):
-            return
-        states = [slot.state or {} for slot in self.slots]
+    def _gather(self) -> None:
+        """Bring what slots have of their own together."""
+        states, kept = [slot.state or {} for slot in self.slots], [s.kept for s in self.slots]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
-        sums = [slot.seen for slot in self.slots]
-        seen = None
-        if observe or any(x is not None for x in sums):
-            seen = self.combine(sums)
-        self._stack = Stack(state, seen, self.stacked == "any")
+        known = [x for x in self.evidence if any(x.key in mine for mine in kept)]
+        joined = {x.key: self._joined(x, kept) for x in known}
+        self._stack = Stack(state, joined, self.stacked == "any")
 
-    def combine(self, parts: Sequence[Tensor | None]) -> Tensor:
-        """One tensor for each slot, zeros for None, as the conversation sees them."""
-        slots = zip(parts, self.slots, strict=True)
-        full = [s.spec.zeros(s.bucket.shape) if x is None else x for x, s in slots]
+    def _joined(self, evidence: Evidence, kept: Sequence[dict[str, Tensor]]) -> Tensor:
+        pairs, key = zip(kept, self.slots, strict=True), evidence.key
+        return self.combine([x[key] if key in x else evidence.zeros(slot) for x, slot in pairs])
+
+    def combine(self, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor for each slot, as the conversation sees them."""
         if self.stacked == "any":
-            return self._xp.concat([self._xp.reshape(x, (-1,)) for x in full])
-        return self._xp.stack(full) if self.stacked else full[0]
+            return self._xp.concat([self._xp.reshape(x, (-1,)) for x in parts])
+        return self._xp.stack(parts) if self.stacked else parts[0]
 
     @property
     def state(self) -> State:
@@ -242,30 +247,29 @@ class Memory:
         return self._stack.state if self._stack is not None else self.slots[0].state or {}
 
     @property
-    def seen(self) -> Tensor | None:
-        """The policy's sum."""
-        return self._stack.seen if self._stack is not None else self.slots[0].seen
+    def kept(self) -> dict[str, Tensor]:
+        """What is kept for the policy's evidence."""
+        return self._stack.kept if self._stack is not None else self.slots[0].kept
 
-    @seen.setter
-    def seen(self, seen: Tensor | None) -> None:
+    @kept.setter
+    def kept(self, kept: dict[str, Tensor]) -> None:
         if self._stack is not None:
-            self._stack.seen = seen
+            self._stack.kept = kept
         else:
-            self.slots[0].seen = seen
-
-    @property
-    def owes(self) -> bool:
-        """Whether earlier levels left something to add to this gradient."""
-        return any(slot.owed is not None for slot in self.slots)
+            self.slots[0].kept = kept
 
     def owed(self) -> Tensor | None:
         """What earlier levels left to add to this gradient."""
-        if not self.owes:
+        if not any(slot.owed is not None for slot in self.slots):
             return None
-        shaped = [
-            None if s.owed is None else self._xp.reshape(s.owed, s.bucket.shape) for s in self.slots
-        ]
-        return self.combine(shaped)
+        return self.combine(
+            [
+                slot.spec.zeros(slot.bucket.shape)
+                if slot.owed is None
+                else self._xp.reshape(slot.owed, slot.bucket.shape)
+                for slot in self.slots
+            ]
+        )
 
     def keep(self, state: State) -> None:
         """A step is done: this is what the conversation returned; nothing is owed beside it."""
@@ -281,3 +285,8 @@ class Memory:
         for slot in self.slots:
             slot.join(self._stack, place)
             place += slot.bucket.size if self._stack.flat else 1
+
+    def take_back(self) -> None:
+        """Keep for the policy what was kept before the step under way."""
+        if self.before is not None:
+            self.kept, self.before = self.before, None

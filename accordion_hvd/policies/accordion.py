@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies import levers
-from accordion_hvd.policies.base import Row, agree
+from accordion_hvd.policies.alternation import MODEL, Alternation
+from accordion_hvd.policies.base import Seen, agree
+from accordion_hvd.policies.batch_growth import BATCH, BatchGrowth
+from accordion_hvd.policies.byte_budget import OVER, ByteBudget
+from accordion_hvd.policies.critical_regimes import FELL, HIGH, LOW, CriticalRegimes
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.evidence import GradientSums
 from accordion_hvd.policies.fixed import override
 from accordion_hvd.policies.gate import Gate, as_gate
 from accordion_hvd.policies.windows import Windowed
-
-LOW, HIGH = 0, 1
-CHANGED = "level changed in this window"
-BATCH, MODEL = "(batch size)", "(model)"
-"""What rows about the batch size, or about averaging models, have as their name."""
-OVER = "over the budget"
 
 
 class Accordion(Windowed):
@@ -87,8 +86,6 @@ class Accordion(Windowed):
         large: whether batches are large from now on.
     """
 
-    KEPT: ClassVar[tuple[str, ...]] = (*Windowed.KEPT, "large", "apart")
-
     def __init__(
         self,
         low: Compressor | None = None,
@@ -105,13 +102,12 @@ class Accordion(Windowed):
         budget: float | None = None,
     ) -> None:
         super().__init__(window)
-        self.batch_size = levers.batch_sizes(self, batch_size, window)
-        self.large = False
-        self.megabytes = budget
-        self._prices: Mapping[str, Sequence[float]] = {}
-        self._rest = 0.0  # bytes of an exchange that it has no say in
-        self._models = 0.0  # bytes of a step in which models are averaged
+        self.growth = None if batch_size is None else BatchGrowth(self, batch_size, window)
+        self.alternation: Alternation | None = None
+        self.byte_budget: ByteBudget | None = None
+        self.first: Mapping[str, int] = {}  # levels at the start, where a budget has a say
         self._grows_only = False  # no levels: batches are all there is to decide
+        self._changed: set[str] = set()  # buckets whose level changed when the window began
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
         self.low: Any = None
         self.high: Any = None
@@ -119,21 +115,14 @@ class Accordion(Windowed):
         if low is not None or high is not None:
             self.between(_instance(low), _instance(high))
         self.gate = as_gate(self, gate)
-        self.method = _method(self, self.high)
-        check.at_least(self, "threshold", threshold, least=0)
-        check.integer(self, "interval", interval, least=1)
+        self._check_method(self.high)
+        self.regimes = CriticalRegimes(self, threshold, interval, lr_drop)
         check.one_of(self, "signal", signal, ("local", "reduced"))
-        if lr_drop is not None:
-            check.ratio(self, "lr_drop", lr_drop)
-        self.threshold, self.interval = threshold, interval
-        self.lr_drop = lr_drop
-        self._norms: dict[str, float] = {}  # at the last check
         if budget is not None:
-            if not (check.is_number(budget) and budget > 0):
-                check.refuse(self, "budget", budget, "a number above 0 (MB a step), or None")
+            self.byte_budget = ByteBudget(self, budget)
             if self.gate is not None:
                 check.refuse(self, "gate", gate, "None with a budget, which it does not know of")
-            self.capped = True
+        self._arrange()
 
     def between(self, low: Any, high: Any) -> None:
         """Move between these levels.
@@ -147,11 +136,32 @@ class Accordion(Windowed):
                     f"Accordion: {name} is missing; give both levels, for example "
                     "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
                 )
-        self.method = _method(self, high)
-        graded = [low] if self.method else [low, high]
-        agree(self, [*graded, *self.overrides.values()])
+        averages = self._check_method(high)
+        agree(self, [*([low] if averages else [low, high]), *self.overrides.values()])
         self.low, self.high = low, high
+        if averages and self.alternation is None:
+            self.alternation = Alternation(self, high)
         self.gate = as_gate(self, self.gate)  # which not every output allows
+        self._arrange()
+
+    def _check_method(self, high: Any) -> bool:
+        """Return whether `high` averages models; refuse what does not go with it."""
+        if not isinstance(high, Averaging):
+            return False
+        if high.inner != "any":
+            check.refuse(self, "high", high, "a compressor, WAGMA, LocalSGD, DiLoCo or DPSGD")
+        for name, value, allowed in (("gate", self.gate, None), ("signal", self.signal, "local")):
+            if value != allowed:
+                check.refuse(self, name, value, f"{allowed!r} where high averages models")
+        return True
+
+    def _arrange(self) -> None:
+        """Declare what is decided by, and what follows the exchange."""
+        gate, parts = self.gate, (self.growth, self.alternation, self.byte_budget)
+        self.features = tuple(part for part in parts if part is not None)
+        self.gate = gate
+        model = self.growth is not None or self.alternation is not None
+        self.evidence = (GradientSums(self.signal, everywhere=model),)
 
     def complete(self) -> None:
         """See that there are levels, or batches that grow: then all is sent as it is.
@@ -159,81 +169,62 @@ class Accordion(Windowed):
         Raises:
             ValueError: there are neither; only an optimizer's own stages can replace levels.
         """
-        if self.low is None and self.high is None and self.batch_size is not None:
+        if self.low is None and self.high is None and self.growth is not None:
             self._grows_only = True
             self.between(Dense(), Dense())
         self.between(self.low, self.high)
 
+    @property
+    def large(self) -> bool:
+        """See the class."""
+        return self.growth is not None and self.growth.large
+
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """(low, high), or the one override."""
-        alone = self._grows_only or self.method is not None
+        alone = self._grows_only or self.alternation is not None
         fixed = override(self.overrides, name) or (self.low if alone else None)
         return (fixed,) if fixed is not None else (self.low, self.high)
 
-    def price(
-        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
-    ) -> None:
-        """See `Policy`. Raises: ValueError when the budget is less than what must be sent."""
-        self._prices, self._rest, self._models = levels, rest, models
-        least, most = levers.least(self._prices, self._rest), self._ratio
-        least = min(least, models) if self.method is not None else least
-        if least > self._room(most):
-            megabytes = f"{math.ceil(least / most) / levers.MEGABYTE:g}"
-            allowed = f"at least {megabytes}, which the cheapest levels send, or None"
-            check.refuse(self, "budget", self.megabytes, allowed)
-        if least > self._room(1):
-            self.large = True
-            if not self.loader:
-                self.resize()
-        wanted = {name: LOW for name in self._prices}
-        self._first = self._affordable(wanted, {}, self.micro_batches)
-        if not self._step:
-            self.apart = self._allowed(LOW, self.micro_batches) == HIGH
-
     def start(self, name: str) -> int:
         """The start of training is critical."""
-        return self._first.get(name, LOW)
+        return self.first.get(name, LOW)
 
     def observing(self) -> bool:
         """Only windows that end in a check are summed, and only as long as that matters."""
-        decided = self._grows_only and self.large
-        return self._epoch % self.interval == 0 and not decided
+        return self.regimes.checks(self._epoch) and not (self._grows_only and self.large)
 
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+    @property
+    def ready(self) -> bool:
+        """Whether models are equal, as decisions need them."""
+        return self.alternation is None or self.alternation.settled
+
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """See the class; a row for each layer concerned, and once for each override."""
-        checking = self._epoch % self.interval == 0
-        rows = []
-        for name, current in self.current.items():
-            row = self._row(name, norms, lr)
-            if len(self.levels(name)) == 1:
-                once = override(self.overrides, name) is not None and not self._epoch
-                row["reason"] = "override" if once else ""  # for the record
-            else:
-                row |= self._judge(row, current) if checking else {}
-                if self._fell(row["previous_lr"], row["lr"]):
-                    row |= {"level": LOW, "reason": "learning rate fell"}
-            if row["reason"]:
-                rows.append(row)
-        batch = self._about_batch(norms, lr, checking)
-        self._cap(rows, self.large or any(row["level"] == HIGH for row in batch))
+        norms = seen.get(GradientSums.key, {})
+        rows = [self._about_bucket(name, norms, lr) for name in self.current]
+        rows = [row for row in rows if row.reason]
+        batch = self._about_batch(norms, lr)
+        large = self.large or any(row.level == HIGH for row in batch)
+        to_come = 1 if self.growth is None else self.growth.to_come(large)
+        if self.byte_budget is not None:
+            self.byte_budget.cap(rows, self.current, to_come)
         for row in rows:
-            row["compressor"] = repr(self.levels(row["name"])[row["level"]])
-        return rows + batch + self._about_models(norms, lr, checking, batch)
+            row.compressor = repr(self.levels(row.name)[row.level])
+        return rows + batch + self._about_models(norms, lr, to_come)
 
-    def apply(self, rows: Sequence[Row]) -> None:
+    def apply(self, decisions: Sequence[Decision]) -> None:
         """Put decisions into force, and begin the next window."""
         before = dict(self.current)
-        super().apply([row for row in rows if row["name"] not in (BATCH, MODEL)])
-        for row in rows:
-            if row["name"] == BATCH:
-                self._size(row)
-            elif row["name"] == MODEL:
+        super().apply([row for row in decisions if row.name not in (BATCH, MODEL)])
+        for row in decisions:
+            if row.name == BATCH and self.growth is not None:
+                self.growth.grow(row.level == HIGH)
                 self.history.append(row)
-                self.turned |= self.apart != (row["level"] == HIGH)
-                self.apart = row["level"] == HIGH
-        if self._epoch % self.interval == 0:
-            seen = {row["name"]: row["norm"] for row in rows if row["reason"] != CHANGED}
-            self._norms = self._norms | seen  # a new dict: state_dict() gave the old one away
+            elif row.name == MODEL and self.alternation is not None:
+                self.alternation.switch(row.level)
+                self.history.append(row)
+        if self.regimes.checks(self._epoch):
+            self.regimes.remember(decisions)
         self._changed = {name for name, level in self.current.items() if before[name] != level}
         self._roll()
 
@@ -243,171 +234,101 @@ class Accordion(Windowed):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is in its windows, the norms it will compare with, and all decisions."""
-        return super().state_dict() | {"_norms": self._norms, "_changed": sorted(self._changed)}
+        apart = self.alternation is not None and self.alternation.apart
+        own = {"large": self.large, "apart": apart, "_norms": self.regimes.norms}
+        return super().state_dict() | own | {"_changed": sorted(self._changed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
-        self._norms, self._changed = state["_norms"], set(state["_changed"])
-        self.settled = True  # as models were when they were saved
-        self.resize()
-
-    def resize(self) -> None:
-        """From now on batches are as large as they are meant to be."""
-        self.micro_batches = self._ratio if self.large else 1
+        self.regimes.norms, self._changed = state["_norms"], set(state["_changed"])
+        if self.growth is not None:
+            self.growth.large = state["large"]
+            self.growth.resize()
+        if self.alternation is not None:
+            self.alternation.apart = state["apart"]
+            self.alternation.settled = True  # as models were when they were saved
 
     def __repr__(self) -> str:
         """As it is written."""
+        regimes = self.regimes
         return (
-            f"Accordion(low={self.low!r}, high={self.high!r}, threshold={self.threshold!r}, "
-            f"window={self.window!r}, interval={self.interval!r}, signal={self.signal!r}, "
-            f"lr_drop={self.lr_drop!r}, overrides={self.overrides!r}"
+            f"Accordion(low={self.low!r}, high={self.high!r}, threshold={regimes.threshold!r}, "
+            f"window={self.window!r}, interval={regimes.interval!r}, signal={self.signal!r}, "
+            f"lr_drop={regimes.lr_drop!r}, overrides={self.overrides!r}"
             + (f", gate={self.gate!r}" if self.gate else "")
-            + (f", batch_size={self.batch_size!r}" if self.batch_size else "")
-            + (f", budget={self.megabytes!r})" if self.megabytes else ")")
+            + (f", batch_size={self.growth.sizes!r}" if self.growth else "")
+            + (f", budget={self.byte_budget.megabytes!r})" if self.byte_budget else ")")
         )
 
-    _changed: set[str] = set()
-    _first: Mapping[str, int] = {}  # levels at the start, where a budget has a say
+    def _about_bucket(
+        self, name: str, norms: Mapping[str, float], lr: Mapping[str, float]
+    ) -> Decision:
+        """Return the decision about a bucket; without a reason where there is none to take."""
+        current = self.current[name]
+        row = self._row(name, norms.get(name, math.nan), current, lr, name)
+        if len(self.levels(name)) == 1:
+            once = override(self.overrides, name) is not None and not self._epoch
+            row.reason = "override" if once else ""  # for the record
+            return row
+        if self.regimes.checks(self._epoch):
+            self.regimes.judge(row, self._unclear([name]), current)
+        if self.regimes.fell(row):
+            row.level, row.reason = LOW, FELL
+        return row
 
-    @property
-    def _ratio(self) -> int:
-        """Small batches in a large one."""
-        return self.batch_size[1] // self.batch_size[0] if self.batch_size else 1
-
-    def _about_batch(
-        self, norms: Mapping[str, float], lr: Mapping[str, float], checking: bool
-    ) -> list[Row]:
-        """The row of a decision about the batch, if there is one to take; see the class."""
-        if self.batch_size is None or (self.large and self._epoch):
+    def _about_batch(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Decision]:
+        """Return the decision about the batch, if there is one to take."""
+        if self.growth is None:
             return []
-        row = self._row(BATCH, norms, lr)
-        if self.large:
-            row |= {"level": HIGH, "reason": OVER}
-        elif checking:
-            row |= self._judge(row, LOW)
-        if not self.large and self._fell(row["previous_lr"], row["lr"]):
-            row |= {"level": LOW, "reason": "learning rate fell"}
-        row["compressor"] = f"{self.batch_size[row['level']]} examples"
-        return [row] if row["reason"] else []
+        row = self._row_of_model(BATCH, norms, LOW, lr)
+        return self.growth.judge(row, self.regimes, self._unclear(self.current))
 
     def _about_models(
-        self,
-        norms: Mapping[str, float],
-        lr: Mapping[str, float],
-        checking: bool,
-        batch: Sequence[Row],
-    ) -> list[Row]:
-        """The row of a decision about averaging models, if there is one to take; see the class."""
-        if self.method is None:
+        self, norms: Mapping[str, float], lr: Mapping[str, float], to_come: int
+    ) -> list[Decision]:
+        """Return the decision about averaging models, if there is one to take."""
+        if self.alternation is None:
             return []
-        row = self._row(MODEL, norms, lr)
-        if checking:
-            row |= self._judge(row, row["level"])
-        if self._fell(row["previous_lr"], row["lr"]):
-            row |= {"level": LOW, "reason": "learning rate fell"}
-        large = self.large or any(about["level"] == HIGH for about in batch)
-        level = self._allowed(row["level"], self._to_come(large))
-        if row["reason"] and level != row["level"]:
-            row |= {"level": level, "reason": f"{row['reason']}, but {OVER}"}
-        row["compressor"] = repr((self.low, self.high)[row["level"]])
-        return [row] if row["reason"] else []
+        current = HIGH if self.alternation.apart else LOW
+        row = self._row_of_model(MODEL, norms, current, lr)
+        if self.regimes.checks(self._epoch):
+            self.regimes.judge(row, self._unclear(self.current), current)
+        if self.regimes.fell(row):
+            row.level, row.reason = LOW, FELL
+        level = (
+            row.level if self.byte_budget is None else self.byte_budget.allowed(row.level, to_come)
+        )
+        if row.reason and level != row.level:
+            row.level, row.reason = level, f"{row.reason}, but {OVER}"
+        row.compressor = repr((self.low, self.high)[row.level])
+        return [row] if row.reason else []
 
-    def _size(self, row: Row) -> None:
-        """Put a decision about the batch into force; loaders follow when they can."""
-        self.history.append(row)
-        self.large = row["level"] == HIGH
-        if not self.loader:
-            self.resize()
+    def _row_of_model(
+        self, name: str, norms: Mapping[str, float], level: int, lr: Mapping[str, float]
+    ) -> Decision:
+        """Return a row of the norm of all gradients and the learning rate that has fallen most."""
+        before, norm = self._lr, math.hypot(*norms.values()) if norms else math.nan
+        whose = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
+        return self._row(name, norm, level, lr, whose)
 
-    def _cap(self, rows: list[Row], large: bool) -> None:
-        """Let `rows` have the levels that the budget allows; what has none stays as it is."""
-        if not (self.capped and rows):
-            return
-        by_name = {row["name"]: row for row in rows}
-        wanted = self.current | {name: row["level"] for name, row in by_name.items()}
-        known = {name: row["change"] for name, row in by_name.items()}
-        urgency = {name: 1e300 if math.isnan(change) else change for name, change in known.items()}
-        chosen = self._affordable(wanted, urgency, self._to_come(large))
-        for name, row in by_name.items():
-            if row["level"] != chosen[name]:
-                row |= {"level": chosen[name], "reason": f"{row['reason']}, but {OVER}"}
+    def _row(
+        self, name: str, norm: float, level: int, lr: Mapping[str, float], whose: str
+    ) -> Decision:
+        return Decision(
+            name,
+            level,
+            self._step,
+            self._epoch,
+            norm=norm,
+            previous=self.regimes.norms.get(name, math.nan),
+            lr=lr.get(whose, math.nan),
+            previous_lr=self._lr.get(whose, math.nan),
+        )
 
-    def _to_come(self, large: bool) -> int:
-        """Small batches in the next steps, if batches are or become large."""
-        return self._ratio if large and not self.loader else self.micro_batches
-
-    def _allowed(self, wanted: int, small_batches: int) -> int:
-        """Whether to average gradients (LOW) or models (HIGH), where the budget has a say."""
-        if self.method is None or not self.capped:
-            return wanted
-        costs = levers.least(self._prices, self._rest), self._models
-        cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
-        return wanted if costs[wanted] <= self._room(small_batches) else cheaper
-
-    def _affordable(
-        self, wanted: Mapping[str, int], urgency: Mapping[str, float], small_batches: int
-    ) -> dict[str, int]:
-        room = self._room(small_batches) - self._rest
-        return levers.affordable(wanted, self._prices, urgency, room)
-
-    def _room(self, small_batches: int) -> float:
-        """Bytes that an exchange for so many small batches may take."""
-        assert self.megabytes is not None
-        return self.megabytes * levers.MEGABYTE * small_batches
-
-    def _row(self, name: str, norms: Mapping[str, float], lr: Mapping[str, float]) -> Row:
-        whose, norm, level = name, norms.get(name, math.nan), self.current.get(name, LOW)
-        if name in (BATCH, MODEL):  # goes by all norms, and by the rate that has fallen most
-            before = self._lr
-            norm = math.hypot(*norms.values()) if norms else math.nan
-            level = HIGH if name == MODEL and self.apart else LOW
-            whose = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
-        return {
-            "step": self._step,
-            "window": self._epoch,
-            "name": name,
-            "level": level,
-            "compressor": "",
-            "norm": norm,
-            "previous": self._norms.get(name, math.nan),
-            "change": math.nan,
-            "lr": lr.get(whose, math.nan),
-            "previous_lr": self._lr.get(whose, math.nan),
-            "reason": "",
-        }
-
-    def _judge(self, row: Row, current: int) -> Row:
-        """Level and reason by the norms."""
-        norm, previous = row["norm"], row["previous"]
-        if self._epoch == 0:
-            return {"level": LOW, "reason": "first window"}
-        whose = self.current if row["name"] in (BATCH, MODEL) else [row["name"]]
-        if self.signal == "reduced" and not self._changed.isdisjoint(whose):
-            return {"level": current, "reason": CHANGED}
-        if not (math.isfinite(norm) and math.isfinite(previous)):
-            return {"level": LOW, "reason": "norm not finite"}
-        if previous == 0:
-            return {"level": LOW, "reason": "previous norm was zero"}
-        change = abs(previous - norm) / previous
-        critical = change >= self.threshold
-        reason = "norm changed" if critical else "norm steady"
-        return {"level": LOW if critical else HIGH, "change": change, "reason": reason}
-
-    def _fell(self, before: float, now: float) -> bool:
-        return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
-
-
-def _method(owner: Accordion, high: Any) -> Averaging | None:
-    """What averages models, if that is what `high` is."""
-    if not isinstance(high, Averaging):
-        return None
-    if high.inner != "any":
-        check.refuse(owner, "high", high, "a compressor, WAGMA, LocalSGD, DiLoCo or DPSGD")
-    for name, value, allowed in (("gate", owner.gate, None), ("signal", owner.signal, "local")):
-        if value != allowed:
-            check.refuse(owner, name, value, f"{allowed!r} where high averages models")
-    return high
+    def _unclear(self, names: Any) -> bool:
+        """Return whether averages of these buckets are no evidence; see `signal`."""
+        return self.signal == "reduced" and not self._changed.isdisjoint(names)
 
 
 def _instance(level: Any) -> Any:

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Row, agree
+from accordion_hvd.policies.base import Seen, agree
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.evidence import GradientSums
 from accordion_hvd.policies.windows import Windowed
 
 FIRST, FELL, STEADY = "first window", "ratio fell", "ratio steady"
@@ -48,7 +50,7 @@ class AdaQS(Windowed):
             `previous` is the one it was compared with, `change` the part by which it fell.
     """
 
-    signal = "local"
+    evidence = (GradientSums(),)
     KEPT = (*Windowed.KEPT, "_looked", "_energy", "_ratios")
 
     def __init__(
@@ -85,22 +87,23 @@ class AdaQS(Windowed):
         """At the end of a window, and after each of its first gradients."""
         return super().due(lr) or self._looked < self._steps <= self.probes
 
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """A row for each layer; within a window it tells but the norm of the last gradient."""
-        seen = {name: norms.get(name, math.nan) for name in self.current}
+        sums = seen.get(GradientSums.key, {})
+        norms = {name: sums.get(name, math.nan) for name in self.current}
         if not super().due(lr):
-            return [{"name": name, "norm": norm} for name, norm in seen.items()]
-        return [self._judge(name, norm, lr[name]) for name, norm in seen.items()]
+            return [Decision(name, self.current[name], norm=x) for name, x in norms.items()]
+        return [self._judge(name, norm, lr[name]) for name, norm in norms.items()]
 
-    def apply(self, rows: Sequence[Row]) -> None:
+    def apply(self, decisions: Sequence[Decision]) -> None:
         """Put decisions into force, and begin the next window; or remember what was looked at."""
         if not super().due({}):
             self._looked = self._steps
-            energy = {row["name"]: row["norm"] ** 2 for row in rows}
+            energy = {row.name: row.norm**2 for row in decisions}
             self._energy = {k: self._energy.get(k, 0.0) + x for k, x in energy.items()}
             return
-        super().apply(rows)
-        chosen = {row["name"]: row["ratio"] for row in rows if row["reason"] in (FIRST, FELL)}
+        super().apply(decisions)
+        chosen = {row.name: row.ratio for row in decisions if row.reason in (FIRST, FELL)}
         self._ratios = self._ratios | chosen
         self._looked, self._energy = 0, {}
         self._roll()
@@ -112,7 +115,7 @@ class AdaQS(Windowed):
             f"probes={self.probes!r})"
         )
 
-    def _judge(self, name: str, norm: float, lr: float) -> Row:
+    def _judge(self, name: str, norm: float, lr: float) -> Decision:
         ratio = self._ratio(self._energy.get(name, math.nan), norm)
         level, before = self.current[name], self._ratios.get(name, math.nan)
         reason = FIRST if name not in self._ratios else STEADY
@@ -121,20 +124,20 @@ class AdaQS(Windowed):
         elif ratio < self.drop * before:
             reason = FELL if level + 1 < len(self._levels) else MILDEST
             level = min(level + 1, len(self._levels) - 1)
-        return {
-            "step": self._step,
-            "window": self._epoch,
-            "name": name,
-            "level": level,
-            "compressor": repr(self._levels[level]),
-            "norm": norm,
-            "ratio": ratio,
-            "previous": before,
-            "change": 1 - ratio / before if before else math.nan,
-            "lr": lr,
-            "previous_lr": self._lr[name],
-            "reason": reason,
-        }
+        return Decision(
+            name,
+            level,
+            self._step,
+            self._epoch,
+            repr(self._levels[level]),
+            reason,
+            norm,
+            before,
+            change=1 - ratio / before if before else math.nan,
+            lr=lr,
+            previous_lr=self._lr[name],
+            ratio=ratio,
+        )
 
     def _ratio(self, energy: float, norm: float) -> float:
         """|m| / s, from the sums of |gradient|^2 and of gradients; NaN if they do not tell.

@@ -7,72 +7,50 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
+from accordion_hvd.core.observer import Observer, Observers
+from accordion_hvd.policies import decision
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Gate
+from accordion_hvd.policies.gating import Gating
 
-Row = dict[str, Any]
-"""One decision about one bucket: step, window, name, level, compressor, norm, previous, change,
-lr, previous_lr, reason."""
+Seen = Mapping[str, Mapping[str, float]]
+"""Evidence by its key: bucket -> number."""
 
 
 class Policy(NotForStockHorovod, abc.ABC):
     """Decides which of its levels serves each bucket; knows neither tensors nor networks.
 
     An exchange binds itself to the policy, tells it of each step (`tick`), and when a decision is
-    due (`due`) hands rank 0's policy the norms and learning rates (`decide`), broadcasts the rows
-    and lets every rank's policy `apply` them: all ranks switch at the same step.
+    due (`due`) hands rank 0's policy the evidence and learning rates (`decide`), broadcasts the
+    decisions and lets every rank's policy `apply` them: all ranks switch at the same step.
 
     Attributes:
-        signal: whose gradients are summed over a window: "local" (rank 0's own), "reduced" (the
-            average) or None (nobody's).
+        evidence: what it decides by; see `accordion_hvd.policies.evidence`.
+        features: what follows its exchange besides; see `Observer`.
         target, output, scope: what its levels declare (`Compressor`), all alike.
         by_machine: whether one of its levels asks who shares a machine.
         halves: whether one sends nothing but fp16.
-        private, several: what its one level declares.
         fixed: whether one level serves all the time.
-        budget: what exchanges are entered in that cost privacy; None where nothing is.
-        history: the rows of all decisions so far.
+        history: all decisions so far.
         gate: lets it have its way only where that saves time; None: always.
         KEPT: attributes that checkpoints hold besides; subclasses add theirs.
-        watches: the key of states whose sums of magnitudes it decides by, instead of gradients'.
-        batch_size: (small, large) of all ranks together, where it has a say in that.
-        micro_batches: small batches in the exchange under way, and by how much the learning rate
-            is multiplied in its step.
-        loader: whether a loader gives batches of these sizes; else small ones are accumulated.
-        method: what averages models at times instead of gradients, where there is such a thing.
-        apart: whether it does now.
-        turned: whether that has changed since whoever acts on it has cleared this.
-        settled: whether ranks' models are equal now; else no decision is due. To be kept up to date
-            by who averages them.
-        capped: whether it wants to know what levels send (`price`).
     """
 
-    signal: str | None = None
+    evidence: tuple[Evidence, ...] = ()
+    features: tuple[Observer, ...] = ()
     target: str = "gradient"
     output: str = "gradient"
     scope: str = "tensor"
     by_machine: bool = False
     halves: bool = False
-    private: bool = False
-    several: bool = False
     fixed: bool = False
-    budget: Any = None
-    gate: Gate | None = None
-    watches: str | None = None
-    batch_size: tuple[int, int] | None = None
-    micro_batches: int = 1
-    loader: bool = False
-    method: Averaging | None = None
-    apart: bool = False
-    turned: bool = False
-    settled: bool = True
-    capped: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self.history: list[Row] = []
+        self.history: list[Decision] = []
         self.current: dict[str, int] = {}
         self._bound: Any = None
         self._plain: Compressor | None = None
@@ -94,12 +72,11 @@ class Policy(NotForStockHorovod, abc.ABC):
         """Whether decisions are due before the next exchange; equal on all ranks."""
         return False
 
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
-        """Rank 0's decisions, one row a bucket; changes nothing.
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+        """Rank 0's decisions; changes nothing.
 
         Args:
-            norms: of the sum of each bucket's gradients over the window that ends; or what it
-                `watches`.
+            seen: the evidence that it has asked for, by key.
             lr: the learning rate that each bucket's next step will use.
         """
         return []
@@ -107,32 +84,37 @@ class Policy(NotForStockHorovod, abc.ABC):
     def tick(self, lr: Mapping[str, float]) -> None:
         """An exchange is about to begin with these learning rates."""
 
-    def price(
-        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
-    ) -> None:
-        """What an exchange sends, where it is `capped`; before `bind`, equal on all ranks.
-
-        Args:
-            levels: bucket -> bytes that a rank sends of it under each of its levels.
-            rest: bytes of what the policy has no say in.
-            models: bytes of a step in which models are averaged instead, on average.
-        """
-
     # ------------------------------------------------------------------------- common to all
     @property
-    def over(self) -> bool:
-        """Whether a window has ended."""
-        return False
+    def observers(self) -> Observers:
+        """What follows its exchange: its features, and its gate."""
+        return Observers(self.features)
 
     @property
-    def whole(self) -> bool:
-        """Whether it goes by one norm, that of the whole model, in something."""
-        return self.batch_size is not None or self.method is not None
+    def gate(self) -> Gate | None:
+        """See the class."""
+        gating = self.observers.find(Gating)
+        return None if gating is None else gating.gate
 
-    @property
-    def accumulated(self) -> int:
-        """Small batches whose gradients are accumulated for one exchange."""
-        return 1 if self.loader else self.micro_batches
+    @gate.setter
+    def gate(self, gate: Gate | None) -> None:
+        others = [x for x in self.features if not isinstance(x, Gating)]
+        self.features = (*others, *([] if gate is None else [Gating(gate)]))
+
+    def choices(self, bucket: Any) -> tuple[Compressor, ...]:
+        """What may serve a bucket: its levels, and behind them what a gate may choose."""
+        if not bucket.compress:
+            return (self.plain() if bucket.size else Dense(),)
+        return self.levels(bucket.name) + (self.gate.fallbacks if self.gate is not None else ())
+
+    def choice(self, bucket: Any) -> int:
+        """Which of the `choices` serves a bucket now."""
+        if not bucket.compress:
+            return 0
+        level = self.level(bucket.name)
+        if self.gate is None:
+            return level
+        return self.gate.level(bucket.name, level, len(self.levels(bucket.name)))
 
     def bind(self, owner: Any, names: Sequence[str]) -> None:
         """Serve `owner`'s buckets.
@@ -160,18 +142,18 @@ class Policy(NotForStockHorovod, abc.ABC):
         """The level that serves bucket `name` now."""
         return self.current[name]
 
-    def apply(self, rows: Sequence[Row]) -> None:
+    def apply(self, decisions: Sequence[Decision]) -> None:
         """Put decisions into force and remember them."""
-        for row in rows:
-            self.current[row["name"]] = row["level"]
-        self.history.extend(rows)
+        for row in decisions:
+            self.current[row.name] = row.level
+        self.history.extend(decisions)
 
     def disturbed(self, names: Sequence[str]) -> None:
         """A gate has changed what serves these buckets."""
 
     def affords(self) -> bool:
-        """Whether privacy leaves room for another exchange."""
-        return True
+        """Whether another step may be taken: False once a privacy budget is spent."""
+        return all(observer.affords() for observer in self.observers)
 
     def end_window(self) -> None:
         """The user says that a window (an epoch) ends here."""
@@ -179,11 +161,11 @@ class Policy(NotForStockHorovod, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
         kept = {key: getattr(self, key) for key in self.KEPT}
-        return {"history": list(self.history), "current": dict(self.current)} | kept
+        return {"history": decision.plain(self.history), "current": dict(self.current)} | kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.history[:] = [dict(row) for row in state["history"]]
+        self.history[:] = decision.read(state["history"])
         self.current = dict(state["current"])
         for key in self.KEPT:
             setattr(self, key, state[key])
@@ -232,7 +214,6 @@ def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:
             f"{type(owner).__name__}: {private[0]!r} is private and can be no level among others, "
             "which would send what it hides; let it serve alone, as compression=TopAgg(...)."
         )
-    owner.private, owner.several = bool(private), any(level.several for level in private)
 
 
 def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:

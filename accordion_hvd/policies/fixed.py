@@ -10,6 +10,7 @@ from accordion_hvd.core.base import Compressor
 from accordion_hvd.core.patterns import matches
 from accordion_hvd.policies.base import Policy, agree
 from accordion_hvd.policies.gate import Gate, as_gate
+from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
 
 
 class Fixed(Policy):
@@ -34,33 +35,26 @@ class Fixed(Policy):
         self.compressor = compressor
         self.overrides = dict(overrides or {})
         agree(self, [compressor, *self.overrides.values()])
-        self.budget = compressor.budget
         self.gate = as_gate(self, gate)
-        if self.private and self.gate is not None:
-            check.refuse(self, "gate", gate, f"None: {compressor!r} is private")
+        if compressor.private:
+            if gate is not None:
+                check.refuse(self, "gate", gate, f"None: {compressor!r} is private")
+            self.features = (PrivacyAccountant(self, compressor),)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """The one compressor."""
         return (override(self.overrides, name) or self.compressor,)
 
-    def tick(self, lr: Mapping[str, float]) -> None:
-        """An exchange is about to begin: it is paid for first."""
-        self.compressor.spend()
-
-    def affords(self) -> bool:
-        """Whether privacy leaves room for another exchange."""
-        return self.compressor.affords()
-
     def state_dict(self) -> dict[str, Any]:
         """With what exchanges have cost in privacy."""
-        entries = self.budget.state_dict() if self.budget is not None else {}
-        return super().state_dict() | entries
+        budget = self.compressor.budget
+        return super().state_dict() | (budget.state_dict() if budget is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; what has been spent since is not forgotten."""
         super().load_state_dict(state)
-        if self.budget is not None:
-            self.budget.load_state_dict(state)
+        if self.compressor.budget is not None:
+            self.compressor.budget.load_state_dict(state)
 
     def __repr__(self) -> str:
         """As it is written."""

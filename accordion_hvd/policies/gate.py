@@ -20,6 +20,7 @@ from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.half import FP16
 from accordion_hvd.core.base import Allreduce, Compressor
 from accordion_hvd.policies.advice import Advice, Link, TensorRow, WayRow
+from accordion_hvd.policies.evidence import StepTimes
 
 WARM = 3  # steps before the first trial: caches fill, frameworks settle
 MARGIN = 1.03  # how much faster than dense a lossy way must be
@@ -89,8 +90,7 @@ class Gate:
         self._until = 0  # the step of the next decision
         self._pattern: tuple[tuple[str, int], ...] | None = None  # None: nothing decided yet
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
-        self._times: list[float] = []
-        self._last: tuple[int, float] | None = None
+        self._clock = StepTimes(every)
         self._judged = _Trials()
         self._usual = math.nan  # seconds of a step when the verdict was given
 
@@ -127,18 +127,18 @@ class Gate:
         self._pattern, self._way, self.link = None, "", None
 
     @property
+    def halves(self) -> bool:
+        """Whether a fallback sends nothing but fp16."""
+        return any(fallback.halves for fallback in self.fallbacks)
+
+    @property
     def measuring(self) -> bool:
         """Whether the present step's costs are wanted."""
         return self._way == WANTED
 
     def tick(self, step: int) -> None:
         """Exchange number `step` is about to begin."""
-        now = time.perf_counter()
-        if self._last is not None and step > self._last[0]:
-            done = step - self._last[0]
-            self._times += [(now - self._last[1]) / done] * done
-            del self._times[: -self.every]
-        self._last = (step, now)
+        self._clock.note(step)
 
     # ---------------------------------------------------------------------------- rank 0's decision
     def decide(
@@ -170,7 +170,7 @@ class Gate:
             self._way = ""
         trials = self._trials(pattern)
         if self._way and not (self._way == WANTED and settling):
-            times = self._times[-self.steps :]
+            times = self._clock.times[-self.steps :]
             trials.seconds.setdefault(self._way, []).append(statistics.median(times))
             if self._way == WANTED:
                 trials.costs = dict(costs)
@@ -179,7 +179,7 @@ class Gate:
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
         """Put a decision into force; whether levels may change."""
         self._until = decision["until"]
-        self._times, self._last = [], None
+        self._clock.restart()
         if decision.get("keep"):
             return False
         self._pattern = tuple(wanted.items())
@@ -192,7 +192,8 @@ class Gate:
         """Whether everything is to be tried again."""
         if self.link is None:
             return True
-        now = statistics.median(self._times) if self._times else self._usual
+        times = self._clock.times
+        now = statistics.median(times) if times else self._usual
         ratios = [link.bandwidth / self.link.bandwidth]
         if not math.isnan(self._usual):
             ratios.append(now / self._usual)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from accordion_hvd import averaging, compressors
 from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Policy, Row, agree
+from accordion_hvd.policies import decision
+from accordion_hvd.policies.base import Policy, Seen, agree
+from accordion_hvd.policies.decision import Decision
 
 
 class Replay(Policy):
@@ -24,10 +28,10 @@ class Replay(Policy):
         ValueError: the history is empty or a row lacks a key.
     """
 
-    def __init__(self, history: Iterable[Row]) -> None:
+    def __init__(self, history: Iterable[Any]) -> None:
         super().__init__()
-        self._rows = [dict(row) for row in history]
-        for row in self._rows:
+        rows = [dict(row) for row in history]
+        for row in rows:
             for key in ("step", "name", "compressor"):
                 if key not in row:
                     raise ValueError(f"Replay: row {row!r} has no {key!r}; give Accordion.history.")
@@ -36,11 +40,12 @@ class Replay(Policy):
                     f"Replay: row {row!r} is about batch sizes or averages of models, which are "
                     "not repeated; leave such rows out."
                 )
-        if not self._rows:
+        if not rows:
             raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
+        self._rows = decision.read([{"level": 0, **row} for row in rows])
         self._levels: dict[str, list[Compressor]] = {}
-        for row in self._rows:
-            known, level = self._levels.setdefault(row["name"], []), _read(row["compressor"])
+        for made in self._rows:
+            known, level = self._levels.setdefault(made.name, []), _read(made.compressor)
             if level not in known:
                 known.append(level)
         agree(self, [level for known in self._levels.values() for level in known])
@@ -59,16 +64,12 @@ class Replay(Policy):
 
     def due(self, lr: Mapping[str, float]) -> bool:
         """Whether the recorded run decided something at this step."""
-        return any(row["step"] == self._step for row in self._rows)
+        return any(row.step == self._step for row in self._rows)
 
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """The recorded rows of this step."""
-        now = [row for row in self._rows if row["step"] == self._step]
-        return [
-            {**row, "level": self._levels[row["name"]].index(_read(row["compressor"]))}
-            for row in now
-            if row["name"] in self.current
-        ]
+        now = [row for row in self._rows if row.step == self._step and row.name in self.current]
+        return [replace(r, level=self._levels[r.name].index(_read(r.compressor))) for r in now]
 
     def tick(self, lr: Mapping[str, float]) -> None:
         """Count an exchange."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Row, agree
+from accordion_hvd.policies.base import Seen, agree
+from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.windows import Windowed
 
 
@@ -49,21 +50,15 @@ class StepSchedule(Windowed):
         """At the end of the windows before the given ones."""
         return super().due(lr) and self._epoch + 1 in self.schedule
 
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """A row for each layer."""
         level = self._turn(self._epoch + 1)
-        row = {
-            "step": self._step,
-            "window": self._epoch,
-            "level": level,
-            "compressor": repr(self.levels("")[level]),
-            "reason": "schedule",
-        }
-        return [{**row, "name": name, "lr": lr[name]} for name in self.current]
+        known = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
+        return [Decision(name, *known, lr=lr[name]) for name in self.current]
 
-    def apply(self, rows: Any) -> None:
+    def apply(self, decisions: Any) -> None:
         """Change levels, and begin the next window."""
-        super().apply(rows)
+        super().apply(decisions)
         self._roll()
 
     def __repr__(self) -> str:

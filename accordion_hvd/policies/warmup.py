@@ -7,7 +7,9 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Policy, Row, agree
+from accordion_hvd.policies.base import Policy, Seen, agree
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.evidence import StateNorms
 
 STABLE = 0.96
 LOOKS = 10
@@ -29,7 +31,7 @@ class WarmUp(Policy):
         steps: of the first stage, skipped ones included, or "auto".
     """
 
-    watches = "v"
+    evidence = (StateNorms("v"),)
     KEPT = ("_step", "_done", "_sums", "_lr")
 
     def __init__(self, first: Any, then: Any, steps: int | str = "auto") -> None:
@@ -64,31 +66,29 @@ class WarmUp(Policy):
         """Count an exchange."""
         self._step += 1
 
-    def decide(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Row]:
-        """A row for each tensor; `norms` are sums of v."""
-        total, reason = sum(norms.values()), ""
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+        """A row for each tensor; norms are sums of v."""
+        norms, reason = seen.get(StateNorms.key, {}), ""
         if self.steps != "auto":
             reason = f"{self.steps} steps"
         elif len(self._sums) >= LOOKS and self._step >= 2 * self._span:
-            before = self._sums[-LOOKS]
+            total, before = sum(norms.values()), self._sums[-LOOKS]
             largest = max(total, before)
             steady = largest > 0 and min(total, before) / largest >= STABLE
             if steady and not self._rising(lr):
                 reason = "variance stable"
-        row: Row = {"step": self._step, "window": 0, "level": int(bool(reason)), "reason": reason}
-        row["compressor"] = repr(self.levels("")[row["level"]])
-        row["sum"] = total
-        return [{**row, "name": name, "norm": norms.get(name, 0.0), "lr": lr[name]}
-                for name in self.current]  # fmt: skip
+        level = int(bool(reason))
+        known = level, self._step, 0, repr(self.levels("")[level]), reason
+        return [Decision(name, *known, norms.get(name, 0.0), lr=lr[name]) for name in self.current]
 
-    def apply(self, rows: Any) -> None:
+    def apply(self, decisions: Any) -> None:
         """Change stages if it is time; remember what was seen."""
-        self._done = any(row["level"] for row in rows)
-        if self._done or not rows:
-            super().apply(rows)
+        self._done = any(row.level for row in decisions)
+        if self._done or not decisions:
+            super().apply(decisions)
             return
-        self._sums = [*self._sums[1 - LOOKS :], rows[0]["sum"]]
-        self._lr = [*self._lr[1 - LOOKS :], {row["name"]: row["lr"] for row in rows}]
+        self._sums = [*self._sums[1 - LOOKS :], sum(row.norm for row in decisions)]
+        self._lr = [*self._lr[1 - LOOKS :], {row.name: row.lr for row in decisions}]
 
     def __repr__(self) -> str:
         """As it is written."""

@@ -17,7 +17,7 @@ class Windowed(Policy):
 
     Where an exchange has several micro-batches, these are counted. An exchange belongs to the
     window in which it takes place; what it has beyond the window's end counts for the next one. A
-    decision that waits until models are equal (`settled`) prolongs its window, by whole ones too.
+    decision that has to wait (`ready`) prolongs its window, by whole ones too.
 
     Args:
         window: optimizer steps in a window; None: `end_window` is called where one ends.
@@ -39,7 +39,17 @@ class Windowed(Policy):
 
     def due(self, lr: Mapping[str, float]) -> bool:
         """At the first exchange after a window, when the next learning rate is known."""
-        return self.settled and self.over
+        return self.ready and self.over
+
+    @property
+    def ready(self) -> bool:
+        """Whether a decision may be taken; else the window is prolonged."""
+        return True
+
+    @property
+    def steps(self) -> int:
+        """Exchanges so far, or their small batches."""
+        return self._step
 
     @property
     def over(self) -> bool:
@@ -57,8 +67,9 @@ class Windowed(Policy):
             self._roll()  # nothing was decided at its end
         if self._steps == 0 or not self._lr:
             self._lr = dict(lr)
-        self._steps += self.micro_batches
-        self._step += self.micro_batches
+        batches = self.observers.weight
+        self._steps += batches
+        self._step += batches
         if self.window is None and not self._by_hand and self._step > PATIENCE:
             name = type(self).__name__
             raise RuntimeError(

@@ -77,6 +77,6 @@ class Ballot:
         return replace(whole, step=self.exchange.steps)
 
     def _count(self, traffic: Traffic, dense: float) -> None:
-        self.exchange.traffic.add(traffic)
-        self.exchange.dense_bytes += dense
+        self.exchange.accounts.traffic.add(traffic)
+        self.exchange.accounts.dense_bytes += dense
         self.exchange.steps += 1

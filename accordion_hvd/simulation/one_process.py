@@ -12,6 +12,7 @@ be NumPy's, PyTorch's or TensorFlow's.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
@@ -27,6 +28,8 @@ from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import namespace
+from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import as_policy
 
 Key = tuple[str, Group]
@@ -151,7 +154,7 @@ class World:
         if any(policy.target != "gradient" for policy in self._policies):
             allowed = "one whose target is the gradient; simulation.virtual_time has the others"
             check.refuse("simulate", "compression", compression, allowed)
-        if self._policies[0].method is not None:
+        if self._policies[0].observers.find(Alternation) is not None:
             allowed = "one that never averages models; simulation.virtual_time has methods that do"
             check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
@@ -171,7 +174,7 @@ class World:
                 first dimension, where a method takes those of several contributors). Their memory
                 may be used.
             lr: the learning rate now.
-            weights: for each rank, name to tensor, for methods that read them.
+            weights: for each rank, name to tensor, for methods and policies that read them.
 
         Returns:
             For each rank, name to mean; None for all if some gradient was not finite.
@@ -186,13 +189,16 @@ class World:
             self._build(gradients[0])
         for mine in gradients:
             self._compare(mine)
-        self._decide(lr)
         told = weights or [{} for _ in gradients]
+        for exchange, theirs in zip(self.exchanges, told, strict=True):
+            if weights:
+                exchange.replicas = functools.partial(dict, theirs)
+        self._decide(lr)
         for exchange, mine, theirs in zip(self.exchanges, gradients, told, strict=True):
             exchange.open(lr)
             names = [tensor.name for tensor in exchange.tensors]
             read = [theirs[name] for name in names] if weights else []
-            exchange.give([mine[name] for name in names], read)
+            exchange.units.give([mine[name] for name in names], read)
         self._hub.turn([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
@@ -200,7 +206,7 @@ class World:
         """How many small batches' gradients the next step wants, averaged; decides what is due."""
         if self.exchanges:
             self._decide(lr)
-        return self._policies[0].accumulated
+        return self._policies[0].observers.accumulated
 
     def end_window(self) -> None:
         """The window ends here, on all ranks."""
@@ -232,17 +238,17 @@ class World:
     def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str]:
         """Shape (without the contributors', where there are several) and dtype."""
         spec = namespace(gradient).spec(gradient)
-        return spec.shape[1 if self._policies[0].several else 0 :], spec.dtype
+        return spec.shape[1 if per_sample(self._policies[0]) else 0 :], spec.dtype
 
     def _decide(self, lr: float) -> None:
-        if all([e.due(e.rates(lr)) for e in self.exchanges]):
-            lockstep(self._links, [e.decision(e.rates(lr)) for e in self.exchanges])
+        if all([e.decisions.due(e.rates(lr)) for e in self.exchanges]):
+            lockstep(self._links, [e.decisions.take(e.rates(lr)) for e in self.exchanges])
 
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
         if not exchange.close():
             return None
         names = [tensor.name for tensor in exchange.tensors]
-        return dict(zip(names, exchange.means(), strict=True))
+        return dict(zip(names, exchange.units.means(), strict=True))
 
 
 def simulate(

@@ -16,10 +16,13 @@ from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import guard as guards
 from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.drift import drifting
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
+from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
@@ -78,10 +81,11 @@ class Averager(GradientAverager[TensorFlowExchange]):
         self._traceable = True
         self._enlisted = False
         self.kept: Any = None  # a callback's, from one fit to the next
+        self._private = policy.observers.find(PrivacyAccountant) is not None
         super().__init__(
             policy, process_set, total=total,
-            sparse_as_dense=sparse_as_dense or policy.method is not None, skip=skip, guard=guard,
-            with_settings=hyper is not None,
+            sparse_as_dense=sparse_as_dense or policy.observers.find(Alternation) is not None,
+            skip=skip, guard=guard, with_settings=hyper is not None,
         )  # fmt: skip
 
     # -------------------------------------------------------------------------------- what it knows
@@ -155,7 +159,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
         refusals.check_context()
         if self.idle:
             return list(grads)
-        if self.policy.private:
+        if self._private:
             refusals.check_private_gradients(self.policy, grads, variables, self.local)
         grads = [self._densified(grad) for grad in grads]
         if not self.agreed:
@@ -180,7 +184,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
         if not self.number:
             return []
         tensors = self.exchange.tensors
-        several = [tf.shape(g)[0] for g in given.values()][:1] if self.policy.several else []
+        several = [tf.shape(g)[0] for g in given.values()][:1] if per_sample(self.policy) else []
         full = [
             tf.convert_to_tensor(given[key]) if key in given
             else tf.zeros((*several, *tensors[i].shape), tensors[i].dtype)
@@ -190,7 +194,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
         weights = self._weights()
         if tf.executing_eagerly():
             means = self._eagerly(full, float(rate()), weights)
-        elif self.policy.private or self.policy.method is not None:  # Python has a say in each step
+        elif self.policy.observers.any("every_step"):
             means = self._called_back(full, rate, weights)
         elif self._lasting and (self.managed or not self.exchange.switching):
             means = self._within(full, rate, weights)
@@ -200,7 +204,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
 
     def _weights(self) -> list[Tensor]:
         """The variables' values, where some conversation reads them."""
-        if not self.exchange.reading:
+        if not self.exchange.units.reading:
             return []
         values = {key_of(v): v for v in self.variables()}
         return [tf.convert_to_tensor(values[key]) for key in self.keys]
@@ -221,10 +225,10 @@ class Averager(GradientAverager[TensorFlowExchange]):
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
-        if self.policy.apart:
+        if self.policy.observers.any("withholds"):
             exchange.observe(grads, lr)
             return list(grads)
-        if self._lasting and not (directly or self.policy.private) and self._ready():
+        if self._lasting and not (directly or self._private) and self._ready():
             exchange.tick(lr)
             means = self._function(list(grads), tf.constant(lr, tf.float32), list(weights))
             exchange.account()
@@ -234,7 +238,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
     @property
     def _lasting(self) -> bool:
         """Whether a graph is worth its trace: what it does can be traced, and lasts for a while."""
-        return self._traceable and not self.exchange.drifting
+        return self._traceable and not drifting(self.exchange.slots)
 
     def _run_directly(self, directly: bool) -> None:
         if isinstance(self.communicator, HorovodCommunicator):
@@ -244,9 +248,9 @@ class Averager(GradientAverager[TensorFlowExchange]):
         """Operation by operation, for conversations that look at values."""
         exchange = self.exchange
         exchange.open(lr)
-        exchange.give(grads, weights)
+        exchange.units.give(grads, weights)
         if exchange.finish():
-            return exchange.means()
+            return exchange.units.means()
         return [xp.nans_like(grad) for grad in grads]
 
     def _within(self, grads: Sequence[Tensor], rate: Rate, weights: Weights) -> list[Tensor]:
@@ -275,7 +279,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
         function = tf.function(exchange.traced, autograph=False)
         try:
-            rate, weights = tf.TensorSpec((), tf.float32), specs if exchange.reading else []
+            rate, weights = tf.TensorSpec((), tf.float32), specs if exchange.units.reading else []
             self._function = function.get_concrete_function(specs, rate, weights)
         except xp.UntraceableError:
             self._traceable = False
@@ -351,7 +355,8 @@ class Averager(GradientAverager[TensorFlowExchange]):
         asked = [tf.equal(clock, step) for step in guards.EARLY]
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
         due = tf.reduce_any(tf.stack(asked))
-        if self.exchange.drifting or self.policy.method is not None:  # not step after step due
+        irregular = drifting(self.exchange.slots) or self.policy.observers.any("every_step")
+        if irregular:  # not step after step due
             due = call_back(lambda step: self.comparison_due(int(step)), [clock], [tf.bool])[0]
 
         def look(step: Tensor, sums: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.model_averager import Averager, Parameters
 from accordion_hvd.ops import tensorflow as xp
-from accordion_hvd.policies import Policy
+from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.graph import call_back, few_threads, when
 from accordion_hvd.tensorflow.variables import describe, key_of, plain
@@ -73,7 +73,7 @@ class ModelAverager(Averager):
         process_set: who.
         variables: gives the variables; [] as long as none are known.
         guard: compares models when they should be equal.
-        policy: says when they are averaged; None: always.
+        alternation: says when they are averaged; None: always.
 
     Attributes:
         local: keys (`key_of`) of variables that are left alone.
@@ -85,13 +85,13 @@ class ModelAverager(Averager):
         process_set: Any,
         variables: Callable[[], Sequence[Any]],
         guard: Guard,
-        policy: Policy | None = None,
+        alternation: Alternation | None = None,
     ) -> None:
         self.local: set[int] = set()
         mine = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
         number = getattr(process_set, "process_set_id", None) or 0
         super().__init__(
-            method, mine, connect(process_set, HorovodCommunicator, xp), guard, number, policy
+            method, mine, connect(process_set, HorovodCommunicator, xp), guard, number, alternation
         )
         self._begun: tf.Variable | None = None  # what graphs know of `prepare`
         self._enlisted = False
@@ -136,18 +136,18 @@ class ModelAverager(Averager):
         Returns:
             Whether models are averaged now; in a graph, a tensor.
         """
-        policy = self.policy
-        assert policy is not None
+        alternation = self.alternation
+        assert alternation is not None
         if tf.executing_eagerly():
             self.directly(False)
             if self.turn():
                 self.level(slots)
-            return policy.apart
+            return alternation.apart
 
         def turn() -> tuple[bool, bool]:
             self.directly(few_threads())
             turned = self.turn()
-            return policy.apart, turned
+            return alternation.apart, turned
 
         apart, turned = call_back(turn, [], [tf.bool, tf.bool])
         when(turned, lambda: self._within(slots, self.level))

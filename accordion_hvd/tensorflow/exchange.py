@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.observer import Observer
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.saved import Saved
 from accordion_hvd.engine.slots import Slot
 from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
@@ -29,6 +30,8 @@ class TensorFlowExchange(Exchange):
         version: changes when graphs made so far are out of date (a level or phase has changed).
     """
 
+    group_bytes = math.inf  # all gradients are there at once, and a graph finds its own order
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self._clock: tf.Variable | None = None
         self._lost: tf.Variable | None = None  # of the clock's steps, those that were skipped
@@ -43,7 +46,7 @@ class TensorFlowExchange(Exchange):
         self._outline: Any = None
         self.version = 0
         super().__init__(*args, **options)
-        self.observe_always = True
+        self.evidence.always = True
 
     # ----------------------------------------------------------------------------------- the clock
     @property
@@ -85,8 +88,9 @@ class TensorFlowExchange(Exchange):
         """Whether the Python side changes while training: levels, phases."""
         compressors = [level for slot in self.slots for level in slot.levels]
         phases = any(compressor.phases for compressor in compressors)
-        decides = type(self.policy).due is not Policy.due or self.policy.gate is not None
-        return phases or decides
+        decides = type(self.policy).due is not Policy.due
+        others = any(type(x).due is not Observer.due for x in self.policy.observers)
+        return phases or decides or others
 
     # ---------------------------------------------------------------------------- between the steps
     def settle(self) -> None:
@@ -97,16 +101,15 @@ class TensorFlowExchange(Exchange):
                 self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
             for index in range(len(self.slots)):
                 self._settle(index)
-            now = [(s.level, self.phase(s), s.seen is None, s.owed is None) for s in self.slots]
-            outline = [self.policy.micro_batches, *now]
+            now = [(s.level, self.phase(s), sorted(s.kept), s.owed is None) for s in self.slots]
+            outline = [self.policy.observers.weight, *now]
             if outline != self._outline:
                 self.version += 1
                 self._outline = outline
 
     def tick(self, lr: float) -> None:
         """Tell the policy that one step, which a graph will execute, is about to begin."""
-        self._lr = self.rates(lr)
-        super()._tick()
+        super()._tick(self.rates(lr))
         self._ticked += 1
 
     def catch_up(self, lr: float) -> None:
@@ -118,8 +121,6 @@ class TensorFlowExchange(Exchange):
             lr: the learning rate from now on.
         """
         self.account()
-        if self.policy.gate is not None:
-            self.policy.gate.tick(self.steps)
         for _ in range(self.steps - self._ticked):
             self.decide(lr)
             self.policy.tick(self._rates or self.rates(lr))
@@ -128,23 +129,22 @@ class TensorFlowExchange(Exchange):
         self.decide(lr)
         self.settle()
 
-    def load_slot(
-        self, slot: Slot, level: int, arrays: Mapping[str, np.ndarray], made: Info | None = None
-    ) -> None:
+    def load_slot(self, slot: Slot, saved: Saved, made: Info | None = None) -> None:
         """Put a slot back as it was, in the variables that graphs know."""
-        super().load_slot(slot, level, arrays, made)
+        super().load_slot(slot, saved, made)
         if self._clock is not None:
             self.settle()
 
     def _settle(self, index: int) -> None:
         slot = self.slots[index]
-        self.prepare(slot)
+        slot.prepare(self.info(slot))
+        slot.kept = {x.key: x.zeros(slot) for x in self.evidence.wanted(slot)} | slot.kept
         assert slot.state is not None
         for key in [k for k in self._held if k[0] == index and k[1] not in (slot.level, None)]:
             del self._held[key]  # another level's: what it still needs is parked
         held = {k: self._hold((index, slot.level, k), value) for k, value in slot.state.items()}
         slot.state = held
-        slot.seen = self._hold((index, None, "seen"), slot.seen)
+        slot.kept = {k: self._hold((index, None, k), value) for k, value in slot.kept.items()}
         slot.owed = self._hold((index, None, "owed"), slot.owed)
 
     def _hold(self, key: Any, value: Any) -> tf.Variable | None:
@@ -164,20 +164,20 @@ class TensorFlowExchange(Exchange):
     ) -> list[Tensor]:
         """One exchange as part of a graph, after `settle`; returns the means, tensor by tensor."""
         assert self._clock is not None and self._lost is not None
-        kept = [(slot.state, slot.seen, slot.owed) for slot in self.slots]
+        kept = [(slot.state or {}, slot.kept, slot.owed) for slot in self.slots]
         self._now = self._clock.read_value()
         with tf.control_dependencies([self._now]):  # after the step before
             grads = [tf.identity(grad) for grad in grads]
         try:
             for slot in self.slots:
                 slot.state = {key: tf.identity(value) for key, value in (slot.state or {}).items()}
-                slot.seen = None if slot.seen is None else tf.identity(slot.seen)
+                slot.kept = {key: tf.identity(value) for key, value in slot.kept.items()}
                 slot.owed = None if slot.owed is None else tf.identity(slot.owed)
             bad = self._trace_step(grads, lr, weights)
-            means = self.means()
+            means = self.units.means()
             with tf.control_dependencies(means):  # what does not decode changes nothing
-                for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
-                    _store(slot, state or {}, seen, owed, bad)
+                for slot, known in zip(self.slots, kept, strict=True):
+                    _store(slot, *known, bad)
             with tf.control_dependencies(means):  # before the step that follows
                 self._clock.assign(self._now + 1)
                 if bad is not False:
@@ -186,30 +186,28 @@ class TensorFlowExchange(Exchange):
         finally:
             self._now = None
             self.abort()
-            for slot, (state, seen, owed) in zip(self.slots, kept, strict=True):
-                slot.state, slot.seen, slot.owed = state, seen, owed
+            for slot, (state, evidence, owed) in zip(self.slots, kept, strict=True):
+                slot.state, slot.kept, slot.owed = state, evidence, owed
 
     def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Any:
         step = self.open(self.rates(lr))
-        self.give(grads, weights)
+        self.units.give(grads, weights)
         while not self.advance():
             pass
         self.close()
         return step.bad
 
-    def _limit(self) -> float:
-        """All leaves together: gradients are there at once, and a graph finds its own order."""
-        return math.inf
-
-    def _tick(self) -> None:
+    def _tick(self, rates: dict[str, float]) -> None:
         if self._now is None:
-            super()._tick()
+            super()._tick(rates)
+        else:
+            self._lr = rates
 
     def _count(self, step: Step) -> None:
         if self._now is None:
             super()._count(step)
         else:
-            self._per_step = (step.traffic, self._each_step)
+            self._per_step = (step.traffic, self.accounts.each_step)
 
     # ---------------------------------------------------------------------------------- accounting
     def account(self) -> None:
@@ -218,8 +216,8 @@ class TensorFlowExchange(Exchange):
         traffic, dense = self._per_step
         done = steps - self._counted
         moved = [done * bytes_ for bytes_ in astuple(traffic)]
-        self.traffic.add(Traffic(*moved))
-        self.dense_bytes += dense * done
+        self.accounts.traffic.add(Traffic(*moved))
+        self.accounts.dense_bytes += dense * done
         self._counted = steps
 
     def stats(self) -> dict[str, Any]:
@@ -228,13 +226,14 @@ class TensorFlowExchange(Exchange):
         return super().stats()
 
 
-def _store(slot: Slot, state: Any, seen: Any, owed: Any, bad: Any) -> None:
+def _store(slot: Slot, state: Any, kept: Any, owed: Any, bad: Any) -> None:
     """Assign what a traced step has brought to the variables that hold it."""
     assert slot.state is not None
     for key, variable in state.items():
         variable.assign(slot.state[key])
-    if seen is not None:
-        seen.assign(slot.seen if bad is False else xp.either(bad, seen, slot.seen))
+    for key, variable in kept.items():
+        new = slot.kept[key]
+        variable.assign(new if bad is False else xp.either(bad, variable, new))
     if owed is not None:
         nothing = tf.zeros_like(owed)
         owed.assign(nothing if bad is False else xp.either(bad, owed, nothing))

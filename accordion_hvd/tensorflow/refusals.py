@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.policies import Policy
+from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import Serving
-from accordion_hvd.validate import OWNER, Use
+from accordion_hvd.validate import OWNER, Use, growth_of, method_of
 
 
 def is_plain(optimizer: Any) -> bool:
@@ -45,9 +45,9 @@ def check_optimizer(serving: Serving, optimizer: Any) -> None:
         ValueError: the optimizer does not suit the policy or averaging method that serves.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(serving, Policy) and serving.batch_size is not None:
-        _check_growing(serving.batch_size, optimizer)
-    method = serving if isinstance(serving, Averaging) else serving.method
+    growth, method = growth_of(serving), method_of(serving)
+    if growth is not None:
+        _check_growing(growth.sizes, optimizer)
     if method is None:
         return
     name = type(inner).__name__
@@ -84,7 +84,7 @@ def check_private_gradients(
             f"{policy!r} is private, but {len(local)} local variable(s) are registered, which "
             "would be trained unprotected."
         )
-    if not policy.several:
+    if not per_sample(policy):
         return
     known = [(v, g) for v, g in zip(variables, grads, strict=True) if g is not None]
     counts = {tuple(g.shape)[0] if len(g.shape) else None for _, g in known}

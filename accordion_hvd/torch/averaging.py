@@ -31,7 +31,7 @@ from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.model_averager import Averager, Parameters
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policies import Policy
+from accordion_hvd.policies.alternation import Alternation
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -64,11 +64,15 @@ def wrap(
 
 
 def averager(
-    method: Averaging, named: Named, process_set: Any, guard: Guard, policy: Policy | None = None
+    method: Averaging,
+    named: Named,
+    process_set: Any,
+    guard: Guard,
+    alternation: Alternation | None = None,
 ) -> Averager:
     """What averages these parameters, known to checkpoints; raises as `wrap` does."""
     link = connect(process_set, HorovodCommunicator, xp)
-    made = Averager(method, parameters(named), link, guard, process_set.process_set_id, policy)
+    made = Averager(method, parameters(named), link, guard, process_set.process_set_id, alternation)
     made.set_up()
     checkpoint.register(made)
     return made

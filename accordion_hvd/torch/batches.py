@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.policies import levers
 
 
 class AccordionBatchSampler:
@@ -32,21 +31,19 @@ class AccordionBatchSampler:
     """
 
     def __init__(self, sampler: Iterable[int], optimizer: Any, drop_last: bool = False) -> None:
-        policy: Any = getattr(getattr(optimizer, "exchange", None), "policy", None)
-        if policy is None or policy.batch_size is None:
+        growth: Any = getattr(optimizer, "growth", None)
+        if growth is None:
             allowed = "a DistributedOptimizer with compression=Accordion(batch_size=(small, large))"
             check.refuse(self, "optimizer", type(optimizer).__name__, allowed)
         self.sampler, self.optimizer, self.drop_last = sampler, optimizer, drop_last
-        self._policy = policy
-        self._policy.loader = True
+        self._growth = growth
+        self._growth.loader = True
 
     @property
     def batch_size(self) -> int:
         """Examples of this rank in a batch, now."""
         ranks = self.optimizer.process_set.size()
-        return (
-            levers.share(self._policy, self._policy.batch_size, ranks) * self._policy.micro_batches
-        )
+        return self._growth.share(ranks) * self._growth.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         """Take the decision that is due; then this epoch's batches."""

@@ -15,8 +15,10 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.torch import hvd
+from accordion_hvd.core.observer import Observers
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.torch import averaging, refusals
 from accordion_hvd.torch.reducer import Reducer
@@ -147,9 +149,12 @@ class _Distributed(Controls):
         self._averager = self._make_averager()
         policy, named = options["policy"], self._names
         self._models: Any = None  # what averages these, at times
-        if policy.method is not None:
+        alternation = policy.observers.find(Alternation)
+        if alternation is not None:
             guard, process_set = options["guard"], options["process_set"]
-            self._models = averaging.averager(policy.method, named, process_set, guard, policy)
+            self._models = averaging.averager(
+                alternation.method, named, process_set, guard, alternation
+            )
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
 
@@ -203,7 +208,7 @@ class _Distributed(Controls):
         """
         if self._averager.finished or not self.full:
             return
-        if self._policy.apart:
+        if self.apart:
             self._averager.keep()
         else:
             self._averager.finish()
@@ -226,7 +231,7 @@ class _Distributed(Controls):
         averaged instead (`Accordion(high=WAGMA())`), that is done after the step.
         """
         result = None
-        if self._policy.whole and closure is not None:
+        if self._observers.any("decides_ahead") and closure is not None:
             with torch.enable_grad():
                 result, closure = closure(), None
         if not self.full:
@@ -236,7 +241,7 @@ class _Distributed(Controls):
             self._synchronize_for_step(closure)
         self._filled, self._counted = 0, False
         self._before_models()
-        with _scaled_rates(self.param_groups, self._policy.micro_batches):
+        with _scaled_rates(self.param_groups, self._observers.weight):
             if closure is not None:
                 result = self._base.step(self, self._averaging(closure), **more)
             else:
@@ -295,7 +300,7 @@ class _Distributed(Controls):
         To be asked on every rank between backward and `step()`, where batches are accumulated and
         gradients are looked at or clipped before a step; else it always is.
         """
-        if not self._policy.whole:
+        if not self._observers.any("decides_ahead"):
             return True
         if not self._counted:
             self._filled, self._counted = self._filled + 1, True
@@ -307,9 +312,9 @@ class _Distributed(Controls):
 
         Takes the decision that is due. What has been accumulated goes into the next step.
         """
-        self._policy.loader = True
+        self.growth.loader = True
         self._averager.decide()
-        self._policy.resize()
+        self.growth.resize()
         self._averager.reset()
 
     def _statistics(self: Any, model: torch.nn.Module) -> Any:
@@ -320,20 +325,24 @@ class _Distributed(Controls):
     def _policy(self: Any) -> Any:
         return self._options["policy"]
 
+    @property
+    def _observers(self: Any) -> Observers:
+        return self._policy.observers
+
     def _before_models(self: Any) -> None:
         """Before a step: what follows from a change between averaging gradients and models."""
         if self._models is None:
             return
         if self._models.turn():
             self._models.level(averaging.parameters(self._slots()))
-        if self._policy.apart:
+        if self.apart:
             self._models.prepare()
 
     def _average_models(self: Any) -> None:
         """After a step of this rank's own."""
-        if self._models is None or not self._policy.apart:
+        if self._models is None or not self.apart:
             return
-        lr = float(self.param_groups[0]["lr"]) * self._policy.micro_batches
+        lr = float(self.param_groups[0]["lr"]) * self._observers.weight
         self._models.average(lr)
 
     def _slots(self: Any) -> Named:

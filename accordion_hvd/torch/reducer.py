@@ -22,6 +22,7 @@ from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
+from accordion_hvd.policies.privacy_accountant import per_sample
 
 _listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
 
@@ -128,7 +129,7 @@ class Reducer(GradientAverager[Exchange]):
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
         """Return an exchange whose buffers serve again at each step."""
         made = Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
-        made.keep_buffers = True
+        made.units.keep_buffers = True
         return made
 
     def tensors(self) -> dict[Any, TensorInfo]:
@@ -166,7 +167,7 @@ class Reducer(GradientAverager[Exchange]):
     @property
     def batches(self) -> int:
         """Batches that add up, each of `passes` backward passes, to one exchange."""
-        return self.policy.accumulated
+        return self.policy.observers.accumulated
 
     def decide(self) -> None:
         """Before a batch is taken as the last one of an exchange: a decision may ask for more.
@@ -245,22 +246,22 @@ class Reducer(GradientAverager[Exchange]):
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
-        told = self.settings is not None or self.policy.whole
+        told = self.settings is not None or self.policy.observers.any("decides_ahead")
         slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
         return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in slots}
 
     def _count(self, watched: Watched) -> None:
         """One more member of its unit is ready; start the unit with its last."""
         number = self.number.get(watched.parameter)
-        if number is None or self.policy.several:
+        if number is None or per_sample(self.policy):
             return  # sparse gradients, and those of single contributors, come in their own time
         if not self.in_flight:
-            if self.policy.whole:
+            if self.policy.observers.any("decides_ahead"):
                 self.decide()
-                if watched.delay > 0 or self.policy.apart:
+                if watched.delay > 0 or self.policy.observers.any("withholds"):
                     return  # more batches are to come, or nothing is exchanged
             self._begin()
-        plan = self.exchange.plan
+        plan = self.exchange.units.plan
         unit = plan.unit_of[number]
         self._ready[unit] += 1
         if self._ready[unit] == len(plan.units[unit].members):
@@ -269,22 +270,23 @@ class Reducer(GradientAverager[Exchange]):
     def _start_missing(self) -> None:
         running = self.exchange.running
         assert running is not None
-        for unit in range(len(self.exchange.plan.units)):
+        for unit in range(len(self.exchange.units.plan.units)):
             if not running.started(unit):
                 self._start(unit)
 
     def _start(self, unit: int) -> None:
-        parameters = [self.keys[m] for m in self.exchange.plan.units[unit].members]
-        given = _samples if self.policy.several else self._gradients
-        grad = self.exchange.pack(unit, given(parameters))
+        parameters = [self.keys[m] for m in self.exchange.units.plan.units[unit].members]
+        given = _samples if per_sample(self.policy) else self._gradients
+        grad = self.exchange.units.pack(unit, given(parameters))
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
             if self.batches > 1:
                 grad = grad.div_(self.batches)
             weights = None
-            if self.exchange.reads(unit):
-                weights = self.exchange.pack_weights(unit, [p.detach() for p in parameters])
+            if self.exchange.units.reads(unit):
+                detached = [parameter.detach() for parameter in parameters]
+                weights = self.exchange.units.pack_weights(unit, detached)
             self.exchange.start(unit, grad, weights)
 
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -307,20 +309,20 @@ class Reducer(GradientAverager[Exchange]):
         factor: Any = self.communicator.size if self.total else 1
         if self.scaler is not None:
             factor = factor * self._scale()
-        for index, unit in enumerate(self.exchange.plan.units):
+        for index, unit in enumerate(self.exchange.units.plan.units):
             parameters = [self.keys[m] for m in unit.members]
             if not finite:
                 for parameter in parameters:
                     _put(parameter, torch.full_like(parameter, float("nan")), own=True)
                 continue
-            means = self.exchange.unpack(index)
+            means = self.exchange.units.unpack(index)
             if self.total or self.scaler is not None:
                 means = [mean.mul_(factor) for mean in means]
-            own = not self.exchange.shares(index)
+            own = not self.exchange.units.shares(index)
             if own or not _put_together(parameters, means):
                 for parameter, mean in zip(parameters, means, strict=True):
                     _put(parameter, mean, own)
-        self.exchange.release()
+        self.exchange.results.clear()  # which else stay in memory until the next ones come
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.horovod.torch import hvd
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import Serving
-from accordion_hvd.validate import OWNER, Use
+from accordion_hvd.validate import OWNER, Use, growth_of, method_of
 
 
 def check_groups(groups: Any) -> None:
@@ -126,12 +125,13 @@ def check_optimizer(serving: Serving, optimizer: torch.optim.Optimizer, scaled: 
     Raises:
         ValueError: it does not suit `serving`.
     """
-    method = serving if isinstance(serving, Averaging) else serving.method
-    if isinstance(serving, Policy) and serving.whole and isinstance(optimizer, torch.optim.LBFGS):
+    growth, method = growth_of(serving), method_of(serving)
+    ahead = isinstance(serving, Policy) and serving.observers.any("decides_ahead")
+    if ahead and isinstance(optimizer, torch.optim.LBFGS):
         allowed = "one that looks at each batch once, where Accordion decides for the whole model"
         check.refuse(OWNER, "optimizer", "LBFGS", allowed)
-    if scaled and isinstance(serving, Policy) and serving.batch_size is not None:
-        allowed = f"left out with batch_size={serving.batch_size}: it unscales gradients that have "
+    if scaled and growth is not None:
+        allowed = f"left out with batch_size={growth.sizes}: it unscales gradients that have "
         check.refuse(OWNER, "grad_scaler", "given", allowed + "yet to be added to; use bfloat16")
     if scaled and method is not None:
         allowed = f"left out with {method!r}: each rank skips its own steps"

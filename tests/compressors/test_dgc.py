@@ -196,9 +196,9 @@ def simulated(policy: Any) -> list[Any]:
 
 def one(exchange: Any, gradient: np.ndarray) -> np.ndarray:
     exchange.open(0.1)
-    exchange.give([gradient.copy()])
+    exchange.units.give([gradient.copy()])
     assert exchange.finish()
-    return np.array(exchange.means()[0])
+    return np.array(exchange.units.means()[0])
 
 
 # -------------------------------------------------------------- what returns updates: general rules

@@ -62,14 +62,14 @@ class NumPyAverager(GradientAverager[Exchange]):
             self.agree()
         exchange = self.exchange
         exchange.begin(lr)
-        for index, unit in enumerate(exchange.plan.units):
+        for index, unit in enumerate(exchange.units.plan.units):
             parts = [grads[self.keys[member]].copy() for member in unit.members]
-            exchange.start(index, exchange.pack(index, parts))
+            exchange.start(index, exchange.units.pack(index, parts))
         exchange.finish()
         return {
             self.keys[member]: mean
-            for index, unit in enumerate(exchange.plan.units)
-            for member, mean in zip(unit.members, exchange.unpack(index), strict=True)
+            for index, unit in enumerate(exchange.units.plan.units)
+            for member, mean in zip(unit.members, exchange.units.unpack(index), strict=True)
         }
 
 

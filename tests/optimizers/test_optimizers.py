@@ -143,7 +143,7 @@ def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None
             if not row.random:
                 np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
     shared = row.rule.stacks or row.rule.scope == "flat"
-    assert len(together.exchanges[0].plan.units) == (1 if shared else 3)
+    assert len(together.exchanges[0].units.plan.units) == (1 if shared else 3)
 
 
 @by_row

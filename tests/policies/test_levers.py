@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decisions import decide
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,10 +32,12 @@ from accordion_hvd import (
     TopK,
     parse,
 )
-from accordion_hvd.engine.prices import averaging_share, bytes_sent
 from accordion_hvd.optimizers import OnebitAdam
-from accordion_hvd.policies.accordion import BATCH, HIGH, LOW, MODEL, OVER
-from accordion_hvd.policies.levers import affordable
+from accordion_hvd.policies.alternation import MODEL
+from accordion_hvd.policies.batch_growth import BATCH
+from accordion_hvd.policies.byte_budget import OVER, affordable
+from accordion_hvd.policies.critical_regimes import HIGH, LOW
+from accordion_hvd.policies.prices import averaging_share, bytes_sent
 from accordion_hvd.resolve import staged
 from accordion_hvd.simulation.one_process import World, simulate
 
@@ -67,9 +70,9 @@ def drive(
             now = next(told, None)
             if now is None:
                 return exchanges
-            policy.apply(json.loads(json.dumps(policy.decide(now, rates))))
+            decide(policy, now, rates)
         policy.tick(rates)
-        exchanges.append(policy.micro_batches)
+        exchanges.append(policy.observers.weight)
 
 
 # --------------------------------------------------------------------------------------- the rule
@@ -153,19 +156,19 @@ def test_the_state_is_kept() -> None:
     drive(policy, [{"w": 1.0}] * 3, [0.1])
     assert policy.large
     twin.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert (twin.large, twin.micro_batches, twin.accumulated) == (True, 4, 4)
+    assert (twin.large, twin.observers.weight, twin.observers.accumulated) == (True, 4, 4)
     assert json.dumps(twin.state_dict()) == json.dumps(policy.state_dict())
-    twin.loader = True
-    assert (twin.micro_batches, twin.accumulated) == (4, 1)
+    twin.growth.loader = True
+    assert (twin.observers.weight, twin.observers.accumulated) == (4, 1)
 
 
 def test_loaders_follow_when_they_can() -> None:
     policy = growing()
-    policy.loader = True
+    policy.growth.loader = True
     drive(policy, [{"w": 1.0}] * 3, [0.1])
-    assert policy.large and policy.micro_batches == 1
-    policy.resize()
-    assert policy.micro_batches == 4
+    assert policy.large and policy.observers.weight == 1
+    policy.growth.resize()
+    assert policy.observers.weight == 4
 
 
 # ------------------------------------------------------------------------- in a world of ranks
@@ -255,7 +258,7 @@ def test_prices_are_what_is_counted(compressor: Any, ranks: int) -> None:
     priced = sum(
         bytes_sent(level, b.shape, b.dtype, ranks) for level, b in zip(levels, buckets, strict=True)
     )
-    flags = 8 * (ranks - 1) * len(exchange.plan.groups)
+    flags = 8 * (ranks - 1) * len(exchange.units.plan.groups)
     padding = 4 * (ranks - 1) * len(buckets) if isinstance(compressor, QSGD) else 0
     assert priced - padding <= exchange.stats()["sent"] <= priced + flags
     assert bytes_sent(compressor, SHAPE, "float32", 1) == 0
@@ -304,7 +307,7 @@ def test_a_budget_caps_levels() -> None:
             before = world.exchanges[0].stats()["sent"] if world.exchanges else 0.0
             step(world, NUMPY, gradients)
             exchange = world.exchanges[0]
-            flags = 8 * len(exchange.plan.groups)
+            flags = 8 * len(exchange.units.plan.groups)
             assert exchange.stats()["sent"] - before <= 1e6 * budget + flags
         levels = {exchange.policy.level(name) for name in ("w", "v")}
         assert levels == allowed
@@ -354,17 +357,18 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
     for _ in range(200):
         rates = {"w": 0.1, "v": 0.1}
         if policy.due(rates):
-            assert policy.settled
+            assert policy.alternation.settled
             now = next(told, None)
             if now is None:
                 break
-            was = policy.apart
-            policy.apply(policy.decide({"w": 0.6 * now, "v": 0.8 * now}, rates))
+            was = policy.alternation.apart
+            decide(policy, {"w": 0.6 * now, "v": 0.8 * now}, rates)
             expected.append(bool(before) and abs(now - before) / before < 0.5)
             before, own = now, own if was else 0
         policy.tick(rates)
-        own += policy.apart
-        policy.settled = not policy.apart or own % period == 0
+        models = policy.alternation
+        own += models.apart
+        models.settled = not models.apart or own % period == 0
     rows = [row for row in policy.history if row["name"] == MODEL]
     assert len(rows) == len(policy.history) == len(expected)
     assert [row["level"] for row in rows] == expected
@@ -373,7 +377,7 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
     )
     twin = Accordion(low=TopK(0.1), high=LocalSGD(period), window=window, interval=1)
     twin.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert twin.apart == policy.apart
+    assert twin.alternation.apart == policy.alternation.apart
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
@@ -398,15 +402,16 @@ def test_a_budget_caps_what_is_averaged(budget: float, levels: list[int], start:
     policy = Accordion(
         low=Dense(), high=LocalSGD(4), window=4, interval=1, threshold=0.5, budget=budget
     )
-    policy.price({"w": [0.9e6]}, 0.1e6, 0.25e6)
+    policy.byte_budget.price({"w": [0.9e6]}, 0.1e6, 0.25e6)
     policy.bind(OWNER, ["w"])
-    assert policy.apart == bool(start)
+    assert policy.alternation.apart == bool(start)
     drive_models(policy, [1.0, 1.0, 3.0])
     rows = [row for row in policy.history if row["name"] == MODEL]
     assert [row["level"] for row in rows] == levels
     assert [row["reason"].endswith(OVER) for row in rows] == [budget < 1, False, budget < 1]
     with pytest.raises(ValueError, match="budget is 0.1, but must be at least 0.25"):
-        Accordion(low=Dense(), high=LocalSGD(4), budget=0.1).price({"w": [1e6]}, 0.0, 0.25e6)
+        poor = Accordion(low=Dense(), high=LocalSGD(4), budget=0.1)
+        poor.byte_budget.price({"w": [1e6]}, 0.0, 0.25e6)
 
 
 def drive_models(policy: Accordion, norms: Sequence[float]) -> None:
@@ -414,12 +419,12 @@ def drive_models(policy: Accordion, norms: Sequence[float]) -> None:
         for _ in range(4):
             policy.tick({"w": 0.1})
         assert policy.due({"w": 0.1})
-        policy.apply(policy.decide({"w": norm}, {"w": 0.1}))
+        decide(policy, {"w": norm}, {"w": 0.1})
 
 
 def test_who_averages_no_models() -> None:
     policy = parse("Accordion(low=Dense(), high=WAGMA(4), batch_size=(8, 64))")
-    assert (policy.method, policy.high) == (WAGMA(4), WAGMA(4))
+    assert (policy.alternation.method, policy.high) == (WAGMA(4), WAGMA(4))
     for options, name in (
         ({"gate": "auto"}, "gate"),
         ({"signal": "reduced"}, "signal"),
@@ -475,7 +480,7 @@ def test_who_refuses() -> None:
 
 def test_words_say_all_of_it() -> None:
     policy = parse("Accordion(low=PowerSGD(4), high=PowerSGD(1), batch_size=(512, 4096), budget=2)")
-    assert (policy.batch_size, policy.megabytes) == ((512, 4096), 2)
+    assert (policy.growth.sizes, policy.byte_budget.megabytes) == ((512, 4096), 2)
     assert repr(parse(repr(policy))) == repr(policy)
     assert "batch" not in repr(Accordion(Dense(), Dense()))
-    assert Fixed(Dense()).batch_size is None
+    assert not Fixed(Dense()).observers

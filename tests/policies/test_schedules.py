@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decisions import decide, rows_of
 from frameworks import NUMPY, Framework, parameters, same_bits
 from laws import SHAPE, step
 
@@ -45,7 +46,7 @@ def gradients(
 def ended(world: World) -> list[Mapping[str, Any]]:
     """Decisions, the one that is due now included."""
     world._decide(0.1)
-    histories = [json.dumps(exchange.policy.history) for exchange in world.exchanges]
+    histories = [json.dumps(rows_of(exchange.policy)) for exchange in world.exchanges]
     assert all(history == histories[0] for history in histories)
     return world.exchanges[0].policy.history
 
@@ -60,7 +61,7 @@ def run(policy: Policy, steps: int, ends: Sequence[int] = ()) -> list[int]:
         if number in ends:
             policy.end_window()
         if policy.due(rates):
-            policy.apply(policy.decide({}, rates))
+            decide(policy, {}, rates)
             assert not policy.due(rates)
         policy.tick(rates)
         assert policy.level("w") == policy.level("v")
@@ -230,7 +231,7 @@ def test_resumed_in_the_middle(policy: Policy) -> None:
             if policy.due(rates):
                 probed = number % 7 in (1, 2)
                 norms = {"w": 3.0 if probed else 12 - number / 2, "v": 2.0 + number % 5}
-                policy.apply(policy.decide(norms, rates))
+                decide(policy, norms, rates)
             policy.tick(rates)
 
     whole = copy.deepcopy(policy)

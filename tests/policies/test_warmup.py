@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decisions import decide
 from frameworks import TENSORFLOW, TORCH, Framework, parameters
 
 from accordion_hvd.optimizers import Adam, OnebitAdam
@@ -30,7 +31,7 @@ def turn(one: WarmUp, total: float, lr: float) -> bool:
     """One step that begins with this sum of the variance; whether the first stage is over then."""
     rates = {"a": 0.5, "b": lr}
     if one.due(rates):
-        one.apply(json.loads(json.dumps(one.decide({"a": total / 4, "b": 3 * total / 4}, rates))))
+        decide(one, {"a": total / 4, "b": 3 * total / 4}, rates)
     one.tick(rates)
     return one.level("a") == one.level("b") == 1
 

@@ -246,10 +246,12 @@ def test_a_checkpoint_has_what_was_spent() -> None:
     saved = json.loads(json.dumps(checkpoint.describe(one.exchanges[0])))
     two = simulate(method, 1)
     two.step(gradients(1))
-    checkpoint.restore(two.exchanges[0], checkpoint.export(one.exchanges[0]), saved)
+    checkpoint.restore(two.exchanges[0], checkpoint.saved_of(one.exchanges[0]), saved)
     two.step(gradients(1))
     assert two.exchanges[0].stats()["privacy"]["releases"] == 5
-    assert not checkpoint.export(two.exchanges[0]), "nothing but noisy results may be kept"
+    assert not checkpoint.named(checkpoint.saved_of(two.exchanges[0])), (
+        "nothing but noisy results may be kept"
+    )
 
 
 # --------------------------------------------------------------------------------------------- lots

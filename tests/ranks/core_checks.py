@@ -201,7 +201,7 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
         exchange.begin(0.1)
         exchange.start(0, torch.tensor(mine))
         assert exchange.finish()
-        mean = exchange.unpack(0)[0]
+        mean = exchange.units.unpack(0)[0]
         scales = [1.0 + r * 10.0 ** (step // 2) for r in range(ours.size)]
         parts = everybody((40, 50), step // 2)
         owed = owed + np.mean([p * s for p, s in zip(parts, scales, strict=True)], 0) - mean.numpy()

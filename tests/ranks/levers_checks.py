@@ -14,7 +14,7 @@ from harness import raises
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK
-from accordion_hvd.policies.accordion import BATCH
+from accordion_hvd.policies.batch_growth import BATCH
 
 INIT = hvd.init
 LR, SMALL, RATIO, WINDOW = 0.02, 8, 4, 8
@@ -248,7 +248,7 @@ def check_levers_together_and_a_budget() -> None:
         optimizer.step()
         sent.append(optimizer.exchange.stats()["sent"])
     assert same_everywhere(model)
-    flags = 16 * len(optimizer.exchange.plan.groups)
+    flags = 16 * len(optimizer.exchange.units.plan.groups)
     for window in range(2, 4):  # of whole batches
         steps = (sent[(window + 1) * WINDOW - 1] - sent[window * WINDOW - 1]) / WINDOW
         assert steps <= 1e6 * budget + flags, (steps, budget)

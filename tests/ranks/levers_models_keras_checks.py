@@ -15,7 +15,7 @@ from models_oracle import LR, MOMENTUM, PERIOD, SIZE, Oracle, centre, policy, ra
 import accordion_hvd.tensorflow as hvdtf
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import DPSGD, WAGMA, Accordion, Dense, DiLoCo, LocalSGD, TopK
-from accordion_hvd.policies.accordion import MODEL
+from accordion_hvd.policies.alternation import MODEL
 
 INIT = hvd.init
 STEPS = 60
@@ -148,7 +148,7 @@ def check_other_methods_and_levels() -> None:
             now = optimizer.exchange.policy
             rows = rows_of(model.layers[0].w)
             equal = bool((rows == rows[0]).all())
-            assert equal == (not now.apart or now.settled), (high, step)
+            assert equal == (not now.alternation.apart or now.alternation.settled), (high, step)
         levels = [row["level"] for row in now.history if row["name"] == MODEL]
         assert levels[:2] == [0, 1] and 0 in levels[2:], (high, levels)
         optimizer.averaging.close()

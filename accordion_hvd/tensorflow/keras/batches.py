@@ -11,7 +11,6 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.comm.horovod.tensorflow import hvd
-from accordion_hvd.policies import levers
 from accordion_hvd.tensorflow.keras.optimizer import is_distributed
 
 
@@ -47,7 +46,8 @@ class AccordionDataset(keras.utils.PyDataset):
         drop_last: bool = False,
     ) -> None:
         super().__init__()
-        if not is_distributed(optimizer) or optimizer._averager.policy.batch_size is None:
+        growth: Any = optimizer.growth if is_distributed(optimizer) else None
+        if growth is None:
             allowed = "a DistributedOptimizer with compression=Accordion(batch_size=(small, large))"
             check.refuse(self, "optimizer", type(optimizer).__name__, allowed)
         self.arrays, self.optimizer = tuple(np.asarray(array) for array in arrays), optimizer
@@ -55,8 +55,8 @@ class AccordionDataset(keras.utils.PyDataset):
         if len(set(lengths)) != 1:
             check.refuse(self, "number of examples", lengths, "the same in all arrays")
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self._policy = optimizer._averager.policy
-        self._policy.loader = True
+        self._growth = growth
+        self._growth.loader = True
         self._epoch = 0
         self._order = np.arange(lengths[0])
 
@@ -64,9 +64,7 @@ class AccordionDataset(keras.utils.PyDataset):
     def batch_size(self) -> int:
         """Examples of this rank in a batch, now."""
         ranks = self.optimizer.process_set.size()
-        return (
-            levers.share(self._policy, self._policy.batch_size, ranks) * self._policy.micro_batches
-        )
+        return self._growth.share(ranks) * self._growth.micro_batches
 
     @property
     def num_batches(self) -> int:

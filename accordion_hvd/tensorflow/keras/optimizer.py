@@ -17,6 +17,8 @@ from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.policies import Policy
+from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.byte_budget import ByteBudget
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import refusals
 from accordion_hvd.tensorflow.averager import Averager
@@ -151,11 +153,13 @@ class Settings:
 
     def models(self, averager: Averager) -> ModelAverager | None:
         """What averages the models of those variables at times, if the policy does that."""
-        policy, variables = averager.policy, averager.variables
-        if policy.method is None:
+        alternation = averager.policy.observers.find(Alternation)
+        if alternation is None:
             return None
         guard = Guard(self.guard, self.guard_every)
-        made = ModelAverager(policy.method, self.process_set, variables, guard, policy)
+        made = ModelAverager(
+            alternation.method, self.process_set, averager.variables, guard, alternation
+        )
         made.local = averager.local
         return made
 
@@ -248,10 +252,9 @@ class _Distributed(Controls):
 
         Takes the decision that is due.
         """
-        policy = self._averager.policy
-        policy.loader = True
+        self.growth.loader = True
         self._averager.decide(float(self.learning_rate))
-        policy.resize()
+        self.growth.resize()
         self._follow()
 
     def register_local_var(self, var: Any) -> None:
@@ -282,7 +285,7 @@ class _Distributed(Controls):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables.")
         grads = self._unscaled(grads, variables)
         batches = self._batches() if self._resizes else 1
-        if self._settings.passes == 1 and (not self._resizes or self._averager.policy.loader):
+        if self._settings.passes == 1 and (not self._resizes or self.growth.loader):
             self._step(grads, variables, batches)
         else:
             self._accumulate(grads, variables, batches)
@@ -305,7 +308,7 @@ class _Distributed(Controls):
         finally:
             self._factor = None
         when(apart, lambda: models.after(rate))
-        if self._resizes and self._averager.policy.loader:
+        if self._resizes and self.growth.loader:
             self._iterations.assign_add(batches - 1)
 
     def _get_current_learning_rate(self: Any) -> Any:
@@ -320,16 +323,16 @@ class _Distributed(Controls):
     @property
     def _resizes(self: Any) -> bool:
         """Whether batches may grow."""
-        return self._averager.policy.batch_size is not None
+        return self.growth is not None
 
     def _batches(self: Any) -> Any:
         """Small batches in the present one, after a decision that was due; a tensor in a graph."""
         averager = self._averager
-        if averager.policy.capped and not averager.idle:
+        if averager.policy.observers.find(ByteBudget) is not None and not averager.idle:
             assert averager.exchange  # which reckons what may be sent
         if tf.executing_eagerly():
             averager.decide(self._rate())
-            return averager.policy.micro_batches
+            return self.growth.micro_batches
         with tf.init_scope():
             self._follow()
         if averager.managed:  # whoever does so decides between steps
@@ -337,7 +340,7 @@ class _Distributed(Controls):
 
         def decided(lr: Any) -> Any:
             averager.decide(float(lr))
-            return tf.constant(averager.policy.micro_batches, tf.int64)
+            return tf.constant(self.growth.micro_batches, tf.int64)
 
         found = call_back(decided, [tf.cast(self._rate(), tf.float32)], [tf.int64])
         return tf.ensure_shape(found[0], ())
@@ -348,7 +351,7 @@ class _Distributed(Controls):
             return
         if self._small is None:
             self._small = tf.Variable(1, trainable=False, dtype=tf.int64)
-        self._small.assign(self._averager.policy.micro_batches)
+        self._small.assign(self.growth.micro_batches)
 
     def _rate(self: Any) -> Any:
         rate = self.learning_rate
@@ -377,7 +380,7 @@ class _Distributed(Controls):
         Where batches grow, that many times more often, with the average of as many sums.
         """
         self._make_sums(variables)
-        added = batches if self._resizes and not self._averager.policy.loader else 1
+        added = batches if self._resizes and not self.growth.loader else 1
         for total, grad in zip(self._sums, grads, strict=True):
             if grad is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))

@@ -1,0 +1,61 @@
+"""What an exchange has cost: bytes and seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.engine.slots import Slot
+from accordion_hvd.engine.step import Step
+
+
+class Accounts:
+    """Bytes and seconds of this rank since the beginning.
+
+    Attributes:
+        traffic: what has travelled.
+        dense_bytes: of the gradients.
+        seconds: spent encoding, waiting and decoding.
+        each_step: bytes of the gradients of one step.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.dense_bytes = self.each_step = 0.0
+        self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
+
+    def count(self, step: Step) -> None:
+        """Add a step."""
+        self.traffic.add(step.traffic)
+        self.dense_bytes += self.each_step
+        for key, value in step.seconds.items():
+            self.seconds[key] += value
+
+    def stats(self, ranks: int) -> dict[str, Any]:
+        """Return the figures of `Exchange.stats` that are known here."""
+        dense_sent, sent = 2 * (ranks - 1) / ranks * self.dense_bytes, self.traffic.sent
+        return {
+            "dense": self.dense_bytes,
+            "dense_sent": dense_sent,
+            "payload": self.traffic.payload,
+            "sent": sent,
+            "received": self.traffic.received,
+            "between": sent - self.traffic.within,
+            "ratio": dense_sent / sent if sent else math.nan,
+            "seconds": dict(self.seconds),
+        }
+
+
+def reports(slots: Sequence[Slot]) -> dict[str, dict[str, float]]:
+    """Return what compressors say of themselves (`Compressor.report`), by bucket."""
+    found = {slot.bucket.name: slot.compressor.report(slot.state or {}) for slot in slots}
+    return {
+        slot.bucket.name: {
+            key: float(slot.spec.xp.to_numpy(x).reshape(-1)[0])
+            for key, x in found[slot.bucket.name].items()
+        }
+        for slot in slots
+        if found[slot.bucket.name]
+    }

@@ -1,0 +1,132 @@
+"""The state of one bucket as it is saved, and what becomes of it on another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import Spec
+from accordion_hvd.optimizers.base import Rule
+
+
+@dataclass
+class Saved:
+    """What a rank keeps of a bucket.
+
+    Attributes:
+        level: the level that serves.
+        states: of this level and of those that have served before.
+        owed: what a level without error feedback must add to the next gradient.
+        kept: for the policy's evidence.
+    """
+
+    level: int
+    states: dict[int, State] = field(default_factory=dict)
+    owed: Tensor | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name, as files have them; `read` is the inverse."""
+        found = {} if self.owed is None else {"owed": self.owed}
+        found |= {f"kept/{key}": value for key, value in self.kept.items()}
+        for level, state in self.states.items():
+            place = "state" if level == self.level else f"parked/{level}"
+            found |= {f"{place}/{key}": value for key, value in state.items()}
+        return found
+
+    @classmethod
+    def read(cls, level: int, tensors: Mapping[str, Tensor]) -> Saved:
+        """Return what `tensors` were made of.
+
+        Args:
+            level: the level that served.
+            tensors: by name. Files of version 0.1.0 have "seen" for sums of gradients.
+        """
+        made = cls(level, owed=tensors.get("owed"))
+        for name, tensor in tensors.items():
+            place, _, key = name.partition("/")
+            if place == "state":
+                made.states.setdefault(level, {})[key] = tensor
+            elif place == "parked":
+                number, _, key = key.partition("/")
+                made.states.setdefault(int(number), {})[key] = tensor
+            elif place in ("kept", "seen"):
+                made.kept[key or "gradients"] = tensor
+        return made
+
+    def map(self, convert: Callable[[Any], Any]) -> Saved:
+        """Return the same with all tensors converted."""
+        return Saved.read(self.level, {k: convert(x) for k, x in self.tensors().items()})
+
+    def owing(self, factor: float) -> Saved:
+        """Return the same with all errors, and what is owed, multiplied."""
+        states = {
+            number: {k: (x * factor).astype(x.dtype) if k == "error" else x for k, x in s.items()}
+            for number, s in self.states.items()
+        }
+        owed = None if self.owed is None else (self.owed * factor).astype(self.owed.dtype)
+        return replace(self, states=states, owed=owed)
+
+    def of_whole(self, levels: Sequence[Compressor], spec: Spec, made: Info) -> Saved:
+        """Return the same without states of parts of tensors, but owing what these owe.
+
+        Args:
+            levels: of the bucket.
+            spec: of the bucket, in NumPy.
+            made: what the rank's compressors were told.
+        """
+        if not (made.machines and of_parts(levels)):
+            return self
+        level, owed = levels[self.level], self.owed
+        residual = level.residual(self.states.get(self.level, {}))
+        if residual is not None:
+            spec = replace(spec, xp=namespace(residual))
+            owed = level.whole(residual, spec, made) + (0.0 if owed is None else owed)
+        return Saved(self.level, {}, owed, self.kept)
+
+
+def of_parts(levels: Sequence[Compressor]) -> bool:
+    """Return whether states may belong to parts of a tensor."""
+    return any(level.in_parts for level in levels)
+
+
+def regrouped(
+    everyone: Sequence[Saved], levels: Sequence[Compressor], spec: Spec, info: Info
+) -> Saved:
+    """Return what a rank goes on with, from what all ranks had saved (`Compressor.regroup`).
+
+    Args:
+        everyone: in rank order; of whole tensors.
+        levels: of the bucket.
+        spec: of the bucket, in NumPy.
+        info: of the rank that goes on.
+    """
+    found = Saved(everyone[0].level, kept=everyone[0].kept if info.rank == 0 else {})
+    owed = [one.owed for one in everyone if one.owed is not None]
+    if owed:
+        found.owed = sum(owed) / info.size
+    for number in _lasting(everyone[0], levels):
+        states = [one.states[number] for one in everyone]
+        found.states[number] = levels[number].regroup(states, spec, info)
+    return found
+
+
+def foreign(one: Saved, levels: Sequence[Compressor], spec: Spec, info: Info) -> Saved:
+    """Return what a rank goes on with where it knows one rank's only (`Compressor.foreign`)."""
+    states = {
+        number: levels[number].foreign(one.states[number], spec, info)
+        for number in _lasting(one, levels)
+    }
+    return replace(one, states=states)
+
+
+def _lasting(one: Saved, levels: Sequence[Compressor]) -> list[int]:
+    """Return the levels whose states go on; what waits in another stage of a rule does not."""
+    return [
+        number
+        for number in one.states
+        if number == one.level or not isinstance(levels[number], Rule)
+    ]

@@ -1,0 +1,154 @@
+"""A cap on the bytes that a policy's levels may send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accordion_hvd import check
+from accordion_hvd.core.observer import Observer
+from accordion_hvd.policies.critical_regimes import HIGH, LOW
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.prices import averaging_share, bytes_sent
+
+MEGABYTE = 1e6
+OVER = "over the budget"
+
+
+class ByteBudget(Observer):
+    """Caps the bytes of an exchange, on average over the small batches that it stands for.
+
+    Args:
+        policy: an `Accordion`; its `first`, `growth` and `alternation` follow the cap, too.
+        megabytes: 10^6 bytes that a rank may send for each small batch.
+    """
+
+    def __init__(self, policy: Any, megabytes: float) -> None:
+        if not (check.is_number(megabytes) and megabytes > 0):
+            check.refuse(policy, "budget", megabytes, "a number above 0 (MB a step), or None")
+        self.policy, self.megabytes = policy, megabytes
+        self._prices: Mapping[str, Sequence[float]] = {}
+        self._rest = 0.0  # bytes of an exchange that the policy has no say in
+        self._models = 0.0  # bytes of a step in which models are averaged
+
+    def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
+        """Reckon what an exchange sends under each level; refuse tensors that cannot be paid."""
+        ranks = exchange.communicator.size
+
+        def price(level: Any, bucket: Any) -> float:
+            return bytes_sent(level, bucket.shape, bucket.dtype, ranks)
+
+        prices = {
+            bucket.name: [price(level, bucket) for level in exchange.policy.choices(bucket)]
+            for bucket in buckets
+            if bucket.compress
+        }
+        rest = [price(exchange.policy.choices(b)[0], b) for b in buckets if not b.compress]
+        models, alternation = 0.0, self.policy.alternation
+        if alternation is not None:
+            dense = sum(bucket.dense_bytes for bucket in buckets)
+            models = averaging_share(alternation.method, ranks) * dense
+        self.price(prices, sum(rest), models)
+
+    def price(
+        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
+    ) -> None:
+        """Take note of what an exchange sends; equal on all ranks.
+
+        Args:
+            levels: bucket -> bytes that a rank sends of it under each level.
+            rest: bytes of what the policy has no say in.
+            models: bytes of a step in which models are averaged instead, on average.
+
+        Raises:
+            ValueError: the budget is less than what must be sent.
+        """
+        self._prices, self._rest, self._models = levels, rest, models
+        growth, alternation = self.policy.growth, self.policy.alternation
+        least, most = self._least(), 1 if growth is None else growth.ratio
+        least = least if alternation is None else min(least, models)
+        if least > self._room(most):
+            megabytes = f"{math.ceil(least / most) / MEGABYTE:g}"
+            allowed = f"at least {megabytes}, which the cheapest levels send, or None"
+            check.refuse(self.policy, "budget", self.megabytes, allowed)
+        if growth is not None and least > self._room(1):
+            growth.grow(True)
+        now = self.policy.observers.weight
+        self.policy.first = self._affordable(dict.fromkeys(levels, LOW), {}, now)
+        if alternation is not None and not self.policy.steps:
+            alternation.apart = self.allowed(LOW, now) == HIGH
+
+    def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
+        """Let `rows` have the levels that the budget allows; what has none stays as it is.
+
+        Args:
+            rows: decisions about buckets.
+            current: bucket -> level before them.
+            batches: small batches in the next exchanges.
+        """
+        if not rows:
+            return
+        wanted = dict(current) | {row.name: row.level for row in rows}
+        urgency = {row.name: 1e300 if math.isnan(row.change) else row.change for row in rows}
+        chosen = self._affordable(wanted, urgency, batches)
+        for row in rows:
+            if row.level != chosen[row.name]:
+                row.level, row.reason = chosen[row.name], f"{row.reason}, but {OVER}"
+
+    def allowed(self, wanted: int, batches: int) -> int:
+        """Return whether to average gradients (LOW) or models (HIGH): what is wanted, if it fits.
+
+        Args:
+            wanted: either.
+            batches: small batches in the next exchanges.
+        """
+        costs = self._least(), self._models
+        cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
+        return wanted if costs[wanted] <= self._room(batches) else cheaper
+
+    def _affordable(
+        self, wanted: Mapping[str, int], urgency: Mapping[str, float], batches: int
+    ) -> dict[str, int]:
+        return affordable(wanted, self._prices, urgency, self._room(batches) - self._rest)
+
+    def _least(self) -> float:
+        """Bytes of an exchange, all levels at their cheapest."""
+        return self._rest + sum(map(min, self._prices.values()))
+
+    def _room(self, batches: int) -> float:
+        """Bytes that an exchange for so many small batches may take."""
+        return self.megabytes * MEGABYTE * batches
+
+
+def affordable(
+    wanted: Mapping[str, int],
+    prices: Mapping[str, Sequence[float]],
+    urgency: Mapping[str, float],
+    room: float,
+) -> dict[str, int]:
+    """The levels that are wanted where there is room for them, else the cheaper ones.
+
+    All begin with the cheapest that they may have; then, as long as there is room, they get what
+    is wanted, the most urgent first.
+
+    Args:
+        wanted: bucket -> level.
+        prices: bucket -> bytes of each level.
+        urgency: bucket -> the larger, the earlier it is served.
+        room: bytes that all together may take.
+    """
+    chosen = {name: _cheapest(prices[name], level) for name, level in wanted.items()}
+    room -= sum(prices[name][level] for name, level in chosen.items())
+    for name in sorted(wanted, key=lambda name: -urgency.get(name, math.inf)):
+        more = prices[name][wanted[name]] - prices[name][chosen[name]]
+        if more <= room:
+            chosen[name] = wanted[name]
+            room -= more
+    return chosen
+
+
+def _cheapest(prices: Sequence[float], level: int) -> int:
+    """The cheapest level; `level` if none is cheaper."""
+    found = min(range(len(prices)), key=prices.__getitem__)
+    return level if prices[level] <= prices[found] else found

@@ -1,0 +1,160 @@
+"""Policies are given the evidence that they declare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import NUMPY, Framework, parameters
+
+from accordion_hvd import Dense, PowerSGD, TopK, namespace
+from accordion_hvd.policies.base import Seen
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.evidence import (
+    CompressionError,
+    Evidence,
+    GradientSums,
+    Step,
+    StepTimes,
+)
+from accordion_hvd.policies.windows import Windowed
+from accordion_hvd.simulation.one_process import simulate
+
+SHAPES = {"one": (40, 30), "two": (40, 30), "large": (300, 256), "small": (5,)}
+WINDOW = 3
+
+
+class Norms(Evidence):
+    """Evidence of one's own: the largest norm of an average in a window."""
+
+    key = "largest averages"
+
+    def zeros(self, slot: Any) -> Any:
+        """One number."""
+        return slot.spec.zeros((1,))
+
+    def suits(self, compressor: Any) -> bool:
+        """Not for tensors that are brought together in one vector."""
+        return compressor.stacks != "any"
+
+    def after(self, kept: Any, step: Step) -> Any:
+        """The larger norm."""
+        xp = namespace(kept)
+        count = step.buckets or 1
+        rows = xp.reshape(xp.cast(step.mean, "float32"), (count, -1))
+        norms = xp.bucket_norms(rows, xp.shape(rows)[1], "l2")
+        return xp.maximum(kept, xp.reshape(norms, xp.shape(kept)))
+
+    def read(self, exchange: Any) -> Any:
+        """As it is."""
+        yield from ()
+        return {
+            slot.bucket.name: float(exchange.xp.to_numpy(slot.kept[self.key])[0])
+            for slot in exchange.slots
+            if self.key in slot.kept
+        }
+
+
+class Watching(Windowed):
+    """A policy that remembers what it is given."""
+
+    def __init__(self, compressor: Any, *evidence: Evidence) -> None:
+        super().__init__(WINDOW)
+        self.compressor, self.evidence = compressor, evidence
+        self.given: list[Seen] = []
+
+    def levels(self, name: str) -> tuple[Any, ...]:
+        """The one."""
+        return (self.compressor,)
+
+    def observing(self) -> bool:
+        """In each window."""
+        return True
+
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+        """Nothing; remember."""
+        self.given.append({key: dict(found) for key, found in seen.items()})
+        return []
+
+    def apply(self, decisions: Any) -> None:
+        """Begin the next window."""
+        super().apply(decisions)
+        self._roll()
+
+
+def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> Any:
+    """The world of ranks, the gradients, and all ranks' errors after each step."""
+    rng, world, history, errors = np.random.default_rng(0), simulate(policy, 2), [], []
+    for step in range(steps):
+        mine = [
+            {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
+            for _ in range(2)
+        ]
+        if step == bad:
+            mine[1]["one"][0, 0] = np.inf
+        history.append([{k: x.copy() for k, x in rank.items()} for rank in mine])
+        with framework.running():
+            world.step([{k: framework.tensor(x) for k, x in rank.items()} for rank in mine], 0.1)
+        slots = [slot for slot in world.exchanges[0].slots if slot.bucket.compress]
+        owed = {s.bucket.name: s.compressor.residual(s.state) for s in slots}
+        errors.append({k: framework.array(x).copy() for k, x in owed.items() if x is not None})
+    return world, history, errors
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_the_relative_error(compressor: Any, bad: int, framework: Framework) -> None:
+    """Of steps that counted, with small tensors that share a call, too."""
+    world, gradients, errors = train(
+        Watching(compressor, CompressionError()), framework, 2 * WINDOW + 1, bad
+    )
+    policy, other = (exchange.policy for exchange in world.exchanges)
+    assert len(policy.given) == 2 and not other.given
+    for window, seen in enumerate(policy.given):
+        assert set(seen["errors"]) == {"one", "two", "large"}
+        for name, found in seen["errors"].items():
+            lost = whole = 0.0
+            for step in range(window * WINDOW, (window + 1) * WINDOW):
+                if step != bad:
+                    before = errors[step - 1][name].reshape(-1) if step else 0.0
+                    whole += np.linalg.norm(before + gradients[step][0][name].reshape(-1)) ** 2
+                    lost += np.linalg.norm(errors[step][name]) ** 2
+            assert found == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_evidence_of_ones_own_beside_sums(framework: Framework) -> None:
+    policy = Watching(TopK(1.0), Norms(), GradientSums("reduced"))
+    world, gradients, _ = train(policy, framework, WINDOW + 1)
+    seen = world.exchanges[0].policy.given[0]
+    for name in ("one", "two", "large"):
+        means = [sum(rank[name] for rank in now) / 2 for now in gradients[:WINDOW]]
+        largest = max(map(np.linalg.norm, means))
+        assert seen["largest averages"][name] == pytest.approx(largest, rel=1e-4)
+        assert seen["gradients"][name] == pytest.approx(np.linalg.norm(sum(means)), rel=1e-4)
+
+
+def test_a_level_without_errors_tells_none() -> None:
+    world, _, _ = train(Watching(Dense(), CompressionError()), NUMPY, WINDOW + 1)
+    assert world.exchanges[0].policy.given == [{"errors": {}}]
+
+
+def test_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("accordion_hvd.policies.evidence.time.perf_counter", lambda: now[0])
+    times = StepTimes()
+    for step, seconds in enumerate([1.0, 2.0, 7.0]):
+        times.note(step)
+        times.note(step)  # once more says no more
+        now[0] += seconds
+    times.note(3)
+    assert times.times == [1.0, 2.0, 7.0]
+    with pytest.raises(StopIteration) as stop:
+        next(times.read(None))
+    assert stop.value.value == {StepTimes.JOB: 2.0}
+    times.restart()
+    times.note(9)
+    assert not times.times
