@@ -152,7 +152,18 @@ def example(number: int = 0) -> Any:
     """The class that a block defines."""
     module = sys.modules.setdefault("example", types.ModuleType("example"))
     exec(compile(blocks("CONTRIBUTING.md", "python")[number], "example", "exec"), vars(module))
-    return getattr(module, ("RoundRobin", "FadingFeedback")[number])
+    return getattr(module, ("RoundRobin", "FadingFeedback", "ErrorBound")[number])
+
+
+def test_the_example_of_a_policy() -> None:
+    """High compression after little was lost, low again after much was."""
+    world = simulate(example(2)(TopK(0.9), TopK(0.5), bound=0.2, window=2), 2)
+    draw = np.random.default_rng(0)
+    for _ in range(5):
+        world.step([{"w": draw.standard_normal((40, 50)).astype(np.float32)} for _ in "ab"], 0.1)
+    for policy in (exchange.policy for exchange in world.exchanges):
+        assert [row.level for row in policy.history] == [1, 0]
+        assert policy.history[0].norm < 0.2 < policy.history[1].norm
 
 
 @pytest.mark.parametrize("framework", parameters())

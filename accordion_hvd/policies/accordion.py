@@ -214,7 +214,7 @@ class Accordion(Windowed):
 
     def apply(self, decisions: Sequence[Decision]) -> None:
         """Put decisions into force, and begin the next window."""
-        before = dict(self.current)
+        before, window = dict(self.current), self._epoch
         super().apply([row for row in decisions if row.name not in (BATCH, MODEL)])
         for row in decisions:
             if row.name == BATCH and self.growth is not None:
@@ -223,10 +223,9 @@ class Accordion(Windowed):
             elif row.name == MODEL and self.alternation is not None:
                 self.alternation.switch(row.level)
                 self.history.append(row)
-        if self.regimes.checks(self._epoch):
+        if self.regimes.checks(window):
             self.regimes.remember(decisions)
         self._changed = {name for name, level in self.current.items() if before[name] != level}
-        self._roll()
 
     def disturbed(self, names: Sequence[str]) -> None:
         """What serves has changed: averages of this window are no evidence (see `signal`)."""

@@ -106,7 +106,6 @@ class AdaQS(Windowed):
         chosen = {row.name: row.ratio for row in decisions if row.reason in (FIRST, FELL)}
         self._ratios = self._ratios | chosen
         self._looked, self._energy = 0, {}
-        self._roll()
 
     def __repr__(self) -> str:
         """As it is written."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
@@ -55,11 +54,6 @@ class StepSchedule(Windowed):
         level = self._turn(self._epoch + 1)
         known = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
         return [Decision(name, *known, lr=lr[name]) for name in self.current]
-
-    def apply(self, decisions: Any) -> None:
-        """Change levels, and begin the next window."""
-        super().apply(decisions)
-        self._roll()
 
     def __repr__(self) -> str:
         """As it is written."""

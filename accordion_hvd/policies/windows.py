@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.policies.base import Policy
+from accordion_hvd.policies.decision import Decision
 
 PATIENCE = 1000
 """Exchanges after which somebody must have said how long a window is."""
@@ -84,6 +85,11 @@ class Windowed(Policy):
         """The window ends here. Before the first step: windows will be ended by hand."""
         self._by_hand = True
         self._ended = self._steps > 0
+
+    def apply(self, decisions: Sequence[Decision]) -> None:
+        """Put decisions into force, and begin the next window."""
+        super().apply(decisions)
+        self._roll()
 
     def _roll(self) -> None:
         """The next window begins."""

@@ -78,11 +78,6 @@ class Watching(Windowed):
         self.given.append({key: dict(found) for key, found in seen.items()})
         return []
 
-    def apply(self, decisions: Any) -> None:
-        """Begin the next window."""
-        super().apply(decisions)
-        self._roll()
-
 
 def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> Any:
     """The world of ranks, the gradients, and all ranks' errors after each step."""
