@@ -3,6 +3,7 @@
 from accordion_hvd.policies.accordion import Accordion
 from accordion_hvd.policies.adaqs import AdaQS
 from accordion_hvd.policies.base import Policy
+from accordion_hvd.policies.displacement import Displacement
 from accordion_hvd.policies.fixed import Fixed
 from accordion_hvd.policies.gate import Gate
 from accordion_hvd.policies.replay import Replay
@@ -12,6 +13,7 @@ from accordion_hvd.policies.warmup import WarmUp
 __all__ = [
     "Accordion",
     "AdaQS",
+    "Displacement",
     "Fixed",
     "Gate",
     "Policy",

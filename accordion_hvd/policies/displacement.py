@@ -1,0 +1,129 @@
+"""Displacement: mild compression where errors keep the weights far from where they would be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.core.base import Allreduce, Compressor
+from accordion_hvd.ops import count_sketch, random
+from accordion_hvd.policies.base import Seen, agree
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
+from accordion_hvd.policies.windows import Windowed
+
+LOW, HIGH = 0, 1
+COLUMNS = 256
+
+
+class RelativeResidual(Evidence):
+    """The norm of the ranks' mean error, relative to that of the weights, bucket by bucket.
+
+    What a rank owes alone says little: with PowerSGD, its deviation from the mean is never sent and
+    walks at random. So the ranks average count sketches of their errors: 256 numbers a bucket, from
+    which the norm is known to about 4 %.
+    """
+
+    key = "relative residuals"
+
+    def read(self, exchange: Any) -> Reading:
+        """Norms after the last step; one allreduce."""
+        slots = [slot for slot in exchange.slots if slot.bucket.compress]
+        if not slots:
+            return {}
+        xp = exchange.xp
+        sketches = xp.stack([self._sketch(exchange, slot) for slot in slots])
+        mean = xp.to_numpy((yield Allreduce(sketches)))
+        if exchange.communicator.rank:
+            return {}
+        norms, weights = np.linalg.norm(mean, axis=1).tolist(), weight_norms(exchange)
+        names = [slot.bucket.name for slot in slots]
+        return {n: _ratio(norm, weights[n]) for n, norm in zip(names, norms, strict=True)}
+
+    def _sketch(self, exchange: Any, slot: Any) -> Any:
+        """Return the sketch of what this rank owes of a bucket."""
+        xp, size, device = exchange.xp, slot.bucket.size, slot.spec.device
+        residual = slot.residual(exchange.info(slot))
+        if residual is None:
+            return xp.zeros((COLUMNS,), "float32", device)
+        seed = random.key("residual", slot.name, exchange.steps)
+        codes = count_sketch.hashes(xp, size, 1, COLUMNS, seed, device)
+        vector = xp.reshape(xp.cast(residual, "float32"), (-1,))
+        return xp.reshape(xp.sketch(vector, codes, COLUMNS), (-1,))
+
+
+class Displacement(Windowed):
+    """Low compression where errors displace the weights by much, high elsewhere; by layer.
+
+    With error feedback, gradients are computed at x instead of at x - lr e, where training without
+    compression would be. At the end of each window, let d = lr |e| / |x| for a layer's weights x,
+    the ranks' mean error e and the learning rate of the next step. `low` serves the layer if d
+    exceeds `bound`, `high` once d is below `release` times `bound`; between the two nothing
+    changes. The first window is served by `low`. Ours, from no paper.
+
+    Args:
+        low: the level of low compression; with error feedback.
+        high: the level of high compression.
+        bound: d above which compression is low, above 0.
+        release: part of `bound` below which compression is high, in (0, 1].
+        window: optimizer steps in a window. In Keras the callbacks fill it in; in PyTorch give it
+            or call `optimizer.end_window()` after each epoch.
+
+    Attributes:
+        history: one row a window and layer; `norm` is d.
+    """
+
+    evidence = (RelativeResidual(),)
+
+    def __init__(
+        self,
+        low: Compressor,
+        high: Compressor,
+        *,
+        bound: float = 0.006,
+        release: float = 1 / 3,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(window)
+        agree(self, [low, high])
+        if not (check.is_number(bound) and bound > 0):
+            check.refuse(self, "bound", bound, "a number above 0")
+        check.ratio(self, "release", release)
+        self.low, self.high, self.bound, self.release = low, high, bound, release
+
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """(low, high)."""
+        return self.low, self.high
+
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+        """A row for each layer."""
+        ratios = seen.get(RelativeResidual.key, {})
+        moved = {name: lr[name] * ratios.get(name, math.nan) for name in self.current}
+        return [self._judge(name, displacement, lr) for name, displacement in moved.items()]
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        return (
+            f"Displacement(low={self.low!r}, high={self.high!r}, bound={self.bound!r}, "
+            f"release={self.release!r}, window={self.window!r})"
+        )
+
+    def _judge(self, name: str, displacement: float, lr: Mapping[str, float]) -> Decision:
+        level, reason = self.current[name], "between the bounds"
+        if not displacement <= self.bound:  # or not a number
+            level, reason = LOW, "displaced"
+        elif displacement < self.release * self.bound:
+            level, reason = HIGH, "not displaced"
+        compressor = repr(self.levels(name)[level])
+        row = Decision(name, level, self._step, self._epoch, compressor, reason, displacement)
+        row.lr, row.previous_lr = lr[name], self._lr.get(name, math.nan)
+        return row
+
+
+def _ratio(residual: float, weights: float) -> float:
+    """Return their ratio; weights that are zero are displaced by any error."""
+    return residual / weights if weights else (math.inf if residual else 0.0)

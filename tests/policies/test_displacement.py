@@ -1,0 +1,159 @@
+"""Displacement goes by the ranks' mean error, relative to the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from decisions import decide, rows_of
+from frameworks import NUMPY, Framework, parameters
+
+from accordion_hvd import Dense, Displacement, PowerSGD, TopK, parse
+from accordion_hvd.policies.displacement import HIGH, LOW, RelativeResidual
+from accordion_hvd.simulation.one_process import World, lockstep, simulate
+
+SHAPES = {"w": (48, 40), "v": (40, 50), "b": (7,)}
+BOUND = 0.01
+
+
+class Owner:
+    """Stands for an exchange."""
+
+
+OWNER = Owner()
+
+
+def policy(**options: Any) -> Displacement:
+    arguments = {"low": TopK(0.3), "high": TopK(0.05), "bound": BOUND, "window": 2}
+    return Displacement(**{**arguments, **options})
+
+
+def train(
+    world: World,
+    framework: Framework,
+    steps: int,
+    lr: Callable[[int], float] = lambda step: 0.1,
+    noise: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """Steps of a gradient that all ranks have in common, and of noise of their own.
+
+    Returns:
+        The weights, which never change.
+    """
+    rng = np.random.default_rng(0)
+    weights = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in SHAPES.items()}
+    for step in range(steps):
+        common = {k: rng.standard_normal(shape) for k, shape in SHAPES.items()}
+        mine = [
+            {
+                k: framework.tensor((x + noise * rng.standard_normal(x.shape)).astype(np.float32))
+                for k, x in common.items()
+            }
+            for _ in world._policies
+        ]
+        told = [{k: framework.tensor(x) for k, x in weights.items()} for _ in mine]
+        with framework.running():
+            assert world.step(mine, lr(step), told)[0] is not None
+    return weights
+
+
+def residuals(world: World, framework: Framework, name: str) -> np.ndarray:
+    """Every rank's error of a tensor."""
+    slots = [s for e in world.exchanges for s in e.slots if s.bucket.name == name]
+    return np.stack([framework.array(slot.state["error"]).reshape(SHAPES[name]) for slot in slots])
+
+
+def measured(world: World) -> dict[str, float]:
+    """The evidence as it is now."""
+    readings = [RelativeResidual().read(exchange) for exchange in world.exchanges]
+    found = lockstep(world._links, readings)
+    assert all(not other for other in found[1:])
+    return found[0]
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
+def test_the_evidence_is_the_mean_errors_norm(compressor: Any, framework: Framework) -> None:
+    world = simulate(compressor, 4)
+    weights = train(world, framework, 6)
+    found = measured(world)
+    assert set(found) == {"w", "v"}
+    for name, ratio in found.items():
+        mean = residuals(world, framework, name).mean(0)
+        wanted = np.linalg.norm(mean) / np.linalg.norm(weights[name])
+        assert ratio == pytest.approx(wanted, rel=0.15)
+
+
+def test_what_a_rank_owes_by_itself_is_no_evidence() -> None:
+    """PowerSGD never sends a rank's deviation from the mean: it grows like a random walk."""
+    world = simulate(PowerSGD(4), 8)
+    weights = train(world, NUMPY, 60, noise=4.0)
+    own = np.linalg.norm(residuals(world, NUMPY, "w")[0]) / np.linalg.norm(weights["w"])
+    assert measured(world)["w"] < 0.5 * own
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_levels_follow_the_learning_rate(framework: Framework) -> None:
+    """Low at a rate at which errors displace the weights, high once the rate has fallen."""
+    world = simulate(policy(), 2)
+    train(world, framework, 9, lambda step: 0.1 if step < 4 else 1e-4)
+    histories = [json.dumps(rows_of(exchange.policy)) for exchange in world.exchanges]
+    assert histories[0] == histories[1]
+    rows = world.exchanges[0].policy.history
+    assert [(row.window, row.level) for row in rows if row.name == "w"] == [
+        (0, LOW), (1, HIGH), (2, HIGH), (3, HIGH)]  # fmt: skip
+    assert [row.reason for row in rows if row.name == "v"][:2] == ["displaced", "not displaced"]
+    assert world.exchanges[1].levels()["w"] == "TopK(ratio=0.05)"
+
+
+def test_the_rule() -> None:
+    """Low above the bound, high under a third of it, unchanged between."""
+    one = policy(window=1)
+    one.bind(OWNER, ["w"])
+    seen, lr = [], {"w": 0.5}
+    for ratio in (1.0, 0.9, 1.1, 0.5, 0.3, 0.9, 1.1, 0.0, math.nan, math.inf):
+        one.tick(lr)
+        decide(one, {"w": ratio * BOUND / 0.5}, lr)
+        seen.append(one.level("w"))
+    assert seen == [LOW, LOW, LOW, LOW, HIGH, HIGH, LOW, HIGH, LOW, LOW]
+    assert one.history[2].norm == pytest.approx(1.1 * BOUND)
+
+
+def test_resumed_in_the_middle() -> None:
+    one, two = policy(window=2), policy(window=2)
+    for each in (one, two):
+        each.bind(OWNER, ["w"])
+    for step in range(9):
+        if one.due({"w": 0.1}):
+            decide(one, {"w": 0.01 * step}, {"w": 0.1})
+        one.tick({"w": 0.1})
+        two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        assert json.dumps(two.state_dict()) == json.dumps(one.state_dict())
+    assert len(two.history) == 4
+
+
+def test_without_weights_there_is_a_sentence() -> None:
+    world = simulate(policy(window=1), 2)
+    gradients = [{"w": np.ones((48, 40), np.float32)} for _ in range(2)]
+    world.step(gradients, 0.1)
+    with pytest.raises(RuntimeError, match="weights: .* give them to step"):
+        world.step(gradients, 0.1)
+
+
+def test_arguments() -> None:
+    for options, match in (
+        ({"bound": 0}, "bound is 0, but must be a number above 0"),
+        ({"release": 2}, "release is 2, but must be"),
+        ({"window": 0}, "window is 0"),
+        ({"low": "topk"}, "must be a Compressor"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=match):
+            policy(**options)
+    assert repr(parse("displacement:PowerSGD(4),PowerSGD(1)")) == repr(
+        Displacement(PowerSGD(4), PowerSGD(1))
+    )
+    assert Displacement(Dense(), TopK(0.1)).levels("w") == (Dense(), TopK(0.1))
