@@ -6,6 +6,7 @@ gradients that the check supplies, so that NumPy or simulated ranks can say how 
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import warnings
@@ -33,6 +34,7 @@ from accordion_hvd import (
     Compressor,
     Dense,
     Diana,
+    Displacement,
     EFSignSGD,
     Fixed,
     Int8,
@@ -275,7 +277,8 @@ class Simulated:
         """Take a step with all ranks' gradients."""
         xp = self._a.xp
         given = [{name: xp.asarray(row[name].copy()) for name in names} for row in rows]
-        means = self.world.step(given, lr=self._lr)[self._a.hvd.rank()]
+        told = [{name: xp.asarray(self.weights[name]) for name in names} for _ in rows]
+        means = self.world.step(given, self._lr, told)[self._a.hvd.rank()]
         assert means is not None
         for name in names:
             self.weights[name] = self.weights[name] - self._lr * xp.to_numpy(means[name])
@@ -606,31 +609,34 @@ def check_updates_contain_the_momentum(a: Adapter) -> None:
 def check_decisions_equal_simulation(a: Adapter) -> None:
     """On all ranks; a replay of them gives the same weights."""
 
-    def policy() -> Accordion:
-        return Accordion(low=PowerSGD(2), high=TopK(0.05), window=3, interval=1)
-
     def decided(history: Sequence[Mapping[str, Any]]) -> list[Any]:
         rows = [[row[key] for key in ("step", "window", "name", "level")] for row in history]
         return sorted(rows)
 
-    job, oracle = a.job(policy(), lr=0.1), Simulated(a, policy(), 0.1)
-    scales = [1 + step // 6 * 3 for step in range(12)]
-    for step, scale in enumerate(scales):
-        rows = [gradients(rank, step, scale) for rank in everybody(a)]
-        job.step(rows[a.hvd.rank()])
-        oracle.step(names_of(job), rows)
-    found = job.optimizer.exchange.policy.history
-    wanted = oracle.world.exchanges[0].policy.history
-    assert decided(found) == decided(wanted) and {row["level"] for row in found} == {0, 1}, found
-    norms = [{(row["name"], row["step"]): row["norm"] for row in h} for h in (found, wanted)]
-    for key, norm in norms[1].items():
-        np.testing.assert_allclose(norms[0][key], norm, rtol=1e-4)
-    assert_alike(a, repr(found))
-    assert_close(job.weights(), oracle.weights, atol=1e-3)
-    again = a.job(Replay(found), lr=0.1)
-    for step, scale in enumerate(scales):
-        again.step(gradients(a.hvd.rank(), step, scale))
-    assert_close(again.weights(), job.weights(), "the replay")
+    low, high = PowerSGD(2), TopK(0.05)
+    for policy in (
+        Accordion(low, high, window=3, interval=1),
+        Displacement(low, high, window=3, bound=1.75, release=0.95),
+    ):
+        job, oracle = a.job(copy.deepcopy(policy), lr=0.1), Simulated(a, policy, 0.1)
+        scales = [1 + step // 6 * 3 for step in range(12)]
+        for step, scale in enumerate(scales):
+            rows = [gradients(rank, step, scale) for rank in everybody(a)]
+            job.step(rows[a.hvd.rank()])
+            oracle.step(names_of(job), rows)
+        found = job.optimizer.exchange.policy.history
+        wanted = oracle.world.exchanges[0].policy.history
+        assert decided(found) == decided(wanted), (found, wanted)
+        assert {row.level for row in found} == {0, 1}, found
+        norms = [{(row.name, row.step): row.norm for row in h} for h in (found, wanted)]
+        for key, norm in norms[1].items():
+            np.testing.assert_allclose(norms[0][key], norm, rtol=1e-4)
+        assert_alike(a, repr(found))
+        assert_close(job.weights(), oracle.weights, atol=1e-3)
+        again = a.job(Replay(found), lr=0.1)
+        for step, scale in enumerate(scales):
+            again.step(gradients(a.hvd.rank(), step, scale))
+        assert_close(again.weights(), job.weights(), "the replay")
 
 
 def check_windows_end_by_hand_and_learning_rates_fall(a: Adapter) -> None:
