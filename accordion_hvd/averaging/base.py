@@ -91,6 +91,17 @@ def inside(info: Info, group: Group) -> Info:
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 
+def named(kept: State) -> State:
+    """What a compressor keeps, as it is called in the state of the method that uses it."""
+    return {f"compressor/{key}": value for key, value in kept.items()}
+
+
+def unnamed(state: State) -> State:
+    """The inverse of `named`; other keys are left out."""
+    parts = ((key.partition("compressor/"), value) for key, value in state.items())
+    return {key: value for (_, found, key), value in parts if found}
+
+
 def check_compressor(owner: Any, compressor: Any) -> None:
     """Raise ValueError unless `compressor` is None or one that returns the mean of vectors."""
     if compressor is None:

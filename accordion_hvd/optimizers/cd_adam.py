@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import AMSGrad
@@ -344,6 +345,13 @@ class CDAdam(ExactCDAdam):
         """Likewise by the compressor, which owes -h_i, and so sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
+        if isinstance(inner, Codec):
+            owed = state["error"]
+            ahead = xp.cast(xp.reshape(grad, xp.shape(owed)), "float32") + owed
+            news, told = yield from average(inner, inner.encode(ahead, info), ahead, info)
+            error = xp.reshape(inner.remove(owed, told, info), xp.shape(ahead))
+            news = xp.reshape(news, xp.shape(state["m"]))
+            return news, {**state, "error": error}, news
         mine = {key: x for key, x in state.items() if key not in (*MOMENTS, "estimate")}
         fresh = xp.cast(grad, xp.dtype(mine["error"]))
         own = xp.copy(fresh)
