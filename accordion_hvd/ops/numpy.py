@@ -357,8 +357,8 @@ def largest_index(x: Array, count: int) -> Array:
 
 def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Array]:
     """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
-    total = accumulate(error, grad)
-    return total, largest(total, count)
+    total = _consume(error, lambda: np.subtract(error, grad, out=error))
+    return total, selection.accumulate_largest(total, grad, count)
 
 
 def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -610,7 +610,7 @@ def _on_host(
 
     def run(*values: np.ndarray) -> Any:
         rest = iter(values)
-        told = (list(itertools.islice(rest, n)) if n else next(rest) for n in counts)
+        told: Iterable[Any] = (list(itertools.islice(rest, n)) if n else next(rest) for n in counts)
         return function(*(x if getattr(x, "ndim", 1) else int(x) for x in told))
 
     flat = [x for part, n in zip(given, counts, strict=True) for x in (part if n else [part])]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
 from accordion_hvd.ops.spec import Spec
@@ -29,7 +29,12 @@ def _numpy_on_cpu(operation: Operation) -> Operation:
         tensor = first if isinstance(first, torch.Tensor) else first[0]
         if tensor.device.type != "cpu":
             return operation(first, *others)
-        return torch.from_numpy(plain(*map(_array, (first, *others))))
+        found = plain(*map(_array, (first, *others)))
+        return (
+            tuple(map(torch.from_numpy, found))
+            if isinstance(found, tuple)
+            else torch.from_numpy(found)
+        )
 
     return run  # type: ignore[return-value]
 
@@ -389,48 +394,34 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> T
     return torch.from_numpy(secret.rounded_normal(count, sigma, dtype)).to(device)
 
 
+@_numpy_on_cpu
 def largest_index(x: Tensor, count: int) -> Tensor:
     """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:  # 20 times faster than torch.topk
-        return torch.from_numpy(selection.largest(x.detach().numpy(), count))
     rows = x.reshape(-1, x.shape[-1])
     index = torch.topk(rows.abs(), min(count, rows.shape[1]), sorted=False).indices
     first = torch.arange(rows.shape[0], device=x.device)[:, None] * rows.shape[1]
     return (index + first).reshape(-1).sort().values.int()
 
 
+@_numpy_on_cpu
 def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """error + grad, and `largest_index` of it; one pass on the CPU. Consumes `error`."""
-    if error.device.type != "cpu" or grad.dtype != torch.float32:
-        total = accumulate(error, grad)
-        return total, largest_index(total, count)
-    journal.record(lambda: error.sub_(grad))
-    return error, torch.from_numpy(selection.accumulate_largest(error.numpy(), grad.numpy(), count))
+    total = accumulate(error, grad)
+    return total, largest_index(total, count)
 
 
+@_numpy_on_cpu
 def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """error + grad, and where its magnitude is at least `limit`. Consumes `error`."""
-    if error.device.type != "cpu" or grad.dtype != torch.float32:
-        total = accumulate(error, grad)
-        flat = total.reshape(-1)
-        chosen = flat.abs() >= limit if limit > 0 else flat != 0
-        return total, chosen.nonzero()[:, 0].int()
-    journal.record(lambda: error.sub_(grad))
-    index = selection.accumulate_reaching(error.numpy(), grad.numpy(), limit)
-    return error, torch.from_numpy(index)
+    total = accumulate(error, grad)
+    flat = total.reshape(-1)
+    chosen = flat.abs() >= limit if limit > 0 else flat != 0
+    return total, chosen.nonzero()[:, 0].int()
 
 
+@_numpy_on_cpu
 def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """error + grad, AdaComp's choice of it, and each row's scale. Consumes `error`."""
-    if error.device.type != "cpu" or grad.dtype != torch.float32:
-        return _accumulate_outgrown(error, grad, width)
-    journal.record(lambda: error.sub_(grad))
-    index, scale = selection.accumulate_outgrown(error.numpy(), grad.numpy(), width)
-    return error, torch.from_numpy(index), torch.from_numpy(scale)
-
-
-def _accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """On any device."""
     total = accumulate(error, grad)
     rows = total.reshape(-1, total.shape[-1])
     most = _in_bins(rows.abs(), width).amax(2)
@@ -447,15 +438,9 @@ def _in_bins(rows: Tensor, width: int) -> Tensor:
     return padded.reshape(rows.shape[0], -1, width)
 
 
+@_numpy_on_cpu
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
     """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:
-        return torch.from_numpy(selection.largest_of_bins(x.detach().numpy(), width))
-    return _largest_of_bins(x, width)
-
-
-def _largest_of_bins(x: Tensor, width: int) -> Tensor:
-    """On any device, without waiting for it."""
     rows = x.reshape(-1, x.shape[-1])
     within = _in_bins(rows.abs(), width).argmax(2)
     index = within + torch.arange(within.shape[1], device=x.device) * width
