@@ -35,8 +35,7 @@ class Nesterov:
     def __post_init__(self) -> None:
         """Raises: ValueError when lr is negative or momentum outside [0, 1)."""
         check.at_least(self, "lr", self.lr, least=0)
-        if not check.is_number(self.momentum) or not 0 <= self.momentum < 1:
-            check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(self, "momentum", self.momentum)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,8 @@ class LGC(Sparsifier):
             if info.phase == SHIPPING:
                 state["weights"] = yield Broadcast(state["weights"])
         error = xp.clear(total, index)
-        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, _mean(decoded))
+        values = sum(decoded[1:], decoded[0]) / len(decoded)
+        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, values)
         return xp.reshape(mean, xp.shape(grad)), {**state, "error": error}
 
     def report(self, state: State) -> dict[str, Tensor]:
@@ -292,11 +293,3 @@ def _vectors(signals: Tensor, scale: Tensor, like: Tensor) -> list[Tensor]:
     """The inverse of `signals_of`, for vectors as long as `like`."""
     xp = namespace(signals)
     return xp.unstack(signals[:, : xp.shape(like)[0]] * scale)
-
-
-def _mean(parts: Sequence[Tensor]) -> Tensor:
-    """Of tensors, added in their order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total / len(parts)
