@@ -224,12 +224,7 @@ def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
 
 def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
     """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`."""
-    if beta:
-        journal.record(lambda: b.sub_(x.abs(), alpha=1 - beta).div_(beta))
-    else:
-        saved = b.clone()
-        journal.record(lambda: b.copy_(saved))
-    return b.mul_(beta).add_(x.abs(), alpha=1 - beta)
+    return momentum(b, beta, x.abs())
 
 
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:

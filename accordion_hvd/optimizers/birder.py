@@ -206,7 +206,8 @@ class Birder(Rule):
         if plan.neighbours > 1 and self.within == "half":
             u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), whole)
             theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.near)
-            mean = _mean(xp, theirs, dtype)
+            parts = [xp.cast(row, dtype) for row in xp.unstack(theirs)]
+            mean = sum(parts[1:], parts[0]) * (1 / len(parts))
         else:
             draw = self._draw(info, "worker", 1)
             signs, owed = draw.of(u, state, "error")
@@ -367,9 +368,3 @@ class Draw:
         xp = namespace(u)
         sent = self.values(xp, signs, xp.zeros(xp.shape(u), "float32", xp.device(u)))
         return u - xp.cast(sent, xp.dtype(u))
-
-
-def _mean(xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
-    """Of each element of the rows, added in their order."""
-    parts = [xp.cast(row, dtype) for row in xp.unstack(rows)]
-    return sum(parts[1:], parts[0]) * (1 / len(parts))
