@@ -37,7 +37,7 @@ class AllElements(Codec):
         """The inverse, but for rounding."""
         xp = namespace(like)
         if self.wire:
-            return xp.from_wire(message[0], self.wire, [like])[0]
+            return xp.from_wire(message[0], self.wire, [xp.cast(like, "float32")])[0]
         return xp.reshape(message[0], xp.shape(like))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
-from accordion_hvd.compressors.sparsifier import Sparsifier, places
+from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
@@ -138,8 +138,7 @@ class LGC(Sparsifier):
                 state["weights"] = yield Broadcast(state["weights"])
         error = xp.clear(total, index)
         values = sum(decoded[1:], decoded[0]) / len(decoded)
-        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, values)
-        return xp.reshape(mean, xp.shape(grad)), {**state, "error": error}
+        return mean_of([(index, values)], grad), {**state, "error": error}
 
     def report(self, state: State) -> dict[str, Tensor]:
         """`reconstruction`: squared error of what was decoded / squared values, when last trained.

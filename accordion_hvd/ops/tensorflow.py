@@ -614,6 +614,7 @@ def _on_host(
         return function(*(x if getattr(x, "ndim", 1) else int(x) for x in told))
 
     flat = [x for part, n in zip(given, counts, strict=True) for x in (part if n else [part])]
+    flat = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in flat]  # NumPy has none
     return tf.ensure_shape(tf.numpy_function(run, flat, dtype), tuple(shape))
 
 
