@@ -604,14 +604,14 @@ def _on_host(
 ) -> Tensor:
     """NumPy's result of `function` on the values of `given`, in a graph too.
 
-    Of `given` may be tensors, and lists of them; scalars, integers all of them, arrive as such.
+    Of `given` may be tensors, and lists of them; integers (`_number`) arrive as such.
     """
     counts = [len(x) if isinstance(x, (list, tuple)) else 0 for x in given]
 
     def run(*values: np.ndarray) -> Any:
         rest = iter(values)
         told: Iterable[Any] = (list(itertools.islice(rest, n)) if n else next(rest) for n in counts)
-        return function(*(x if getattr(x, "ndim", 1) else int(x) for x in told))
+        return function(*(int(x) if _is_integer(x) else x for x in told))
 
     flat = [x for part, n in zip(given, counts, strict=True) for x in (part if n else [part])]
     flat = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in flat]  # NumPy has none
@@ -621,6 +621,10 @@ def _on_host(
 def _number(x: Any) -> list[Tensor]:
     """An integer, or a scalar tensor of one, for `_on_host`; nothing for None."""
     return [] if x is None else [tf.cast(x, tf.int64)]
+
+
+def _is_integer(x: Any) -> bool:
+    return getattr(x, "dtype", None) == np.int64 and x.ndim == 0
 
 
 def _empty(shape: Sequence[int]) -> np.ndarray:
