@@ -9,7 +9,6 @@ from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
 
 Group = tuple[int, ...]
 
@@ -79,11 +78,6 @@ def periodic(owner: Any, period: Any) -> None:
 def whole(step: int, period: int) -> bool:
     """Whether a step is a period's last, counted from 0."""
     return (step + 1) % period == 0
-
-
-def precise(spec: Spec) -> str:
-    """The dtype of state that is as precise as the model: fp64 for fp64, else fp32."""
-    return "float64" if spec.dtype == "float64" else "float32"
 
 
 def inside(info: Info, group: Group) -> Info:

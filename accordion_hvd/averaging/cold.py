@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.averaging import alone
-from accordion_hvd.averaging.base import Averaging, check_compressor, named, precise, unnamed
+from accordion_hvd.averaging.base import Averaging, check_compressor, named, unnamed
 from accordion_hvd.averaging.topology import topology
 from accordion_hvd.core.base import (
     Allreduce,
@@ -68,7 +68,7 @@ class Innovations(Averaging, abc.ABC):
         `theirs` is their weighted sum: nothing grows with the number of neighbours.
         """
         names = ("dual", "mine", "theirs")
-        return {n: spec.xp.zeros(spec.shape, precise(spec), spec.device) for n in names}
+        return {n: spec.zeros(spec.shape, spec.wide) for n in names}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
         """One message to all neighbours; `info.lr` is the step size that `model` was made with."""

@@ -11,7 +11,6 @@ from accordion_hvd.averaging.base import (
     check_compressor,
     named,
     periodic,
-    precise,
     unnamed,
     whole,
 )
@@ -77,7 +76,7 @@ class DiLoCo(Averaging):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`common`: the model after the last outer step; `velocity`; and the compressor's state."""
-        zeros = [spec.xp.zeros(spec.shape, precise(spec), spec.device) for _ in range(2)]
+        zeros = [spec.zeros(spec.shape, spec.wide) for _ in range(2)]
         own = self.compressor.init(spec, info) if self.compressor else {}
         return {"common": zeros[0], "velocity": zeros[1]} | named(own)
 

@@ -15,7 +15,6 @@ from accordion_hvd.averaging.base import (
     inside,
     named,
     periodic,
-    precise,
     unnamed,
     whole,
 )
@@ -95,7 +94,7 @@ class WAGMA(Averaging):
         if self.compressor is None:
             return {}
         kept = self.compressor.park(self.compressor.init(spec, info))
-        reference = spec.xp.zeros(spec.shape, precise(spec), spec.device)
+        reference = spec.zeros(spec.shape, spec.wide)
         return {"reference": reference} | named(kept)
 
     def start(self, model: Tensor, info: Info) -> State:

@@ -135,8 +135,7 @@ def _between(info: Info, here: Place) -> Info:
 
 
 def _slice(spec: Spec, here: Place) -> Spec:
-    dtype = "float64" if spec.dtype == "float64" else "float32"
-    return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=dtype)
+    return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=spec.wide)
 
 
 def _cut(grad: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -39,7 +39,7 @@ class Spec:
 
     @property
     def wide(self) -> str:
-        """The dtype of an optimizer's moments: fp32, or fp64 where the tensor has that."""
+        """The dtype of state that must be as precise as the tensor: fp64 for fp64, else fp32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
