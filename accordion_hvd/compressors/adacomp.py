@@ -45,14 +45,8 @@ class AdaComp(SparseCodec):
         if not check.is_integer(self.bin) or not 1 <= self.bin <= bins.LONG:
             check.refuse(self, "bin", self.bin, f"an integer from 1 to {bins.LONG}")
 
-    def encode(self, x: Tensor, info: Info) -> Message:
-        """Scales, positions and signs, as one vector of bytes; without an error, r is 0."""
-        xp = namespace(x)
-        zeros = xp.zeros(xp.shape(x), "float32", xp.device(x))
-        return self.encode_accumulating(zeros, x, info)[0]
-
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """The paper's choice, for which r and g count apart."""
+        """Scales, positions and signs, as bytes; for the paper's choice, r and g count apart."""
         xp, shape = namespace(error), namespace(error).shape(error)
         total, index, scale = xp.accumulate_outgrown(error, x, self.bin)
         values = xp.take(xp.reshape(total, (-1,)), index)

@@ -41,16 +41,8 @@ class Threshold(SparseCodec):
         if not check.is_number(self.value) or self.value < 0:
             check.refuse(self, "value", self.value, "a number of at least 0")
 
-    def encode(self, x: Tensor, info: Info) -> Message:
-        """Positions and values, as one vector of bytes."""
-        xp = namespace(x)
-        copied = xp.copy(xp.cast(x, "float32"))
-        return self.encode_accumulating(
-            copied, xp.zeros(xp.shape(x), "float32", xp.device(x)), info
-        )[0]
-
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """In one pass."""
+        """Positions and values, as one vector of bytes."""
         xp, size = namespace(error), math.prod(namespace(error).shape(error))
         total, index = xp.accumulate_reaching(error, x, self.value)
         return (encode(index, xp.take(xp.reshape(total, (-1,)), index), size),), total

@@ -179,7 +179,7 @@ def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
         np.subtract(a, b, out=a)
         np.divide(a, factor, out=a)
 
-    out = _consume(a, undo)
+    out = _consume(a, undo if factor else functools.partial(np.copyto, a, a.copy()))
     np.multiply(out, factor, out=out)
     return np.add(out, b, out=out)
 
@@ -192,14 +192,7 @@ def subtract(a: Array, b: Array) -> Array:
 
 def momentum(m: Array, beta: float, x: Array) -> Array:
     """beta * m + (1 - beta) * x in m's dtype. Consumes `m`."""
-
-    def undo() -> None:
-        np.subtract(m, (1 - beta) * x, out=m)
-        np.divide(m, beta, out=m)
-
-    out = _consume(m, undo if beta else functools.partial(np.copyto, m, m.copy()))
-    np.multiply(out, beta, out=out)
-    return np.add(out, (1 - beta) * x.astype(out.dtype), out=out)
+    return accumulate_scaled(m, beta, (1 - beta) * x.astype(m.dtype))
 
 
 def mixed(x: Array, beta: float, m: Array) -> Array:
