@@ -8,12 +8,11 @@ have a fixed size serves here, without a line of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.base import Allgather, Compressor, Info, Request, State, Tensor
 from accordion_hvd.core.codec import Codec, parse
 from accordion_hvd.core.running import drive
 from accordion_hvd.ops import namespace
@@ -42,16 +41,11 @@ def encode(
     message: list[Tensor] = []
 
     def answer(request: Request) -> Any:
-        xp = namespace(request.tensor)
         if isinstance(request, Allgather) and request.uneven:
-            raise ValueError(
-                f"{compressor!r} sends messages whose size changes, which do not go here."
-            )
-        wire = request.wire if isinstance(request, Allreduce) else None
-        size = math.prod(xp.shape(request.tensor))
-        part = xp.to_wire([request.tensor], wire, size) if wire else xp.copy(request.tensor)
-        message.append(part)
-        return _answer(request, xp.copy(part), info.rank)
+            _refuse(compressor)
+        xp = namespace(request.tensor)
+        message.append(xp.copy(request.tensor))
+        return _answer(request, xp.copy(request.tensor), info.rank)
 
     state = compressor.init(namespace(x).spec(x), info) | kept
     meaning, after = _hold(compressor, x, state, _alone(info, info.rank), answer)
@@ -83,7 +77,7 @@ def decode(
 def _coded(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
     """A codec's message, and what it means."""
     if codec.uneven:
-        raise ValueError(f"{codec!r} sends messages whose size changes, which do not go here.")
+        _refuse(codec)
     xp, told = namespace(x), _alone(info, info.rank)
     message = codec.encode(xp.reshape(x, codec.layout(xp.shape(x))), told)
     return message, _meaning(codec, message, x, told, info.rank)
@@ -94,6 +88,10 @@ def _meaning(codec: Codec, message: Message, like: Tensor, told: Info, sender: i
     layout = codec.layout(shape)
     room = xp.zeros(layout, "float32", xp.device(like))
     return xp.reshape(codec.decode(parse(codec, message, layout, sender), room, told), shape)
+
+
+def _refuse(compressor: Compressor) -> None:
+    raise ValueError(f"{compressor!r} sends messages whose size changes, which do not go here.")
 
 
 def _alone(info: Info, sender: int) -> Info:
@@ -110,10 +108,6 @@ def _hold(
 def _answer(request: Request, part: Tensor, sender: int) -> Any:
     """What a request of one rank is answered with, given what that rank has sent."""
     xp = namespace(part)
-    if isinstance(request, Allreduce):
-        if request.wire:
-            return xp.from_wire(part, request.wire, [xp.copy(request.tensor)])[0]
-        return part
     read: Any = part
     if request.decode is not None:
         read, doubt = request.decode(part)

@@ -9,7 +9,6 @@ from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
 
 Group = tuple[int, ...]
 
@@ -81,14 +80,20 @@ def whole(step: int, period: int) -> bool:
     return (step + 1) % period == 0
 
 
-def precise(spec: Spec) -> str:
-    """The dtype of state that is as precise as the model: fp64 for fp64, else fp32."""
-    return "float64" if spec.dtype == "float64" else "float32"
-
-
 def inside(info: Info, group: Group) -> Info:
     """What a conversation `among` a group is told."""
     return replace(info, rank=group.index(info.rank), size=len(group))
+
+
+def named(kept: State) -> State:
+    """What a compressor keeps, as it is called in the state of the method that uses it."""
+    return {f"compressor/{key}": value for key, value in kept.items()}
+
+
+def unnamed(state: State) -> State:
+    """The inverse of `named`; other keys are left out."""
+    parts = ((key.partition("compressor/"), value) for key, value in state.items())
+    return {key: value for (_, found, key), value in parts if found}
 
 
 def check_compressor(owner: Any, compressor: Any) -> None:

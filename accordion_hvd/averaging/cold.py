@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.averaging import alone
-from accordion_hvd.averaging.base import Averaging, check_compressor, precise
+from accordion_hvd.averaging.base import Averaging, check_compressor, named, unnamed
 from accordion_hvd.averaging.topology import topology
 from accordion_hvd.core.base import (
     Allreduce,
@@ -68,7 +68,7 @@ class Innovations(Averaging, abc.ABC):
         `theirs` is their weighted sum: nothing grows with the number of neighbours.
         """
         names = ("dual", "mine", "theirs")
-        return {n: spec.xp.zeros(spec.shape, precise(spec), spec.device) for n in names}
+        return {n: spec.zeros(spec.shape, spec.wide) for n in names}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
         """One message to all neighbours; `info.lr` is the step size that `model` was made with."""
@@ -144,8 +144,7 @@ class COLD(Innovations):
         state = super().init(spec, info)
         if self.compressor is None:
             return state
-        kept = self.compressor.park(self.compressor.init(spec, info))
-        return state | {f"compressor/{key}": value for key, value in kept.items()}
+        return state | named(self.compressor.park(self.compressor.init(spec, info)))
 
     def _message(
         self, innovation: Tensor, state: State, info: Info
@@ -154,11 +153,9 @@ class COLD(Innovations):
         if self.compressor is None:
             return (innovation,), innovation, state
         xp = namespace(innovation)
-        kept = {k[11:]: v for k, v in state.items() if k.startswith("compressor/")}
         x = xp.copy(xp.cast(innovation, "float32"))
-        message, meaning, kept = alone.encode(self.compressor, x, kept, info)
-        named = {f"compressor/{key}": value for key, value in kept.items()}
-        return message, meaning, {**state, **named}
+        message, meaning, kept = alone.encode(self.compressor, x, unnamed(state), info)
+        return message, meaning, {**state, **named(kept)}
 
     def _meaning(
         self, message: alone.Message, like: Tensor, state: State, info: Info, sender: int

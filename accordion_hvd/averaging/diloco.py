@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging, check_compressor, periodic, precise, whole
+from accordion_hvd.averaging.base import (
+    Averaging,
+    check_compressor,
+    named,
+    periodic,
+    unnamed,
+    whole,
+)
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
@@ -27,8 +34,7 @@ class Nesterov:
     def __post_init__(self) -> None:
         """Raises: ValueError when lr is negative or momentum outside [0, 1)."""
         check.at_least(self, "lr", self.lr, least=0)
-        if not check.is_number(self.momentum) or not 0 <= self.momentum < 1:
-            check.refuse(self, "momentum", self.momentum, "a number in [0, 1)")
+        check.below_one(self, "momentum", self.momentum)
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,9 @@ class DiLoCo(Averaging):
 
     def init(self, spec: Spec, info: Info) -> State:
         """`common`: the model after the last outer step; `velocity`; and the compressor's state."""
-        zeros = [spec.xp.zeros(spec.shape, precise(spec), spec.device) for _ in range(2)]
+        zeros = [spec.zeros(spec.shape, spec.wide) for _ in range(2)]
         own = self.compressor.init(spec, info) if self.compressor else {}
-        named = {f"compressor/{key}": value for key, value in own.items()}
-        return {"common": zeros[0], "velocity": zeros[1]} | named
+        return {"common": zeros[0], "velocity": zeros[1]} | named(own)
 
     def start(self, model: Tensor, info: Info) -> State:
         """The model is the first common one."""
@@ -90,7 +95,7 @@ class DiLoCo(Averaging):
             return model, state
         xp, common = namespace(model), state["common"]
         delta = common - xp.cast(model, xp.dtype(common))
-        own = {k[11:]: v for k, v in state.items() if k.startswith("compressor/")}
+        own = unnamed(state)
         if self.compressor is None:
             mean = yield Allreduce(delta)
         else:
@@ -99,8 +104,5 @@ class DiLoCo(Averaging):
         mean = xp.cast(mean, xp.dtype(common))
         velocity = state["velocity"] * self.outer.momentum + mean
         common = common - (mean + velocity * self.outer.momentum) * self.outer.lr
-        named = {f"compressor/{key}": value for key, value in own.items()}
-        return (
-            xp.cast(xp.copy(common), xp.dtype(model)),
-            {"common": common, "velocity": velocity} | named,
-        )
+        moved = xp.cast(xp.copy(common), xp.dtype(model))
+        return moved, {"common": common, "velocity": velocity} | named(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,12 +13,14 @@ from accordion_hvd.averaging.base import (
     Group,
     check_compressor,
     inside,
+    named,
     periodic,
-    precise,
+    unnamed,
     whole,
 )
 from accordion_hvd.averaging.groups import Groups, default_size
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.core.conversations import among
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
@@ -91,8 +94,8 @@ class WAGMA(Averaging):
         if self.compressor is None:
             return {}
         kept = self.compressor.park(self.compressor.init(spec, info))
-        reference = spec.xp.zeros(spec.shape, precise(spec), spec.device)
-        return {"reference": reference} | {f"compressor/{k}": v for k, v in kept.items()}
+        reference = spec.zeros(spec.shape, spec.wide)
+        return {"reference": reference} | named(kept)
 
     def start(self, model: Tensor, info: Info) -> State:
         """The model is the first reference."""
@@ -115,25 +118,31 @@ class WAGMA(Averaging):
             return mean, state
         if len(group) == 1:
             return model, state
-        return (
-            yield from self._compressed(self.compressor, model, state, inside(info, group), group)
-        )
-
-    def _compressed(
-        self, compressor: Compressor, model: Tensor, state: State, info: Info, group: Group
-    ) -> Conversation:
-        xp, reference = namespace(model), state["reference"]
-        difference = xp.cast(xp.cast(model, xp.dtype(reference)) - reference, "float32")
-        fresh = compressor.init(xp.spec(difference), info)
-        kept = {k.removeprefix("compressor/"): v for k, v in state.items() if k != "reference"}
-        conversation = compressor.exchange(difference, fresh | kept, info)
-        mean, after = yield from among(group, conversation)
-        unsent = compressor.residual(after)
-        moved = reference + xp.cast(mean, xp.dtype(reference))
+        reference = state["reference"]
+        xp, kind = namespace(model), namespace(model).dtype(reference)
+        difference = xp.cast(xp.cast(model, kind) - reference, "float32")
+        talk = _sent(self.compressor, difference, unnamed(state), inside(info, group))
+        mean, unsent, kept = yield from among(group, talk)
+        moved = reference + xp.cast(mean, kind)
         if unsent is not None:
-            moved = moved + xp.cast(xp.reshape(unsent, xp.shape(model)), xp.dtype(reference))
-        kept = {f"compressor/{k}": v for k, v in compressor.park(after).items()}
-        return xp.cast(moved, xp.dtype(model)), {"reference": reference} | kept
+            moved = moved + xp.cast(xp.reshape(unsent, xp.shape(model)), kind)
+        return xp.cast(moved, xp.dtype(model)), {"reference": reference} | named(kept)
+
+
+def _sent(
+    compressor: Compressor, x: Tensor, kept: State, info: Info
+) -> Generator[Any, Any, tuple[Tensor, Tensor | None, State]]:
+    """The mean of what is sent, what of `x` is not (if that may be added later), what to keep."""
+    xp, shape = namespace(x), namespace(x).shape(x)
+    if isinstance(compressor, Codec):
+        rest = xp.reshape(x, compressor.layout(shape))
+        message, room = compressor.encode(rest, info), xp.copy(rest)
+        mean, mine = yield from average(compressor, message, room, info)
+        unsent = compressor.remove(rest, mine, info) if compressor.feedback else None
+        return xp.reshape(mean, shape), unsent, {}
+    state = compressor.init(xp.spec(x), info) | kept
+    mean, state = yield from compressor.exchange(x, state, info)
+    return mean, compressor.residual(state), compressor.park(state)
 
 
 def weight(members: int, on_time: bool) -> float:

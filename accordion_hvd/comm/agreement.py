@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -60,12 +61,8 @@ def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Convers
 
 def explain_disagreement(texts: Sequence[str]) -> str:
     """Which ranks differ from rank 0, and in what."""
-    reference = texts[0].splitlines()
     for rank, text in enumerate(texts):
-        lines = text.splitlines()
-        for ours, theirs in zip(
-            reference + [""] * len(lines), lines + [""] * len(reference), strict=False
-        ):
+        for ours, theirs in itertools.zip_longest(texts[0].splitlines(), text.splitlines()):
             if ours != theirs:
                 odd = [r for r, other in enumerate(texts) if other != texts[0]]
                 return (

@@ -162,9 +162,9 @@ def _reduce_small(
     ranks, kind = communicator.ranks(group), xp.dtype(requests[0].tensor)
     sizes = [_elements(xp, request.tensor) for request in requests]
     part = -(-sum(sizes) // ranks)
-    filling = xp.zeros((part * ranks - sum(sizes),), kind, xp.device(requests[0].tensor))
-    flat = xp.concat([*(xp.reshape(request.tensor, (-1,)) for request in requests), filling])
-    theirs = yield communicator.alltoall(f"{name}.parts", xp.to_bytes(flat), group)
+    flat = xp.concat([xp.reshape(request.tensor, (-1,)) for request in requests])
+    flat = xp.to_bytes(xp.padded(flat, part * ranks))
+    theirs = yield communicator.alltoall(f"{name}.parts", flat, group)
     rows = xp.unstack(xp.from_bytes(theirs, kind, (ranks, part)))
     total = sum(rows[1:], rows[0])
     flat = yield communicator.allgather(f"{name}.sums", xp.to_bytes(total), group)
@@ -181,9 +181,7 @@ def _gather(
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
-    parts = [xp.to_bytes(request.tensor) for request in requests]
-    sizes = [_elements(xp, part) for part in parts]
-    sent = parts[0] if len(parts) == 1 else xp.concat(parts)
+    sent, sizes = _as_bytes(xp, requests)
     flat = yield communicator.allgather(name, sent, group)
     _compare_sizes(xp, flat, sum(sizes) * ranks, name)
     pieces = xp.split(flat, sizes * ranks)
@@ -196,13 +194,12 @@ def _gather_uneven(
     """Sizes first, then everything as bytes."""
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
-    parts = [xp.to_bytes(request.tensor) for request in requests]
-    lengths = np.array([_elements(xp, part) for part in parts], np.int64)
-    mine = xp.asarray(lengths, xp.device(parts[0]))
+    sent, sizes = _as_bytes(xp, requests)
+    mine = xp.asarray(np.array(sizes, np.int64), xp.device(sent))
     table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(mine), group)
-    table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(parts))))
+    table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(sizes))))
     _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
-    flat = yield communicator.allgather(name, xp.concat(parts), group)
+    flat = yield communicator.allgather(name, sent, group)
     _compare_sizes(xp, flat, int(table.sum()), name)
     pieces = xp.split(flat, [int(size) for size in table.reshape(-1)])
     return _by_request(xp, pieces, requests)
@@ -218,17 +215,27 @@ def _compare_sizes(xp: ModuleType, flat: Tensor, due: int, name: str) -> None:
         )
 
 
+def _as_bytes(xp: ModuleType, requests: Sequence[Request]) -> tuple[Tensor, list[int]]:
+    """The bytes of all tensors, one after the other, and how many each has."""
+    parts = [xp.to_bytes(request.tensor) for request in requests]
+    sizes = [_elements(xp, part) for part in parts]
+    return parts[0] if len(parts) == 1 else xp.concat(parts), sizes
+
+
+def _like(xp: ModuleType, request: Request, piece: Tensor) -> Tensor:
+    """Bytes as a tensor like the one that was asked for."""
+    shape = xp.shape(request.tensor)
+    if isinstance(request, Allgather) and request.uneven:
+        shape = (-1, *shape[1:])
+    return xp.from_bytes(piece, xp.dtype(request.tensor), shape)
+
+
 def _by_request(
-    xp: ModuleType, pieces: Sequence[Tensor], requests: Sequence[Allgather]
+    xp: ModuleType, pieces: Sequence[Tensor], requests: Sequence[Request]
 ) -> list[tuple[Tensor, ...]]:
     """What came, rank by rank and request by request, as one tuple a request in rank order."""
     return [
-        tuple(
-            xp.from_bytes(piece, xp.dtype(request.tensor), (-1, *xp.shape(request.tensor)[1:]))
-            if request.uneven
-            else xp.from_bytes(piece, xp.dtype(request.tensor), xp.shape(request.tensor))
-            for piece in pieces[i :: len(requests)]
-        )
+        tuple(_like(xp, request, piece) for piece in pieces[i :: len(requests)])
         for i, request in enumerate(requests)
     ]
 
@@ -238,14 +245,10 @@ def _broadcast(
 ) -> Program:
     _count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
-    parts = [xp.to_bytes(request.tensor) for request in requests]
-    sizes = [_elements(xp, part) for part in parts]
-    flat = yield communicator.broadcast(name, xp.concat(parts), first.root, first.group)
-    pieces = xp.split(flat, sizes)
-    return [
-        xp.from_bytes(piece, xp.dtype(request.tensor), xp.shape(request.tensor))
-        for piece, request in zip(pieces, requests, strict=True)
-    ]
+    sent, sizes = _as_bytes(xp, requests)
+    flat = yield communicator.broadcast(name, sent, first.root, first.group)
+    pieces = zip(requests, xp.split(flat, sizes), strict=True)
+    return [_like(xp, request, piece) for request, piece in pieces]
 
 
 def _alltoall(
@@ -255,9 +258,8 @@ def _alltoall(
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     if len(requests) == 1:  # large ones are alone: no copies
-        tensor = requests[0].tensor
-        flat = yield communicator.alltoall(name, xp.to_bytes(tensor), group)
-        return [xp.from_bytes(flat, xp.dtype(tensor), xp.shape(tensor))]
+        flat = yield communicator.alltoall(name, xp.to_bytes(requests[0].tensor), group)
+        return [_like(xp, requests[0], flat)]
     ranks = communicator.ranks(group)
     rows = [xp.reshape(xp.to_bytes(request.tensor), (ranks, -1)) for request in requests]
     widths = [xp.shape(row)[1] for row in rows]
@@ -265,12 +267,7 @@ def _alltoall(
     flat = yield communicator.alltoall(name, flat, group)
     pieces = xp.split(flat, widths * ranks)
     return [
-        xp.from_bytes(
-            xp.concat([pieces[peer * len(rows) + i] for peer in range(ranks)]),
-            xp.dtype(request.tensor),
-            xp.shape(request.tensor),
-        )
-        for i, request in enumerate(requests)
+        _like(xp, request, xp.concat(pieces[i :: len(rows)])) for i, request in enumerate(requests)
     ]
 
 
@@ -309,22 +306,15 @@ def _neighbours(
     """The bytes of all requests, one after the other, to each neighbour: uneven shares."""
     _count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
-    parts = [xp.to_bytes(request.tensor) for request in requests]
-    sizes = [_elements(xp, part) for part in parts]
+    mine, sizes = _as_bytes(xp, requests)
     splits = [sum(sizes) if rank in first.to else 0 for rank in range(communicator.size)]
-    sent = xp.concat(parts * len(first.to)) if first.to else xp.split(parts[0], [0, sizes[0]])[0]
+    sent = xp.concat([mine] * len(first.to)) if first.to else mine[:0]
     came, _ = yield communicator.alltoall(name, sent, None, splits)
     _compare_sizes(xp, came, sum(sizes) * len(first.of), name)
     counts = [sum(sizes) if rank in first.of else 0 for rank in range(communicator.size)]
     theirs = xp.split(came, counts)
-    pieces = [xp.split(theirs[rank], sizes) for rank in first.of]
-    return [
-        tuple(
-            xp.from_bytes(piece[i], xp.dtype(request.tensor), xp.shape(request.tensor))
-            for piece in pieces
-        )
-        for i, request in enumerate(requests)
-    ]
+    pieces = [piece for rank in first.of for piece in xp.split(theirs[rank], sizes)]
+    return _by_request(xp, pieces, requests)
 
 
 _PROGRAMS: dict[str, Callable[..., Program]] = {

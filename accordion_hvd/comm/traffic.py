@@ -7,6 +7,7 @@ others' bytes received; broadcast and alltoall (n - 1) / n B; to neighbours B ea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,7 @@ class Traffic:
 def size_of(tensor: Any, dtype: str | None = None) -> int:
     """Bytes of a tensor, were it of `dtype`."""
     xp = namespace(tensor)
-    count = 1
-    for extent in xp.shape(tensor):
-        count *= extent
-    return count * ITEMSIZE[dtype or xp.dtype(tensor)]
+    return math.prod(xp.shape(tensor)) * ITEMSIZE[dtype or xp.dtype(tensor)]
 
 
 def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Traffic:

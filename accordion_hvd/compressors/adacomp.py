@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Chosen, mean_of, without
+from accordion_hvd.compressors.sparsifier import Chosen, SparseCodec
 from accordion_hvd.core.base import Info, Tensor
-from accordion_hvd.core.codec import Codec, Message, Reader
+from accordion_hvd.core.codec import Message, Reader
 from accordion_hvd.ops import bins, namespace
 
 
 @dataclass(frozen=True)
-class AdaComp(Codec):
+class AdaComp(SparseCodec):
     """In each bin of a tensor, send as many elements as are active; of each, only the sign.
 
     With r the error and g the gradient, G = r + g is cut into bins. Sent is each element whose
@@ -37,7 +36,6 @@ class AdaComp(Codec):
             recurrent layers there; at most 16383. Use `overrides` to give layers their own.
     """
 
-    stacks: ClassVar[str] = "alike"
     uneven: ClassVar[bool] = True
 
     bin: int = 50
@@ -47,14 +45,8 @@ class AdaComp(Codec):
         if not check.is_integer(self.bin) or not 1 <= self.bin <= bins.LONG:
             check.refuse(self, "bin", self.bin, f"an integer from 1 to {bins.LONG}")
 
-    def encode(self, x: Tensor, info: Info) -> Message:
-        """Scales, positions and signs, as one vector of bytes; without an error, r is 0."""
-        xp = namespace(x)
-        zeros = xp.zeros(xp.shape(x), "float32", xp.device(x))
-        return self.encode_accumulating(zeros, x, info)[0]
-
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """The paper's choice, for which r and g count apart."""
+        """Scales, positions and signs, as bytes; for the paper's choice, r and g count apart."""
         xp, shape = namespace(error), namespace(error).shape(error)
         total, index, scale = xp.accumulate_outgrown(error, x, self.bin)
         values = xp.take(xp.reshape(total, (-1,)), index)
@@ -64,14 +56,6 @@ class AdaComp(Codec):
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
         """Parse positions, and signs times their row's scale."""
         return (partial(_decode, shape=shape, width=self.bin),)
-
-    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Zeros where no rank has sent anything."""
-        return mean_of([chosen for (chosen,) in messages], like)
-
-    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """At the positions alone."""
-        return without(total, message[0])
 
 
 def _decode(payload: Tensor, shape: tuple[int, ...], width: int) -> tuple[Chosen, Tensor]:

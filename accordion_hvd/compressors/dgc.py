@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Sparsifier, decode, encode, mean_of
-from accordion_hvd.core.base import (
-    Allgather,
-    Allreduce,
-    Compressor,
-    Conversation,
-    Info,
-    State,
-    Tensor,
-)
+from accordion_hvd.compressors.sparsifier import Sparsifier
+from accordion_hvd.compressors.topk import TopK
+from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.codec import average
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -103,17 +96,13 @@ class DGC(Sparsifier):
             mean = yield Allreduce(total)
             error = xp.emptied(total)
             return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
-        size = math.prod(shape)
-        count = max(1, int(ratio * shape[-1]))
-        total, index = xp.accumulate_largest(state["error"], fresh, count)
-        total = xp.reshape(total, (-1,))
-        values = xp.take(total, index)
-        error = xp.reshape(xp.clear(total, index), shape)
+        codec = TopK(ratio)
+        message, total = codec.encode_accumulating(state["error"], fresh, info)
+        mean, mine = yield from average(codec, message, xp.reshape(grad, shape), info)
         if self.momentum:
-            fresh = xp.reshape(xp.clear(xp.reshape(fresh, (-1,)), index), shape)
-        read = partial(decode, size=size, count=xp.shape(index)[0])
-        parts = yield Allgather(encode(index, values, size), decode=read)
-        return mean_of(parts, grad), self._state(error, fresh)
+            fresh = xp.reshape(xp.clear(xp.reshape(fresh, (-1,)), mine[0][0]), shape)
+        error = codec.remove(total, mine, info)
+        return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
 
     def plain(self) -> Compressor | None:
         """Plain momentum, for tensors that are not compressed."""

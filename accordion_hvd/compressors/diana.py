@@ -17,7 +17,8 @@ class Diana(Shifted):
     Q(g_i - h_i), the result is h + mean Delta_i, and then h_i <- h_i + alpha Delta_i and h
     likewise. The result is as unbiased as Q, and its variance goes to zero where gradients settle.
 
-    Sent: an allgather of the codec's message. Kept: two tensors.
+    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
+    of `RandomK`. Kept: two tensors.
 
     Args:
         codec: an unbiased one, such as `QSGD(4)` or `Natural()`.

@@ -18,7 +18,8 @@ class EF21(Shifted):
     gradients are compressed as coarsely as the first. The first results are small, as h begins at
     zero (the paper begins with whole gradients). Nothing is owed at a change of levels.
 
-    Sent: an allgather of the codec's message. Kept: two tensors, where `ErrorFeedback` has one.
+    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
+    of `RandomK`. Kept: two tensors, where `ErrorFeedback` has one.
 
     Args:
         codec: a contractive one, such as `TopK(0.01)` or `EFSignSGD()`, whose own error feedback

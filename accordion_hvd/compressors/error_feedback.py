@@ -19,7 +19,8 @@ class ErrorFeedback(Wrapper):
     `EFSignSGD`, `OneBit`) do so by themselves. An unbiased codec of large variance, such as
     `QSGD(1)`, does not contract, and its error may grow without bound.
 
-    Sent: an allgather of the codec's message.
+    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
+    of `RandomK`.
 
     Args:
         codec: what compresses, such as `Natural()`.

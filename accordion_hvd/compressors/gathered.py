@@ -15,7 +15,8 @@ class Gathered(Wrapper):
     Right for unbiased codecs, such as `QSGD` and `Natural`, which do so by themselves. With biased
     ones, such as `TopK`, the part of the gradient that is never sent is lost.
 
-    Sent: an allgather of the codec's message.
+    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
+    of `RandomK`.
 
     Args:
         codec: what compresses, such as `TopK(0.01)`.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
-from accordion_hvd.compressors.sparsifier import Sparsifier, places
+from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
@@ -137,8 +137,8 @@ class LGC(Sparsifier):
             if info.phase == SHIPPING:
                 state["weights"] = yield Broadcast(state["weights"])
         error = xp.clear(total, index)
-        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, _mean(decoded))
-        return xp.reshape(mean, xp.shape(grad)), {**state, "error": error}
+        values = sum(decoded[1:], decoded[0]) / len(decoded)
+        return mean_of([(index, values)], grad), {**state, "error": error}
 
     def report(self, state: State) -> dict[str, Tensor]:
         """`reconstruction`: squared error of what was decoded / squared values, when last trained.
@@ -292,11 +292,3 @@ def _vectors(signals: Tensor, scale: Tensor, like: Tensor) -> list[Tensor]:
     """The inverse of `signals_of`, for vectors as long as `like`."""
     xp = namespace(signals)
     return xp.unstack(signals[:, : xp.shape(like)[0]] * scale)
-
-
-def _mean(parts: Sequence[Tensor]) -> Tensor:
-    """Of tensors, added in their order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total / len(parts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
+from accordion_hvd.compressors.around import Around
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
@@ -14,7 +15,7 @@ from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class Momentum(Compressor):
+class Momentum(Around):
     """Compress each rank's momentum instead of its gradient.
 
     m_i <- momentum m_i + g_i, and the inner compressor averages the m_i. The result is an update,
@@ -62,10 +63,6 @@ class Momentum(Compressor):
         """What the compressor keeps for this rank, and its momentum."""
         return (*self.compressor.local, "momentum")
 
-    def accept(self, spec: Spec, name: str) -> None:
-        """What the compressor accepts."""
-        self.compressor.accept(spec, name)
-
     def init(self, spec: Spec, info: Info) -> State:
         """The compressor's state, and `momentum` in the gradient's shape, if there is any."""
         state = super().init(spec, info) | self.compressor.init(spec, info)
@@ -83,52 +80,26 @@ class Momentum(Compressor):
         mean, inner = yield from self.compressor.exchange(sent, inner, info)
         return mean, {**inner, "momentum": momentum}
 
-    def variant(self, step: int) -> int:
-        """That of the compressor."""
-        return self.compressor.variant(step)
-
-    @property
-    def phases(self) -> bool:
-        """Those of the compressor."""
-        return self.compressor.phases
-
-    @property
-    def settling(self) -> int:
-        """That of the compressor."""
-        return self.compressor.settling
-
     def plain(self) -> Compressor:
         """Plain momentum, for tensors that are not compressed."""
         return Momentum(self.compressor.plain() or Dense(), self.momentum)
 
-    def residual(self, state: State) -> Tensor | None:
-        """What the compressor owes, of the momentum."""
-        return self.compressor.residual(state)
-
-    def with_residual(self, state: State, residual: Tensor) -> State:
-        """The state whose compressor owes `residual`."""
-        return self.compressor.with_residual(state, residual)
-
-    def report(self, state: State) -> dict[str, Tensor]:
-        """What the compressor says."""
-        return self.compressor.report(state)
-
     def park(self, state: State) -> State:
         """What the compressor keeps, and the momentum."""
         own = {key: value for key, value in state.items() if key == "momentum"}
-        return self.compressor.park(_without_momentum(state)) | own
+        return super().park(_without_momentum(state)) | own
 
     def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """The ranks' mean momentum, and what the compressor makes of its states."""
         inner = [_without_momentum(state) for state in states]
         mean = [state["momentum"] for state in states if "momentum" in state]
         own = {"momentum": sum(mean) / len(mean)} if mean else {}
-        return self.compressor.regroup(inner, spec, info) | own
+        return super().regroup(inner, spec, info) | own
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """No momentum, and what the compressor makes of its state."""
         own = {"momentum": 0 * state["momentum"]} if "momentum" in state else {}
-        return self.compressor.foreign(_without_momentum(state), spec, info) | own
+        return super().foreign(_without_momentum(state), spec, info) | own
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over the momentum of another one."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from accordion_hvd.compressors.sparsifier import Sparsifier
-from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.compressors.sparsifier import Ratio, mean_of, without
+from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.codec import Codec, Message
 from accordion_hvd.ops import namespace, random
 
 
 @dataclass(frozen=True)
-class RandomK(Sparsifier):
+class RandomK(Ratio, Codec):
     """Send a random choice of elements, the same on all ranks, keep the rest for later.
 
     The choice is a function of (step, bucket), so no index travels and the values can be added
@@ -28,33 +29,47 @@ class RandomK(Sparsifier):
     """
 
     stacks: ClassVar[str] = "alike"
+    summed: ClassVar[bool] = True
     contracts: ClassVar[bool] = True
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce of the chosen values."""
-        xp = namespace(grad)
-        shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        total = xp.accumulate(state["error"], xp.reshape(grad, shape))
-        index = _choice(xp, shape, self.kept(shape[-1]), info, xp.device(grad))
-        total = xp.reshape(total, (-1,))
-        values = xp.take(total, index)
-        error = xp.clear(total, index)
-        values = yield Allreduce(values, reuse=True)
-        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, values)
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """The chosen values."""
+        return self._chosen(x, info)[:1]
 
+    def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+        """Positions stay with the message, so that they are drawn once."""
+        total = namespace(error).accumulate(error, x)
+        return self._chosen(total, info), total
 
-def _choice(xp: ModuleType, shape: tuple[int, ...], count: int, info: Info, device: Any) -> Tensor:
-    """`count` distinct indices (int32) in each row, one from each of `count` equal strata."""
-    size, rows = shape[-1], math.prod(shape[:-1])
-    seed = random.key("randomk", info.name, info.step)
-    draws = random.uniform(xp, rows * (count + 1), seed, device)
-    draws = xp.reshape(draws, (rows, count + 1))
-    strata = xp.arange(count, device)
-    first = strata * size // count
-    width = (strata + 1) * size // count - first
-    within = xp.cast(draws[:, :count] * xp.cast(width, "float32"), "int64")
-    turn = xp.cast(draws[:, count:] * float(size), "int64")
-    index = (first + xp.minimum(within, width - 1) + turn) % size
-    row = xp.reshape(xp.arange(rows, device), (rows, 1))
-    return xp.cast(xp.reshape(index + row * size, (-1,)), "int32")
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """Zeros but for the choice."""
+        index = self._index(messages[0], like, info)
+        return mean_of([(index, message[0]) for message in messages], like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """At the chosen positions alone."""
+        return without(total, (self._index(message, total, info), message[0]))
+
+    def _chosen(self, x: Tensor, info: Info) -> Message:
+        xp, index = namespace(x), self._choice(x, info)
+        return xp.take(xp.reshape(x, (-1,)), index), index
+
+    def _index(self, message: Message, like: Tensor, info: Info) -> Tensor:
+        return message[1] if len(message) > 1 else self._choice(like, info)
+
+    def _choice(self, x: Tensor, info: Info) -> Tensor:
+        """Distinct positions (int32) in each row of `x`, one from each of equal strata."""
+        xp, shape = namespace(x), namespace(x).shape(x)
+        device, count = xp.device(x), self.kept(shape[-1])
+        size, rows = shape[-1], math.prod(shape[:-1])
+        seed = random.key("randomk", info.name, info.step)
+        draws = random.uniform(xp, rows * (count + 1), seed, device)
+        draws = xp.reshape(draws, (rows, count + 1))
+        strata = xp.arange(count, device)
+        first = strata * size // count
+        width = (strata + 1) * size // count - first
+        within = xp.cast(draws[:, :count] * xp.cast(width, "float32"), "int64")
+        turn = xp.cast(draws[:, count:] * float(size), "int64")
+        index = (first + xp.minimum(within, width - 1) + turn) % size
+        row = xp.reshape(xp.arange(rows, device), (rows, 1))
+        return xp.cast(xp.reshape(index + row * size, (-1,)), "int32")

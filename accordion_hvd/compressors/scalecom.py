@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Sparsifier, places
+from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
 from accordion_hvd.core.base import Allreduce, Broadcast, Conversation, Info, State, Tensor
 from accordion_hvd.ops import indices, namespace
 
@@ -89,8 +89,7 @@ class ScaleCom(Sparsifier):
         total = xp.reshape(xp.accumulate(owed, fresh), (-1,))
         error = xp.add_at(total, index, -values)
         values = yield Allreduce(values, reuse=True)
-        mean = xp.add_at(xp.reshape(xp.emptied(grad), (-1,)), index, values)
-        return xp.reshape(mean, xp.shape(grad)), {"error": xp.reshape(error, shape)}
+        return mean_of([(index, values)], grad), {"error": xp.reshape(error, shape)}
 
     def _chosen(self, fresh: Tensor, owed: Tensor, info: Info) -> Generator[Any, Any, Tensor]:
         """The positions that the leader chooses, on every rank."""

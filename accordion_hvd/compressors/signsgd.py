@@ -75,8 +75,8 @@ class SignSGD(Compressor):
         signs = xp.pack_signs(signed, info.step)
         length = xp.shape(signs)[0]
         width = -(-length // info.size)  # bytes of a slice
-        missing = xp.zeros((info.size * width - length,), "uint8", xp.device(signs))
-        votes = yield Alltoall(xp.reshape(xp.concat([signs, missing]), (info.size, width)))
+        slices = xp.reshape(xp.padded(signs, info.size * width), (info.size, width))
+        votes = yield Alltoall(slices)
         won = yield Allgather(majority(xp, xp.unstack(votes), info.step))
         signs = xp.concat(list(won))[:length]
         two = xp.full((1,), 2.0, "float32", xp.device(signs))

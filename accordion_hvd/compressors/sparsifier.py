@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.core.codec import Codec, Message
 from accordion_hvd.ops import indices, namespace
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
 
@@ -40,6 +42,26 @@ class Sparsifier(Ratio, Compressor):
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, a vector with the gradient's elements."""
         return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
+
+
+class SparseCodec(Codec):
+    """Parses messages as positions and values; what is elsewhere is zero."""
+
+    stacks: ClassVar[str] = "alike"
+
+    def encode(self, x: Tensor, info: Info) -> Message:
+        """As with an error of zeros."""
+        xp = namespace(x)
+        zeros = xp.zeros(xp.shape(x), "float32", xp.device(x))
+        return self.encode_accumulating(zeros, x, info)[0]
+
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        """Zeros where no rank has sent anything."""
+        return mean_of([chosen for (chosen,) in messages], like)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        """At the positions alone."""
+        return without(total, message[0])
 
 
 def encode(index: Tensor, values: Tensor, size: int) -> Tensor:

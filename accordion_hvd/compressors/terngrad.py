@@ -61,9 +61,8 @@ class TernGrad(Compressor):
         seed = random.key("terngrad", info.name, info.step, info.rank)
         codes = xp.quantize(values, scale, size, 2, seed)  # 0, 1, 2: four a byte
         part = -(-size // (8 * ranks)) * 8  # elements of a slice
-        missing = ranks * part // 4 - xp.shape(codes)[0]
-        padded = xp.concat([codes, xp.zeros((missing,), "uint8", xp.device(codes))])
-        theirs = yield Alltoall(xp.reshape(padded, (ranks, part // 4)))
+        slices = xp.reshape(xp.padded(codes, ranks * part // 4), (ranks, part // 4))
+        theirs = yield Alltoall(slices)
         sums = yield Allgather(_packed_sum(theirs, part))
         return _mean(sums, part, scale, grad), state
 

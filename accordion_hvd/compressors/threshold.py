@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import decode, encode, mean_of, without
+from accordion_hvd.compressors.sparsifier import SparseCodec, decode, encode
 from accordion_hvd.core.base import Info, Tensor
-from accordion_hvd.core.codec import Codec, Message, Reader
+from accordion_hvd.core.codec import Message, Reader
 from accordion_hvd.ops import namespace
 
 
 @dataclass(frozen=True)
-class Threshold(Codec):
+class Threshold(SparseCodec):
     """Send what is at least as large as a value, keep the rest for later.
 
     How much is sent follows the gradient: much while it is large, nothing at all if nothing
@@ -33,7 +32,6 @@ class Threshold(Codec):
             0 sends all that is not zero. The default is ours: useful values depend on the model.
     """
 
-    stacks: ClassVar[str] = "alike"
     uneven: ClassVar[bool] = True
 
     value: float = 0.01
@@ -43,16 +41,8 @@ class Threshold(Codec):
         if not check.is_number(self.value) or self.value < 0:
             check.refuse(self, "value", self.value, "a number of at least 0")
 
-    def encode(self, x: Tensor, info: Info) -> Message:
-        """Positions and values, as one vector of bytes."""
-        xp = namespace(x)
-        copied = xp.copy(xp.cast(x, "float32"))
-        return self.encode_accumulating(
-            copied, xp.zeros(xp.shape(x), "float32", xp.device(x)), info
-        )[0]
-
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """In one pass."""
+        """Positions and values, as one vector of bytes."""
         xp, size = namespace(error), math.prod(namespace(error).shape(error))
         total, index = xp.accumulate_reaching(error, x, self.value)
         return (encode(index, xp.take(xp.reshape(total, (-1,)), index), size),), total
@@ -60,11 +50,3 @@ class Threshold(Codec):
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
         """Parse positions and values, however many."""
         return (partial(decode, size=math.prod(shape)),)
-
-    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Zeros where no rank has sent anything."""
-        return mean_of([chosen for (chosen,) in messages], like)
-
-    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """At the positions alone."""
-        return without(total, message[0])

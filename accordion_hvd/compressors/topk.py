@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Ratio, decode, encode, mean_of, without
+from accordion_hvd.compressors.sparsifier import Ratio, SparseCodec, decode, encode
 from accordion_hvd.core.base import Info, Tensor
-from accordion_hvd.core.codec import Codec, Message, Reader
+from accordion_hvd.core.codec import Message, Reader
 from accordion_hvd.ops import namespace
 
 _LARGEST = {"float16": 65504.0, "float32": math.inf}
 
 
 @dataclass(frozen=True)
-class TopK(Ratio, Codec):
+class TopK(Ratio, SparseCodec):
     """Send the largest magnitudes of each tensor, keep the rest for later.
 
     Each rank sends the `ratio` of its elements that are largest to all others; the mean is over
@@ -33,7 +32,6 @@ class TopK(Ratio, Codec):
         wire: the dtype in which values travel, "float32" or "float16".
     """
 
-    stacks: ClassVar[str] = "alike"
     contracts: ClassVar[bool] = True
 
     wire: str = "float32"
@@ -58,14 +56,6 @@ class TopK(Ratio, Codec):
         """Parse positions and values."""
         count = math.prod(shape[:-1]) * self.kept(shape[-1])
         return (partial(decode, size=math.prod(shape), wire=self.wire, count=count),)
-
-    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Zeros where no rank has sent anything."""
-        return mean_of([chosen for (chosen,) in messages], like)
-
-    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """At the positions alone."""
-        return without(total, message[0])
 
     def _packed(self, x: Tensor, index: Tensor) -> Message:
         xp = namespace(x)

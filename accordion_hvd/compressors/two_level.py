@@ -8,11 +8,11 @@ Training ImageNet in Four Minutes", 2018). Another method for the slices, with i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
+from accordion_hvd.compressors.around import Around
 from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
 from accordion_hvd.core.base import (
     Allgather,
@@ -31,7 +31,7 @@ from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class TwoLevel(Compressor):
+class TwoLevel(Around):
     """Average densely inside each machine, and by another compressor between the machines.
 
     With L ranks a machine, each rank gets its L-th of the machine's mean (a slice), exchanges it
@@ -65,10 +65,6 @@ class TwoLevel(Compressor):
         stacks = "any" if self.compressor.stacks == "any" else ""
         object.__setattr__(self, "stacks", stacks)
 
-    def accept(self, spec: Spec, name: str) -> None:
-        """What `compressor` accepts."""
-        self.compressor.accept(spec, name)
-
     def init(self, spec: Spec, info: Info) -> State:
         """The state of `compressor` for this rank's slice; nothing where all share a machine.
 
@@ -100,34 +96,11 @@ class TwoLevel(Compressor):
         means = yield Allgather(mean, group=here.near)
         return _joined(means, shape), state
 
-    def variant(self, step: int) -> int:
-        """That of `compressor`."""
-        return self.compressor.variant(step)
-
-    @property
-    def phases(self) -> bool:
-        """Those of `compressor`."""
-        return self.compressor.phases
-
-    @property
-    def settling(self) -> int:
-        """That of `compressor`."""
-        return self.compressor.settling
-
-    def plain(self) -> Compressor | None:
-        """That of `compressor`."""
-        return self.compressor.plain()
-
-    def residual(self, state: State) -> Tensor | None:
-        """What this rank owes of its slice of the machine's mean; `whole` says what that means."""
-        return self.compressor.residual(state) if state else None
-
-    def with_residual(self, state: State, residual: Tensor) -> State:
-        """The state that owes `residual`, of the slice."""
-        return self.compressor.with_residual(state, residual)
-
     def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
-        """Zeros but for this rank's slice, which counts once a machine: so L times as much."""
+        """What is owed of this rank's slice; else zeros. It counts once a machine: L times as much.
+
+        On another number of ranks all that slices owe is owed so.
+        """
         here = _place(info)
         if len(here.near) == 1:
             return self.compressor.whole(residual, spec, info)
@@ -136,22 +109,6 @@ class TwoLevel(Compressor):
         slices = [spec.zeros(part.shape)] * ranks
         slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
         return _joined(slices, spec.shape)
-
-    def report(self, state: State) -> dict[str, Tensor]:
-        """What `compressor` says, where there is a network between machines."""
-        return self.compressor.report(state) if state else {}
-
-    def park(self, state: State) -> State:
-        """What `compressor` keeps."""
-        return self.compressor.park(state)
-
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """What `compressor` makes of states; those of slices are owed instead (`whole`)."""
-        return self.compressor.regroup(states, spec, info)
-
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """What `compressor` makes of a state that is not of a slice."""
-        return self.compressor.foreign(state, spec, info)
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """What `compressor` takes over, from slices only."""
@@ -178,17 +135,14 @@ def _between(info: Info, here: Place) -> Info:
 
 
 def _slice(spec: Spec, here: Place) -> Spec:
-    dtype = "float64" if spec.dtype == "float64" else "float32"
-    return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=dtype)
+    return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=spec.wide)
 
 
 def _cut(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Slices along a new first dimension; those at the end are filled up with zeros."""
-    xp = namespace(grad)
-    missing = math.prod(shape) - math.prod(xp.shape(grad))
-    if missing:
-        padding = xp.zeros((missing,), xp.dtype(grad), xp.device(grad))
-        grad = xp.concat([xp.reshape(grad, (-1,)), padding])
+    xp, size = namespace(grad), math.prod(shape)
+    if math.prod(xp.shape(grad)) < size:
+        grad = xp.padded(xp.reshape(grad, (-1,)), size)
     return xp.reshape(grad, shape)
 
 

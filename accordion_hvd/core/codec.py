@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allgather, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import (
+    Allgather,
+    Allreduce,
+    Compressor,
+    Conversation,
+    Info,
+    State,
+    Tensor,
+)
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -25,17 +33,21 @@ Reader = Callable[[Tensor], tuple[Any, Tensor]]
 
 
 class Codec(Compressor):
-    """A method of one message; where it serves by itself, all ranks gather all messages.
+    """A method of one message; where it serves by itself, ranks gather or average all messages.
 
     A subclass is a frozen dataclass that defines `encode`, and `decode` or `mean`.
 
     Attributes:
         feedback: whether it has error feedback where it serves by itself, as biased methods need.
         uneven: whether the size of a message depends on values.
+        summed: whether messages have one part, and the mean of these parts, an allreduce, means the
+            mean of what they mean. What `encode_accumulating` returns behind that part stays with
+            this rank, for `mean` and `remove`.
     """
 
     feedback: ClassVar[bool] = True
     uneven: ClassVar[bool] = False
+    summed: ClassVar[bool] = False
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in which a tensor is encoded: a vector, unless a subclass says more.
@@ -91,30 +103,35 @@ class Codec(Compressor):
         return state | ({"error": spec.zeros(self.layout(spec.shape))} if self.feedback else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather, with error feedback or without."""
+        """One allgather (or allreduce), with error feedback or without."""
         serve = with_feedback if self.feedback else without_feedback
         return serve(self, grad, state, info)
 
 
-def gather(
-    codec: Codec, message: Message, shape: tuple[int, ...], info: Info
-) -> Generator[Any, Any, list[Message]]:
-    """Send a message to all ranks; return all ranks' messages, parsed, in rank order.
+def average(
+    codec: Codec, message: Message, room: Tensor, info: Info
+) -> Generator[Any, Any, tuple[Tensor, Message]]:
+    """Send a message to all ranks; return the mean of all messages' meanings, and this one parsed.
 
     Args:
         codec: whose message it is.
         message: from `Codec.encode`.
-        shape: of what was encoded.
+        room: of the encoded tensor's shape; its memory may hold the mean.
         info: of the exchange.
     """
-    readers = codec.readers(shape) or (None,) * len(message)
+    if codec.summed:
+        sent = yield Allreduce(message[0])
+        return codec.mean([(sent, *message[1:])], room, info), message
+    readers = codec.readers(namespace(room).shape(room)) or (None,) * len(message)
     requests = tuple(
         Allgather(part, uneven=codec.uneven, decode=reader)
         for part, reader in zip(message, readers, strict=True)
     )
     if len(requests) == 1:  # the form in which compressors that wrap others expect it
-        return [(part,) for part in (yield requests[0])]
-    return list(zip(*(yield requests), strict=True))
+        messages: list[Message] = [(part,) for part in (yield requests[0])]
+    else:
+        messages = list(zip(*(yield requests), strict=True))
+    return codec.mean(messages, room, info), messages[info.rank]
 
 
 def parse(codec: Codec, message: Sequence[Tensor], shape: tuple[int, ...], sender: int) -> Message:
@@ -151,8 +168,8 @@ def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Co
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.cast(grad, "float32")
     x = x if codec.stacks == "any" else xp.reshape(x, codec.layout(shape))
-    messages = yield from gather(codec, codec.encode(x, info), xp.shape(x), info)
-    return xp.reshape(codec.mean(messages, x, info), shape), state
+    mean, _ = yield from average(codec, codec.encode(x, info), x, info)
+    return xp.reshape(mean, shape), state
 
 
 def with_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Conversation:
@@ -160,10 +177,9 @@ def with_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Conve
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.reshape(grad, xp.shape(state["error"]))
     message, total = codec.encode_accumulating(state["error"], x, info)
-    messages = yield from gather(codec, message, xp.shape(x), info)
-    error = codec.remove(total, messages[info.rank], info)
-    mean = codec.mean(messages, x, info)
-    return xp.reshape(mean, shape), {"error": xp.reshape(error, xp.shape(x))}
+    mean, mine = yield from average(codec, message, x, info)
+    error = codec.remove(total, mine, info)
+    return xp.reshape(mean, shape), {"error": xp.reshape(error, xp.shape(total))}
 
 
 @dataclass(frozen=True)

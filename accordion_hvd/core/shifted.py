@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
-from accordion_hvd.core.codec import Wrapper, gather
+from accordion_hvd.core.codec import Wrapper, average
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -39,9 +39,9 @@ class Shifted(Wrapper):
         xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
         local, before = state["local"], state["mean"]
         difference = xp.cast(xp.reshape(grad, xp.shape(local)), "float32") - local
-        messages = yield from gather(codec, codec.encode(difference, info), xp.shape(local), info)
-        mine = codec.decode(messages[info.rank], xp.copy(difference), info)
-        moved = codec.mean(messages, difference, info)
+        message, room = codec.encode(difference, info), xp.copy(difference)
+        moved, mine = yield from average(codec, message, difference, info)
+        mine = codec.decode(mine, room, info)
         after = before + moved * follow
         found = xp.copy(after) if ahead else before + moved  # the optimizer may write into it
         return xp.reshape(found, shape), {"local": local + mine * follow, "mean": after}

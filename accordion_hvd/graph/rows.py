@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,25 +10,54 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.compressors import BF16, FP16, Dense, Int8
 from accordion_hvd.core.base import Info
+from accordion_hvd.core.codec import Codec
 from accordion_hvd.graph.structure import Array
 from accordion_hvd.ops import numpy as xp
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A form in which rows travel.
+    """A form in which rows travel: each as the bytes of its own message.
 
-    Attributes:
-        name: as compressions are named in words.
-        width: bytes of a row of so many features.
-        encode: rows (count, features) fp32 to (count, width) uint8.
-        decode: the inverse, given the features.
+    Args:
+        kind: `Dense`, `FP16`, `BF16` or `Int8`, whose messages of several rows are made of those
+            of each row.
     """
 
-    name: str
-    width: Callable[[int], int]
-    encode: Callable[[Array], Array]
-    decode: Callable[[Array, int], Array]
+    kind: type[Codec]
+
+    @property
+    def name(self) -> str:
+        """As compressions are named in words."""
+        return self.kind.__name__.lower()
+
+    def width(self, features: int) -> int:
+        """Bytes of a row of so many features."""
+        return sum(part.nbytes for part in self._of_one(features))
+
+    def encode(self, rows: Array) -> Array:
+        """Rows (count, features) fp32 as (count, width) uint8."""
+        count, features = rows.shape
+        message = self._codec(features).encode(rows, Info())
+        parts = zip(message, self._of_one(features), strict=True)
+        return np.hstack([xp.to_bytes(part).reshape(count, one.nbytes) for part, one in parts])
+
+    def decode(self, coded: Array, features: int) -> Array:
+        """The inverse, given the features."""
+        message, start = [], 0
+        for one in self._of_one(features):
+            part = np.ascontiguousarray(coded[:, start : start + one.nbytes])
+            message.append(part.reshape(-1).view(one.dtype))
+            start += one.nbytes
+        like = np.empty((len(coded), features), np.float32)
+        return self._codec(features).decode(tuple(message), like, Info())
+
+    def _codec(self, features: int) -> Codec:
+        return Int8(features) if self.kind is Int8 else self.kind()
+
+    def _of_one(self, features: int) -> tuple[Array, ...]:
+        """The message of one row."""
+        return self._codec(features).encode(np.zeros((1, features), np.float32), Info())
 
 
 def wire_of(compression: Any) -> Wire:
@@ -45,48 +73,8 @@ def wire_of(compression: Any) -> Wire:
     from accordion_hvd.resolve import parse
 
     wanted = parse(compression) if isinstance(compression, str) else compression
-    for kind, wire in {Dense: PLAIN, FP16: HALF, BF16: BRAIN, Int8: EIGHT}.items():
-        if isinstance(wanted, kind):
-            return wire
-    if wanted is not None:
+    wanted = Dense() if wanted is None else wanted
+    if not isinstance(wanted, (Dense, FP16, BF16, Int8)):
         allowed = "None, 'dense', 'fp16', 'bf16' or 'int8'"
         check.refuse("FeatureStore", "compression", compression, allowed)
-    return PLAIN
-
-
-def _sixteen(dtype: str, name: str) -> Wire:
-    def encode(rows: Array) -> Array:
-        return xp.to_wire([rows], dtype, rows.size).reshape(len(rows), 2 * rows.shape[1])
-
-    def decode(coded: Array, features: int) -> Array:
-        like = np.empty((len(coded), features), np.float32)
-        return xp.from_wire(xp.to_bytes(coded), dtype, [like])[0]
-
-    return Wire(name, lambda features: 2 * features, encode, decode)
-
-
-def _encode_eight(rows: Array) -> Array:
-    """Codes of a row, then its step."""
-    codes, steps = Int8(rows.shape[1]).encode(rows, Info())
-    return np.hstack([codes.reshape(rows.shape), steps.reshape(-1, 1).view(np.uint8)])
-
-
-def _decode_eight(coded: Array, features: int) -> Array:
-    steps = np.ascontiguousarray(coded[:, features:]).view(np.float32).reshape(-1)
-    codes = np.ascontiguousarray(coded[:, :features]).reshape(-1)
-    like = np.empty((len(coded), features), np.float32)
-    return Int8(features).decode((codes, steps), like, Info())
-
-
-PLAIN = Wire(
-    "dense",
-    lambda features: 4 * features,
-    lambda rows: rows.view(np.uint8).reshape(len(rows), -1) if rows.size else _none(rows),
-    lambda coded, features: np.ascontiguousarray(coded).view(np.float32).reshape(-1, features),
-)
-HALF, BRAIN = _sixteen("float16", "fp16"), _sixteen("bfloat16", "bf16")
-EIGHT = Wire("int8", lambda features: features + 4, _encode_eight, _decode_eight)
-
-
-def _none(rows: Array) -> Array:
-    return np.zeros((0, 4 * rows.shape[1]), np.uint8)
+    return Wire(type(wanted))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,14 @@ def poisoning() -> Iterator[None]:
         _poison = previous
 
 
-def _consume(array: Array) -> Array:
-    """The array that an in-place operation may write: `array`, or a copy when poisoning."""
+def _consume(array: Array, undo: Callable[[], Any] | None = None) -> Array:
+    """The array that an in-place operation may write: `array`, or a copy when poisoning.
+
+    Without `undo`, which takes it back, what becomes of `array` is for good.
+    """
     if not _poison:
+        if undo is not None:
+            journal.record(undo)
         return array
     fresh, saved = array.copy(), array.copy()
     array.fill(np.nan)
@@ -163,9 +168,7 @@ def from_bytes(x: Array, dtype: str, shape: Sequence[int]) -> Array:
 
 def accumulate(a: Array, b: Array) -> Array:
     """a + b in a's dtype. Consumes `a`."""
-    if not _poison:
-        journal.record(lambda: np.subtract(a, b, out=a))
-    out = _consume(a)
+    out = _consume(a, lambda: np.subtract(a, b, out=a))
     return np.add(out, b, out=out)
 
 
@@ -176,33 +179,20 @@ def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
         np.subtract(a, b, out=a)
         np.divide(a, factor, out=a)
 
-    if not _poison:
-        journal.record(undo)
-    out = _consume(a)
+    out = _consume(a, undo if factor else functools.partial(np.copyto, a, a.copy()))
     np.multiply(out, factor, out=out)
     return np.add(out, b, out=out)
 
 
 def subtract(a: Array, b: Array) -> Array:
     """a - b in a's dtype. Consumes `a`."""
-    if not _poison:
-        journal.record(lambda: np.add(a, b, out=a))
-    out = _consume(a)
+    out = _consume(a, lambda: np.add(a, b, out=a))
     return np.subtract(out, b, out=out)
 
 
 def momentum(m: Array, beta: float, x: Array) -> Array:
     """beta * m + (1 - beta) * x in m's dtype. Consumes `m`."""
-
-    def undo() -> None:
-        np.subtract(m, (1 - beta) * x, out=m)
-        np.divide(m, beta, out=m)
-
-    if not _poison:
-        journal.record(undo if beta else functools.partial(np.copyto, m, m.copy()))
-    out = _consume(m)
-    np.multiply(out, beta, out=out)
-    return np.add(out, (1 - beta) * x.astype(out.dtype), out=out)
+    return accumulate_scaled(m, beta, (1 - beta) * x.astype(m.dtype))
 
 
 def mixed(x: Array, beta: float, m: Array) -> Array:
@@ -303,19 +293,15 @@ def emptied(x: Array) -> Array:
 
 def clear(x: Array, index: Array) -> Array:
     """The vector `x` with zeros at `index`. Consumes `x`."""
-    if not _poison:
-        taken = x[index]
-        journal.record(lambda: x.__setitem__(index, taken))
-    out = _consume(x)
+    taken = x[index]
+    out = _consume(x, lambda: x.__setitem__(index, taken))
     out[index] = 0
     return out
 
 
 def add_at(x: Array, index: Array, values: Array) -> Array:
     """The vector `x` with `values` added at `index` (no index twice). Consumes `x`."""
-    if not _poison:
-        journal.record(lambda: x.__setitem__(index, x[index] - values))
-    out = _consume(x)
+    out = _consume(x, lambda: x.__setitem__(index, x[index] - values))
     out[index] += values
     return out
 
@@ -364,8 +350,8 @@ def largest_index(x: Array, count: int) -> Array:
 
 def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Array]:
     """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
-    total = accumulate(error, grad)
-    return total, largest(total, count)
+    total = _consume(error, lambda: np.subtract(error, grad, out=error))
+    return total, selection.accumulate_largest(total, grad, count)
 
 
 def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array, Array]:
@@ -374,9 +360,7 @@ def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array,
     If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
     which a GPU is waited for. Consumes `error`.
     """
-    if not _poison:
-        journal.record(lambda: np.subtract(error, grad, out=error))
-    total = _consume(error)
+    total = _consume(error, lambda: np.subtract(error, grad, out=error))
     return total, selection.accumulate_reaching(total, grad, limit)
 
 
@@ -385,9 +369,7 @@ def accumulate_outgrown(error: Array, grad: Array, width: int) -> tuple[Array, A
 
     See `accordion_hvd.ops.selection`. Not in a graph, as `accumulate_reaching`. Consumes `error`.
     """
-    if not _poison:
-        journal.record(lambda: np.subtract(error, grad, out=error))
-    total = _consume(error)
+    total = _consume(error, lambda: np.subtract(error, grad, out=error))
     return total, *selection.accumulate_outgrown(total, grad, width)
 
 

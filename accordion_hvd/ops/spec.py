@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -34,14 +35,11 @@ class Spec:
     @property
     def size(self) -> int:
         """Number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def wide(self) -> str:
-        """The dtype of an optimizer's moments: fp32, or fp64 where the tensor has that."""
+        """The dtype of state that must be as precise as the tensor: fp64 for fp64, else fp32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:

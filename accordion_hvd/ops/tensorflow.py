@@ -7,8 +7,9 @@ and nothing needs to be undone.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -289,8 +290,8 @@ def largest_index(x: Tensor, count: int) -> Tensor:
     if "GPU" in x.device:
         index = tf.math.top_k(tf.abs(tf.reshape(x, (rows, size))), count, sorted=False).indices
         return tf.sort(tf.reshape(index + size * tf.range(rows)[:, None], (-1,)))
-    index = tf.numpy_function(lambda values: largest(values, count), [x], tf.int32)
-    return tf.ensure_shape(index, (rows * count,))  # 5 to 24 times faster than top_k
+    choose = functools.partial(largest, count=count)  # 5 to 24 times faster than top_k
+    return _on_host(choose, [x], tf.int32, (rows * count,))
 
 
 def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -318,7 +319,7 @@ def largest_of_bins(x: Tensor, width: int) -> Tensor:
     size = shape(x)[-1]
     count = math.prod(shape(x)) // size * -(-size // width)
     choose = functools.partial(selection.largest_of_bins, width=width)
-    return tf.ensure_shape(tf.numpy_function(choose, [x], tf.int32), (count,))
+    return _on_host(choose, [x], tf.int32, (count,))
 
 
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
@@ -385,10 +386,8 @@ def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     x, rows = tf.cast(x, tf.float32), shape(codes)[0]
     if "GPU" in x.device:
         return _sketch(x, codes, columns)
-    table = tf.numpy_function(
-        lambda x, codes: count_sketch.insert(x, codes, columns), [x, codes], tf.float32
-    )
-    return tf.ensure_shape(table, (rows, columns))
+    insert = functools.partial(count_sketch.insert, columns=columns)
+    return _on_host(insert, [x, codes], tf.float32, (rows, columns))
 
 
 def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
@@ -403,19 +402,16 @@ def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
     (size,) = shape(like)
     if "GPU" in table.device:
-        return _unsketch(table, codes, size)
-    estimates = tf.numpy_function(
-        lambda table, codes: count_sketch.estimate(table, codes, np.empty(size, np.float32)),
-        [table, codes],
-        tf.float32,
-    )
-    return tf.ensure_shape(estimates, (size,))
+        return _unsketch(table, codes, like)
+    run = lambda x, codes: count_sketch.estimate(x, codes, _empty((size,)))  # noqa: E731
+    return _on_host(run, [table, codes], tf.float32, (size,))
 
 
-def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
+def _unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     """On any device."""
     import accordion_hvd.ops.tensorflow as xp
 
+    (size,) = shape(like)
     pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
     seen = tf.stack([count_sketch.found(xp, row, codes, size) for row, codes in pairs])
     return tf.sort(seen, 0)[shape(table)[0] // 2]
@@ -508,7 +504,7 @@ def checksum(x: Tensor) -> Tensor:
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
     size = quantization.packed_length(_size(codes), bits)
-    return _on_host(lambda x: quantization.pack(x, bits), [_flat(codes)], tf.uint8, (size,))
+    return _on_host(lambda x: oracle.pack_bits(x, bits), [codes], tf.uint8, (size,))
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -518,21 +514,15 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
     """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    number = -(-_size(x) // bucket)
-    norms = lambda given: quantization.bucket_norms(given, bucket, kind)  # noqa: E731
-    return _on_host(norms, [_flat(x, tf.float32)], tf.float32, (number,))
+    norms = lambda given: oracle.bucket_norms(given, bucket, kind)  # noqa: E731
+    return _on_host(norms, [x], tf.float32, (-(-_size(x) // bucket),))
 
 
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
     """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
-
-    def run(x: np.ndarray, steps: np.ndarray, *seed: np.ndarray) -> np.ndarray:
-        return quantization.quantize(x, steps, bucket, bits, int(seed[0]) if seed else None)
-
-    given = [_flat(x, tf.float32), steps]
-    if seed is not None:
-        given.append(tf.cast(seed, tf.int64))
-    return _on_host(run, given, tf.uint8, (quantization.packed_length(_size(x), bits),))
+    length = quantization.packed_length(_size(x), bits)
+    run = lambda x, steps, *seed: oracle.quantize(x, steps, bucket, bits, *seed)  # noqa: E731
+    return _on_host(run, [x, steps, *_number(seed)], tf.uint8, (length,))
 
 
 def sum_quantized(
@@ -544,15 +534,9 @@ def sum_quantized(
     like: Tensor,
 ) -> Tensor:
     """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
-    number, form = len(parts), shape(like)
-
-    def run(*given: np.ndarray) -> np.ndarray:
-        out = np.empty(form, np.float32)
-        parts, steps = given[:number], given[number:]
-        quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
-        return out
-
-    return _on_host(run, [*parts, *steps], tf.float32, form)
+    settings, form = (bucket, bits, middle), shape(like)
+    run = lambda p, s: oracle.sum_quantized(p, s, *settings, _empty(form))  # noqa: E731
+    return _on_host(run, [parts, steps], tf.float32, form)
 
 
 def subtract_quantized(
@@ -560,53 +544,33 @@ def subtract_quantized(
 ) -> Tensor:
     """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
 
-    def run(total: np.ndarray, packed: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        rest = total.copy()
-        quantization.subtract_quantized(rest.reshape(-1), packed, steps, bucket, bits, middle)
-        return rest
+    def run(x: np.ndarray, packed: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        return oracle.subtract_quantized(x.copy(), packed, steps, bucket, bits, middle)
 
     return _on_host(run, [total, packed, steps], tf.float32, shape(total))
 
 
 def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
-
-    def run(x: np.ndarray, *turn: np.ndarray) -> np.ndarray:
-        return quantization.pack_signs(x, int(turn[0]) if turn else None)
-
-    given = [_flat(x, tf.float32)]
-    if turn is not None:
-        given.append(tf.cast(turn, tf.int64))
-    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8),))
+    return _on_host(oracle.pack_signs, [x, *_number(turn)], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
     """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
-
-    def run(x: np.ndarray, seed: np.ndarray, turn: np.ndarray) -> np.ndarray:
-        return quantization.pack_random_signs(x, int(seed), int(turn))
-
-    given = [_flat(x, tf.float32), tf.cast(seed, tf.int64), tf.cast(turn, tf.int64)]
-    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8),))
+    given = [x, *_number(seed), *_number(turn)]
+    return _on_host(oracle.pack_random_signs, given, tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_powers(x: Tensor, seed: Any) -> Tensor:
     """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
-    run = lambda x, seed: quantization.pack_powers(x, int(seed))  # noqa: E731
-    given = [_flat(x, tf.float32), tf.cast(seed, tf.int64)]
-    return _on_host(run, given, tf.uint8, (-(-_size(x) // 8) + _size(x),))
+    length = -(-_size(x) // 8) + _size(x)
+    return _on_host(oracle.pack_powers, [x, *_number(seed)], tf.uint8, (length,))
 
 
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
     """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
-    form = shape(like)
-
-    def run(*parts: np.ndarray) -> np.ndarray:
-        out = np.empty(form, np.float32)
-        quantization.sum_powers(out.reshape(-1), parts, weight)
-        return out
-
-    return _on_host(run, list(parts), tf.float32, form)
+    run = lambda parts: oracle.sum_powers(parts, weight, _empty(shape(like)))  # noqa: E731
+    return _on_host(run, [parts], tf.float32, shape(like))
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
@@ -617,24 +581,13 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
-    number, form = len(parts), shape(like)
-
-    def run(*given: np.ndarray) -> np.ndarray:
-        out = np.empty(form, np.float32)
-        quantization.sum_columns(out, given[:number], given[number:])
-        return out
-
-    return _on_host(run, [*parts, *means], tf.float32, form)
+    run = lambda parts, means: oracle.sum_columns(parts, means, _empty(shape(like)))  # noqa: E731
+    return _on_host(run, [parts, means], tf.float32, shape(like))
 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
     """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
-
-    def run(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
-        rest = total.copy()
-        quantization.subtract_columns(rest, packed, means)
-        return rest
-
+    run = lambda x, *sent: oracle.subtract_columns(x.copy(), *sent)  # noqa: E731
     return _on_host(run, [total, packed, means], tf.float32, shape(total))
 
 
@@ -644,18 +597,38 @@ def clip(x: Tensor, limit: Tensor) -> Tensor:
 
 
 def _on_host(
-    function: Callable[..., np.ndarray],
-    given: Sequence[Tensor],
+    function: Callable[..., Any],
+    given: Sequence[Any],
     dtype: tf.DType,
     shape: Sequence[int],
 ) -> Tensor:
-    """NumPy's result of `function` on the values of `given`, in a graph too."""
-    return tf.ensure_shape(tf.numpy_function(function, list(given), dtype), tuple(shape))
+    """NumPy's result of `function` on the values of `given`, in a graph too.
+
+    Of `given` may be tensors, and lists of them; integers (`_number`) arrive as such.
+    """
+    counts = [len(x) if isinstance(x, (list, tuple)) else 0 for x in given]
+
+    def run(*values: np.ndarray) -> Any:
+        rest = iter(values)
+        told: Iterable[Any] = (list(itertools.islice(rest, n)) if n else next(rest) for n in counts)
+        return function(*(int(x) if _is_integer(x) else x for x in told))
+
+    flat = [x for part, n in zip(given, counts, strict=True) for x in (part if n else [part])]
+    flat = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in flat]  # NumPy has none
+    return tf.ensure_shape(tf.numpy_function(run, flat, dtype), tuple(shape))
 
 
-def _flat(x: Tensor, dtype: tf.DType | None = None) -> Tensor:
-    flat = tf.reshape(x, (-1,))
-    return tf.cast(flat, dtype) if dtype else flat
+def _number(x: Any) -> list[Tensor]:
+    """An integer, or a scalar tensor of one, for `_on_host`; nothing for None."""
+    return [] if x is None else [tf.cast(x, tf.int64)]
+
+
+def _is_integer(x: Any) -> bool:
+    return getattr(x, "dtype", None) == np.int64 and x.ndim == 0
+
+
+def _empty(shape: Sequence[int]) -> np.ndarray:
+    return np.empty(shape, np.float32)
 
 
 def _size(x: Tensor) -> int:

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
 from accordion_hvd.ops.spec import Spec
 
 Tensor: TypeAlias = torch.Tensor
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+
+def _numpy_on_cpu(operation: Operation) -> Operation:
+    """Have NumPy's operation of this name serve tensors on the CPU; `operation` serves others."""
+    plain = getattr(oracle, operation.__name__)
+
+    @functools.wraps(operation)
+    def run(first: Any, *others: Any) -> Any:
+        tensor = first if isinstance(first, torch.Tensor) else first[0]
+        if tensor.device.type != "cpu":
+            return operation(first, *others)
+        found = plain(*map(_array, (first, *others)))
+        return (
+            tuple(map(torch.from_numpy, found))
+            if isinstance(found, tuple)
+            else torch.from_numpy(found)
+        )
+
+    return run  # type: ignore[return-value]
+
+
+def _array(x: Any) -> Any:
+    """Tensors, maybe in a sequence, as NumPy arrays; anything else as it is."""
+    if isinstance(x, torch.Tensor):
+        return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()
+    return [_array(part) for part in x] if isinstance(x, (list, tuple)) else x
 
 
 def spec(x: Tensor) -> Spec:
@@ -64,8 +92,7 @@ def asarray(x: np.ndarray, device: Any = None) -> Tensor:
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """The tensor as a NumPy array on the host (may share memory)."""
-    x = x.detach()
-    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
+    return _array(x.cpu())
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
@@ -197,12 +224,7 @@ def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
 
 def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
     """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`."""
-    if beta:
-        journal.record(lambda: b.sub_(x.abs(), alpha=1 - beta).div_(beta))
-    else:
-        saved = b.clone()
-        journal.record(lambda: b.copy_(saved))
-    return b.mul_(beta).add_(x.abs(), alpha=1 - beta)
+    return momentum(b, beta, x.abs())
 
 
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
@@ -367,48 +389,34 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> T
     return torch.from_numpy(secret.rounded_normal(count, sigma, dtype)).to(device)
 
 
+@_numpy_on_cpu
 def largest_index(x: Tensor, count: int) -> Tensor:
     """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:  # 20 times faster than torch.topk
-        return torch.from_numpy(selection.largest(x.detach().numpy(), count))
     rows = x.reshape(-1, x.shape[-1])
     index = torch.topk(rows.abs(), min(count, rows.shape[1]), sorted=False).indices
     first = torch.arange(rows.shape[0], device=x.device)[:, None] * rows.shape[1]
     return (index + first).reshape(-1).sort().values.int()
 
 
+@_numpy_on_cpu
 def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """error + grad, and `largest_index` of it; one pass on the CPU. Consumes `error`."""
-    if error.device.type != "cpu" or grad.dtype != torch.float32:
-        total = accumulate(error, grad)
-        return total, largest_index(total, count)
-    journal.record(lambda: error.sub_(grad))
-    return error, torch.from_numpy(selection.accumulate_largest(error.numpy(), grad.numpy(), count))
+    total = accumulate(error, grad)
+    return total, largest_index(total, count)
 
 
+@_numpy_on_cpu
 def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """error + grad, and where its magnitude is at least `limit`. Consumes `error`."""
-    if error.device.type != "cpu" or grad.dtype != torch.float32:
-        total = accumulate(error, grad)
-        flat = total.reshape(-1)
-        chosen = flat.abs() >= limit if limit > 0 else flat != 0
-        return total, chosen.nonzero()[:, 0].int()
-    journal.record(lambda: error.sub_(grad))
-    index = selection.accumulate_reaching(error.numpy(), grad.numpy(), limit)
-    return error, torch.from_numpy(index)
+    total = accumulate(error, grad)
+    flat = total.reshape(-1)
+    chosen = flat.abs() >= limit if limit > 0 else flat != 0
+    return total, chosen.nonzero()[:, 0].int()
 
 
+@_numpy_on_cpu
 def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """error + grad, AdaComp's choice of it, and each row's scale. Consumes `error`."""
-    if error.device.type != "cpu" or grad.dtype != torch.float32:
-        return _accumulate_outgrown(error, grad, width)
-    journal.record(lambda: error.sub_(grad))
-    index, scale = selection.accumulate_outgrown(error.numpy(), grad.numpy(), width)
-    return error, torch.from_numpy(index), torch.from_numpy(scale)
-
-
-def _accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """On any device."""
     total = accumulate(error, grad)
     rows = total.reshape(-1, total.shape[-1])
     most = _in_bins(rows.abs(), width).amax(2)
@@ -425,15 +433,9 @@ def _in_bins(rows: Tensor, width: int) -> Tensor:
     return padded.reshape(rows.shape[0], -1, width)
 
 
+@_numpy_on_cpu
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
     """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:
-        return torch.from_numpy(selection.largest_of_bins(x.detach().numpy(), width))
-    return _largest_of_bins(x, width)
-
-
-def _largest_of_bins(x: Tensor, width: int) -> Tensor:
-    """On any device, without waiting for it."""
     rows = x.reshape(-1, x.shape[-1])
     within = _in_bins(rows.abs(), width).argmax(2)
     index = within + torch.arange(within.shape[1], device=x.device) * width
@@ -453,15 +455,9 @@ def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tenso
     return torch.from_numpy(index).to(packed.device), torch.from_numpy(signs).to(packed.device)
 
 
+@_numpy_on_cpu
 def pack_index(index: Tensor, size: int) -> Tensor:
     """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
-    if index.device.type == "cpu":
-        return torch.from_numpy(indices.pack(index.numpy(), size))
-    return _pack_index(index, size)
-
-
-def _pack_index(index: Tensor, size: int) -> Tensor:
-    """On any device, without waiting for it."""
     low = indices.low_bytes(index.numel(), size)
     if low == 4:
         return to_bytes(index)
@@ -474,14 +470,9 @@ def _pack_index(index: Tensor, size: int) -> Tensor:
     return torch.cat([tail, bitmap])
 
 
+@_numpy_on_cpu
 def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     """The inverse of `pack_index`."""
-    if packed.device.type == "cpu":
-        return torch.from_numpy(indices.unpack(packed.numpy(), count, size))
-    return _unpack_index(packed, count, size)
-
-
-def _unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     low = indices.low_bytes(count, size)
     if low == 4:
         return from_bytes(packed, "int32", (count,))
@@ -496,15 +487,9 @@ def _unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     return torch.where(seen[-1] == count, index, -1)  # another number of them: `misplaced`
 
 
+@_numpy_on_cpu
 def misplaced(index: Tensor, size: int) -> Tensor:
     """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
-    if index.device.type == "cpu":
-        return torch.from_numpy(oracle.misplaced(index.numpy(), size))
-    return _misplaced(index, size)
-
-
-def _misplaced(index: Tensor, size: int) -> Tensor:
-    """On any device, without waiting for it."""
     outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
     return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
 
@@ -514,35 +499,21 @@ def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
     return oracle.insist(x, to_numpy(doubts), senders)
 
 
+@_numpy_on_cpu
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(count_sketch.insert(x.float().numpy(), codes.numpy(), columns))
-    return _sketch(x, codes, columns)
-
-
-def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    """On any device, without waiting for it."""
     import accordion_hvd.ops.torch as xp
 
     return torch.stack([count_sketch.moved(xp, x.float(), row, columns).sum(0) for row in codes])
 
 
+@_numpy_on_cpu
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
-    if table.device.type != "cpu":
-        return _unsketch(table, codes, like.numel())
-    plain = like.dtype == torch.float32 and like.is_contiguous()
-    out = like.detach() if plain else torch.empty(like.shape)
-    count_sketch.estimate(table.numpy(), codes.numpy(), out.numpy())
-    return out
-
-
-def _unsketch(table: Tensor, codes: Tensor, size: int) -> Tensor:
-    """On any device, without waiting for it."""
     import accordion_hvd.ops.torch as xp
 
-    rows = [count_sketch.found(xp, *row, size) for row in zip(table, codes, strict=True)]
+    pairs, size = zip(table, codes, strict=True), like.numel()
+    rows = [count_sketch.found(xp, *pair, size) for pair in pairs]
     return torch.stack(rows).median(0).values
 
 
@@ -647,35 +618,31 @@ def checksum(x: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
+@_numpy_on_cpu
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
-    if codes.device.type == "cpu":
-        return torch.from_numpy(quantization.pack(codes.reshape(-1).numpy(), bits))
     return anywhere.pack(codes.reshape(-1), bits)
 
 
+@_numpy_on_cpu
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack_bits`."""
-    if packed.device.type == "cpu":
-        return torch.from_numpy(quantization.unpack(packed.numpy(), bits, count))
     return anywhere.unpack(packed, bits, count)
 
 
+@_numpy_on_cpu
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
     """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(quantization.bucket_norms(_flat(x).numpy(), bucket, kind))
     return anywhere.bucket_norms(_flat(x), bucket, kind)
 
 
+@_numpy_on_cpu
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
     """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
-    if x.device.type == "cpu":
-        packed = quantization.quantize(_flat(x).numpy(), steps.numpy(), bucket, bits, seed)
-        return torch.from_numpy(packed)
     return anywhere.quantize(_flat(x), steps, bucket, bits, seed)
 
 
+@_numpy_on_cpu
 def sum_quantized(
     parts: Sequence[Tensor],
     steps: Sequence[Tensor],
@@ -686,83 +653,65 @@ def sum_quantized(
 ) -> Tensor:
     """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
     out = _room(like)
-    if out.device.type == "cpu":
-        flat = out.view(-1).numpy()
-        quantization.sum_quantized(flat, _arrays(parts), _arrays(steps), bucket, bits, middle)
-    else:
-        anywhere.sum_quantized(out.view(-1), parts, steps, bucket, bits, middle)
+    anywhere.sum_quantized(out.view(-1), parts, steps, bucket, bits, middle)
     return out
 
 
+@_numpy_on_cpu
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
     """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
     total = total.contiguous()
-    if total.device.type == "cpu":
-        given = packed.numpy(), steps.numpy()
-        quantization.subtract_quantized(total.view(-1).numpy(), *given, bucket, bits, middle)
-    else:
-        anywhere.subtract_quantized(total.view(-1), packed, steps, bucket, bits, middle)
+    anywhere.subtract_quantized(total.view(-1), packed, steps, bucket, bits, middle)
     return total
 
 
+@_numpy_on_cpu
 def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(quantization.pack_signs(_flat(x).numpy(), turn))
     return anywhere.pack_signs(_flat(x), turn)
 
 
+@_numpy_on_cpu
 def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
     """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(quantization.pack_random_signs(_flat(x).numpy(), seed, turn))
     return anywhere.pack_random_signs(_flat(x), seed, turn)
 
 
+@_numpy_on_cpu
 def pack_powers(x: Tensor, seed: Any) -> Tensor:
     """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(quantization.pack_powers(_flat(x).numpy(), seed))
     return anywhere.pack_powers(_flat(x), seed)
 
 
+@_numpy_on_cpu
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
     """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
     out = _room(like)
-    if out.device.type == "cpu":
-        quantization.sum_powers(out.view(-1).numpy(), _arrays(parts), weight)
-    else:
-        anywhere.sum_powers(out.view(-1), parts, weight)
+    anywhere.sum_powers(out.view(-1), parts, weight)
     return out
 
 
+@_numpy_on_cpu
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
     """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
-    if x.device.type == "cpu":
-        means = quantization.column_means(x.detach().contiguous().numpy(), packed.numpy())
-        return torch.from_numpy(means)
     return anywhere.column_means(x, packed)
 
 
+@_numpy_on_cpu
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
     out = _room(like)
-    if out.device.type == "cpu":
-        quantization.sum_columns(out.numpy(), _arrays(parts), _arrays(means))
-    else:
-        anywhere.sum_columns(out, parts, means)
+    anywhere.sum_columns(out, parts, means)
     return out
 
 
+@_numpy_on_cpu
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
     """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
     total = total.contiguous()
-    if total.device.type == "cpu":
-        quantization.subtract_columns(total.numpy(), packed.numpy(), means.numpy())
-    else:
-        anywhere.subtract_columns(total, packed, means)
+    anywhere.subtract_columns(total, packed, means)
     return total
 
 
@@ -774,10 +723,6 @@ def clip(x: Tensor, limit: Tensor) -> Tensor:
 def _flat(x: Tensor) -> Tensor:
     """A vector of fp32, without a copy where possible."""
     return x.detach().float().contiguous().view(-1)
-
-
-def _arrays(parts: Sequence[Tensor]) -> list[np.ndarray]:
-    return [part.numpy() for part in parts]
 
 
 def _room(like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from accordion_hvd.core.places import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_eps
-from accordion_hvd.optimizers.signs import Chunks, check_bits, speaks
+from accordion_hvd.optimizers.signs import Chunks, check_bits, settled, speaks
 
 WITHIN = (None, "bits", "half")
 
@@ -113,8 +113,7 @@ class Birder(Rule):
 
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
-        if not check.is_number(self.beta) or not 0 <= self.beta < 1:
-            check.refuse(self, "beta", self.beta, "a number in [0, 1)")
+        check.below_one(self, "beta", self.beta)
         slow = self.beta_b
         if slow is not None and not (check.is_number(slow) and self.beta <= slow < 1):
             allowed = f"None, or a number of at least beta ({self.beta}) and below 1"
@@ -207,7 +206,8 @@ class Birder(Rule):
         if plan.neighbours > 1 and self.within == "half":
             u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), whole)
             theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.near)
-            mean = _mean(xp, theirs, dtype)
+            parts = [xp.cast(row, dtype) for row in xp.unstack(theirs)]
+            mean = sum(parts[1:], parts[0]) * (1 / len(parts))
         else:
             draw = self._draw(info, "worker", 1)
             signs, owed = draw.of(u, state, "error")
@@ -250,9 +250,7 @@ class Birder(Rule):
         number, made = len(states), self.init(spec, info)
         made |= {key: sum(state[key] for state in states) / number for key in MOMENTS}
         if "error" in made and number > 1:
-            owed = sum(state["error"] for state in states) / number
-            server = namespace(owed).concat([state["server"] for state in states])
-            made["error"] = owed + server[: spec.size]
+            made["error"] = settled(states, spec.size)
         return made
 
 
@@ -370,9 +368,3 @@ class Draw:
         xp = namespace(u)
         sent = self.values(xp, signs, xp.zeros(xp.shape(u), "float32", xp.device(u)))
         return u - xp.cast(sent, xp.dtype(u))
-
-
-def _mean(xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
-    """Of each element of the rows, added in their order."""
-    parts = [xp.cast(row, dtype) for row in xp.unstack(rows)]
-    return sum(parts[1:], parts[0]) * (1 / len(parts))

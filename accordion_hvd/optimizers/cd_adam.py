@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import AMSGrad
 from accordion_hvd.optimizers.onebit_adam import floored
-from accordion_hvd.optimizers.signs import Chunks, averaged, check_bits, settled, speaks
+from accordion_hvd.optimizers.signs import Chunks, averaged, check_bits, chunk, settled, speaks
 
 SIGNS, EXACT, NOTHING = range(3)
 """Phases: what travels in an exchange."""
@@ -56,12 +57,9 @@ class ExactCDAdam(AMSGrad):
         """Coupled weight decay is seen to here."""
         return not decoupled
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce."""
-        xp = namespace(grad)
-        mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)
-        direction, state = self.stepped(mean, state, info, mean)
-        return xp.reshape(direction, xp.shape(grad)), state
+    def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
+        """The direction and the new state, given the gradient to go by. Consumes all."""
+        return self.stepped(grad, state, info, grad)
 
     def stepped(self, grad: Tensor, state: State, info: Info, room: Tensor) -> tuple[Tensor, State]:
         """The direction and the new state, given the gradient to go by, which stays as it is.
@@ -268,7 +266,7 @@ class CDAdam(ExactCDAdam):
                 state = self._waited(grad, state)
             return state["estimate"], state, xp.reshape(grad, xp.shape(state["m"]))
         if info.phase == EXACT:
-            fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
+            fresh = _wide(grad, state)
             mean = yield Allreduce(fresh)
             state = self._exactly(state, xp.copy(mean), fresh)
             return state["estimate"], state, mean
@@ -316,7 +314,7 @@ class CDAdam(ExactCDAdam):
         owed, less what it owes now, h - H changes by p times what the latter has grown by.
         """
         xp, pace = namespace(grad), self.pace
-        fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
+        fresh = _wide(grad, state)
         ahead = fresh - state["replica"]
         wanted = ahead + state["error"], state["server"] + state["behind"]
         news, rest, server = yield from self._told(*wanted, state, info)
@@ -333,7 +331,7 @@ class CDAdam(ExactCDAdam):
     def _waited(self, grad: Tensor, state: State) -> State:
         """The state after steps have gone by H: errors are what it lacked."""
         xp = namespace(grad)
-        fresh = xp.cast(xp.reshape(grad, xp.shape(state["m"])), xp.dtype(state["m"]))
+        fresh = _wide(grad, state)
         error = xp.accumulate(state["error"], fresh - state["replica"])
         server = xp.accumulate(state["server"], state["behind"])
         return {**state, "error": error, "server": server}
@@ -344,6 +342,13 @@ class CDAdam(ExactCDAdam):
         """Likewise by the compressor, which owes -h_i, and so sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
+        if isinstance(inner, Codec):
+            own = xp.cast(xp.reshape(grad, xp.shape(state["error"])), "float32")
+            message, total = inner.encode_accumulating(state["error"], own, info)
+            news, told = yield from average(inner, message, xp.copy(own), info)
+            rest = xp.reshape(inner.remove(total, told, info), xp.shape(own))
+            news, error = xp.reshape(news, xp.shape(state["m"])), xp.subtract(rest, own)
+            return news, {**state, "error": error}, news
         mine = {key: x for key, x in state.items() if key not in (*MOMENTS, "estimate")}
         fresh = xp.cast(grad, xp.dtype(mine["error"]))
         own = xp.copy(fresh)
@@ -420,24 +425,24 @@ class CDAdam(ExactCDAdam):
         state = self._replaced(state, replica)
         if self.compressor is not None:
             return state
-        xp, lacks = namespace(replica), replica - state["estimate"]
-        chunks = Chunks(xp.shape(lacks)[0], info.size)
-        lacks = xp.padded(lacks, info.size * chunks.length)
-        start = info.rank * chunks.length
-        return {**state, self._ahead: xp.copy(lacks[start : start + chunks.length])}
+        mine = chunk(replica - state["estimate"], info)
+        return {**state, self._ahead: namespace(mine).copy(mine)}
 
 
 CDAMSGrad = CDAdam
 """Another name of it."""
 
 
+def _wide(grad: Tensor, state: State) -> Tensor:
+    """The gradient in the shape and dtype of moments."""
+    xp, m = namespace(grad), state["m"]
+    return xp.cast(xp.reshape(grad, xp.shape(m)), xp.dtype(m))
+
+
 def _units(vmax: Tensor, info: Info) -> tuple[Tensor, Tensor]:
     """sqrt(vmax), and the part of it that is this rank's chunk; nowhere quite zero."""
-    xp, least = namespace(vmax), floored(vmax, FLOOR)
-    chunks = Chunks(xp.shape(vmax)[-1], info.size)
-    start = info.rank * chunks.length
-    mine = xp.padded(least, info.size * chunks.length)[..., start : start + chunks.length]
-    return (least + TINY) ** 0.5, (mine + TINY) ** 0.5
+    least = floored(vmax, FLOOR)
+    return (least + TINY) ** 0.5, (chunk(least, info) + TINY) ** 0.5
 
 
 def _unfit(compressor: Any) -> str:

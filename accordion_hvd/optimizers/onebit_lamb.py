@@ -51,8 +51,7 @@ class Lamb(Adam):
         """Raises: ValueError when an argument is not what it must be."""
         super().__post_init__()
         check_bounds(self, "min_coeff", "max_coeff")
-        if not check.is_number(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
-            check.refuse(self, "coeff_beta", self.coeff_beta, "a number in [0, 1)")
+        check.below_one(self, "coeff_beta", self.coeff_beta)
 
     def init(self, spec: Spec, info: Info) -> State:
         """As `Adam`; for each tensor `coeff`, k, and `weight`, the part of it known."""
@@ -119,8 +118,6 @@ class OnebitLamb(OnebitAdam, Lamb):
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
         super().__post_init__()
-        if self.warmup_steps != "auto":
-            check.integer(self, "warmup_steps", self.warmup_steps, least=1)
         check_bounds(self, "factor_min", "factor_max")
         if not check.is_number(self.factor_threshold) or not 0 < self.factor_threshold < 1:
             check.refuse(self, "factor_threshold", self.factor_threshold, "a number in (0, 1)")

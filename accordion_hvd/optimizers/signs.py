@@ -45,6 +45,14 @@ class Chunks:
         return min(max(self.size - rank * self.length, 0), self.length)
 
 
+def chunk(x: Tensor, info: Info) -> Tensor:
+    """This rank's chunk of vectors that all ranks have; zeros complete the last one."""
+    chunks = Chunks(xp_shape(x)[-1], info.size)
+    start = info.rank * chunks.length
+    whole = namespace(x).padded(x, info.size * chunks.length)
+    return whole[..., start : start + chunks.length]
+
+
 def check_bits(owner: Any, bits: Any) -> None:
     """Refuse what `speaks` cannot go by. Raises: ValueError."""
     if not check.is_number(bits) or not 0.1 <= bits <= 2:

@@ -14,8 +14,10 @@ from alternating import Alternating
 from frameworks import NUMPY, Framework, Ranks, exact_mean, normals, parameters, same_bits
 
 from accordion_hvd import (
+    BF16,
     COLD,
     EF21,
+    FP16,
     QSGD,
     WAGMA,
     AdaComp,
@@ -30,6 +32,7 @@ from accordion_hvd import (
     Momentum,
     Natural,
     OneBit,
+    RandomK,
     Threshold,
     TopK,
 )
@@ -47,6 +50,10 @@ CODECS = [
     OneBit(),
     QSGD(4),
     Natural(),
+    RandomK(0.1),
+    Dense(),
+    FP16(),
+    BF16(),
 ]
 by_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 
