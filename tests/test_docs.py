@@ -205,6 +205,19 @@ def test_the_example_averages(framework: str) -> None:
     assert stats["ratio"] == pytest.approx(41 * 29 / (41 * 29 // 10), rel=0.02)
 
 
+def test_an_old_name_in_a_compressor_is_told() -> None:
+    """What was written to an earlier CONTRIBUTING works, and learns what to change."""
+    with pytest.warns(
+        DeprecationWarning, match=r"Older defines regroup\(\), which is called rescale"
+    ):
+
+        class Older(example()):  # type: ignore[misc]
+            def regroup(self, states: Any, spec: Any, info: Any) -> Any:
+                return states[-1]
+
+    assert Older(3).rescale([1, 2], None, None) == 2
+
+
 def test_the_example_refuses() -> None:
     with pytest.raises(ValueError, match="every is 0, but must be an integer of at least 1"):
         example()(0)

@@ -55,9 +55,9 @@ class Around(Compressor):
         """What the compressor keeps."""
         return self.compressor.park(state)
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """What the compressor makes of its states."""
-        return self.compressor.regroup(states, spec, info)
+        return self.compressor.rescale(states, spec, info)
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """What the compressor makes of its state."""

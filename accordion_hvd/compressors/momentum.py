@@ -89,12 +89,12 @@ class Momentum(Around):
         own = {key: value for key, value in state.items() if key == "momentum"}
         return super().park(_without_momentum(state)) | own
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """The ranks' mean momentum, and what the compressor makes of its states."""
         inner = [_without_momentum(state) for state in states]
         mean = [state["momentum"] for state in states if "momentum" in state]
         own = {"momentum": sum(mean) / len(mean)} if mean else {}
-        return super().regroup(inner, spec, info) | own
+        return super().rescale(inner, spec, info) | own
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """No momentum, and what the compressor makes of its state."""

@@ -7,6 +7,7 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
@@ -221,6 +222,13 @@ class Compressor(NotForStockHorovod):
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
+        if "regroup" in vars(cls):
+            warnings.warn(
+                f"{cls.__name__} defines regroup(), which is called rescale() now; rename it.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            cls.rescale = cls.regroup  # type: ignore[attr-defined, method-assign]
 
     def accept(self, spec: Spec, name: str) -> None:
         """See that a tensor like `spec` can be served; asked before anything is exchanged.
@@ -326,7 +334,7 @@ class Compressor(NotForStockHorovod):
         """Take over what the level that served before has learned; by default nothing."""
         return state
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return the state with which a rank goes on where there were other ranks before.
 
         By default each rank's `error` is an equal part of what all ranks owe together. Of the

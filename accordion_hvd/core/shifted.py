@@ -53,10 +53,10 @@ class Shifted(Wrapper):
         layouts = [namespace(x["mean"]).shape(x["mean"]) for x in (state, other_state)]
         return state if layouts[0] != layouts[1] else {**state, **other_state}
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """All h_i are h: their mean still is, with however many ranks."""
         return {"local": states[0]["mean"], "mean": states[0]["mean"]}
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """Likewise."""
-        return self.regroup([state], spec, info)
+        return self.rescale([state], spec, info)

@@ -2,7 +2,7 @@
 
 One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
 the residuals over ranks is kept: each new rank gets an equal part of it; what becomes of the
-errors of an optimizer of ours, that one says (`Compressor.regroup`). Residuals of parts of
+errors of an optimizer of ours, that one says (`Compressor.rescale`). Residuals of parts of
 tensors (`TwoLevel`) are then, or on other machines, owed as those of whole tensors.
 """
 
@@ -26,7 +26,7 @@ from accordion_hvd.comm.agreement import gather
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.saved import Saved, foreign, of_parts, regrouped
+from accordion_hvd.engine.saved import Saved, foreign, of_parts, rescaled
 from accordion_hvd.engine.slots import Slot
 from accordion_hvd.ops import backend
 from accordion_hvd.ops.spec import Spec
@@ -338,7 +338,7 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
 def _tell(exchange: Exchange, ranks: int) -> None:
     """Say what becomes of optimizers' errors on another number of ranks."""
     rules = {slot.compressor for slot in exchange.slots if isinstance(slot.compressor, Rule)}
-    kinds = {type(rule).__name__: rule.REGROUPED for rule in rules if rule.local}
+    kinds = {type(rule).__name__: rule.RESCALED for rule in rules if rule.local}
     size = exchange.communicator.size
     for name, text in sorted(kinds.items()):
         waiting = "; what waited in another stage is dropped"
@@ -373,7 +373,7 @@ def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> li
         for other in range(ranks)
     ]
     buckets = zip(exchange.slots, *everyone, strict=True)
-    return [regrouped(all_, *_kind(exchange, slot)) for slot, *all_ in buckets]
+    return [rescaled(all_, *_kind(exchange, slot)) for slot, *all_ in buckets]
 
 
 def _foreign(exchange: Exchange, mine: Sequence[Saved]) -> list[Saved]:

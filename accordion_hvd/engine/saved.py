@@ -93,10 +93,10 @@ def of_parts(levels: Sequence[Compressor]) -> bool:
     return any(level.in_parts for level in levels)
 
 
-def regrouped(
+def rescaled(
     everyone: Sequence[Saved], levels: Sequence[Compressor], spec: Spec, info: Info
 ) -> Saved:
-    """Return what a rank goes on with, from what all ranks had saved (`Compressor.regroup`).
+    """Return what a rank goes on with, from what all ranks had saved (`Compressor.rescale`).
 
     Args:
         everyone: in rank order; of whole tensors.
@@ -110,7 +110,7 @@ def regrouped(
         found.owed = sum(owed) / info.size
     for number in _lasting(everyone[0], levels):
         states = [one.states[number] for one in everyone]
-        found.states[number] = levels[number].regroup(states, spec, info)
+        found.states[number] = levels[number].rescale(states, spec, info)
     return found
 
 

@@ -23,7 +23,7 @@ class Rule(Compressor):
 
     Attributes:
         GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
-        REGROUPED: what `regroup` does with what ranks had of their own, in words.
+        RESCALED: what `rescale` does with what ranks had of their own, in words.
         DECAYS: whether decoupled weight decay (`decay`) is in what comes out, so that whoever
             takes the step must not apply any.
         ASSIGNS: whether what comes out are the new weights themselves, to be assigned, instead
@@ -39,7 +39,7 @@ class Rule(Compressor):
     local: ClassVar[tuple[str, ...]] = ()
 
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
-    REGROUPED: ClassVar[str] = "nothing is lost"
+    RESCALED: ClassVar[str] = "nothing is lost"
     DECAYS: ClassVar[bool] = False
     ASSIGNS: ClassVar[bool] = False
     decoupled_weight_decay: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Rule(Compressor):
         shared = [key for key in state if key in other_state and key not in self.local]
         return {**state, **{key: other_state[key] for key in shared}}
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """This rank's state where another number of ranks had `states` (NumPy arrays).
 
         What is alike on all ranks is kept, what a rank had of its own is dropped, unless a method
@@ -89,7 +89,7 @@ class Rule(Compressor):
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """This rank's state from that of another rank (NumPy arrays), all that there is."""
-        return self.regroup([state], spec, info)
+        return self.rescale([state], spec, info)
 
 
 def check_betas(owner: Any, betas: Any) -> None:

@@ -98,7 +98,7 @@ class Birder(Rule):
         bits: of an element, in the mean; in [0.1, 2].
     """
 
-    REGROUPED: ClassVar[str] = "m and b are the ranks' means"
+    RESCALED: ClassVar[str] = "m and b are the ranks' means"
     GROUP: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
     decoupled_weight_decay: ClassVar[bool] = True
 
@@ -243,10 +243,10 @@ class Birder(Rule):
         """Errors wait here; moments go along."""
         return {key: x for key, x in state.items() if key in self.local and key not in MOMENTS}
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Means of the ranks' m and b, which keep |m| <= b; all that draws owed as everyone's."""
         if self.shared:
-            return super().regroup(states, spec, info)
+            return super().rescale(states, spec, info)
         number, made = len(states), self.init(spec, info)
         made |= {key: sum(state[key] for state in states) / number for key in MOMENTS}
         if "error" in made and number > 1:

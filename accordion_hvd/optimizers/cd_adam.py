@@ -176,7 +176,7 @@ class CDAdam(ExactCDAdam):
         pace: which part of each message replicas follow, in (0, 1]; not with a `compressor`.
     """
 
-    REGROUPED: ClassVar[str] = "all replicas are the ranks' mean"
+    RESCALED: ClassVar[str] = "all replicas are the ranks' mean"
     local: ClassVar[tuple[str, ...]] = OWN
 
     compressor: Compressor | None = None
@@ -404,9 +404,9 @@ class CDAdam(ExactCDAdam):
         owed = copied(other.compressor.residual(other_state))
         return self.compressor.with_residual(state, owed)
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """What is alike is kept; all replicas become the mean of the old ones."""
-        state = super().regroup(states, spec, info)
+        state = super().rescale(states, spec, info)
         if self.compressor is not None or "estimate" not in states[0]:
             return self._settled(state, state["estimate"], info)
         if self.pace == 1:
@@ -417,7 +417,7 @@ class CDAdam(ExactCDAdam):
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """What is alike is kept; all replicas become G (or H). Every rank must do so."""
-        state = super().regroup([state], spec, info)
+        state = super().rescale([state], spec, info)
         return self._settled(state, state["estimate"], info)
 
     def _settled(self, state: State, replica: Tensor, info: Info) -> State:

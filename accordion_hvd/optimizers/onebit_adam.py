@@ -58,7 +58,7 @@ class OnebitAdam(Adam):
             and with them the loss (ours; 0 is the reference).
     """
 
-    REGROUPED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
+    RESCALED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
     local: ClassVar[tuple[str, ...]] = ("error", "server")
     decoupled_weight_decay: ClassVar[bool] = True
 
@@ -120,9 +120,9 @@ class OnebitAdam(Adam):
         m = xp.masked(m, state["v"])  # else it would be divided by eps in a stage 1 to come
         return m, {"error": error, "server": server}, room
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """All that ranks owed, worker errors' mean and server errors, as every rank's error."""
-        made = super().regroup(states, spec, info)
+        made = super().rescale(states, spec, info)
         return made if len(states) == 1 else made | {"error": settled(states, spec.size)}
 
 

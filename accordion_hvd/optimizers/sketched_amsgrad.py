@@ -134,7 +134,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
     """
 
-    REGROUPED: ClassVar[str] = "momentum and what is owed are the ranks' means"
+    RESCALED: ClassVar[str] = "momentum and what is owed are the ranks' means"
     local: ClassVar[tuple[str, ...]] = ("m", "error")
 
     ratio: float = 0.0022
@@ -233,14 +233,14 @@ class SketchedAMSGrad(FlooredAMSGrad):
         """Take over moments."""
         return super().inherit(state, other, other_state) | {"m": other_state.get("m", state["m"])}
 
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Ranks' means of momentum and of what they owe, on every rank."""
         means = {key: sum(state[key] for state in states) / len(states) for key in self.local}
-        return super().regroup(states, spec, info) | means
+        return super().rescale(states, spec, info) | means
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """The other rank's momentum; what it owes is its own."""
-        return self.regroup([{**state, "error": 0 * state["error"]}], spec, info)
+        return self.rescale([{**state, "error": 0 * state["error"]}], spec, info)
 
     def report(self, state: State) -> dict[str, Tensor]:
         """`waiting`: how far (2-norm) the weights would move if nothing waited any longer."""

@@ -76,7 +76,7 @@ class ZeroOneAdam(Adam):
     DECAYS: ClassVar[bool] = True
     ASSIGNS: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = True
-    REGROUPED: ClassVar[str] = "momentum, steps and errors are the ranks' means"
+    RESCALED: ClassVar[str] = "momentum, steps and errors are the ranks' means"
     local: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
 
     var_freeze_step: int = 100_000
@@ -219,12 +219,12 @@ class ZeroOneAdam(Adam):
         return xp.cast(info.lr, xp.dtype(like)) if hasattr(info.lr, "dtype") else info.lr
 
     # -------------------------------------------------------------------- another number of ranks
-    def regroup(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Means over the old ranks of m, u and errors, those of servers included, on all ranks."""
         both = {key: sum(state[key] for state in states) / len(states) for key in ("m", "u")}
         if len(states) > 1:
             both |= {"error": settled(states, spec.size)}
-        return super().regroup(states, spec, info) | both
+        return super().rescale(states, spec, info) | both
 
 
 def _begun(weights: Tensor, state: State) -> State:

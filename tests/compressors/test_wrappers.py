@@ -250,9 +250,9 @@ def test_another_number_of_ranks_goes_on_from_h() -> None:
     spec = NUMPY.xp.spec(np.zeros(8, np.float32))
     method, moving = EF21(TopK(0.1)), [state | {"momentum": state["mean"]} for state in states]
     for state in (
-        method.regroup(states, spec, Info(size=5)),
+        method.rescale(states, spec, Info(size=5)),
         method.foreign(states[1], spec, Info()),
-        Momentum(method).regroup(moving, spec, Info()),
+        Momentum(method).rescale(moving, spec, Info()),
     ):
         np.testing.assert_array_equal(state["local"], mean)
         np.testing.assert_array_equal(state["mean"], mean)

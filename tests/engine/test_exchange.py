@@ -339,6 +339,27 @@ def test_sharing_a_conversation_changes_nothing(
 
 
 @pytest.mark.parametrize("framework", parameters())
+def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
+    """Small tensors' states stay side by side in one tensor; what is read is theirs."""
+    policy = Accordion(low=TopK(0.3), high=TopK(0.1), window=9, interval=1)
+    world, rng = simulate(policy, 2), np.random.default_rng(0)
+    for _ in range(3):
+        mine = [
+            {k: framework.tensor(rng.standard_normal(s).astype(np.float32)) for k, s in TWINS}
+            for _ in range(2)
+        ]
+        with framework.running():
+            world.step(mine, 0.1)
+        (memory, *_) = (m for m in world.exchanges[0].units.memory if len(m.slots) > 1)
+        stack = memory.state["error"]
+        for place, slot in enumerate(memory.slots):
+            assert same_bits(framework.array(slot.state["error"]), framework.array(stack[place]))
+            assert set(slot.kept) == set(slot.saved().kept) == {"gradients"}
+        assert memory.state["error"] is stack
+        assert all(slot.within(memory._stack) for slot in memory.slots)
+
+
+@pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 @pytest.mark.parametrize("low", [Dense(), TopK(0.3)], ids=repr)
 def test_sharing_a_conversation_changes_no_decision(

@@ -425,14 +425,14 @@ def test_stages_share_moments() -> None:
     assert stages == 3 * [False] + 3 * [True] + 2 * [False]
 
 
-def test_regrouped_moments() -> None:
+def test_rescaled_moments() -> None:
     """On another number of ranks: means of both, so that bounds and the mean direction hold."""
     rule = Birder(feedback=True)
     world = Ranks(rule, 3)
     for seed in range(5):
         world.step(list(np.random.default_rng(seed).normal(size=(3, 100))))
     spec = xp.spec(np.zeros(100))
-    made = [rule.regroup(world.states, spec, Info(rank=r, size=4)) for r in range(4)]
+    made = [rule.rescale(world.states, spec, Info(rank=r, size=4)) for r in range(4)]
     for state in made:
         for key in ("m", "b"):
             np.testing.assert_allclose(state[key], np.mean([s[key] for s in world.states], 0))

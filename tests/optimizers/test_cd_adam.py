@@ -498,7 +498,7 @@ def owed_by(world: Ranks) -> Any:
     ids=repr,
 )
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 5), (4, 1), (1, 3)])
-@pytest.mark.parametrize("how", ["regroup", "foreign"])
+@pytest.mark.parametrize("how", ["rescale", "foreign"])
 def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> None:
     """All replicas agree with what the servers know, and the estimate is not lost."""
     inner = rule.compressor
@@ -508,15 +508,15 @@ def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> 
     mean, _, estimate = held(before)
     after.init(np.zeros(SHAPE, np.float32))
     after.states = [
-        rule.regroup(copy.deepcopy(before.states), after.spec, after.info(rank))
-        if how == "regroup"
+        rule.rescale(copy.deepcopy(before.states), after.spec, after.info(rank))
+        if how == "rescale"
         else rule.foreign(copy.deepcopy(before.states[-1]), after.spec, after.info(rank))
         for rank in range(new)
     ]
-    wanted = mean if how == "regroup" and inner is None else estimate
+    wanted = mean if how == "rescale" and inner is None else estimate
     np.testing.assert_allclose(held(after)[0], wanted, atol=1e-6)
     if rule.pace != 1:
-        owed = owed_by(before) if how == "regroup" else 0.0
+        owed = owed_by(before) if how == "rescale" else 0.0
         np.testing.assert_allclose(owed_by(after), owed, atol=1e-6)
     for now in gradients_of(new, 5, seed=3, dtype="float32"):
         after.step(now)

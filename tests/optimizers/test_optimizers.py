@@ -186,7 +186,7 @@ def test_another_number_of_ranks_goes_on(row: Row, sizes: tuple[int, int]) -> No
     spec = NUMPY.xp.spec(np.zeros(SHAPE))
     for rank in range(new):
         info = Info(rank=rank, size=new)
-        made = row.rule.regroup(states, spec, info)
+        made = row.rule.rescale(states, spec, info)
         forms = {key: x.shape for key, x in row.rule.init(spec, info).items()}
         assert {key: x.shape for key, x in made.items()} == forms
         for key in set(states[0]) - set(row.rule.local):
@@ -205,7 +205,7 @@ def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
     size = int(np.prod(SHAPE))
     owed = np.mean([s["error"] for s in states], 0)
     owed += np.concatenate([s["server"] for s in states])[:size]
-    made = [rule.regroup(states, NUMPY.xp.spec(np.zeros(SHAPE)), Info(0, r, 3)) for r in range(3)]
+    made = [rule.rescale(states, NUMPY.xp.spec(np.zeros(SHAPE)), Info(0, r, 3)) for r in range(3)]
     np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), owed, atol=1e-15)
     assert not any(s["server"].any() for s in made)
 

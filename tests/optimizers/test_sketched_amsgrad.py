@@ -80,7 +80,7 @@ def test_one_rank_takes_the_step_that_it_owes() -> None:
     """What ranks owed together moves the weights that are one rank's now, whatever its rate."""
     states_before = run_for(3, 6)[1]
     spec, info = XP.spec(np.zeros(SIZE)), Info(size=1)
-    state = RULE.regroup(states_before, spec, info)
+    state = RULE.rescale(states_before, spec, info)
     twin = {**state, "error": 0 * state["error"]}
     owed = np.mean([s["error"] for s in states_before], 0)
     alone = Ranks(RULE, 1)
@@ -205,7 +205,7 @@ def test_momentum_goes_through_both_stages() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_means_are_kept_on_another_number_of_ranks(ranks: int) -> None:
     before, spec = run_for(3, 6)[1], XP.spec(np.zeros(SIZE))
-    made = [RULE.regroup(before, spec, Info(rank=r, size=ranks)) for r in range(ranks)]
+    made = [RULE.rescale(before, spec, Info(rank=r, size=ranks)) for r in range(ranks)]
     for key in ("m", "error"):
         wanted = np.mean([s[key] for s in before], 0)
         np.testing.assert_allclose(np.mean([s[key] for s in made], 0), wanted, atol=1e-16)

@@ -187,7 +187,7 @@ def test_another_number_of_ranks_goes_on_between_synchronisations(old: int, new:
         take(world, NUMPY, now, 0.01, 0.0)
     states = [exchange.slots[0].state for exchange in world.exchanges]
     spec = NUMPY.xp.spec(np.zeros(SHAPE))
-    made = [SHORT.regroup(states, spec, Info(rank=rank, size=new)) for rank in range(new)]
+    made = [SHORT.rescale(states, spec, Info(rank=rank, size=new)) for rank in range(new)]
     for key in ("m", "u"):
         for mine in made:
             np.testing.assert_allclose(mine[key], np.mean([s[key] for s in states], 0))
