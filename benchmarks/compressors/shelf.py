@@ -1,13 +1,15 @@
 """The shelf as tables show it: each compressor in a usual setting, and what it moves.
 
-A row of `SHELF` is all that a new compressor needs to appear in `docs/compressors.md` (written by
-`volumes.py`) and in the measurements of `kernels.py`.
+A row of `SHELF` is all that a compressor needs to appear in `docs/compressors.md` (written by
+`volumes.py`) and in the measurements of `kernels.py`. A new compressor gets its row when it is
+measured; until then the benchmarks name it as missing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accordion_hvd import compressors
 from accordion_hvd.compressors import (
     BF16,
     DGC,
@@ -95,4 +97,10 @@ SHELF = (
     Volume(Momentum(Natural()), "(n-1) * 9*d/8"),
     Volume(TwoLevel(PowerSGD(1)), "2*(L-1)/L * 4*d + 2*(m-1)/m * 4*(a/L+b)", local=2),
 )
-"""Every compressor, in the order of the tables."""
+"""The measured compressors, in the order of the tables."""
+
+
+def missing() -> list[str]:
+    """Return the names of compressors that have no row yet."""
+    listed = {type(volume.compressor).__name__ for volume in SHELF}
+    return [name for name in compressors.__all__ if name not in listed]

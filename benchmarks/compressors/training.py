@@ -144,7 +144,7 @@ WAYS = (
     Way("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
     Way("AdaQS([PowerSGD(1), PowerSGD(2), PowerSGD(4)], window=$epoch)"),
 )
-"""All of `SHELF`, some in the settings that short trainings need; and policies."""
+"""The compressors of `SHELF`, some in the settings that short trainings need; and policies."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from accordion_hvd.ops import indices
 from accordion_hvd.simulation.one_process import simulate
-from benchmarks.compressors.shelf import SHELF, Volume
+from benchmarks.compressors.shelf import SHELF, Volume, missing
 from benchmarks.report import render, write_page
 from examples.report import as_markdown
 
@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = Path(parser.parse_args(arguments).output)
     write_page(path, page())
     print(f"page: {path}")
+    if names := missing():
+        print(f"no row yet: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import accordion_hvd
 from accordion_hvd.policies.base import Policy
+from benchmarks.compressors.shelf import SHELF
 
 pytest.importorskip("torch")
 pytest.importorskip("tqdm")
@@ -20,10 +20,11 @@ from examples.data import load  # noqa: E402
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "shelf.md"
 
 
-def test_every_compressor_is_trained_with() -> None:
+def test_every_measured_compressor_is_trained_with() -> None:
     assert all(isinstance(way.policy(10, 100), Policy) for way in WAYS)
     words = " ".join(way.word for way in WAYS)
-    for name in (*accordion_hvd.compressors.__all__, "Accordion", "AdaQS", "StepSchedule"):
+    compressors = {type(row.compressor).__name__ for row in SHELF} - {"TopAgg"}
+    for name in (*compressors, "Accordion", "AdaQS", "StepSchedule"):
         assert f"{name}(" in words, name
 
 
