@@ -19,6 +19,7 @@ from accordion_hvd.compressors.randomk import RandomK
 from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.compressors.signsgd import EFSignSGD, SignSGD
 from accordion_hvd.compressors.sketched_sgd import SketchedSGD
+from accordion_hvd.compressors.stc import STC
 from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
@@ -43,6 +44,7 @@ __all__ = [
     "PowerSGD",
     "QSGD",
     "RandomK",
+    "STC",
     "ScaleCom",
     "SignSGD",
     "SketchedSGD",

@@ -20,6 +20,7 @@ from accordion_hvd import (
     FP16,
     LGC,
     QSGD,
+    STC,
     AdaComp,
     Compressor,
     Dense,
@@ -183,6 +184,14 @@ def topk(ratio: float, wire: str = "float32") -> Case:
         return [("allgather", value * kept + indices.packed_length(kept, math.prod(shape)))]
 
     return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0), discrete=True)
+
+
+def stc(ratio: float) -> Case:
+    def size(shape: Shape) -> int:
+        kept = max(1, int(ratio * math.prod(shape)))
+        return 4 + coded((kept,), 1) + indices.packed_length(kept, math.prod(shape))
+
+    return gathered(STC(ratio), size, feedback=True, discrete=True)
 
 
 def threshold(value: float) -> Case:
@@ -359,6 +368,8 @@ CASES = [
     topk(0.1),
     topk(0.01),
     topk(0.1, "float16"),
+    stc(0.1),
+    stc(0.01),
     topagg(),
     randomk(0.1),
     randomk(0.01),
@@ -383,6 +394,7 @@ CASES = [
     lgc("server", dense=0, training=2),
     two_level(as_is(Dense(), loss=5e-7, itemsize=None)),
     two_level(topk(0.1)),
+    two_level(stc(0.1)),
     two_level(powersgd(1)),
     two_level(int8()),
     threshold(1.0),
@@ -419,7 +431,7 @@ CASES = [
 REFUSED = [
     *[
         (kind, "ratio", bad)
-        for kind in (TopK, RandomK, ScaleCom, DGC, SketchedSGD)
+        for kind in (TopK, STC, RandomK, ScaleCom, DGC, SketchedSGD)
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
