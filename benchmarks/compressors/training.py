@@ -119,6 +119,7 @@ WAYS = (
     Way("PowerSGD(4)"),
     Way("PowerSGD(1)"),
     Way("TopK(0.01)"),
+    Way("STC(0.05)"),
     Way("RandomK(0.1)", 0.5),
     Way("Threshold(0.03)"),
     Way("StepSchedule({0: Dense(), $tenth: ScaleCom(0.02)}, window=1)"),
