@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
-from accordion_hvd.ops.selection import largest
+from accordion_hvd.ops import bins, count_sketch, quantization, secret, selection
+from accordion_hvd.ops.bins import unpack as unpack_bins  # noqa: F401
+from accordion_hvd.ops.count_sketch import insert as sketch  # noqa: F401
+from accordion_hvd.ops.indices import pack as pack_index  # noqa: F401
+from accordion_hvd.ops.indices import unpack as unpack_index  # noqa: F401
+from accordion_hvd.ops.journal import consume as _consume
+from accordion_hvd.ops.quantization import (  # noqa: F401
+    bucket_norms,
+    column_means,
+    pack_bits,
+    pack_powers,
+    pack_random_signs,
+    pack_signs,
+    quantize,
+    subtract_columns,
+    subtract_quantized,
+    sum_columns,
+    sum_powers,
+    sum_quantized,
+    unpack_bits,
+)
+from accordion_hvd.ops.selection import largest as largest_index  # noqa: F401
+from accordion_hvd.ops.selection import largest_of_bins  # noqa: F401
 from accordion_hvd.ops.spec import Spec
 
 Array = np.ndarray
-_poison = False
-
-
-@contextlib.contextmanager
-def poisoning() -> Iterator[None]:
-    """Let operations that consume an argument fill it with NaN, so that using it again shows."""
-    global _poison
-    _poison, previous = True, _poison
-    try:
-        yield
-    finally:
-        _poison = previous
-
-
-def _consume(array: Array, undo: Callable[[], Any] | None = None) -> Array:
-    """The array that an in-place operation may write: `array`, or a copy when poisoning.
-
-    Without `undo`, which takes it back, what becomes of `array` is for good.
-    """
-    if not _poison:
-        if undo is not None:
-            journal.record(undo)
-        return array
-    fresh, saved = array.copy(), array.copy()
-    array.fill(np.nan)
-    journal.record(lambda: np.copyto(array, saved))
-    return fresh
 
 
 def spec(x: Array) -> Spec:
@@ -340,14 +333,6 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> A
     return secret.rounded_normal(count, sigma, dtype)
 
 
-def largest_index(x: Array, count: int) -> Array:
-    """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact.
-
-    `x` is one row (size,) or several (rows, size); positions count through all of them.
-    """
-    return largest(x, count)
-
-
 def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Array]:
     """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
     total = _consume(error, lambda: np.subtract(error, grad, out=error))
@@ -373,29 +358,9 @@ def accumulate_outgrown(error: Array, grad: Array, width: int) -> tuple[Array, A
     return total, *selection.accumulate_outgrown(total, grad, width)
 
 
-def largest_of_bins(x: Array, width: int) -> Array:
-    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
-    return selection.largest_of_bins(x, width)
-
-
 def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
     """Positions in bins, and signs, in a byte or two each; see `accordion_hvd.ops.bins`."""
     return bins.pack(index, signs < 0, shape, width)
-
-
-def unpack_bins(packed: Array, shape: Sequence[int], width: int) -> tuple[Array, Array]:
-    """The inverse of `pack_bins`: positions (int32), and signs as fp32. Not in a graph."""
-    return bins.unpack(packed, shape, width)
-
-
-def pack_index(index: Array, size: int) -> Array:
-    """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
-    return indices.pack(index, size)
-
-
-def unpack_index(packed: Array, count: int, size: int) -> Array:
-    """The inverse of `pack_index`."""
-    return indices.unpack(packed, count, size)
 
 
 def misplaced(index: Array, size: int) -> Array:
@@ -416,14 +381,6 @@ def insist(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
     if np.any(doubts != 0):
         check.refuse_payload([senders[int(i)] for i in np.flatnonzero(doubts)])
     return x
-
-
-def sketch(x: Array, codes: Array, columns: int) -> Array:
-    """The count sketch (rows, columns) of the vector `x`, fp32, under the hashes `codes`.
-
-    See `accordion_hvd.ops.count_sketch`, whose `hashes` makes `codes` (rows, blocks).
-    """
-    return count_sketch.insert(x, codes, columns)
 
 
 def unsketch(table: Array, codes: Array, like: Array) -> Array:
@@ -549,128 +506,7 @@ def checksum(x: Array) -> Array:
     return np.asarray(np.sum(bits, dtype=np.int64))
 
 
-def pack_bits(codes: Array, bits: int) -> Array:
-    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
-    return quantization.pack(codes.reshape(-1), bits)
-
-
-def unpack_bits(packed: Array, bits: int, count: int) -> Array:
-    """The inverse of `pack_bits`."""
-    return quantization.unpack(packed, bits, count)
-
-
-def bucket_norms(x: Array, bucket: int, kind: str) -> Array:
-    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    return quantization.bucket_norms(_flat(x), bucket, kind)
-
-
-def quantize(x: Array, steps: Array, bucket: int, bits: int, seed: Any = None) -> Array:
-    """x / step, rounded to integers that have `bits` bits, as `pack_bits` packs them.
-
-    Args:
-        x: any shape; magnitudes are at most `quantization.middle(bits)` steps.
-        steps: fp32, one for each `bucket` elements.
-        bucket: elements that have a step in common.
-        bits: of a code, 1 to 8.
-        seed: from `random.key`, rounds stochastically; None rounds to nearest.
-    """
-    return quantization.quantize(_flat(x), steps, bucket, bits, seed)
-
-
-def sum_quantized(
-    parts: Sequence[Array],
-    steps: Sequence[Array],
-    bucket: int,
-    bits: int,
-    middle: float,
-    like: Array,
-) -> Array:
-    """The sum of (code - middle) * step over `parts` from `quantize`, added in their order; fp32.
-
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
-    """
-    out = _room(like)
-    quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
-    return out
-
-
-def subtract_quantized(
-    total: Array, packed: Array, steps: Array, bucket: int, bits: int, middle: float
-) -> Array:
-    """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
-    out = np.ascontiguousarray(_consume(total))
-    quantization.subtract_quantized(out.reshape(-1), packed, steps, bucket, bits, middle)
-    return out
-
-
-def pack_signs(x: Array, turn: Any = None) -> Array:
-    """A bit for each element: whether it is at least 0 (code 1 of one bit).
-
-    With a `turn` (a step), every other zero counts as negative, the others at the next turn.
-    """
-    return quantization.pack_signs(_flat(x), turn)
-
-
-def pack_random_signs(x: Array, seed: Any, turn: Any) -> Array:
-    """A random bit for each element of `x`, within [-1, 1]: 1 has the probability (1 + x) / 2.
-
-    Turns 0 and 1 of one `seed` (from `random.key`) are antithetic: the same random numbers r are
-    read as 1 - r, so that elements of zero get one bit of each kind. See `ops.quantization`.
-    """
-    return quantization.pack_random_signs(_flat(x), seed, turn)
-
-
-def pack_powers(x: Array, seed: Any) -> Array:
-    """Elements rounded stochastically to powers of two: signs (a bit each), exponents (a byte)."""
-    return quantization.pack_powers(_flat(x), seed)
-
-
-def sum_powers(parts: Sequence[Array], weight: float, like: Array) -> Array:
-    """`weight` times the sum over `parts` from `pack_powers`, in their order; fp32.
-
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
-    """
-    out = _room(like)
-    quantization.sum_powers(out.reshape(-1), parts, weight)
-    return out
-
-
-def column_means(x: Array, packed: Array) -> Array:
-    """Means of a column's elements whose bit (`pack_signs`) is 0, and is 1: (2, m) for (n, m)."""
-    return quantization.column_means(x, packed)
-
-
-def sum_columns(parts: Sequence[Array], means: Sequence[Array], like: Array) -> Array:
-    """The sum of bits (`parts`) with `column_means` for them, in their order; fp32.
-
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
-    """
-    out = _room(like)
-    quantization.sum_columns(out, parts, means)
-    return out
-
-
-def subtract_columns(total: Array, packed: Array, means: Array) -> Array:
-    """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
-    out = np.ascontiguousarray(_consume(total))
-    quantization.subtract_columns(out, packed, means)
-    return out
-
-
 def clip(x: Array, limit: Array) -> Array:
     """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
     out = _consume(x)
     return np.clip(out, -limit, limit, out=out)
-
-
-def _flat(x: Array) -> Array:
-    """A vector of fp32, without a copy where possible."""
-    return np.ascontiguousarray(x, np.float32).reshape(-1)
-
-
-def _room(like: Array) -> Array:
-    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
-    out = _consume(like)
-    if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
-        return out
-    return np.empty(like.shape, np.float32)

@@ -19,12 +19,10 @@ from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, r
 from accordion_hvd.ops import quantization as q
 from accordion_hvd.ops.selection import accumulate_outgrown, largest, largest_of_bins
 
-ONLY = {"poisoning"}  # of NumPy, for tests
-
 
 def public(xp: ModuleType) -> dict[str, Callable[..., Any]]:
-    functions = inspect.getmembers(xp, inspect.isfunction)
-    return {n: f for n, f in functions if n[0] != "_" and f.__module__ == xp.__name__}
+    functions = [(n, f) for n, f in inspect.getmembers(xp, inspect.isfunction) if n[0] != "_"]
+    return {n: f for n, f in functions if f.__module__.startswith("accordion_hvd.ops")}
 
 
 OTHERS = parameters((TORCH, TENSORFLOW))
@@ -34,7 +32,7 @@ ALL = parameters()
 @pytest.mark.parametrize("framework", OTHERS)
 def test_same_names_and_signatures(framework: Framework) -> None:
     ours, oracle = public(framework.xp), public(NUMPY.xp)
-    assert set(ours) == set(oracle) - ONLY
+    assert set(ours) == set(oracle)
     for name, function in ours.items():
         mine, theirs = inspect.signature(function), inspect.signature(oracle[name])
         assert list(mine.parameters) == list(theirs.parameters), name
@@ -46,7 +44,7 @@ def test_same_names_and_signatures(framework: Framework) -> None:
 
 def test_every_operation_is_compared() -> None:
     compared = {name for name, _, _ in RESULTS} | COVERED
-    assert compared >= set(public(NUMPY.xp)) - ONLY
+    assert compared >= set(public(NUMPY.xp))
 
 
 RNG = np.random.default_rng(0)
@@ -175,7 +173,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("deflate", (CUBE_OF_7, CUBE[:, :1], CUBE[:, :1]), 1e-5),
     *[("deflate", (LARGE, TALL[:r], WIDE[:r]), 1e-3) for r in (1, 8)],
     *[("pack_bits", (CODES & 2**bits - 1, bits), 0) for bits in range(1, 9)],
-    *[("unpack_bits", (q.pack(CODES & 2**b - 1, b), b, CODES.size), 0) for b in range(1, 9)],
+    *[("unpack_bits", (q.pack_bits(CODES & 2**b - 1, b), b, CODES.size), 0) for b in range(1, 9)],
     *[("bucket_norms", (x, 16, kind), 0) for x in (X, LONG) for kind in ("max", "l1", "l2")],
     *[("bucket_norms", (x, 10**6, "max"), 0) for x in (V, V.astype(np.float16), NAN, INF)],
     *[("quantize", (LONG, STEPS, 7, bits, 5), 0) for bits in (3, 4, 8)],
