@@ -142,7 +142,6 @@ def _check_without_steps(serving: Serving, use: Use) -> None:
 
 
 def _check_levels(policy: Policy, use: Use) -> None:
-    """See that gradients are what the levels want, and that no momentum is applied twice."""
     if policy.target != "gradient":
         check.refuse(use.owner, "compression", policy, "one whose target is the gradient")
     if policy.output != "update":
@@ -163,7 +162,6 @@ def _check_levels(policy: Policy, use: Use) -> None:
 
 
 def _check_private(policy: Policy, use: Use) -> None:
-    """See that a private policy can keep its promise."""
     if policy.observers.find(PrivacyAccountant) is None:
         return
     if use.members < use.ranks:
@@ -175,7 +173,6 @@ def _check_private(policy: Policy, use: Use) -> None:
 
 
 def _check_averaging(method: Averaging, use: Use) -> None:
-    """See that the arguments make sense where models are averaged instead of gradients."""
     if use.total:
         check.refuse(use.owner, "op", "hvd.Sum", f"hvd.Average with {method!r}")
     if use.skip:

@@ -106,7 +106,6 @@ def _hold(
 
 
 def _answer(request: Request, part: Tensor, sender: int) -> Any:
-    """What a request of one rank is answered with, given what that rank has sent."""
     xp = namespace(part)
     read: Any = part
     if request.decode is not None:

@@ -78,7 +78,6 @@ def _sizes(size: int, group_size: int) -> tuple[int, ...]:
 
 
 def _partitions(size: int, group_size: int, count: int) -> list[Partition]:
-    """The first `count` partitions."""
     row, sizes, found = list(range(size)), _sizes(size, group_size), []
     for _ in range(count):
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]

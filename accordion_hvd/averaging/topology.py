@@ -128,7 +128,6 @@ def _check_matrix(owner: Topology, matrix: np.ndarray) -> None:
 
 
 def _connected(near: np.ndarray) -> bool:
-    """Whether there are ways from everybody to everybody."""
     reach = near | np.eye(len(near), dtype=bool)
     for _ in range(len(near).bit_length()):
         reach = (reach.astype(np.float32) @ reach.astype(np.float32)) > 0

@@ -127,7 +127,6 @@ class Pending:
 
 
 def _senders(request: Request, communicator: Communicator) -> Sequence[Any]:
-    """Whose tensors an answer holds."""
     if isinstance(request, Allgather):
         return request.group or range(communicator.size)
     return [request.root if isinstance(request, Broadcast) else getattr(request, "sender", None)]

@@ -206,7 +206,6 @@ def _gather_uneven(
 
 
 def _compare_sizes(xp: ModuleType, flat: Tensor, due: int, name: str) -> None:
-    """Raise PayloadError if ranks have not sent together what they should have."""
     came = xp.shape(flat)[0]
     if came is not None and came != due:
         raise check.PayloadError(
@@ -223,7 +222,6 @@ def _as_bytes(xp: ModuleType, requests: Sequence[Request]) -> tuple[Tensor, list
 
 
 def _like(xp: ModuleType, request: Request, piece: Tensor) -> Tensor:
-    """Bytes as a tensor like the one that was asked for."""
     shape = xp.shape(request.tensor)
     if isinstance(request, Allgather) and request.uneven:
         shape = (-1, *shape[1:])

@@ -147,7 +147,6 @@ def backward(
 
 
 def _cut(layers: Sequence[Layer], parameters: Tensor) -> list[Tensor]:
-    """Each layer's parameters."""
     parts, start = [], 0
     for layer in layers:
         parts.append(parameters[:, start : start + layer.size])
@@ -156,7 +155,6 @@ def _cut(layers: Sequence[Layer], parameters: Tensor) -> list[Tensor]:
 
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices of as many rows, side by side."""
     xp = namespace(parts[0])
     rows = [xp.concat([part[i] for part in parts]) for i in range(xp.shape(parts[0])[0])]
     return xp.stack(rows)

@@ -118,7 +118,6 @@ class DGC(Sparsifier):
         return {"error": error} | ({"momentum": momentum} if self.momentum else {})
 
     def _clipped(self, grad: Tensor, info: Info) -> Tensor:
-        """The gradient, no longer than this rank's part of `clip`."""
         if self.clip is None:
             return grad
         xp = namespace(grad)

@@ -202,7 +202,6 @@ class LGC(Sparsifier):
         return _vectors(networks.decode(state["weights"], codes, news), scale, values)
 
     def _innovation(self, values: Tensor, state: State) -> Tensor:
-        """Where a rank's largest values are, among those that the leader has chosen."""
         xp = namespace(values)
         count = int(self.innovation * xp.shape(state["error"])[0])
         return xp.largest_index(values, max(1, min(count, xp.shape(values)[0])))
@@ -277,7 +276,6 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _floats(x: Tensor) -> Tensor:
-    """The inverse of `_bits`."""
     xp = namespace(x)
     return xp.from_bytes(xp.to_bytes(x), "float32", (-1,))
 
@@ -289,6 +287,5 @@ def _placed(index: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def _vectors(signals: Tensor, scale: Tensor, like: Tensor) -> list[Tensor]:
-    """The inverse of `signals_of`, for vectors as long as `like`."""
     xp = namespace(signals)
     return xp.unstack(signals[:, : xp.shape(like)[0]] * scale)

@@ -92,7 +92,6 @@ class ScaleCom(Sparsifier):
         return mean_of([(index, values)], grad), {"error": xp.reshape(error, shape)}
 
     def _chosen(self, fresh: Tensor, owed: Tensor, info: Info) -> Generator[Any, Any, Tensor]:
-        """The positions that the leader chooses, on every rank."""
         xp, shape = namespace(fresh), namespace(fresh).shape(owed)
         size, count = math.prod(shape), math.prod(shape[:-1]) * self.kept(shape[-1])
         leader = info.step % info.size

@@ -68,7 +68,6 @@ class TernGrad(Compressor):
 
 
 def _bits(ranks: int) -> int:
-    """What the sum of so many codes takes."""
     return (2 * ranks).bit_length()
 
 

@@ -156,7 +156,6 @@ def _mean(parts: Tensor, ranks: int) -> Tensor:
 
 
 def _joined(slices: Any, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `_cut`."""
     xp = namespace(slices[0])
     flat = xp.concat([xp.reshape(part, (-1,)) for part in slices])
     return xp.reshape(flat[: math.prod(shape)], shape)

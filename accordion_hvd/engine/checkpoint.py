@@ -300,7 +300,6 @@ def _write(directory: Path, chosen: Sequence[Exchange]) -> None:
 
 
 def _arrays(exchange: Any, prefix: str) -> dict[str, np.ndarray]:
-    """Return this rank's tensors by name."""
     if isinstance(exchange, Keeper):
         return {prefix + key: value for key, value in exchange.export().items()}
     return named(saved_of(exchange), prefix)
@@ -336,7 +335,6 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
 
 
 def _tell(exchange: Exchange, ranks: int) -> None:
-    """Say what becomes of optimizers' errors on another number of ranks."""
     rules = {slot.compressor for slot in exchange.slots if isinstance(slot.compressor, Rule)}
     kinds = {type(rule).__name__: rule.RESCALED for rule in rules if rule.local}
     size = exchange.communicator.size

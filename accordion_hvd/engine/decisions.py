@@ -36,7 +36,6 @@ class Decisions:
         self._follow()
 
     def _judge(self, rates: Mapping[str, float]) -> Generator[Any, Any, None]:
-        """Let the policy decide by the evidence that it has asked for, of which none is left."""
         exchange, policy, seen = self._exchange, self._exchange.policy, {}
         for evidence in policy.evidence:
             seen[evidence.key] = yield from evidence.read(exchange)
@@ -49,7 +48,6 @@ class Decisions:
                 slot.kept = {}
 
     def _follow(self) -> None:
-        """Let those levels serve that policy and gate want."""
         policy = self._exchange.policy
         switched = [s for s in self._exchange.slots if s.level != policy.choice(s.bucket)]
         for slot in switched:

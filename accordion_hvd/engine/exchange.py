@@ -140,7 +140,6 @@ class Exchange:
         return step
 
     def _tick(self, rates: dict[str, float]) -> None:
-        """Tell policy and observers that a step begins."""
         self._lr = rates
         self.policy.tick(rates)
         for observer in self.policy.observers:

@@ -40,7 +40,6 @@ def _sends_halves(policy: Policy) -> bool:
 
 
 def _fastest(tensor: Any, xp: Any, ranks: int) -> Any:
-    """A conversation: bytes a second, as the rank has them that sees most of them."""
     taken = []
     for _ in range(TRIES):
         began = time.perf_counter()

@@ -264,7 +264,6 @@ class Averager(checkpoint.Keeper):
             self.level(statistics)
 
     def _inform(self) -> None:
-        """Let the policy know whether models are equal."""
         if self.alternation is not None:
             self.alternation.settled = self.equal
 
@@ -335,7 +334,6 @@ class Averager(checkpoint.Keeper):
         ]
 
     def _spread(self, vectors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of `_vectors`."""
         xp, found = self.xp, list(like)
         for (_, members), vector in zip(self._kinds, vectors, strict=True):
             shapes = [xp.shape(like[i]) for i in members]
@@ -345,7 +343,6 @@ class Averager(checkpoint.Keeper):
         return found
 
     def _compare(self, values: Sequence[Tensor], step: int) -> None:
-        """Models should be equal now."""
         if self.guard.mode != "off":
             names = [row.name for row in self._agreed]
             sums = self.xp.stack([self.xp.checksum(value) for value in values])
@@ -470,7 +467,6 @@ class Averager(checkpoint.Keeper):
             )
 
     def _tell(self, ranks: int, keys: set[str]) -> None:
-        """Say what becomes of the state on another number of ranks."""
         parts = ["periods and groups begin anew"]
         lost = sorted(keys - set(self.method.shared))
         parts += [f"so does what each rank had of its own ({', '.join(lost)})"] if lost else []

@@ -224,7 +224,6 @@ class Memory:
         return stack is not None and all(slot.within(stack) for slot in self.slots)
 
     def _gather(self) -> None:
-        """Bring what slots have of their own together."""
         states, kept = [slot.state or {} for slot in self.slots], [s.kept for s in self.slots]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
         known = [x for x in self.evidence if any(x.key in mine for mine in kept)]

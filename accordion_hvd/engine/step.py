@@ -267,7 +267,6 @@ def _is_plain_mean(xp: ModuleType, request: Request) -> bool:
 
 
 def _payload(request: Request) -> int:
-    """Bytes, equal on all ranks; what may differ between them counts as nothing."""
     if isinstance(request, Allgather) and request.uneven:
         return 0
     return size_of(request.tensor, request.wire if isinstance(request, Allreduce) else None)

@@ -85,7 +85,6 @@ class Units:
         return *kind, bucket.dtype, str(slot.spec.device), bucket.group, bucket.compress
 
     def _sizes(self) -> list[float]:
-        """About how many bytes each bucket's first requests have."""
         known, self._weighing = [], False
         for i, slot in enumerate(self._exchange.slots):
             self._weighing |= (i, slot.level) not in self._payloads
@@ -172,6 +171,5 @@ class Units:
 
 
 def _rows(xp: ModuleType, part: Tensor) -> Tensor:
-    """Several contributors' gradients of one tensor, as a matrix."""
     count, *shape = xp.shape(part)
     return xp.reshape(part, (count, math.prod(shape)))

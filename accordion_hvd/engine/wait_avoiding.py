@@ -318,7 +318,6 @@ class WaitAvoiding:
         self.close(error=getattr(sys, "last_value", None))
 
     def _take(self, model: Sequence[Array]) -> None:
-        """The last average of all."""
         with self._changed:
             average = self._pool.hold(self._agent.published)
         for mine, theirs in zip(model, average.vectors, strict=False):
@@ -337,7 +336,6 @@ class WaitAvoiding:
         return taken
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Sleep until the other thread tells that something is so."""
         with self._changed:
             while not done():
                 self._changed.wait(1.0)
@@ -456,7 +454,6 @@ class WaitAvoiding:
         return self._answers
 
     def _blame(self, turn: Turn, suspects: Sequence[int]) -> None:
-        """End the job if there are any."""
         if suspects:
             time.sleep(min(2.0, 0.05 * self.rank))  # one reason is enough
             what = "the average of all ranks" if turn.whole else "a group's average"

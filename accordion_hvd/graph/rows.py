@@ -56,7 +56,6 @@ class Wire:
         return Int8(features) if self.kind is Int8 else self.kind()
 
     def _of_one(self, features: int) -> tuple[Array, ...]:
-        """The message of one row."""
         return self._codec(features).encode(np.zeros((1, features), np.float32), Info())
 
 

@@ -245,7 +245,6 @@ class Sampler:
         return rows[kept], places[kept], scale[columns[kept]], noted
 
     def _scale(self, q: Array, count: int, times: Array) -> Array:
-        """By what a term is multiplied."""
         return times / (draws.inclusion(q, count) if self.mode == "bernoulli" else count * q)
 
     # ------------------------------------------------------------- what the skewed sampler changes
@@ -265,7 +264,6 @@ class Sampler:
 
     # -------------------------------------------------------------------------- lists of nodes
     def _last(self, nodes: Array) -> Array:
-        """Which entries are the last of their node."""
         places = np.arange(len(nodes))
         self._place[nodes] = places
         return self._place[nodes] == places

@@ -95,7 +95,6 @@ class Graph:
 
 
 def _checked(edges: Any, nodes: int) -> Array:
-    """As (2, count) int64."""
     found = np.asarray(edges)
     if found.ndim != 2 or found.shape[0] != 2 or (found.size and found.dtype.kind not in "iu"):
         given = f"an array of shape {found.shape} and type {found.dtype}"

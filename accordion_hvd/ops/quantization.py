@@ -320,7 +320,6 @@ def pack_signs(x: np.ndarray, turn: Any = None) -> np.ndarray:
 
 @functools.cache
 def _bounds(turn: int) -> np.ndarray:
-    """What is compared with: of alternating sign, so that zeros are."""
     signs = (-1.0, 1.0) if turn == 0 else (1.0, -1.0)
     return np.tile(np.array(signs, np.float32) * np.float32(SMALLEST), BLOCK // 2)
 
@@ -495,7 +494,6 @@ _scratch = _Scratch()
 
 
 def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Where each block of the vector `x` begins, and the block."""
     for start in range(0, x.size, BLOCK):
         yield start, x[start : start + BLOCK]
 

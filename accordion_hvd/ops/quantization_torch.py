@@ -164,7 +164,6 @@ def _sum(like: Tensor, parts: Iterable[Tensor]) -> Tensor:
 
 
 def _spread(steps: Tensor, bucket: int, count: int) -> Tensor:
-    """Each element's step."""
     if steps.numel() == 1:
         return steps
     return steps[:, None].expand(-1, bucket).reshape(-1)[:count]

@@ -41,5 +41,4 @@ def rounded_normal(count: int, sigma: float, dtype: str) -> np.ndarray:
 
 
 def _words(count: int) -> np.ndarray:
-    """64 random bits each."""
     return np.frombuffer(os.urandom(8 * count), np.uint64)

@@ -159,7 +159,6 @@ def _exactly(magnitude: np.ndarray, count: int) -> np.ndarray:
 
 
 def _filled(chosen: np.ndarray, size: int, count: int) -> np.ndarray:
-    """`chosen` and the first others, `count` in all; ascending."""
     others = np.setdiff1d(np.arange(min(count + chosen.size, size)), chosen)
     return np.sort(np.concatenate([chosen, others[: count - chosen.size]]))
 
@@ -206,7 +205,6 @@ def _threshold(sample: np.ndarray, count: int, size: int) -> float:
 
 
 def _wanted(sample: int, count: int, size: int) -> int:
-    """How many of a sample shall exceed the threshold."""
     expected = sample * count / size
     return min(sample, int(expected + _DEVIATIONS * expected**0.5) + 1)
 

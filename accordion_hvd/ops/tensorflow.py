@@ -391,7 +391,6 @@ def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
 
 
 def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    """On any device."""
     import accordion_hvd.ops.tensorflow as xp
 
     rows = [count_sketch.moved(xp, x, row, columns) for row in tf.unstack(codes)]
@@ -408,7 +407,6 @@ def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
 
 
 def _unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
-    """On any device."""
     import accordion_hvd.ops.tensorflow as xp
 
     (size,) = shape(like)

@@ -292,7 +292,6 @@ class Places:
 
 
 def _permuted(xp: ModuleType, x: Tensor, order: Sequence[int]) -> Tensor:
-    """A vector's equal pieces in another order."""
     if list(order) == list(range(len(order))):
         return x
     pieces = xp.unstack(xp.reshape(x, (len(order), -1)))

@@ -262,7 +262,6 @@ class SketchedAMSGrad(FlooredAMSGrad):
 
 
 def _rates(xp: ModuleType, lr: Any, dtype: str) -> tuple[Any, Any, Any]:
-    """The learning rate, its inverse or 0 if it is 0, and 1 if it is 0, else 0."""
     if isinstance(lr, (int, float)):
         rate = float(lr)
         return rate, 1 / rate if rate else 0.0, 0.0 if rate else 1.0

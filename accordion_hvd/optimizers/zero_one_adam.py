@@ -112,7 +112,6 @@ class ZeroOneAdam(Adam):
         return SYNC if after % interval == 0 else LOCAL
 
     def _refreshes(self, number: int) -> bool:
-        """Whether the variance is due at step `number`, from 1."""
         last, interval = 0, 1
         while True:
             first = (last // interval + 1) * interval
@@ -171,7 +170,6 @@ class ZeroOneAdam(Adam):
         return {**state, "m": m, "count": advanced(state["count"])}
 
     def _rates(self, state: State, info: Info) -> list[Any]:
-        """Inverse bias corrections."""
         dtype = namespace(state["m"]).dtype(state["m"])
         return self.rates(state["count"], self.setting(info, "betas"), dtype)
 

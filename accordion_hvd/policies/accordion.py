@@ -277,7 +277,6 @@ class Accordion(Windowed):
         return row
 
     def _about_batch(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Decision]:
-        """Return the decision about the batch, if there is one to take."""
         if self.growth is None:
             return []
         row = self._row_of_model(BATCH, norms, LOW, lr)
@@ -286,7 +285,6 @@ class Accordion(Windowed):
     def _about_models(
         self, norms: Mapping[str, float], lr: Mapping[str, float], to_come: int
     ) -> list[Decision]:
-        """Return the decision about averaging models, if there is one to take."""
         if self.alternation is None:
             return []
         current = HIGH if self.alternation.apart else LOW

@@ -113,11 +113,9 @@ class ByteBudget(Observer):
         return affordable(wanted, self._prices, urgency, self._room(batches) - self._rest)
 
     def _least(self) -> float:
-        """Bytes of an exchange, all levels at their cheapest."""
         return self._rest + sum(map(min, self._prices.values()))
 
     def _room(self, batches: int) -> float:
-        """Bytes that an exchange for so many small batches may take."""
         return self.megabytes * MEGABYTE * batches
 
 
@@ -149,6 +147,5 @@ def affordable(
 
 
 def _cheapest(prices: Sequence[float], level: int) -> int:
-    """The cheapest level; `level` if none is cheaper."""
     found = min(range(len(prices)), key=prices.__getitem__)
     return level if prices[level] <= prices[found] else found

@@ -125,5 +125,4 @@ class Displacement(Windowed):
 
 
 def _ratio(residual: float, weights: float) -> float:
-    """Return their ratio; weights that are zero are displaced by any error."""
     return residual / weights if weights else (math.inf if residual else 0.0)

@@ -189,7 +189,6 @@ class Gate:
         return True
 
     def _has_changed(self, link: Link) -> bool:
-        """Whether everything is to be tried again."""
         if self.link is None:
             return True
         times = self._clock.times
@@ -280,7 +279,6 @@ class Gate:
         return max(0.0, saved + worked) / spared if spared > 0 else 0.0
 
     def _choose(self, trials: _Trials) -> str:
-        """The fastest, unless a less lossy one is about as fast."""
         order = [WANTED, MIX, *map(repr, self.fallbacks)]
         found = [way for way in order if way in trials.seconds]
         if not found:
@@ -299,7 +297,6 @@ class Gate:
 
     # ------------------------------------------------------------------------------ what users read
     def _line(self, trials: _Trials, names: Mapping[str, str]) -> str:
-        """The verdict in one line."""
         served = self._assign(trials.best, trials, names)
         pays, all_ = len(names) - len(served), len(names)
         wanted = " and ".join(sorted(set(names.values())))
@@ -367,7 +364,6 @@ def _loss(compressor: str) -> int:
 
 
 def _share(way: str) -> float:
-    """The part of the dense bytes that a fallback sends."""
     return 0.5 if _loss(way) else 1.0
 
 

@@ -90,5 +90,4 @@ class Replay(Policy):
 
 
 def _read(text: str) -> Compressor:
-    """Return the level that a row of a history names."""
     return spec_strings.parse(text, spec_strings.table(compressors, averaging))

@@ -95,5 +95,4 @@ class WarmUp(Policy):
         return f"WarmUp({self.first!r}, {self.then!r}, steps={self.steps!r})"
 
     def _rising(self, lr: Mapping[str, float]) -> bool:
-        """Whether a learning rate is higher than at one of the last looks."""
         return any(lr[name] > rates.get(name, lr[name]) for rates in self._lr for name in lr)

@@ -92,7 +92,6 @@ class Windowed(Policy):
         self._roll()
 
     def _roll(self) -> None:
-        """The next window begins."""
         beyond = 0 if self._ended or self.window is None else self._steps % self.window
         self._epoch += 1
         self._steps, self._ended, self._lr = beyond, False, {}

@@ -156,7 +156,6 @@ class PrivacyBudget:
             )
 
     def _search(self, release: Release) -> int:
-        """The largest count whose epsilon the accountant finds within the budget."""
         fits = lambda count: self.spent({release: count}) <= self.epsilon  # noqa: E731
         if self.epsilon == math.inf:
             return _MOST

@@ -224,7 +224,6 @@ class World:
         ]
 
     def _compare(self, gradients: Mapping[str, Tensor]) -> None:
-        """See that they are what all ranks have agreed on."""
         known = self.exchanges[0].tensors
         if set(gradients) != {tensor.name for tensor in known}:
             names = [tensor.name for tensor in known]
@@ -236,7 +235,6 @@ class World:
                 check.refuse(self, f"gradient of {tensor.name}", found, f"{wanted}, as at first")
 
     def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str]:
-        """Shape (without the contributors', where there are several) and dtype."""
         spec = namespace(gradient).spec(gradient)
         return spec.shape[1 if per_sample(self._policies[0]) else 0 :], spec.dtype
 

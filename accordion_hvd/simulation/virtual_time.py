@@ -288,11 +288,9 @@ class _Job:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return self.times.shape[1]
 
     def models(self) -> list[Array]:
-        """Of each rank, before the first step."""
         return [self.first.copy() for _ in range(self.ranks)]
 
 
@@ -409,7 +407,6 @@ class WithoutWaiting:
         self._collect(now, rank)
 
     def _version(self, step: int) -> int:
-        """Steps of groups of one have none."""
         return step if self._groups.group_size > 1 else (step + 1) // self._period - 1
 
     def _post(self, now: float, sends: Sequence[Activation]) -> None:
@@ -421,7 +418,6 @@ class WithoutWaiting:
         self._look(now, message.to)
 
     def _look(self, now: float, rank: int) -> None:
-        """Whether this rank's progress thread can go on."""
         turn = self._agents[rank].turn()
         if self._turns[rank] is not None or turn is None:
             return

@@ -180,7 +180,6 @@ class Averager(GradientAverager[TensorFlowExchange]):
         return tf.convert_to_tensor(grad) if sparse and self.sparse_as_dense else grad
 
     def _exchanged(self, given: dict[int, Gradient], rate: Rate) -> list[Tensor]:
-        """The means of all of the exchange's tensors."""
         if not self.number:
             return []
         tensors = self.exchange.tensors
@@ -271,7 +270,6 @@ class Averager(GradientAverager[TensorFlowExchange]):
         return [tf.ensure_shape(mean, t.shape) for mean, t in zip(means, tensors, strict=True)]
 
     def _ready(self) -> bool:
-        """Trace an exchange, if that has not been done for these levels; False if it cannot be."""
         exchange = self.exchange
         exchange.settle()
         if self._traced_version == exchange.version:
@@ -317,7 +315,6 @@ class Averager(GradientAverager[TensorFlowExchange]):
 
     # ------------------------------------------------------------------------------------- set-up
     def _set_up(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-        """See that all ranks are about to do the same; collective."""
         pairs = list(zip(variables, grads, strict=True))
         sparse = [key_of(v) for v, g in pairs if isinstance(g, tf.IndexedSlices)]
         self.expect_sparse([key for key in sparse if key not in self.local])

@@ -227,7 +227,6 @@ class TensorFlowExchange(Exchange):
 
 
 def _store(slot: Slot, state: Any, kept: Any, owed: Any, bad: Any) -> None:
-    """Assign what a traced step has brought to the variables that hold it."""
     assert slot.state is not None
     for key, variable in state.items():
         variable.assign(slot.state[key])

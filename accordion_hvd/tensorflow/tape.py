@@ -125,8 +125,6 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
 
 
 class _DistributedTape:
-    """What a distributed tape has besides its own class."""
-
     _local: set[int]
     _wanted: tuple[Any, ...]
 

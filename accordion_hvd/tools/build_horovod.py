@@ -329,7 +329,6 @@ def _show(title: str, elapsed: float, state: str, last: bool = False) -> None:
 
 
 def _progress(log: Path, begin: int) -> str:
-    """The percentage that make printed last, if it printed one."""
     with log.open("rb") as file:
         file.seek(max(begin, log.stat().st_size - 20_000))
         found = re.findall(rb"\[ *(\d+)%\]", file.read())

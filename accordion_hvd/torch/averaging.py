@@ -84,8 +84,6 @@ def parameters(named: Named) -> Parameters:
 
 
 class _Averaged:
-    """The methods of such an optimizer; `_base` is the class that is wrapped."""
-
     _base: Any
     _step_supports_amp_scaling = True  # a rank with infinite gradients must average as well
 

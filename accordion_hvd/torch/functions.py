@@ -78,8 +78,6 @@ def broadcast_optimizer_state(
 
 
 class _Place:
-    """Where a tensor belongs: its number, shape, dtype and device type."""
-
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number, self.shape, self.dtype = number, tuple(tensor.shape), tensor.dtype
         self.device = tensor.device.type
@@ -105,7 +103,6 @@ def _count(value: Any) -> int:
 
 
 def _fill(value: Any, tensors: list[torch.Tensor], root: int, mine: bool) -> Any:
-    """`value` with its tensors put back, as `root` has them."""
     if isinstance(value, _Place):
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         tensor = tensors[value.number] if mine else empty

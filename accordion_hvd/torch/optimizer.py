@@ -330,7 +330,6 @@ class _Distributed(Controls):
         return self._policy.observers
 
     def _before_models(self: Any) -> None:
-        """Before a step: what follows from a change between averaging gradients and models."""
         if self._models is None:
             return
         if self._models.turn():
@@ -339,7 +338,6 @@ class _Distributed(Controls):
             self._models.prepare()
 
     def _average_models(self: Any) -> None:
-        """After a step of this rank's own."""
         if self._models is None or not self.apart:
             return
         lr = float(self.param_groups[0]["lr"]) * self._observers.weight
@@ -376,7 +374,6 @@ class _Distributed(Controls):
         self._by_scaler = False
 
     def _forget(self: Any) -> None:
-        """Gradients that are averaged have been used."""
         self._averager.finished = False
 
     _by_scaler = False  # the GradScaler has made us synchronize

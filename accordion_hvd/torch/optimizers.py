@@ -108,7 +108,6 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         self._set_up(names, options)
 
     def _own_names(self) -> list[tuple[str, torch.Tensor]] | None:
-        """Names that came with the parameters."""
         if any("param_names" not in group for group in self.param_groups):
             return None
         groups = self.param_groups
@@ -166,7 +165,6 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         return cast(Rule, self._averager.serving(parameter))
 
     def _clip(self, limit: float) -> None:
-        """Scale all ranks' gradients by one factor; see `max_grad_norm`."""
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         grads = [grad for grad in grads if grad is not None]
         device = self.param_groups[0]["params"][0].device
@@ -275,7 +273,6 @@ def _mean(tensor: torch.Tensor) -> Conversation:
 
 
 def _native(name: str) -> type[CompressedOptimizer]:
-    """The PyTorch optimizer for a rule."""
     rule = getattr(optimizers, name)
     text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for what all of them take."
     contents = {"_rule": rule, "__doc__": text, "__module__": __name__}

@@ -349,7 +349,6 @@ class Reducer(GradientAverager[Exchange]):
 
     # ---------------------------------------------------------------------------------- agreement
     def _set_up(self) -> None:
-        """Before the first exchange: agree, also on the parameters whose gradients are sparse."""
         if self.agreed:
             return
         self._look_for_new()

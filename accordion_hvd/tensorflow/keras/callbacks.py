@@ -161,7 +161,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             averager.exchange.catch_up(float(self.model.optimizer.learning_rate))
 
     def _averager(self) -> Any:
-        """What averages gradients, if something does."""
         optimizer = self.model.optimizer
         ours = is_distributed(optimizer) and not averages_models(optimizer)
         return optimizer._averager if ours else None

@@ -322,7 +322,6 @@ class _Distributed(Controls):
     # ------------------------------------------------------------------------- batches that grow
     @property
     def _resizes(self: Any) -> bool:
-        """Whether batches may grow."""
         return self.growth is not None
 
     def _batches(self: Any) -> Any:
@@ -346,7 +345,6 @@ class _Distributed(Controls):
         return tf.ensure_shape(found[0], ())
 
     def _follow(self: Any) -> None:
-        """Let graphs know how large batches are."""
         if not self._resizes:
             return
         if self._small is None:
@@ -363,7 +361,6 @@ class _Distributed(Controls):
         return self._times(grads, variables, lambda scale: 1.0 / scale)
 
     def _scaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-        """As LossScaleOptimizer expects them."""
         return self._times(grads, variables, lambda scale: scale)
 
     def _times(self: Any, grads: list[Any], variables: list[Any], factor: Any) -> list[Any]:
@@ -453,7 +450,6 @@ class _Averaged(_Distributed):
 
     @property
     def _resizes(self) -> bool:
-        """No policy has a say in batches."""
         return False
 
     def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
@@ -464,7 +460,6 @@ class _Averaged(_Distributed):
 
 
 def _slots(optimizer: Any) -> list[Any]:
-    """What the optimizer keeps of variables: momentum and its like."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = {key_of(v) for v in (inner._iterations, inner._learning_rate) if hasattr(v, "dtype")}
     return [v for v in inner.variables if key_of(v) not in own and _floating(v)]

@@ -210,7 +210,6 @@ _FROM_KERAS = {"beta_1", "beta_2", "epsilon"}
 
 
 def _from_keras(given: dict[str, Any], default: Any) -> dict[str, Any]:
-    """A rule's arguments, from what Keras calls them."""
     rest = {key: value for key, value in given.items() if key not in _FROM_KERAS}
     if given.get("beta_1") is not None or given.get("beta_2") is not None:
         betas = [given.get(key) for key in ("beta_1", "beta_2")]
@@ -222,7 +221,6 @@ def _from_keras(given: dict[str, Any], default: Any) -> dict[str, Any]:
 
 
 def _to_keras(rule: Any) -> dict[str, Any]:
-    """The inverse of `_from_keras`."""
     found = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     if "betas" in found:
         found["beta_1"], found["beta_2"] = found.pop("betas")
@@ -232,7 +230,6 @@ def _to_keras(rule: Any) -> dict[str, Any]:
 
 
 def _native(name: str) -> type[CompressedOptimizer]:
-    """The Keras optimizer for a rule."""
     rule = getattr(optimizers, name)
     text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for what all of them take."
     contents = {"_rule": rule, "__doc__": text, "__module__": __name__}
