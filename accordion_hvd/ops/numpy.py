@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
-from accordion_hvd.ops.selection import largest
+from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
+from accordion_hvd.ops.journal import consume
 from accordion_hvd.ops.spec import Spec
 
 Array = np.ndarray
-_poison = False
-
-
-@contextlib.contextmanager
-def poisoning() -> Iterator[None]:
-    """Let operations that consume an argument fill it with NaN, so that using it again shows."""
-    global _poison
-    _poison, previous = True, _poison
-    try:
-        yield
-    finally:
-        _poison = previous
-
-
-def _consume(array: Array, undo: Callable[[], Any] | None = None) -> Array:
-    """The array that an in-place operation may write: `array`, or a copy when poisoning.
-
-    Without `undo`, which takes it back, what becomes of `array` is for good.
-    """
-    if not _poison:
-        if undo is not None:
-            journal.record(undo)
-        return array
-    fresh, saved = array.copy(), array.copy()
-    array.fill(np.nan)
-    journal.record(lambda: np.copyto(array, saved))
-    return fresh
 
 
 def spec(x: Array) -> Spec:
@@ -168,7 +140,7 @@ def from_bytes(x: Array, dtype: str, shape: Sequence[int]) -> Array:
 
 def accumulate(a: Array, b: Array) -> Array:
     """a + b in a's dtype. Consumes `a`."""
-    out = _consume(a, lambda: np.subtract(a, b, out=a))
+    out = consume(a, lambda: np.subtract(a, b, out=a))
     return np.add(out, b, out=out)
 
 
@@ -179,25 +151,28 @@ def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
         np.subtract(a, b, out=a)
         np.divide(a, factor, out=a)
 
-    out = _consume(a, undo if factor else functools.partial(np.copyto, a, a.copy()))
+    out = consume(a, undo if factor else functools.partial(np.copyto, a, a.copy()))
     np.multiply(out, factor, out=out)
     return np.add(out, b, out=out)
 
 
 def subtract(a: Array, b: Array) -> Array:
     """a - b in a's dtype. Consumes `a`."""
-    out = _consume(a, lambda: np.add(a, b, out=a))
+    out = consume(a, lambda: np.add(a, b, out=a))
     return np.subtract(out, b, out=out)
 
 
 def momentum(m: Array, beta: float, x: Array) -> Array:
-    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`."""
+    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`.
+
+    Rounds alike for x and |x|: |m| <= b remains true, to the bit, where b is given |x|.
+    """
     return accumulate_scaled(m, beta, (1 - beta) * x.astype(m.dtype))
 
 
 def mixed(x: Array, beta: float, m: Array) -> Array:
     """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
-    out = _consume(x)
+    out = consume(x)
     if out.dtype != m.dtype or not out.flags.writeable:
         return beta * m + (1 - beta) * out.astype(m.dtype)
     np.multiply(out, 1 - beta, out=out)
@@ -206,18 +181,10 @@ def mixed(x: Array, beta: float, m: Array) -> Array:
 
 def second_moment(v: Array, beta: float, x: Array) -> Array:
     """beta * v + (1 - beta) * x * x in v's dtype. Consumes `v`, for good: after a `yield` only."""
-    out = _consume(v)
+    out = consume(v)
     np.multiply(out, beta, out=out)
     wide = x.astype(out.dtype)
     return np.add(out, (1 - beta) * wide * wide, out=out)
-
-
-def absolute_moment(b: Array, beta: float, x: Array) -> Array:
-    """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`.
-
-    Rounds as `momentum` does: |m| <= b remains true, to the bit, where both are given the same.
-    """
-    return momentum(b, beta, np.abs(x))
 
 
 def bounded_ratio(m: Array, b: Array, eps: float = 0.0) -> Array:
@@ -238,14 +205,14 @@ def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: A
         eps: added to the root.
         like: in the shape of `m`; its memory may hold the result. Consumed, for good.
     """
-    _consume(like)
+    consume(like)
     first, second = (np.asarray(rate, m.dtype) for rate in rates)
     return first * m / (np.sqrt(second * v) + m.dtype.type(eps))
 
 
 def masked(x: Array, v: Array) -> Array:
     """`x`, zero where `v` is not above 0. Consumes `x`, for good: after the first `yield` only."""
-    out = _consume(x)
+    out = consume(x)
     out[v <= 0] = 0
     return out
 
@@ -276,7 +243,7 @@ def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array
 def expand(p: Array, q: Array, like: Array) -> Array:
     """p^T q, (n, m), for p (r, n), q (r, m). Consumes `like`, whose memory it may be in."""
     mean = transpose(p) @ q
-    _consume(like)
+    consume(like)
     return mean
 
 
@@ -287,21 +254,21 @@ def deflate(error: Array, p: Array, q: Array) -> Array:
 
 def emptied(x: Array) -> Array:
     """Zeros, fp32, in the shape of `x`. Consumes `x`, for good: after the first `yield` only."""
-    _consume(x)
+    consume(x)
     return np.zeros(x.shape, np.float32)
 
 
 def clear(x: Array, index: Array) -> Array:
     """The vector `x` with zeros at `index`. Consumes `x`."""
     taken = x[index]
-    out = _consume(x, lambda: x.__setitem__(index, taken))
+    out = consume(x, lambda: x.__setitem__(index, taken))
     out[index] = 0
     return out
 
 
 def add_at(x: Array, index: Array, values: Array) -> Array:
     """The vector `x` with `values` added at `index` (no index twice). Consumes `x`."""
-    out = _consume(x, lambda: x.__setitem__(index, x[index] - values))
+    out = consume(x, lambda: x.__setitem__(index, x[index] - values))
     out[index] += values
     return out
 
@@ -340,62 +307,9 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> A
     return secret.rounded_normal(count, sigma, dtype)
 
 
-def largest_index(x: Array, count: int) -> Array:
-    """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact.
-
-    `x` is one row (size,) or several (rows, size); positions count through all of them.
-    """
-    return largest(x, count)
-
-
-def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Array]:
-    """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
-    total = _consume(error, lambda: np.subtract(error, grad, out=error))
-    return total, selection.accumulate_largest(total, grad, count)
-
-
-def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array, Array]:
-    """error + grad, and where its magnitude is at least `limit`: int32, ascending.
-
-    If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
-    which a GPU is waited for. Consumes `error`.
-    """
-    total = _consume(error, lambda: np.subtract(error, grad, out=error))
-    return total, selection.accumulate_reaching(total, grad, limit)
-
-
-def accumulate_outgrown(error: Array, grad: Array, width: int) -> tuple[Array, Array, Array]:
-    """error + grad, AdaComp's choice of it (int32, ascending), and each row's scale (fp32).
-
-    See `accordion_hvd.ops.selection`. Not in a graph, as `accumulate_reaching`. Consumes `error`.
-    """
-    total = _consume(error, lambda: np.subtract(error, grad, out=error))
-    return total, *selection.accumulate_outgrown(total, grad, width)
-
-
-def largest_of_bins(x: Array, width: int) -> Array:
-    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
-    return selection.largest_of_bins(x, width)
-
-
 def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
     """Positions in bins, and signs, in a byte or two each; see `accordion_hvd.ops.bins`."""
     return bins.pack(index, signs < 0, shape, width)
-
-
-def unpack_bins(packed: Array, shape: Sequence[int], width: int) -> tuple[Array, Array]:
-    """The inverse of `pack_bins`: positions (int32), and signs as fp32. Not in a graph."""
-    return bins.unpack(packed, shape, width)
-
-
-def pack_index(index: Array, size: int) -> Array:
-    """Ascending distinct positions below `size` as few bytes; see `accordion_hvd.ops.indices`."""
-    return indices.pack(index, size)
-
-
-def unpack_index(packed: Array, count: int, size: int) -> Array:
-    """The inverse of `pack_index`."""
-    return indices.unpack(packed, count, size)
 
 
 def misplaced(index: Array, size: int) -> Array:
@@ -418,21 +332,13 @@ def insist(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
     return x
 
 
-def sketch(x: Array, codes: Array, columns: int) -> Array:
-    """The count sketch (rows, columns) of the vector `x`, fp32, under the hashes `codes`.
-
-    See `accordion_hvd.ops.count_sketch`, whose `hashes` makes `codes` (rows, blocks).
-    """
-    return count_sketch.insert(x, codes, columns)
-
-
 def unsketch(table: Array, codes: Array, like: Array) -> Array:
     """Estimates of the vector of which `table` is the sketch: medians over an odd number of rows.
 
     fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
     only.
     """
-    _consume(like)
+    consume(like)
     out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
     return count_sketch.estimate(table, codes, out)
 
@@ -549,128 +455,32 @@ def checksum(x: Array) -> Array:
     return np.asarray(np.sum(bits, dtype=np.int64))
 
 
-def pack_bits(codes: Array, bits: int) -> Array:
-    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
-    return quantization.pack(codes.reshape(-1), bits)
-
-
-def unpack_bits(packed: Array, bits: int, count: int) -> Array:
-    """The inverse of `pack_bits`."""
-    return quantization.unpack(packed, bits, count)
-
-
-def bucket_norms(x: Array, bucket: int, kind: str) -> Array:
-    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    return quantization.bucket_norms(_flat(x), bucket, kind)
-
-
-def quantize(x: Array, steps: Array, bucket: int, bits: int, seed: Any = None) -> Array:
-    """x / step, rounded to integers that have `bits` bits, as `pack_bits` packs them.
-
-    Args:
-        x: any shape; magnitudes are at most `quantization.middle(bits)` steps.
-        steps: fp32, one for each `bucket` elements.
-        bucket: elements that have a step in common.
-        bits: of a code, 1 to 8.
-        seed: from `random.key`, rounds stochastically; None rounds to nearest.
-    """
-    return quantization.quantize(_flat(x), steps, bucket, bits, seed)
-
-
-def sum_quantized(
-    parts: Sequence[Array],
-    steps: Sequence[Array],
-    bucket: int,
-    bits: int,
-    middle: float,
-    like: Array,
-) -> Array:
-    """The sum of (code - middle) * step over `parts` from `quantize`, added in their order; fp32.
-
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
-    """
-    out = _room(like)
-    quantization.sum_quantized(out.reshape(-1), parts, steps, bucket, bits, middle)
-    return out
-
-
-def subtract_quantized(
-    total: Array, packed: Array, steps: Array, bucket: int, bits: int, middle: float
-) -> Array:
-    """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
-    out = np.ascontiguousarray(_consume(total))
-    quantization.subtract_quantized(out.reshape(-1), packed, steps, bucket, bits, middle)
-    return out
-
-
-def pack_signs(x: Array, turn: Any = None) -> Array:
-    """A bit for each element: whether it is at least 0 (code 1 of one bit).
-
-    With a `turn` (a step), every other zero counts as negative, the others at the next turn.
-    """
-    return quantization.pack_signs(_flat(x), turn)
-
-
-def pack_random_signs(x: Array, seed: Any, turn: Any) -> Array:
-    """A random bit for each element of `x`, within [-1, 1]: 1 has the probability (1 + x) / 2.
-
-    Turns 0 and 1 of one `seed` (from `random.key`) are antithetic: the same random numbers r are
-    read as 1 - r, so that elements of zero get one bit of each kind. See `ops.quantization`.
-    """
-    return quantization.pack_random_signs(_flat(x), seed, turn)
-
-
-def pack_powers(x: Array, seed: Any) -> Array:
-    """Elements rounded stochastically to powers of two: signs (a bit each), exponents (a byte)."""
-    return quantization.pack_powers(_flat(x), seed)
-
-
-def sum_powers(parts: Sequence[Array], weight: float, like: Array) -> Array:
-    """`weight` times the sum over `parts` from `pack_powers`, in their order; fp32.
-
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
-    """
-    out = _room(like)
-    quantization.sum_powers(out.reshape(-1), parts, weight)
-    return out
-
-
-def column_means(x: Array, packed: Array) -> Array:
-    """Means of a column's elements whose bit (`pack_signs`) is 0, and is 1: (2, m) for (n, m)."""
-    return quantization.column_means(x, packed)
-
-
-def sum_columns(parts: Sequence[Array], means: Sequence[Array], like: Array) -> Array:
-    """The sum of bits (`parts`) with `column_means` for them, in their order; fp32.
-
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
-    """
-    out = _room(like)
-    quantization.sum_columns(out, parts, means)
-    return out
-
-
-def subtract_columns(total: Array, packed: Array, means: Array) -> Array:
-    """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
-    out = np.ascontiguousarray(_consume(total))
-    quantization.subtract_columns(out, packed, means)
-    return out
-
-
 def clip(x: Array, limit: Array) -> Array:
     """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
-    out = _consume(x)
+    out = consume(x)
     return np.clip(out, -limit, limit, out=out)
 
 
-def _flat(x: Array) -> Array:
-    """A vector of fp32, without a copy where possible."""
-    return np.ascontiguousarray(x, np.float32).reshape(-1)
-
-
-def _room(like: Array) -> Array:
-    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
-    out = _consume(like)
-    if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
-        return out
-    return np.empty(like.shape, np.float32)
+# ----------------------------------------------------------- what other modules make of arrays
+largest_index = selection.largest_index
+accumulate_largest = selection.accumulate_largest
+accumulate_reaching = selection.accumulate_reaching
+accumulate_outgrown = selection.accumulate_outgrown
+largest_of_bins = selection.largest_of_bins
+pack_index = indices.pack
+unpack_index = indices.unpack
+unpack_bins = bins.unpack
+sketch = count_sketch.insert
+pack_bits = quantization.pack_bits
+unpack_bits = quantization.unpack_bits
+bucket_norms = quantization.bucket_norms
+quantize = quantization.quantize
+sum_quantized = quantization.sum_quantized
+subtract_quantized = quantization.subtract_quantized
+pack_signs = quantization.pack_signs
+pack_random_signs = quantization.pack_random_signs
+pack_powers = quantization.pack_powers
+sum_powers = quantization.sum_powers
+column_means = quantization.column_means
+sum_columns = quantization.sum_columns
+subtract_columns = quantization.subtract_columns

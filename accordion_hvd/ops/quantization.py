@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from accordion_hvd.ops import backend, random
+from accordion_hvd.ops.journal import consume, room
 
 BLOCK = 1 << 16  # elements that are worked on at once; a multiple of WINDOW
 WINDOW = 1 << 14  # neighbours whose random numbers are neighbours in the table
@@ -45,16 +46,17 @@ def packed_length(count: int, bits: int) -> int:
     return sum(-(-count * width // 8) for width in sections(bits))
 
 
-def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes (uint8, below 2^bits) as bytes."""
+def pack_bits(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes."""
+    codes = codes.reshape(-1)
     packed = np.empty(packed_length(codes.size, bits), np.uint8)
     for start, block in _blocks(codes):
         _pack_block(block, bits, packed, start, codes.size)
     return packed
 
 
-def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The inverse of `pack`."""
+def unpack_bits(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The inverse of `pack_bits`."""
     codes = np.empty(count, np.uint8)
     for start, block in _blocks(codes):
         block[:] = _unpack_block(packed, bits, start, block.size, count)
@@ -122,6 +124,7 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
 
     NaN and infinity show in the norm of their bucket.
     """
+    x = _flat(x)
     norms = np.zeros(-(-x.size // bucket), np.float32 if kind == "max" else np.float64)
     for start, block in _blocks(x):
         starts = np.arange(-start % bucket, block.size, bucket)
@@ -138,18 +141,19 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
 
 
 def quantize(
-    x: np.ndarray, steps: np.ndarray, bucket: int, bits: int, seed: int | None
+    x: np.ndarray, steps: np.ndarray, bucket: int, bits: int, seed: int | None = None
 ) -> np.ndarray:
     """x / step, rounded to the grid (stochastically by `seed`, or to nearest), as packed codes.
 
     Args:
-        x: (size,), fp32.
+        x: any shape.
         steps: distances of the grid's points in each `bucket` elements; magnitudes of x are at
             most `middle(bits)` of them.
         bucket: elements that have a step in common.
-        bits: of a code.
+        bits: of a code, 1 to 8.
         seed: from `random.key`; None rounds to nearest.
     """
+    x = _flat(x)
     packed = np.empty(packed_length(x.size, bits), np.uint8)
     codes = _scratch.codes
     with np.errstate(all="ignore"):
@@ -173,16 +177,20 @@ def inverse_of(steps: np.ndarray) -> np.ndarray:
 
 
 def sum_quantized(
-    out: np.ndarray,
     parts: Sequence[np.ndarray],
     steps: Sequence[np.ndarray],
     bucket: int,
     bits: int,
     middle: float,
-) -> None:
-    """Write the sum of what `parts` (from `quantize`) stand for, added in their order, to `out`."""
+    like: np.ndarray,
+) -> np.ndarray:
+    """The sum of (code - middle) * step over `parts` from `quantize`, added in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = room(like)
     with np.errstate(all="ignore"):
-        for start, block in _blocks(out):
+        for start, block in _blocks(out.reshape(-1)):
             for i, (packed, step) in enumerate(zip(parts, steps, strict=True)):
                 values = _scratch.values[: block.size] if i else block
                 _values_of(packed, bits, middle, start, values, out.size)
@@ -190,18 +198,21 @@ def sum_quantized(
                 np.multiply(values, factor, out=values)
                 if i:
                     np.add(block, values, out=block)
+    return out
 
 
 def subtract_quantized(
     total: np.ndarray, packed: np.ndarray, steps: np.ndarray, bucket: int, bits: int, middle: float
-) -> None:
-    """Subtract what `packed` (from `quantize`) stands for, in place."""
+) -> np.ndarray:
+    """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
+    out = np.ascontiguousarray(consume(total))
     with np.errstate(all="ignore"):
-        for start, block in _blocks(total):
+        for start, block in _blocks(out.reshape(-1)):
             values = _scratch.values[: block.size]
-            _values_of(packed, bits, middle, start, values, total.size)
+            _values_of(packed, bits, middle, start, values, out.size)
             np.multiply(values, _spread(steps, bucket, start, block.size), out=values)
             np.subtract(block, values, out=block)
+    return out
 
 
 def _values_of(
@@ -287,12 +298,13 @@ def _add_noise(values: np.ndarray, start: int, places: list[int], noise: np.ndar
 
 
 # ------------------------------------------------------------------------------------------ signs
-def pack_signs(x: np.ndarray, turn: int | None) -> np.ndarray:
+def pack_signs(x: np.ndarray, turn: int | None = None) -> np.ndarray:
     """One bit an element: whether it is positive; eight a byte, lowest bit first.
 
-    Without `turn`, zeros are positive. With it, every other one is (even positions at even turns),
-    and below 2^-126 everything is zero. NaN is negative.
+    Without `turn` (a step), zeros are positive. With it, every other one is (even positions at
+    even turns), and below 2^-126 everything is zero. NaN is negative.
     """
+    x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
     for start, block in _blocks(x):
         mask = _scratch.mask[: block.size]
@@ -313,11 +325,13 @@ def _bounds(turn: int) -> np.ndarray:
 
 
 def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
-    """One random bit an element, 1 with the probability (1 + x) / 2, to 2^-17; eight a byte.
+    """A random bit for each element of `x`, within [-1, 1]: 1 has the probability (1 + x) / 2.
 
-    An element's number r of the table makes it 1 if r >= (1 - x) / 2; at odd turns r is read as
-    1 - r. Exact for -1 and 1: r is nearer to 1/2 than these.
+    To 2^-17; eight a byte. An element's number r of the table makes it 1 if r >= (1 - x) / 2; at
+    turn 1 r is read as 1 - r, so that elements of zero get one bit of each kind from the two turns
+    of one `seed` (from `random.key`). Exact for -1 and 1: r is nearer to 1/2 than these.
     """
+    x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
     places, sign = _places(x.size, seed), np.float32(0.5 if turn == 0 else -0.5)
     compare = np.greater_equal if turn == 0 else np.less
@@ -340,6 +354,7 @@ def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
     Returns:
         Bytes: the signs as in `pack_signs` (1 is negative), then IEEE 754's exponents.
     """
+    x = _flat(x)
     packed = np.empty(-(-x.size // 8) + x.size, np.uint8)
     exponents, noise = packed[packed.size - x.size :], mantissas()
     places = _places(x.size, seed)
@@ -356,16 +371,21 @@ def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
     return packed
 
 
-def sum_powers(out: np.ndarray, parts: Sequence[np.ndarray], weight: float) -> None:
-    """Write weight * the sum of what `parts` (from `pack_powers`) stand for to `out`."""
+def sum_powers(parts: Sequence[np.ndarray], weight: float, like: np.ndarray) -> np.ndarray:
+    """`weight` times the sum over `parts` from `pack_powers`, in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out = room(like)
     with np.errstate(all="ignore"):
-        for start, block in _blocks(out):
+        for start, block in _blocks(out.reshape(-1)):
             for i, packed in enumerate(parts):
                 values = _scratch.values[: block.size] if i else block
                 _powers_of(packed, start, values, out.size)
                 if i:
                     np.add(block, values, out=block)
             np.multiply(block, np.float32(weight), out=block)
+    return out
 
 
 def _powers_of(packed: np.ndarray, start: int, out: np.ndarray, count: int) -> None:
@@ -403,9 +423,14 @@ def column_means(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
     return np.stack([low, high], 1).astype(np.float32).reshape(*x.shape[:-2], 2, m)
 
 
-def sum_columns(out: np.ndarray, parts: Sequence[np.ndarray], means: Sequence[np.ndarray]) -> None:
-    """Write the sum of what bits (`parts`) and their `column_means` stand for to `out`."""
-    grids = [_columns(mean) for mean in means]
+def sum_columns(
+    parts: Sequence[np.ndarray], means: Sequence[np.ndarray], like: np.ndarray
+) -> np.ndarray:
+    """The sum of bits (`parts`) with `column_means` for them, in their order; fp32.
+
+    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    """
+    out, grids = room(like), [_columns(mean) for mean in means]
     for matrix, start, block in _rows(out):
         for i, (packed, (center, step)) in enumerate(zip(parts, grids, strict=True)):
             values = _scratch.room(block) if i else block
@@ -414,17 +439,19 @@ def sum_columns(out: np.ndarray, parts: Sequence[np.ndarray], means: Sequence[np
             values += center[matrix]
             if i:
                 np.add(block, values, out=block)
+    return out
 
 
-def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> None:
-    """Subtract what bits (`packed`) and their `column_means` stand for, in place."""
-    center, step = _columns(means)
-    for matrix, start, block in _rows(total):
+def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
+    """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
+    out, (center, step) = np.ascontiguousarray(consume(total)), _columns(means)
+    for matrix, start, block in _rows(out):
         values = _scratch.room(block)
         _bits_of(packed, 0.5, start, values.reshape(-1))
         values *= step[matrix]
         values += center[matrix]
         np.subtract(block, values, out=block)
+    return out
 
 
 def _columns(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -461,6 +488,11 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    """A vector of fp32, without a copy where possible."""
+    return np.ascontiguousarray(x, np.float32).reshape(-1)
 
 
 def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -7,7 +7,7 @@ Nothing here waits for a GPU. The results are those of the CPU, but for the orde
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -19,9 +19,9 @@ Tensor: TypeAlias = torch.Tensor
 Table: TypeAlias = Callable[[], np.ndarray]
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """See `quantization.pack`."""
-    packed = []
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    codes, packed = codes.reshape(-1), []
     for width in quantization.sections(bits):
         low = _padded(codes & (2**width - 1), 8 // width)
         byte = low[:, 0]
@@ -32,8 +32,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.cat(packed)
 
 
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """See `quantization.unpack`."""
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_bits`."""
     codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
     offset = shift = 0
     for width in quantization.sections(bits):
@@ -46,7 +46,8 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """See `quantization.bucket_norms`."""
+    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    x = _flat(x)
     rows = _padded(x, min(bucket, x.numel()))
     if kind == "max":
         return rows.abs().amax(1)
@@ -54,74 +55,78 @@ def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
     return torch.linalg.vector_norm(rows, order, 1, dtype=torch.float64).float()
 
 
-def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None) -> Tensor:
-    """See `quantization.quantize`."""
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None = None) -> Tensor:
+    """x / step, rounded to integers of `bits` bits, packed; see `ops.quantization`."""
+    x = _flat(x)
     zero, middle = torch.zeros_like(steps), quantization.middle(bits)
     shrink = torch.full_like(steps, quantization.SHRINK)
     inverse = torch.where(steps > quantization.LEAST, shrink / steps, zero)
     values = x * _spread(inverse, bucket, x.numel())
     noise = 0.5 if seed is None else _noise(quantization.table, x, seed)
-    return pack((values + (noise + middle)).to(torch.uint8), bits)
+    return pack_bits((values + (noise + middle)).to(torch.uint8), bits)
 
 
 def sum_quantized(
-    out: Tensor,
     parts: Sequence[Tensor],
     steps: Sequence[Tensor],
     bucket: int,
     bits: int,
     middle: float,
-) -> None:
-    """See `quantization.sum_quantized`."""
-    for i, (packed, step) in enumerate(zip(parts, steps, strict=True)):
-        values = _values(packed, step, bucket, bits, middle, out.numel())
-        out.copy_(values) if i == 0 else out.add_(values)
+    like: Tensor,
+) -> Tensor:
+    """The sum of (code - middle) * step over `parts`; see `ops.quantization`."""
+    pairs = zip(parts, steps, strict=True)
+    return _sum((_values(*pair, bucket, bits, middle, like) for pair in pairs), like)
 
 
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
-) -> None:
-    """See `quantization.subtract_quantized`."""
-    total.sub_(_values(packed, steps, bucket, bits, middle, total.numel()))
+) -> Tensor:
+    """`total` - (code - middle) * step; see `ops.quantization`."""
+    return total.contiguous().sub_(_values(packed, steps, bucket, bits, middle, total))
 
 
-def pack_signs(x: Tensor, turn: int | None) -> Tensor:
-    """See `quantization.pack_signs`."""
+def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
+    """A bit for each element: whether it is at least 0; see `ops.quantization`."""
+    x = _flat(x)
     if turn is None:
-        return pack((x >= 0).to(torch.uint8), 1)
+        return pack_bits((x >= 0).to(torch.uint8), 1)
     odd = (torch.arange(x.numel(), device=x.device) + turn % 2) % 2
-    return pack((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
+    return pack_bits((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
 
 
 def pack_random_signs(x: Tensor, seed: int, turn: int) -> Tensor:
-    """See `quantization.pack_random_signs`."""
+    """A random bit for each element of `x`; see `ops.quantization`."""
+    x = _flat(x)
     values = _noise(quantization.table, x, seed) + x * (0.5 if turn == 0 else -0.5)
-    return pack((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
+    return pack_bits((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
 
 
 def pack_powers(x: Tensor, seed: int) -> Tensor:
-    """See `quantization.pack_powers`."""
+    """Elements rounded stochastically to powers of two; see `ops.quantization`."""
+    x = _flat(x)
     bits = x.view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).long() + _noise(quantization.mantissas, x, seed)
     exponents = (magnitude.clamp_max(0x7FFFFFFF) >> 23).to(torch.uint8)
-    return torch.cat([pack((bits < 0).to(torch.uint8), 1), exponents])
+    return torch.cat([pack_bits((bits < 0).to(torch.uint8), 1), exponents])
 
 
-def sum_powers(out: Tensor, parts: Sequence[Tensor], weight: float) -> None:
-    """See `quantization.sum_powers`."""
-    count = out.numel()
-    for i, packed in enumerate(parts):
-        signs, exponents = unpack(packed[:-count], 1, count), packed[-count:]
-        bits = (signs.long() << 8 | exponents.long()) << 23
-        bits = bits - ((bits >> 31) << 32)  # as int32 has it
-        values = bits.to(torch.int32).view(torch.float32)
-        out.copy_(values) if i == 0 else out.add_(values)
-    out.mul_(weight)
+def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
+    """`weight` times the sum over `parts` from `pack_powers`; see `ops.quantization`."""
+    return _sum((_powers(packed, like) for packed in parts), like).mul_(weight)
+
+
+def _powers(packed: Tensor, like: Tensor) -> Tensor:
+    count = like.numel()
+    signs, exponents = unpack_bits(packed[:-count], 1, count), packed[-count:]
+    bits = (signs.long() << 8 | exponents.long()) << 23
+    bits = bits - ((bits >> 31) << 32)  # as int32 has it
+    return bits.to(torch.int32).view(torch.float32).view(like.shape)
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
-    """See `quantization.column_means`."""
-    bits = unpack(packed, 1, x.numel()).view(x.shape).bool()
+    """Means of a column's elements whose bit is 0, and is 1; see `ops.quantization`."""
+    bits = unpack_bits(packed, 1, x.numel()).view(x.shape).bool()
     means = []
     for chosen in (~bits, bits):
         total = x.masked_fill(~chosen, 0).sum(-2, dtype=torch.float64)
@@ -129,28 +134,39 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
     return torch.stack(means, -2).float()
 
 
-def sum_columns(out: Tensor, parts: Sequence[Tensor], means: Sequence[Tensor]) -> None:
-    """See `quantization.sum_columns`."""
-    for i, (packed, mean) in enumerate(zip(parts, means, strict=True)):
-        values = _columns(packed, mean, out)
-        out.copy_(values) if i == 0 else out.add_(values)
+def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of bits (`parts`) with `column_means` for them; see `ops.quantization`."""
+    pairs = zip(parts, means, strict=True)
+    return _sum((_columns(*pair, like) for pair in pairs), like)
 
 
-def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> None:
-    """See `quantization.subtract_columns`."""
-    total.sub_(_columns(packed, means, total))
+def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
+    """`total` without its bits' `column_means`; see `ops.quantization`."""
+    return total.contiguous().sub_(_columns(packed, means, total))
 
 
 def _columns(packed: Tensor, means: Tensor, like: Tensor) -> Tensor:
     low, high = means[..., :1, :], means[..., 1:, :]
-    bits = unpack(packed, 1, like.numel()).view(like.shape)
+    bits = unpack_bits(packed, 1, like.numel()).view(like.shape)
     return (bits - 0.5) * (high - low) + (low + high) * 0.5
 
 
 def _values(
-    packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float, count: int
+    packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float, like: Tensor
 ) -> Tensor:
-    return (unpack(packed, bits, count).float() - middle) * _spread(steps, bucket, count)
+    codes = unpack_bits(packed, bits, like.numel()).float()
+    return ((codes - middle) * _spread(steps, bucket, like.numel())).view(like.shape)
+
+
+def _sum(values: Iterable[Tensor], like: Tensor) -> Tensor:
+    """fp32, in the memory of `like` where possible, which it consumes."""
+    fits = like.dtype == torch.float32 and like.is_contiguous()
+    out = (
+        like.detach() if fits else torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    )
+    for i, part in enumerate(values):
+        out.copy_(part) if i == 0 else out.add_(part)
+    return out
 
 
 def _spread(steps: Tensor, bucket: int, count: int) -> Tensor:
@@ -158,6 +174,11 @@ def _spread(steps: Tensor, bucket: int, count: int) -> Tensor:
     if steps.numel() == 1:
         return steps
     return steps[:, None].expand(-1, bucket).reshape(-1)[:count]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A vector of fp32, without a copy where possible."""
+    return x.detach().float().contiguous().view(-1)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

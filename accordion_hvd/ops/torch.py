@@ -222,11 +222,6 @@ def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
     return v.mul_(beta).addcmul_(wide, wide, value=1 - beta)
 
 
-def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
-    """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`."""
-    return momentum(b, beta, x.abs())
-
-
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
     """m / (b + eps), within [-1, 1], 0 for 0 / 0; see `accordion_hvd.ops.numpy`."""
     out = torch.add(b, eps).clamp_min_(quantization.SMALLEST)
@@ -502,18 +497,14 @@ def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 @_numpy_on_cpu
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
-    import accordion_hvd.ops.torch as xp
-
-    return torch.stack([count_sketch.moved(xp, x.float(), row, columns).sum(0) for row in codes])
+    return torch.stack([count_sketch.moved(x.float(), row, columns).sum(0) for row in codes])
 
 
 @_numpy_on_cpu
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
-    import accordion_hvd.ops.torch as xp
-
-    pairs, size = zip(table, codes, strict=True), like.numel()
-    rows = [count_sketch.found(xp, *pair, size) for pair in pairs]
+    pairs = zip(table, codes, strict=True)
+    rows = [count_sketch.found(*pair, like.numel()) for pair in pairs]
     return torch.stack(rows).median(0).values
 
 
@@ -618,115 +609,21 @@ def checksum(x: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-@_numpy_on_cpu
-def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
-    return anywhere.pack(codes.reshape(-1), bits)
-
-
-@_numpy_on_cpu
-def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack_bits`."""
-    return anywhere.unpack(packed, bits, count)
-
-
-@_numpy_on_cpu
-def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    return anywhere.bucket_norms(_flat(x), bucket, kind)
-
-
-@_numpy_on_cpu
-def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
-    """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
-    return anywhere.quantize(_flat(x), steps, bucket, bits, seed)
-
-
-@_numpy_on_cpu
-def sum_quantized(
-    parts: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    bucket: int,
-    bits: int,
-    middle: float,
-    like: Tensor,
-) -> Tensor:
-    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
-    out = _room(like)
-    anywhere.sum_quantized(out.view(-1), parts, steps, bucket, bits, middle)
-    return out
-
-
-@_numpy_on_cpu
-def subtract_quantized(
-    total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
-) -> Tensor:
-    """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
-    total = total.contiguous()
-    anywhere.subtract_quantized(total.view(-1), packed, steps, bucket, bits, middle)
-    return total
-
-
-@_numpy_on_cpu
-def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
-    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
-    return anywhere.pack_signs(_flat(x), turn)
-
-
-@_numpy_on_cpu
-def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
-    """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
-    return anywhere.pack_random_signs(_flat(x), seed, turn)
-
-
-@_numpy_on_cpu
-def pack_powers(x: Tensor, seed: Any) -> Tensor:
-    """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
-    return anywhere.pack_powers(_flat(x), seed)
-
-
-@_numpy_on_cpu
-def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
-    """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
-    out = _room(like)
-    anywhere.sum_powers(out.view(-1), parts, weight)
-    return out
-
-
-@_numpy_on_cpu
-def column_means(x: Tensor, packed: Tensor) -> Tensor:
-    """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
-    return anywhere.column_means(x, packed)
-
-
-@_numpy_on_cpu
-def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
-    out = _room(like)
-    anywhere.sum_columns(out, parts, means)
-    return out
-
-
-@_numpy_on_cpu
-def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
-    """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
-    total = total.contiguous()
-    anywhere.subtract_columns(total, packed, means)
-    return total
-
-
 def clip(x: Tensor, limit: Tensor) -> Tensor:
     """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
     return x.detach().clamp_(-limit, limit)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """A vector of fp32, without a copy where possible."""
-    return x.detach().float().contiguous().view(-1)
-
-
-def _room(like: Tensor) -> Tensor:
-    """fp32 in the shape of `like`, in its memory where possible."""
-    if like.dtype == torch.float32 and like.is_contiguous():
-        return like.detach()
-    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+pack_bits = _numpy_on_cpu(anywhere.pack_bits)
+unpack_bits = _numpy_on_cpu(anywhere.unpack_bits)
+bucket_norms = _numpy_on_cpu(anywhere.bucket_norms)
+quantize = _numpy_on_cpu(anywhere.quantize)
+sum_quantized = _numpy_on_cpu(anywhere.sum_quantized)
+subtract_quantized = _numpy_on_cpu(anywhere.subtract_quantized)
+pack_signs = _numpy_on_cpu(anywhere.pack_signs)
+pack_random_signs = _numpy_on_cpu(anywhere.pack_random_signs)
+pack_powers = _numpy_on_cpu(anywhere.pack_powers)
+sum_powers = _numpy_on_cpu(anywhere.sum_powers)
+column_means = _numpy_on_cpu(anywhere.column_means)
+sum_columns = _numpy_on_cpu(anywhere.sum_columns)
+subtract_columns = _numpy_on_cpu(anywhere.subtract_columns)

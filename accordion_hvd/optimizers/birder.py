@@ -181,8 +181,8 @@ class Birder(Rule):
         """The new b, at least |m|."""
         xp, slow = namespace(m), self.setting(info, "beta_b")
         if slow is None:
-            return xp.absolute_moment(b, self.setting(info, "beta"), magnitude)
-        return xp.maximum(xp.absolute_moment(b, slow, magnitude), xp.maximum(m, -m))
+            return xp.momentum(b, self.setting(info, "beta"), abs(magnitude))
+        return xp.maximum(xp.momentum(b, slow, abs(magnitude)), xp.maximum(m, -m))
 
     def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
         """How means over so many ranks are told."""

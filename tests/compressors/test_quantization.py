@@ -49,10 +49,10 @@ SIZES = [1, 7, 8, 513, (1 << 16) + 3, 150_001]
 @given(st.integers(1, 8), st.integers(0, 200), st.randoms(use_true_random=False))
 def test_codes_survive_packing(bits: int, count: int, chance: Any) -> None:
     codes = np.array([chance.randrange(2**bits) for _ in range(count)], np.uint8)
-    packed = quantization.pack(codes, bits)
+    packed = quantization.pack_bits(codes, bits)
     assert packed.size == quantization.packed_length(count, bits)
     assert packed.size <= -(-count * bits // 8) + 2
-    np.testing.assert_array_equal(quantization.unpack(packed, bits, count), codes)
+    np.testing.assert_array_equal(quantization.unpack_bits(packed, bits, count), codes)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -64,7 +64,7 @@ def test_packing_bit_by_bit(bits: int) -> None:
         number = sum((int(c) >> low) % 2**width << i * width for i, c in enumerate(codes))
         wanted += number.to_bytes(-(-41 * width // 8), "little")
         low += width
-    assert quantization.pack(codes, bits).tobytes() == bytes(wanted)
+    assert quantization.pack_bits(codes, bits).tobytes() == bytes(wanted)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -88,13 +88,15 @@ def test_grids_by_brute_force(size: int, bucket: int) -> None:
         each = steps[of].astype(np.float64)
         for seed, most in ((None, 0.501), (random.key("a", bits), 1.001)):
             packed = quantization.quantize(x, steps, bucket, bits, seed)
-            codes = quantization.unpack(packed, bits, size)
+            codes = quantization.unpack_bits(packed, bits, size)
             value = (codes.astype(float) - middle) * each
             assert (np.abs(value - x) <= most * each).all()
             out = np.empty(size, np.float32)
             parts, scales = [packed, packed[::-1].copy()], [steps, steps * np.float32(0.3)]
-            quantization.sum_quantized(out, parts, scales, bucket, bits, middle)
-            other = (quantization.unpack(parts[1], bits, size).astype(float) - middle) * each * 0.3
+            quantization.sum_quantized(parts, scales, bucket, bits, middle, out)
+            other = (
+                (quantization.unpack_bits(parts[1], bits, size).astype(float) - middle) * each * 0.3
+            )
             np.testing.assert_allclose(out, value + other, rtol=1e-5, atol=1e-5)
             if bits > 1:
                 assert not value[x == 0].any(), "zero stays zero"
@@ -125,7 +127,7 @@ def test_any_device_gives_the_same_bytes(size: int) -> None:
             same("pack_random_signs", np.tanh(x), 7, turn)
     for bits in range(1, 9):
         codes = RNG.integers(0, 2**bits, size).astype(np.uint8)
-        same("unpack", same("pack", codes, bits), bits, size)
+        same("unpack_bits", same("pack_bits", codes, bits), bits, size)
         for bucket in (3, 512, 10**6):
             steps = same("bucket_norms", x, bucket, "max") / np.float32(quantization.middle(bits))
             for seed in (None, 7):
@@ -134,16 +136,16 @@ def test_any_device_gives_the_same_bytes(size: int) -> None:
             grid = bucket, bits, quantization.middle(bits)
             (out, rest), (out2, rest2) = pairs(out, rest)
             out2, rest2 = out2.clone(), rest2.clone()
-            quantization.sum_quantized(out, [packed] * 2, [steps] * 2, *grid)
+            quantization.sum_quantized([packed] * 2, [steps] * 2, *grid, out)
             quantization.subtract_quantized(rest, packed, steps, *grid)
             packed, steps = torch.from_numpy(packed), torch.from_numpy(steps)
-            anywhere.sum_quantized(out2, [packed] * 2, [steps] * 2, *grid)
+            anywhere.sum_quantized([packed] * 2, [steps] * 2, *grid, out2)
             anywhere.subtract_quantized(rest2, packed, steps, *grid)
             assert same_bits(out2.numpy(), out) and same_bits(rest2.numpy(), rest)
     packed, out = same("pack_powers", x, 9), np.empty(size, np.float32)
-    quantization.sum_powers(out, [packed] * 3, 0.25)
+    quantization.sum_powers([packed] * 3, 0.25, out)
     out2 = torch.empty(size)
-    anywhere.sum_powers(out2, [torch.from_numpy(packed)] * 3, 0.25)
+    anywhere.sum_powers([torch.from_numpy(packed)] * 3, 0.25, out2)
     assert same_bits(out2.numpy(), out)
     cube = RNG.standard_normal((2, 40, 30)).astype(np.float32)
     bits = quantization.pack_signs(cube.reshape(-1), None)
@@ -164,11 +166,11 @@ def test_any_payload_can_be_decoded() -> None:
     scales[:2] = np.nan, np.inf
     for bits in range(1, 9):
         packed = RNG.integers(0, 256, quantization.packed_length(size, bits), np.uint8)
-        quantization.sum_quantized(out, [packed], [scales], bucket, bits, 0.5 if bits == 1 else 3)
+        quantization.sum_quantized([packed], [scales], bucket, bits, 0.5 if bits == 1 else 3, out)
         assert not np.isfinite(out[0]) and not np.isfinite(out[: 2 * bucket]).all()
         quantization.subtract_quantized(np.zeros_like(out), packed, scales, bucket, bits, 0.5)
     packed = RNG.integers(0, 256, -(-size // 8) + size, np.uint8)
-    quantization.sum_powers(out, [packed], 1.0)
+    quantization.sum_powers([packed], 1.0, out)
 
 
 # --------------------------------------------------------------------------------- random numbers

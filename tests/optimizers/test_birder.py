@@ -43,7 +43,7 @@ def placed(rule: Birder, ranks: int, local: int, framework: Framework = NUMPY) -
 
 
 def signs(packed: np.ndarray, count: int) -> np.ndarray:
-    return quantization.unpack(packed, 1, count) * 2.0 - 1
+    return quantization.unpack_bits(packed, 1, count) * 2.0 - 1
 
 
 # ------------------------------------------------------------------------------------- one draw

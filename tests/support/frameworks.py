@@ -43,7 +43,7 @@ class Framework:
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Within it, the framework's tensors are computed with."""
         if self.name == "numpy-poisoned":
-            from accordion_hvd.ops.numpy import poisoning
+            from accordion_hvd.ops.journal import poisoning
 
             return poisoning()
         return contextlib.nullcontext()
