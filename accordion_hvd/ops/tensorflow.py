@@ -580,19 +580,22 @@ def _on_host(
     Of `given`, the values of tensors (and of lists of them) arrive, those of whole numbers as
     integers, and fresh memory for a `_room`; anything else as it is.
     """
-    tensors = [x for x in tf.nest.flatten(given) if tf.is_tensor(x)]
+    parts = [x if isinstance(x, (list, tuple)) else [x] for x in given]
+    tensors = [x for part in parts for x in part if tf.is_tensor(x)]
     # NumPy has no bfloat16
     tensors = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in tensors]
 
     def run(*values: np.ndarray) -> Any:
         rest = iter(values)
-        return function(*tf.nest.map_structure(lambda x: _told(x, rest), given))
+        return function(*(_told(x, rest) for x in given))
 
     return tf.ensure_shape(tf.numpy_function(run, tensors, dtype), tuple(shape))
 
 
 def _told(x: Any, values: Iterator[np.ndarray]) -> Any:
-    """What arrives for `x`; if that is a tensor, the next of `values`."""
+    """What arrives for `x`: for each tensor, the next of `values`."""
+    if isinstance(x, (list, tuple)):
+        return [_told(part, values) for part in x]
     if isinstance(x, tf.TensorSpec):
         return np.empty(x.shape, np.float32)
     if not tf.is_tensor(x):
