@@ -103,14 +103,9 @@ def symbolic(x: Array) -> bool:
     return False
 
 
-def concat(parts: Sequence[Array]) -> Array:
-    """Vectors one after the other."""
-    return np.concatenate(parts)
-
-
-def beside(parts: Sequence[Array]) -> Array:
-    """Matrices with equally many rows, side by side."""
-    return np.concatenate(parts, axis=1)
+def concat(parts: Sequence[Array], axis: int = 0) -> Array:
+    """Tensors one after the other, or side by side: along `axis`."""
+    return np.concatenate(parts, axis)
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
@@ -403,7 +398,7 @@ def either(bad: Any, first: Array, second: Array) -> Array:
 
 def is_bad(flags: Array) -> Any:
     """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
-    return bool(np.any(flags != 0))
+    return bool((flags != 0).any())
 
 
 def nans_like(x: Array) -> Array:

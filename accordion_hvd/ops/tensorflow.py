@@ -116,14 +116,9 @@ def symbolic(x: Tensor) -> bool:
     return not hasattr(x, "numpy")
 
 
-def concat(parts: Sequence[Tensor]) -> Tensor:
-    """Vectors one after the other."""
-    return tf.concat(list(parts), 0)
-
-
-def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices with equally many rows, side by side."""
-    return tf.concat(list(parts), 1)
+def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after the other, or side by side: along `axis`."""
+    return tf.concat(list(parts), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -46,6 +46,14 @@ def _array(x: Any) -> Any:
     return [_array(part) for part in x] if isinstance(x, (list, tuple)) else x
 
 
+shape = oracle.shape
+reshape = oracle.reshape
+unstack = oracle.unstack
+symbolic = oracle.symbolic
+is_bad = oracle.is_bad
+either = oracle.either
+
+
 def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.torch as xp
@@ -53,11 +61,6 @@ def spec(x: Tensor) -> Spec:
     if x.layout != torch.strided:
         check.refuse(x, "layout", x.layout, "torch.strided (dense)")
     return Spec(tuple(x.shape), dtype(x), xp, x.device)
-
-
-def shape(x: Tensor) -> tuple[int, ...]:
-    """The static shape."""
-    return tuple(x.shape)
 
 
 def dtype(x: Tensor) -> str:
@@ -105,11 +108,6 @@ def copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The same elements in another shape (a view where possible)."""
-    return x.reshape(tuple(shape))
-
-
 def transpose(x: Tensor) -> Tensor:
     """The transpose of a matrix, or of each of several (a view where possible)."""
     return x.mT
@@ -130,19 +128,9 @@ def maximum_of(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).max()
 
 
-def symbolic(x: Tensor) -> bool:
-    """Whether `x` has no value yet (in a graph)."""
-    return False
-
-
-def concat(parts: Sequence[Tensor]) -> Tensor:
-    """Vectors one after the other."""
-    return torch.cat(list(parts))
-
-
-def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices with equally many rows, side by side."""
-    return torch.cat(list(parts), 1)
+def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after the other, or side by side: along `axis`."""
+    return torch.cat(list(parts), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -157,11 +145,6 @@ def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
         if into.shape == (len(parts), *first.shape):
             return torch.stack(list(parts), out=into)
     return torch.stack(list(parts))
-
-
-def unstack(x: Tensor) -> list[Tensor]:
-    """The inverse of `stack` (views where possible)."""
-    return list(x.unbind(0))
 
 
 def to_bytes(x: Tensor) -> Tensor:
@@ -554,16 +537,6 @@ def without_bad(x: Tensor, bad: Tensor) -> Tensor:
     if bad.device.type == "cpu":
         return torch.zeros_like(x) if bool(bad != 0) else x
     return torch.where(bad == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-def either(bad: Any, first: Tensor, second: Tensor) -> Tensor:
-    """`first` if `bad` (from `is_bad`), else `second`."""
-    return first if bad else second
-
-
-def is_bad(flags: Tensor) -> Any:
-    """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
-    return bool((flags != 0).any())
 
 
 def nans_like(x: Tensor) -> Tensor:

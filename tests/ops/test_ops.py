@@ -119,7 +119,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
     ("take", (V, INDEX), 0),
-    ("beside", ([X, X[:, :2]],), 0),
+    ("concat", ([X, X[:, :2]], 1), 0),
     ("sum_at", (np.int32([3, 0, 3, 6]), np.int32([1, -1, 1, 5]), 8), 0),
     ("sum_at", (INDEX[:0], INDEX[:0], 3), 0),
     *[("finite", (x,), 0) for x in (X, NAN, INF, V.astype(np.float16), np.float64([1e300]))],
