@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
@@ -42,8 +41,7 @@ class AdaComp(SparseCodec):
 
     def __post_init__(self) -> None:
         """Raises: ValueError when bin is no integer from 1 to 16383."""
-        if not check.is_integer(self.bin) or not 1 <= self.bin <= bins.LONG:
-            check.refuse(self, "bin", self.bin, f"an integer from 1 to {bins.LONG}")
+        check.integer(self, "bin", self.bin, least=1, most=bins.LONG)
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
         """Scales, positions and signs, as bytes; for the paper's choice, r and g count apart."""
@@ -55,15 +53,15 @@ class AdaComp(SparseCodec):
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
         """Parse positions, and signs times their row's scale."""
-        return (partial(_decode, shape=shape, width=self.bin),)
+        rows = math.prod(shape[:-1])
 
+        def read(payload: Tensor) -> tuple[Chosen, Tensor]:
+            xp = namespace(payload)
+            if xp.shape(payload)[0] < 4 * rows:
+                raise ValueError(f"{xp.shape(payload)[0]} bytes do not hold {rows} scales")
+            scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
+            index, signs = xp.unpack_bins(payload[4 * rows :], shape, self.bin)
+            values = signs * xp.take(scale, index // shape[-1])
+            return (index, values), xp.misplaced(index, math.prod(shape))
 
-def _decode(payload: Tensor, shape: tuple[int, ...], width: int) -> tuple[Chosen, Tensor]:
-    """Positions, and signs times their row's scale."""
-    xp, rows = namespace(payload), math.prod(shape[:-1])
-    if xp.shape(payload)[0] < 4 * rows:
-        raise ValueError(f"{xp.shape(payload)[0]} bytes do not hold {rows} scales")
-    scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
-    index, signs = xp.unpack_bins(payload[4 * rows :], shape, width)
-    values = signs * xp.take(scale, index // shape[-1])
-    return (index, values), xp.misplaced(index, math.prod(shape))
+        return (read,)

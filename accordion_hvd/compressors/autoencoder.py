@@ -102,7 +102,7 @@ class Layer:
         ones = xp.full((models, 1, xp.shape(each)[1]), 1.0, "float32", xp.device(x))
         by_weights = xp.reshape(xp.transpose(long) @ short, (models, -1))
         by_bias = xp.reshape(ones @ each, (models, -1))
-        return xp.reshape(below, xp.shape(x)), _beside([by_weights, by_bias])
+        return xp.reshape(below, xp.shape(x)), xp.concat([by_weights, by_bias], 1)
 
     def _weights(self, parameters: Tensor) -> Tensor:
         xp = namespace(parameters)
@@ -143,7 +143,7 @@ def backward(
     for i in reversed(range(len(layers))):
         slope, by_mine = layers[i].backward(parts[i], signals[i], signals[i + 1], slope)
         found.insert(0, by_mine)
-    return slope, _beside(found)
+    return slope, namespace(slope).concat(found, 1)
 
 
 def _cut(layers: Sequence[Layer], parameters: Tensor) -> list[Tensor]:
@@ -152,12 +152,6 @@ def _cut(layers: Sequence[Layer], parameters: Tensor) -> list[Tensor]:
         parts.append(parameters[:, start : start + layer.size])
         start += layer.size
     return parts
-
-
-def _beside(parts: Sequence[Tensor]) -> Tensor:
-    xp = namespace(parts[0])
-    rows = [xp.concat([part[i] for part in parts]) for i in range(xp.shape(parts[0])[0])]
-    return xp.stack(rows)
 
 
 # ------------------------------------------------------------------------------ LGC's own networks
@@ -252,7 +246,7 @@ class Autoencoder:
         by_codes, by_decoders = backward(DECODER, decoders, decoding, slope)
         if news is not None:
             ones = xp.full((xp.shape(off)[1], 1), 1.0, "float32", xp.device(x))
-            by_decoders = _beside([by_decoders, (slope * news) @ ones])
+            by_decoders = xp.concat([by_decoders, (slope * news) @ ones], 1)
         by_codes = xp.transpose(mix) @ by_codes
         if similarity:
             by_codes = by_codes + _apart(coding[-1]) * similarity

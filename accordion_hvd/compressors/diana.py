@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
 from accordion_hvd.core.shifted import Shifted
 
 
@@ -32,7 +31,3 @@ class Diana(Shifted):
         """Raises: ValueError when codec is none, or alpha is outside (0, 1]."""
         super().__post_init__()
         check.ratio(self, "alpha", self.alpha)
-
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of messages."""
-        return self.converse(grad, state, info, follow=self.alpha, ahead=False)

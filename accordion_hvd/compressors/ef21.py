@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
 from accordion_hvd.core.shifted import Shifted
 
 
@@ -26,6 +26,4 @@ class EF21(Shifted):
             is left out.
     """
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of messages."""
-        return self.converse(grad, state, info, follow=1.0, ahead=True)
+    ahead: ClassVar[bool] = True

@@ -12,17 +12,9 @@ from typing import Any, ClassVar
 from accordion_hvd import check
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
 from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
-from accordion_hvd.core.base import (
-    Allgather,
-    Allreduce,
-    Broadcast,
-    Conversation,
-    Info,
-    State,
-    Tensor,
-)
+from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, Conversation, Info, State
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
+from accordion_hvd.ops.spec import Spec, Tensor
 
 DENSE, TRAINING, SHIPPING, CODED = range(4)
 """Phases. SHIPPING is the last step of training, at which all ranks take rank 0's weights."""
@@ -159,10 +151,11 @@ class LGC(Sparsifier):
         index = self._largest(total, info)
         values, (count,) = xp.take(total, index), xp.shape(index)
         scale = xp.reshape(xp.norm(values), (1,)) / count**0.5
-        says = [index, _bits(scale)]
+        says = [index, _seen_as("int32", scale)]
         if self._innovates and info.phase == CODED:
             networks = self._networks(info.size, state)
-            says.append(_bits(networks.encode(state["weights"], signals_of([values], scale))))
+            code = networks.encode(state["weights"], signals_of([values], scale))
+            says.append(_seen_as("int32", code))
         said = xp.cast(xp.concat(says), "int64") * _leader(xp, info, xp.device(total))[info.rank]
         read = partial(_said, count=count, size=math.prod(xp.shape(total)))
         leader, said = info.step % info.size, xp.cast(said, "int32")
@@ -265,19 +258,14 @@ def _leader(xp: ModuleType, info: Info, device: Any) -> Tensor:
 def _said(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Of what a leader says: `count` different positions below `size`, a scale, and the rest."""
     xp, index = namespace(payload), payload[:count]
-    scale, rest = _floats(payload[count : count + 1]), _floats(payload[count + 1 :])
-    return (index, scale, rest), xp.misplaced(xp.take(index, xp.argsort(index)), size)
+    floats = _seen_as("float32", payload[count:])
+    return (index, floats[:1], floats[1:]), xp.misplaced(xp.take(index, xp.argsort(index)), size)
 
 
-def _bits(x: Tensor) -> Tensor:
-    """fp32 as a vector of int32, which is added to zeros without loss."""
+def _seen_as(dtype: str, x: Tensor) -> Tensor:
+    """The bits of `x` as a vector: fp32 seen as int32 is added to zeros without loss."""
     xp = namespace(x)
-    return xp.from_bytes(xp.to_bytes(x), "int32", (-1,))
-
-
-def _floats(x: Tensor) -> Tensor:
-    xp = namespace(x)
-    return xp.from_bytes(xp.to_bytes(x), "float32", (-1,))
+    return xp.from_bytes(xp.to_bytes(x), dtype, (-1,))
 
 
 def _placed(index: Tensor, values: Tensor, size: int) -> Tensor:

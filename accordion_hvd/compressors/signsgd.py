@@ -9,18 +9,10 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import (
-    Allgather,
-    Alltoall,
-    Compressor,
-    Conversation,
-    Info,
-    State,
-    Tensor,
-)
+from accordion_hvd.core.base import Allgather, Alltoall, Compressor, Conversation, Info, State
 from accordion_hvd.core.codec import Codec, Message, shares
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
+from accordion_hvd.ops.spec import Spec, Tensor
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from accordion_hvd.compressors.sparsifier import Chosen, Ratio, SparseCodec, places
@@ -48,14 +47,16 @@ class STC(Ratio, SparseCodec):
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
         """Parse positions, and signs times the magnitude of their tensor."""
-        return (partial(_decode, shape=shape, kept=self.kept(shape[-1])),)
+        rows = math.prod(shape[:-1])
+        count = rows * self.kept(shape[-1])
+        signs = 4 * rows + -(-count // 8)
 
+        def read(payload: Tensor) -> tuple[Chosen, Tensor]:
+            xp = namespace(payload)
+            scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
+            index, doubt = places(payload[signs:], count, math.prod(shape))
+            bits = xp.unpack_bits(payload[4 * rows : signs], 1, count)
+            values = (xp.cast(bits, "float32") * 2 - 1) * xp.take(scale, index // shape[-1])
+            return (index, values), doubt
 
-def _decode(payload: Tensor, shape: tuple[int, ...], kept: int) -> tuple[Chosen, Tensor]:
-    xp, rows = namespace(payload), math.prod(shape[:-1])
-    signs = 4 * rows + -(-rows * kept // 8)
-    scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
-    index, doubt = places(payload[signs:], rows * kept, math.prod(shape))
-    bits = xp.unpack_bits(payload[4 * rows : signs], 1, rows * kept)
-    values = (xp.cast(bits, "float32") * 2 - 1) * xp.take(scale, index // shape[-1])
-    return (index, values), doubt
+        return (read,)

@@ -67,5 +67,5 @@ class TopK(Ratio, SparseCodec):
         xp, most = namespace(values), _LARGEST[self.wire]
         if most == math.inf:
             return values
-        limit = xp.full(xp.shape(values), most, "float32", xp.device(values))
-        return xp.cast(xp.maximum(xp.minimum(values, limit), -limit), self.wire)
+        limit = xp.full((1,), most, "float32", xp.device(values))
+        return xp.cast(xp.clip(values, limit), self.wire)

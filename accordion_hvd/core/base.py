@@ -364,13 +364,9 @@ class Compressor(NotForStockHorovod):
 
         By default keys in `local` begin anew, on all ranks, but for the `error`.
         """
-        own = self._own(state)
+        own = [key for key in self.local if key in state and key != "error"]
         fresh = self.init(spec, info) if own else {}
         return {**state, **{key: fresh[key] for key in own}}
-
-    def _own(self, state: State) -> list[str]:
-        """The keys of what is of use to one rank alone, the error apart."""
-        return [key for key in self.local if key in state and key != "error"]
 
 
 def _short(compressor: Any) -> str:

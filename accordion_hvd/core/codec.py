@@ -13,17 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import (
-    Allgather,
-    Allreduce,
-    Compressor,
-    Conversation,
-    Info,
-    State,
-    Tensor,
-)
+from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Conversation, Info, State
 from accordion_hvd.ops import namespace
-from accordion_hvd.ops.spec import Spec
+from accordion_hvd.ops.spec import Spec, Tensor
 
 Message = tuple[Any, ...]
 """The parts of a message, each of which travels as one tensor."""

@@ -15,36 +15,32 @@ class Shifted(Wrapper):
     """Ranks send C(g_i - h_i); h_i is a rank's own, h the mean of all h_i.
 
     The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout.
+
+    Attributes:
+        alpha: the part of a message by which h_i moves.
+        ahead: whether the result is h as it will be (EF21), not h + mean message (DIANA).
     """
 
     local: ClassVar[tuple[str, ...]] = ("local",)
+    alpha: float = 1.0
+    ahead: ClassVar[bool] = False
 
     def init(self, spec: Spec, info: Info) -> State:
         """`local`, h_i, and `mean`, h: zeros, so that the first message is of the gradient."""
         state, layout = super().init(spec, info), self.codec.layout(spec.shape)
         return state | {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
 
-    def converse(
-        self, grad: Tensor, state: State, info: Info, follow: float, ahead: bool
-    ) -> Conversation:
-        """One allgather of messages.
-
-        Args:
-            grad: g_i.
-            state: h_i and h.
-            info: of the exchange.
-            follow: the part of a message by which h_i moves.
-            ahead: whether the result is h as it will be (EF21), not h + mean message (DIANA).
-        """
+    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+        """One allgather of messages."""
         xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
         local, before = state["local"], state["mean"]
         difference = xp.cast(xp.reshape(grad, xp.shape(local)), "float32") - local
         message, room = codec.encode(difference, info), xp.copy(difference)
         moved, mine = yield from average(codec, message, difference, info)
         mine = codec.decode(mine, room, info)
-        after = before + moved * follow
-        found = xp.copy(after) if ahead else before + moved  # the optimizer may write into it
-        return xp.reshape(found, shape), {"local": local + mine * follow, "mean": after}
+        after = before + moved * self.alpha
+        found = xp.copy(after) if self.ahead else before + moved  # the optimizer may write into it
+        return xp.reshape(found, shape), {"local": local + mine * self.alpha, "mean": after}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
         """Go on from another codec's h_i and h."""

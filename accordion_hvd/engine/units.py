@@ -123,7 +123,7 @@ class Units:
     def _packed(self, index: int, parts: Sequence[Tensor], buffer: Tensor = None) -> Tensor:
         xp, unit, first = self._exchange.xp, self.plan.units[index], self.first(index)
         if first.compressor.several:
-            return xp.beside([_rows(xp, part) for part in parts])
+            return xp.concat([_rows(xp, part) for part in parts], 1)
         if unit.stacked == "alike":
             return xp.stack(parts, buffer)
         if unit.stacked or first.bucket.packed:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.ops import random
+from accordion_hvd.ops import namespace, random
 
 _PIECE = 1 << 15  # elements whose estimates stay in a core's cache
 
@@ -115,37 +115,37 @@ def _without_extreme(
 
 
 # ------------------------------------------------------------------- any framework, on any device
-def places(xp: ModuleType, codes: Any, columns: int, turned: int) -> Any:
+def places(codes: Any, columns: int, turned: int) -> Any:
     """Columns that a row's hashes `codes` (blocks,) move to, or from: (blocks, columns) int64.
 
     Args:
-        xp: the namespace of operations of `codes`.
         codes: as from `hashes`.
         columns: of the sketch.
         turned: 1: the column where a block's element is found; -1: the element of a block that is
             found in a column.
     """
+    xp = namespace(codes)
     offsets = xp.cast(xp.reshape(codes // 2, (-1, 1)), "int64")
     return (xp.arange(columns, xp.device(codes)) + columns + turned * offsets) % columns
 
 
-def moved(xp: ModuleType, x: Any, codes: Any, columns: int) -> Any:
+def moved(x: Any, codes: Any, columns: int) -> Any:
     """Blocks of `x` as they are added up in one row of the sketch: (blocks, columns), signed."""
-    count = xp.shape(codes)[0]
-    missing = xp.zeros((count * columns - xp.shape(x)[0],), "float32", xp.device(x))
+    xp, (count,) = namespace(x), namespace(x).shape(codes)
     first = xp.reshape(xp.arange(count, xp.device(x)) * columns, (-1, 1))
-    source = places(xp, codes, columns, -1) + first
-    values = xp.take(xp.concat([x, missing]), xp.reshape(source, (-1,)))
-    return xp.reshape(values, (count, columns)) * _signs(xp, codes)
+    source = places(codes, columns, -1) + first
+    values = xp.take(xp.padded(x, count * columns), xp.reshape(source, (-1,)))
+    return xp.reshape(values, (count, columns)) * _signs(codes)
 
 
-def found(xp: ModuleType, row: Any, codes: Any, size: int) -> Any:
+def found(row: Any, codes: Any, size: int) -> Any:
     """What one row of a sketch says about every element of the vector: (size,)."""
-    columns = xp.shape(row)[0]
-    values = xp.take(row, xp.reshape(places(xp, codes, columns, 1), (-1,)))
-    signed = xp.reshape(values, (-1, columns)) * _signs(xp, codes)
+    xp, (columns,) = namespace(row), namespace(row).shape(row)
+    values = xp.take(row, xp.reshape(places(codes, columns, 1), (-1,)))
+    signed = xp.reshape(values, (-1, columns)) * _signs(codes)
     return xp.reshape(signed, (-1,))[:size]
 
 
-def _signs(xp: ModuleType, codes: Any) -> Any:
+def _signs(codes: Any) -> Any:
+    xp = namespace(codes)
     return xp.reshape(1.0 - 2.0 * xp.cast(codes % 2, "float32"), (-1, 1))

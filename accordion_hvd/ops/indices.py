@@ -26,7 +26,7 @@ def bitmap_bits(count: int, size: int, low: int) -> int:
 
 
 def pack(index: np.ndarray, size: int) -> np.ndarray:
-    """Ascending distinct positions (int32) below `size` as few bytes."""
+    """Ascending distinct int32 positions below `size` as bytes."""
     low = low_bytes(index.size, size)
     if low == 4:
         return index.astype(np.int32).view(np.uint8)

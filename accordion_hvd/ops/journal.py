@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-Undo = Callable[[], None]
+Undo = Callable[[], Any]
 _poison = False
 
 
@@ -44,7 +44,7 @@ def rewind(entries: list[Undo]) -> None:
 
 @contextmanager
 def poisoning() -> Iterator[None]:
-    """Let NumPy's operations fill what they consume with NaN, so that using it again shows."""
+    """Let NumPy's operations that consume an argument fill it with NaN: using it again shows."""
     global _poison
     _poison, previous = True, _poison
     try:
@@ -53,8 +53,8 @@ def poisoning() -> Iterator[None]:
         _poison = previous
 
 
-def consume(array: np.ndarray, undo: Callable[[], Any] | None = None) -> np.ndarray:
-    """Return the array that an in-place operation may write: `array`, or a copy when poisoning.
+def consume(array: np.ndarray, undo: Undo | None = None) -> np.ndarray:
+    """The array that an in-place operation may write: `array`, or a copy when poisoning.
 
     Without `undo`, which takes it back, what becomes of `array` is for good.
     """
@@ -66,3 +66,11 @@ def consume(array: np.ndarray, undo: Callable[[], Any] | None = None) -> np.ndar
     array.fill(np.nan)
     record(lambda: np.copyto(array, saved))
     return fresh
+
+
+def room(like: np.ndarray) -> np.ndarray:
+    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
+    out = consume(like)
+    if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
+        return out
+    return np.empty(like.shape, np.float32)

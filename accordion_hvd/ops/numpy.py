@@ -9,29 +9,8 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, quantization, secret, selection
-from accordion_hvd.ops.bins import unpack as unpack_bins  # noqa: F401
-from accordion_hvd.ops.count_sketch import insert as sketch  # noqa: F401
-from accordion_hvd.ops.indices import pack as pack_index  # noqa: F401
-from accordion_hvd.ops.indices import unpack as unpack_index  # noqa: F401
-from accordion_hvd.ops.journal import consume as _consume
-from accordion_hvd.ops.quantization import (  # noqa: F401
-    bucket_norms,
-    column_means,
-    pack_bits,
-    pack_powers,
-    pack_random_signs,
-    pack_signs,
-    quantize,
-    subtract_columns,
-    subtract_quantized,
-    sum_columns,
-    sum_powers,
-    sum_quantized,
-    unpack_bits,
-)
-from accordion_hvd.ops.selection import largest as largest_index  # noqa: F401
-from accordion_hvd.ops.selection import largest_of_bins  # noqa: F401
+from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
+from accordion_hvd.ops.journal import consume
 from accordion_hvd.ops.spec import Spec
 
 Array = np.ndarray
@@ -124,14 +103,9 @@ def symbolic(x: Array) -> bool:
     return False
 
 
-def concat(parts: Sequence[Array]) -> Array:
-    """Vectors one after the other."""
-    return np.concatenate(parts)
-
-
-def beside(parts: Sequence[Array]) -> Array:
-    """Matrices with equally many rows, side by side."""
-    return np.concatenate(parts, axis=1)
+def concat(parts: Sequence[Array], axis: int = 0) -> Array:
+    """Tensors one after the other, or side by side: along `axis`."""
+    return np.concatenate(parts, axis)
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
@@ -161,7 +135,7 @@ def from_bytes(x: Array, dtype: str, shape: Sequence[int]) -> Array:
 
 def accumulate(a: Array, b: Array) -> Array:
     """a + b in a's dtype. Consumes `a`."""
-    out = _consume(a, lambda: np.subtract(a, b, out=a))
+    out = consume(a, lambda: np.subtract(a, b, out=a))
     return np.add(out, b, out=out)
 
 
@@ -172,25 +146,28 @@ def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
         np.subtract(a, b, out=a)
         np.divide(a, factor, out=a)
 
-    out = _consume(a, undo if factor else functools.partial(np.copyto, a, a.copy()))
+    out = consume(a, undo if factor else functools.partial(np.copyto, a, a.copy()))
     np.multiply(out, factor, out=out)
     return np.add(out, b, out=out)
 
 
 def subtract(a: Array, b: Array) -> Array:
     """a - b in a's dtype. Consumes `a`."""
-    out = _consume(a, lambda: np.add(a, b, out=a))
+    out = consume(a, lambda: np.add(a, b, out=a))
     return np.subtract(out, b, out=out)
 
 
 def momentum(m: Array, beta: float, x: Array) -> Array:
-    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`."""
+    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`.
+
+    Rounds alike for x and |x|: |m| <= b remains true, to the bit, where b is given |x|.
+    """
     return accumulate_scaled(m, beta, (1 - beta) * x.astype(m.dtype))
 
 
 def mixed(x: Array, beta: float, m: Array) -> Array:
     """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
-    out = _consume(x)
+    out = consume(x)
     if out.dtype != m.dtype or not out.flags.writeable:
         return beta * m + (1 - beta) * out.astype(m.dtype)
     np.multiply(out, 1 - beta, out=out)
@@ -199,18 +176,10 @@ def mixed(x: Array, beta: float, m: Array) -> Array:
 
 def second_moment(v: Array, beta: float, x: Array) -> Array:
     """beta * v + (1 - beta) * x * x in v's dtype. Consumes `v`, for good: after a `yield` only."""
-    out = _consume(v)
+    out = consume(v)
     np.multiply(out, beta, out=out)
     wide = x.astype(out.dtype)
     return np.add(out, (1 - beta) * wide * wide, out=out)
-
-
-def absolute_moment(b: Array, beta: float, x: Array) -> Array:
-    """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`.
-
-    Rounds as `momentum` does: |m| <= b remains true, to the bit, where both are given the same.
-    """
-    return momentum(b, beta, np.abs(x))
 
 
 def bounded_ratio(m: Array, b: Array, eps: float = 0.0) -> Array:
@@ -231,14 +200,14 @@ def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: A
         eps: added to the root.
         like: in the shape of `m`; its memory may hold the result. Consumed, for good.
     """
-    _consume(like)
+    consume(like)
     first, second = (np.asarray(rate, m.dtype) for rate in rates)
     return first * m / (np.sqrt(second * v) + m.dtype.type(eps))
 
 
 def masked(x: Array, v: Array) -> Array:
     """`x`, zero where `v` is not above 0. Consumes `x`, for good: after the first `yield` only."""
-    out = _consume(x)
+    out = consume(x)
     out[v <= 0] = 0
     return out
 
@@ -269,7 +238,7 @@ def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array
 def expand(p: Array, q: Array, like: Array) -> Array:
     """p^T q, (n, m), for p (r, n), q (r, m). Consumes `like`, whose memory it may be in."""
     mean = transpose(p) @ q
-    _consume(like)
+    consume(like)
     return mean
 
 
@@ -280,21 +249,21 @@ def deflate(error: Array, p: Array, q: Array) -> Array:
 
 def emptied(x: Array) -> Array:
     """Zeros, fp32, in the shape of `x`. Consumes `x`, for good: after the first `yield` only."""
-    _consume(x)
+    consume(x)
     return np.zeros(x.shape, np.float32)
 
 
 def clear(x: Array, index: Array) -> Array:
     """The vector `x` with zeros at `index`. Consumes `x`."""
     taken = x[index]
-    out = _consume(x, lambda: x.__setitem__(index, taken))
+    out = consume(x, lambda: x.__setitem__(index, taken))
     out[index] = 0
     return out
 
 
 def add_at(x: Array, index: Array, values: Array) -> Array:
     """The vector `x` with `values` added at `index` (no index twice). Consumes `x`."""
-    out = _consume(x, lambda: x.__setitem__(index, x[index] - values))
+    out = consume(x, lambda: x.__setitem__(index, x[index] - values))
     out[index] += values
     return out
 
@@ -333,31 +302,6 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> A
     return secret.rounded_normal(count, sigma, dtype)
 
 
-def accumulate_largest(error: Array, grad: Array, count: int) -> tuple[Array, Array]:
-    """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
-    total = _consume(error, lambda: np.subtract(error, grad, out=error))
-    return total, selection.accumulate_largest(total, grad, count)
-
-
-def accumulate_reaching(error: Array, grad: Array, limit: float) -> tuple[Array, Array]:
-    """error + grad, and where its magnitude is at least `limit`: int32, ascending.
-
-    If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
-    which a GPU is waited for. Consumes `error`.
-    """
-    total = _consume(error, lambda: np.subtract(error, grad, out=error))
-    return total, selection.accumulate_reaching(total, grad, limit)
-
-
-def accumulate_outgrown(error: Array, grad: Array, width: int) -> tuple[Array, Array, Array]:
-    """error + grad, AdaComp's choice of it (int32, ascending), and each row's scale (fp32).
-
-    See `accordion_hvd.ops.selection`. Not in a graph, as `accumulate_reaching`. Consumes `error`.
-    """
-    total = _consume(error, lambda: np.subtract(error, grad, out=error))
-    return total, *selection.accumulate_outgrown(total, grad, width)
-
-
 def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
     """Positions in bins, and signs, in a byte or two each; see `accordion_hvd.ops.bins`."""
     return bins.pack(index, signs < 0, shape, width)
@@ -389,7 +333,7 @@ def unsketch(table: Array, codes: Array, like: Array) -> Array:
     fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
     only.
     """
-    _consume(like)
+    consume(like)
     out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
     return count_sketch.estimate(table, codes, out)
 
@@ -454,7 +398,7 @@ def either(bad: Any, first: Array, second: Array) -> Array:
 
 def is_bad(flags: Array) -> Any:
     """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
-    return bool(np.any(flags != 0))
+    return bool((flags != 0).any())
 
 
 def nans_like(x: Array) -> Array:
@@ -508,5 +452,30 @@ def checksum(x: Array) -> Array:
 
 def clip(x: Array, limit: Array) -> Array:
     """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
-    out = _consume(x)
+    out = consume(x)
     return np.clip(out, -limit, limit, out=out)
+
+
+# ----------------------------------------------------------- what other modules make of arrays
+largest_index = selection.largest_index
+accumulate_largest = selection.accumulate_largest
+accumulate_reaching = selection.accumulate_reaching
+accumulate_outgrown = selection.accumulate_outgrown
+largest_of_bins = selection.largest_of_bins
+pack_index = indices.pack
+unpack_index = indices.unpack
+unpack_bins = bins.unpack
+sketch = count_sketch.insert
+pack_bits = quantization.pack_bits
+unpack_bits = quantization.unpack_bits
+bucket_norms = quantization.bucket_norms
+quantize = quantization.quantize
+sum_quantized = quantization.sum_quantized
+subtract_quantized = quantization.subtract_quantized
+pack_signs = quantization.pack_signs
+pack_random_signs = quantization.pack_random_signs
+pack_powers = quantization.pack_powers
+sum_powers = quantization.sum_powers
+column_means = quantization.column_means
+sum_columns = quantization.sum_columns
+subtract_columns = quantization.subtract_columns

@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from accordion_hvd.ops import backend, random
-from accordion_hvd.ops.journal import consume
+from accordion_hvd.ops.journal import consume, room
 
 BLOCK = 1 << 16  # elements that are worked on at once; a multiple of WINDOW
 WINDOW = 1 << 14  # neighbours whose random numbers are neighbours in the table
@@ -121,7 +120,7 @@ def _unpack_width(packed: np.ndarray, width: int) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------ grids
 def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
-    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32.
+    """Of each `bucket` elements the largest magnitude ("max"), "l1" or "l2" norm; fp32.
 
     NaN and infinity show in the norm of their bucket.
     """
@@ -142,16 +141,17 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
 
 
 def quantize(
-    x: np.ndarray, steps: np.ndarray, bucket: int, bits: int, seed: Any = None
+    x: np.ndarray, steps: np.ndarray, bucket: int, bits: int, seed: int | None = None
 ) -> np.ndarray:
-    """x / step, rounded to integers that have `bits` bits, as `pack_bits` packs them.
+    """x / step, rounded to the grid (stochastically by `seed`, or to nearest), as packed codes.
 
     Args:
-        x: any shape; magnitudes are at most `middle(bits)` steps.
-        steps: fp32, one for each `bucket` elements.
+        x: any shape.
+        steps: distances of the grid's points in each `bucket` elements; magnitudes of x are at
+            most `middle(bits)` of them.
         bucket: elements that have a step in common.
         bits: of a code, 1 to 8.
-        seed: from `random.key`, rounds stochastically; None rounds to nearest.
+        seed: from `random.key`; None rounds to nearest.
     """
     x = _flat(x)
     packed = np.empty(packed_length(x.size, bits), np.uint8)
@@ -188,10 +188,9 @@ def sum_quantized(
 
     In the shape of `like`, which it consumes, for good: after the first `yield` only.
     """
-    found = _room(like)
-    out = found.reshape(-1)
+    out = room(like)
     with np.errstate(all="ignore"):
-        for start, block in _blocks(out):
+        for start, block in _blocks(out.reshape(-1)):
             for i, (packed, step) in enumerate(zip(parts, steps, strict=True)):
                 values = _scratch.values[: block.size] if i else block
                 _values_of(packed, bits, middle, start, values, out.size)
@@ -199,7 +198,7 @@ def sum_quantized(
                 np.multiply(values, factor, out=values)
                 if i:
                     np.add(block, values, out=block)
-    return found
+    return out
 
 
 def subtract_quantized(
@@ -299,11 +298,11 @@ def _add_noise(values: np.ndarray, start: int, places: list[int], noise: np.ndar
 
 
 # ------------------------------------------------------------------------------------------ signs
-def pack_signs(x: np.ndarray, turn: Any = None) -> np.ndarray:
-    """A bit for each element: whether it is at least 0; eight a byte, lowest bit first.
+def pack_signs(x: np.ndarray, turn: int | None = None) -> np.ndarray:
+    """One bit an element: whether it is positive; eight a byte, lowest bit first.
 
-    With a `turn` (a step), every other zero counts as negative (odd positions at even turns), the
-    others at the next turn; then everything below 2^-126 is zero. NaN is negative.
+    Without `turn` (a step), zeros are positive. With it, every other one is (even positions at
+    even turns), and below 2^-126 everything is zero. NaN is negative.
     """
     x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
@@ -324,12 +323,12 @@ def _bounds(turn: int) -> np.ndarray:
     return np.tile(np.array(signs, np.float32) * np.float32(SMALLEST), BLOCK // 2)
 
 
-def pack_random_signs(x: np.ndarray, seed: Any, turn: Any) -> np.ndarray:
+def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
     """A random bit for each element of `x`, within [-1, 1]: 1 has the probability (1 + x) / 2.
 
-    To 2^-17, and exactly for -1 and 1. Turns 0 and 1 of one `seed` (from `random.key`) are
-    antithetic: an element's number r of the table makes it 1 if r >= (1 - x) / 2, and at odd turns
-    r is read as 1 - r, so that elements of zero get one bit of each kind.
+    To 2^-17; eight a byte. An element's number r of the table makes it 1 if r >= (1 - x) / 2; at
+    turn 1 r is read as 1 - r, so that elements of zero get one bit of each kind from the two turns
+    of one `seed` (from `random.key`). Exact for -1 and 1: r is nearer to 1/2 than these.
     """
     x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
@@ -345,8 +344,8 @@ def pack_random_signs(x: np.ndarray, seed: Any, turn: Any) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------- powers of two
-def pack_powers(x: np.ndarray, seed: Any) -> np.ndarray:
-    """Elements rounded stochastically to powers of two (or zero): signs and exponents.
+def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
+    """Each element rounded stochastically to a power of two (or zero): its sign, its exponent.
 
     Adding a random mantissa carries into the exponent with just the right probability; below
     2^-126 too, where the neighbours are 0 and 2^-126.
@@ -376,17 +375,16 @@ def sum_powers(parts: Sequence[np.ndarray], weight: float, like: np.ndarray) -> 
 
     In the shape of `like`, which it consumes, for good: after the first `yield` only.
     """
-    found = _room(like)
-    out = found.reshape(-1)
+    out = room(like)
     with np.errstate(all="ignore"):
-        for start, block in _blocks(out):
+        for start, block in _blocks(out.reshape(-1)):
             for i, packed in enumerate(parts):
                 values = _scratch.values[: block.size] if i else block
                 _powers_of(packed, start, values, out.size)
                 if i:
                     np.add(block, values, out=block)
             np.multiply(block, np.float32(weight), out=block)
-    return found
+    return out
 
 
 def _powers_of(packed: np.ndarray, start: int, out: np.ndarray, count: int) -> None:
@@ -431,8 +429,7 @@ def sum_columns(
 
     In the shape of `like`, which it consumes, for good: after the first `yield` only.
     """
-    out = _room(like)
-    grids = [_columns(mean) for mean in means]
+    out, grids = room(like), [_columns(mean) for mean in means]
     for matrix, start, block in _rows(out):
         for i, (packed, (center, step)) in enumerate(zip(parts, grids, strict=True)):
             values = _scratch.room(block) if i else block
@@ -446,8 +443,7 @@ def sum_columns(
 
 def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
     """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
-    out = np.ascontiguousarray(consume(total))
-    center, step = _columns(means)
+    out, (center, step) = np.ascontiguousarray(consume(total)), _columns(means)
     for matrix, start, block in _rows(out):
         values = _scratch.room(block)
         _bits_of(packed, 0.5, start, values.reshape(-1))
@@ -493,19 +489,11 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, x.size, BLOCK):
-        yield start, x[start : start + BLOCK]
-
-
 def _flat(x: np.ndarray) -> np.ndarray:
     """A vector of fp32, without a copy where possible."""
     return np.ascontiguousarray(x, np.float32).reshape(-1)
 
 
-def _room(like: np.ndarray) -> np.ndarray:
-    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
-    out = consume(like)
-    if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
-        return out
-    return np.empty(like.shape, np.float32)
+def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, x.size, BLOCK):
+        yield start, x[start : start + BLOCK]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -47,16 +47,18 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
     """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    rows = _padded(_flat(x), min(bucket, x.numel()))
+    x = _flat(x)
+    rows = _padded(x, min(bucket, x.numel()))
     if kind == "max":
         return rows.abs().amax(1)
     order = 1 if kind == "l1" else 2
     return torch.linalg.vector_norm(rows, order, 1, dtype=torch.float64).float()
 
 
-def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
-    """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
-    x, zero, middle = _flat(x), torch.zeros_like(steps), quantization.middle(bits)
+def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None = None) -> Tensor:
+    """x / step, rounded to integers of `bits` bits, packed; see `ops.quantization`."""
+    x = _flat(x)
+    zero, middle = torch.zeros_like(steps), quantization.middle(bits)
     shrink = torch.full_like(steps, quantization.SHRINK)
     inverse = torch.where(steps > quantization.LEAST, shrink / steps, zero)
     values = x * _spread(inverse, bucket, x.numel())
@@ -72,20 +74,20 @@ def sum_quantized(
     middle: float,
     like: Tensor,
 ) -> Tensor:
-    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
-    each = zip(parts, steps, strict=True)
-    return _sum(like, (_values(packed, step, bucket, bits, middle, like) for packed, step in each))
+    """The sum of (code - middle) * step over `parts`; see `ops.quantization`."""
+    pairs = zip(parts, steps, strict=True)
+    return _sum((_values(*pair, bucket, bits, middle, like) for pair in pairs), like)
 
 
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
-    """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
+    """`total` - (code - middle) * step; see `ops.quantization`."""
     return total.contiguous().sub_(_values(packed, steps, bucket, bits, middle, total))
 
 
-def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
-    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
+    """A bit for each element: whether it is at least 0; see `ops.quantization`."""
     x = _flat(x)
     if turn is None:
         return pack_bits((x >= 0).to(torch.uint8), 1)
@@ -93,27 +95,37 @@ def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     return pack_bits((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
 
 
-def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
-    """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
-    values = _noise(quantization.table, x, seed) + _flat(x) * (0.5 if turn == 0 else -0.5)
+def pack_random_signs(x: Tensor, seed: int, turn: int) -> Tensor:
+    """A random bit for each element of `x`; see `ops.quantization`."""
+    x = _flat(x)
+    values = _noise(quantization.table, x, seed) + x * (0.5 if turn == 0 else -0.5)
     return pack_bits((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
 
 
-def pack_powers(x: Tensor, seed: Any) -> Tensor:
-    """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
-    bits = _flat(x).view(torch.int32)
+def pack_powers(x: Tensor, seed: int) -> Tensor:
+    """Elements rounded stochastically to powers of two; see `ops.quantization`."""
+    x = _flat(x)
+    bits = x.view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).long() + _noise(quantization.mantissas, x, seed)
     exponents = (magnitude.clamp_max(0x7FFFFFFF) >> 23).to(torch.uint8)
     return torch.cat([pack_bits((bits < 0).to(torch.uint8), 1), exponents])
 
 
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
-    """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
-    return _sum(like, (_powers(packed, like) for packed in parts)).mul_(weight)
+    """`weight` times the sum over `parts` from `pack_powers`; see `ops.quantization`."""
+    return _sum((_powers(packed, like) for packed in parts), like).mul_(weight)
+
+
+def _powers(packed: Tensor, like: Tensor) -> Tensor:
+    count = like.numel()
+    signs, exponents = unpack_bits(packed[:-count], 1, count), packed[-count:]
+    bits = (signs.long() << 8 | exponents.long()) << 23
+    bits = bits - ((bits >> 31) << 32)  # as int32 has it
+    return bits.to(torch.int32).view(torch.float32).view(like.shape)
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
-    """Means of a column's elements whose bit is 0, and is 1; see `accordion_hvd.ops.numpy`."""
+    """Means of a column's elements whose bit is 0, and is 1; see `ops.quantization`."""
     bits = unpack_bits(packed, 1, x.numel()).view(x.shape).bool()
     means = []
     for chosen in (~bits, bits):
@@ -123,12 +135,13 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
-    return _sum(like, (_columns(*sent, like) for sent in zip(parts, means, strict=True)))
+    """The sum of bits (`parts`) with `column_means` for them; see `ops.quantization`."""
+    pairs = zip(parts, means, strict=True)
+    return _sum((_columns(*pair, like) for pair in pairs), like)
 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
-    """`total` without its bits' `column_means`; see `accordion_hvd.ops.numpy`."""
+    """`total` without its bits' `column_means`; see `ops.quantization`."""
     return total.contiguous().sub_(_columns(packed, means, total))
 
 
@@ -141,25 +154,18 @@ def _columns(packed: Tensor, means: Tensor, like: Tensor) -> Tensor:
 def _values(
     packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float, like: Tensor
 ) -> Tensor:
-    count = like.numel()
-    values = (unpack_bits(packed, bits, count).float() - middle) * _spread(steps, bucket, count)
-    return values.view(like.shape)
+    codes = unpack_bits(packed, bits, like.numel()).float()
+    return ((codes - middle) * _spread(steps, bucket, like.numel())).view(like.shape)
 
 
-def _powers(packed: Tensor, like: Tensor) -> Tensor:
-    count = like.numel()
-    signs, exponents = unpack_bits(packed[:-count], 1, count), packed[-count:]
-    bits = (signs.long() << 8 | exponents.long()) << 23
-    bits = bits - ((bits >> 31) << 32)  # as int32 has it
-    return bits.to(torch.int32).view(torch.float32).view(like.shape)
-
-
-def _sum(like: Tensor, parts: Iterable[Tensor]) -> Tensor:
-    """fp32, added in their order; in the memory of `like`, where possible."""
+def _sum(values: Iterable[Tensor], like: Tensor) -> Tensor:
+    """fp32, in the memory of `like` where possible, which it consumes."""
     fits = like.dtype == torch.float32 and like.is_contiguous()
-    out = like.detach() if fits else torch.empty(like.shape, device=like.device)
-    for i, values in enumerate(parts):
-        out.copy_(values) if i == 0 else out.add_(values)
+    out = (
+        like.detach() if fits else torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    )
+    for i, part in enumerate(values):
+        out.copy_(part) if i == 0 else out.add_(part)
     return out
 
 

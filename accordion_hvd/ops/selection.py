@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from accordion_hvd.ops.journal import consume
+
 _LONG = 1 << 16  # elements from which a vector is worth a pass of its own
 _SHORT = 1 << 9  # elements up to which a sample costs more than it saves
 _BLOCK = 1 << 18
@@ -21,8 +23,8 @@ _SAMPLE = 1 << 14
 _DEVIATIONS = 3  # how much too low a threshold is, in standard deviations of the sample
 
 
-def largest(x: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest magnitudes of each row of `x`.
+def largest_index(x: np.ndarray, count: int) -> np.ndarray:
+    """Where the `count` largest magnitudes of each row of `x` are; exact.
 
     Args:
         x: (size,), or (rows, size).
@@ -45,39 +47,46 @@ def largest(x: np.ndarray, count: int) -> np.ndarray:
     return np.concatenate(found).astype(np.int32)
 
 
-def accumulate_largest(total: np.ndarray, grad: np.ndarray, count: int) -> np.ndarray:
-    """Add `grad` to `total` in place; then `largest` of it, in the same pass over a long vector."""
+def accumulate_largest(
+    error: np.ndarray, grad: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
+    total = _begun(error, grad)
     size = total.shape[-1]
     if total.size != size or size < _LONG or count >= size:
         np.add(total, grad, out=total)
-        return largest(total, count)
+        return total, largest_index(total, count)
     places = _places(size, _SAMPLE)
     threshold = _threshold(total[places] + grad[places], count, size)
     candidates = _above(total, threshold, grad)
-    return _chosen(total, candidates, threshold, count).astype(np.int32)
+    return total, _chosen(total, candidates, threshold, count).astype(np.int32)
 
 
-def accumulate_reaching(total: np.ndarray, grad: np.ndarray, limit: float) -> np.ndarray:
-    """Add `grad` to `total` in place; positions (int32) of magnitudes that are at least `limit`.
+def accumulate_reaching(
+    error: np.ndarray, grad: np.ndarray, limit: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """error + grad, and where its magnitude is at least `limit`: int32, ascending.
 
-    If that is 0, of those that are not zero.
+    If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
+    which a GPU is waited for. Consumes `error`.
     """
-    flat = total.reshape(-1)
-    return _above(flat, limit, grad.reshape(-1)).astype(np.int32)
+    total = _begun(error, grad)
+    return total, _above(total.reshape(-1), limit, grad.reshape(-1)).astype(np.int32)
 
 
 def accumulate_outgrown(
-    total: np.ndarray, grad: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add `grad` to `total` in place; AdaComp's choice, and each row's scale.
+    error: np.ndarray, grad: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """error + grad, AdaComp's choice of it, and each row's scale. Consumes `error`.
 
     Each row is cut into bins of `width` elements. Chosen is whose magnitude, were `grad` added
     once more, reached its bin's largest; where that is 0, none is, and no zero is. A row's scale
-    is the mean of these largest.
+    is the mean of these largest. Not in a graph, as `accumulate_reaching`.
 
     Returns:
-        Positions (int32, ascending, counted through all rows), scales (fp32, one a row).
+        The sum, positions (int32, ascending, counted through all rows), scales (fp32, one a row).
     """
+    total = _begun(error, grad)
     rows, fresh = total.reshape(-1, total.shape[-1]), grad.reshape(-1, total.shape[-1])
     found, scales = [np.zeros(0, np.int64)], []
     for number, (row, new) in enumerate(zip(rows, fresh, strict=True)):
@@ -87,7 +96,12 @@ def accumulate_outgrown(
             found.append(index + (number * row.size + part.start))
             largest.append(most)
         scales.append(np.concatenate(largest).mean(dtype=np.float64))
-    return np.concatenate(found).astype(np.int32), np.array(scales, np.float32)
+    return total, np.concatenate(found).astype(np.int32), np.array(scales, np.float32)
+
+
+def _begun(error: np.ndarray, grad: np.ndarray) -> np.ndarray:
+    """Where error + grad is to be written: the error, still without the gradient."""
+    return consume(error, lambda: np.subtract(error, grad, out=error))
 
 
 def _outgrown(block: np.ndarray, grad: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,7 +178,7 @@ def _filled(chosen: np.ndarray, size: int, count: int) -> np.ndarray:
 
 
 def _of_rows(rows: np.ndarray, count: int) -> np.ndarray:
-    """As `largest`, for rows that fit into the cache together."""
+    """As `largest_index`, for rows that fit into the cache together."""
     magnitude = np.abs(rows)
     number, size = rows.shape
     if size <= _SHORT:

@@ -6,19 +6,16 @@ and nothing needs to be undone.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
-from accordion_hvd.ops.selection import largest as _largest
 from accordion_hvd.ops.spec import Spec, Tensor
 
 
@@ -119,14 +116,9 @@ def symbolic(x: Tensor) -> bool:
     return not hasattr(x, "numpy")
 
 
-def concat(parts: Sequence[Tensor]) -> Tensor:
-    """Vectors one after the other."""
-    return tf.concat(list(parts), 0)
-
-
-def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices with equally many rows, side by side."""
-    return tf.concat(list(parts), 1)
+def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after the other, or side by side: along `axis`."""
+    return tf.concat(list(parts), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -186,11 +178,6 @@ def mixed(x: Tensor, beta: float, m: Tensor) -> Tensor:
 def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
     """beta * v + (1 - beta) * x * x in v's dtype."""
     return beta * v + (1 - beta) * tf.square(tf.cast(x, v.dtype))
-
-
-def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
-    """beta * b + (1 - beta) * |x| in b's dtype."""
-    return momentum(b, beta, tf.abs(x))
 
 
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
@@ -271,15 +258,13 @@ def finite(x: Tensor) -> Tensor:
 
 def secret_uniform(count: int, device: Any = None) -> Tensor:
     """`count` fp32 values in [0, 1) that nobody can repeat."""
-    draw = lambda: secret.uniform(count).astype(np.float32)  # noqa: E731
-    return _on_host(draw, [], tf.float32, (count,))
+    return _on_host(oracle.secret_uniform, [count], tf.float32, (count,))
 
 
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
     """`count` integers that nobody can repeat; see `accordion_hvd.ops.numpy`."""
-    return _on_host(
-        lambda: secret.rounded_normal(count, sigma, dtype), [], tf.as_dtype(dtype), (count,)
-    )
+    given = [count, sigma, dtype]
+    return _on_host(secret.rounded_normal, given, tf.as_dtype(dtype), (count,))
 
 
 def largest_index(x: Tensor, count: int) -> Tensor:
@@ -290,8 +275,8 @@ def largest_index(x: Tensor, count: int) -> Tensor:
     if "GPU" in x.device:
         index = tf.math.top_k(tf.abs(tf.reshape(x, (rows, size))), count, sorted=False).indices
         return tf.sort(tf.reshape(index + size * tf.range(rows)[:, None], (-1,)))
-    choose = functools.partial(_largest, count=count)  # 5 to 24 times faster than top_k
-    return _on_host(choose, [x], tf.int32, (rows * count,))
+    # 5 to 24 times faster than top_k
+    return _on_host(oracle.largest_index, [x, count], tf.int32, (rows * count,))
 
 
 def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -302,24 +287,25 @@ def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor,
 
 def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """error + grad, and where its magnitude is at least `limit`; not in a graph."""
-    total = np.array(to_numpy(error))
-    index = selection.accumulate_reaching(total, to_numpy(grad), limit)
-    return tf.convert_to_tensor(total), tf.convert_to_tensor(index)
+    return _accumulated(oracle.accumulate_reaching, error, grad, limit)
 
 
 def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """error + grad, AdaComp's choice of it, and each row's scale; not in a graph."""
-    total = np.array(to_numpy(error))
-    index, scale = selection.accumulate_outgrown(total, to_numpy(grad), width)
-    return tuple(tf.convert_to_tensor(x) for x in (total, index, scale))
+    return _accumulated(oracle.accumulate_outgrown, error, grad, width)
+
+
+def _accumulated(choose: Callable[..., Any], error: Tensor, grad: Tensor, bound: float) -> Any:
+    with journal.recording([]):  # a copy needs no undo
+        found = choose(np.array(to_numpy(error)), to_numpy(grad), bound)
+    return tuple(map(tf.convert_to_tensor, found))
 
 
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
     """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
     size = shape(x)[-1]
     count = math.prod(shape(x)) // size * -(-size // width)
-    choose = functools.partial(selection.largest_of_bins, width=width)
-    return _on_host(choose, [x], tf.int32, (count,))
+    return _on_host(oracle.largest_of_bins, [x, width], tf.int32, (count,))
 
 
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
@@ -329,8 +315,7 @@ def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) ->
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """The inverse of `pack_bins`; not in a graph."""
-    index, signs = bins.unpack(to_numpy(packed), shape, width)
-    return tf.convert_to_tensor(index), tf.convert_to_tensor(signs)
+    return tuple(map(tf.convert_to_tensor, bins.unpack(to_numpy(packed), shape, width)))
 
 
 def pack_index(index: Tensor, size: int) -> Tensor:
@@ -386,32 +371,24 @@ def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     x, rows = tf.cast(x, tf.float32), shape(codes)[0]
     if "GPU" in x.device:
         return _sketch(x, codes, columns)
-    insert = functools.partial(count_sketch.insert, columns=columns)
-    return _on_host(insert, [x, codes], tf.float32, (rows, columns))
+    return _on_host(oracle.sketch, [x, codes, columns], tf.float32, (rows, columns))
 
 
 def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    import accordion_hvd.ops.tensorflow as xp
-
-    rows = [count_sketch.moved(xp, x, row, columns) for row in tf.unstack(codes)]
-    return tf.stack([tf.reduce_sum(row, 0) for row in rows])
+    moved = [count_sketch.moved(x, row, columns) for row in tf.unstack(codes)]
+    return tf.stack([tf.reduce_sum(row, 0) for row in moved])
 
 
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
-    (size,) = shape(like)
     if "GPU" in table.device:
         return _unsketch(table, codes, like)
-    run = lambda x, codes: count_sketch.estimate(x, codes, _empty((size,)))  # noqa: E731
-    return _on_host(run, [table, codes], tf.float32, (size,))
+    return _on_host(oracle.unsketch, [table, codes, _room(like)], tf.float32, shape(like))
 
 
 def _unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
-    import accordion_hvd.ops.tensorflow as xp
-
-    (size,) = shape(like)
     pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
-    seen = tf.stack([count_sketch.found(xp, row, codes, size) for row, codes in pairs])
+    seen = tf.stack([count_sketch.found(*pair, _size(like)) for pair in pairs])
     return tf.sort(seen, 0)[shape(table)[0] // 2]
 
 
@@ -502,25 +479,23 @@ def checksum(x: Tensor) -> Tensor:
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
     size = quantization.packed_length(_size(codes), bits)
-    return _on_host(lambda x: oracle.pack_bits(x, bits), [codes], tf.uint8, (size,))
+    return _on_host(oracle.pack_bits, [codes, bits], tf.uint8, (size,))
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack_bits`."""
-    return _on_host(lambda x: oracle.unpack_bits(x, bits, count), [packed], tf.uint8, (count,))
+    return _on_host(oracle.unpack_bits, [packed, bits, count], tf.uint8, (count,))
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
     """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
-    norms = lambda given: oracle.bucket_norms(given, bucket, kind)  # noqa: E731
-    return _on_host(norms, [x], tf.float32, (-(-_size(x) // bucket),))
+    return _on_host(oracle.bucket_norms, [x, bucket, kind], tf.float32, (-(-_size(x) // bucket),))
 
 
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
     """x / step, rounded to integers of `bits` bits, packed; see `accordion_hvd.ops.numpy`."""
     length = quantization.packed_length(_size(x), bits)
-    run = lambda x, steps, *seed: oracle.quantize(x, steps, bucket, bits, *seed)  # noqa: E731
-    return _on_host(run, [x, steps, *_number(seed)], tf.uint8, (length,))
+    return _on_host(oracle.quantize, [x, steps, bucket, bits, seed], tf.uint8, (length,))
 
 
 def sum_quantized(
@@ -532,43 +507,37 @@ def sum_quantized(
     like: Tensor,
 ) -> Tensor:
     """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
-    settings, form = (bucket, bits, middle), shape(like)
-    run = lambda p, s: oracle.sum_quantized(p, s, *settings, _empty(form))  # noqa: E731
-    return _on_host(run, [parts, steps], tf.float32, form)
+    given = [parts, steps, bucket, bits, middle, _room(like)]
+    return _on_host(oracle.sum_quantized, given, tf.float32, shape(like))
 
 
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
     """`total` - (code - middle) * step; see `accordion_hvd.ops.numpy`."""
-
-    def run(x: np.ndarray, packed: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        return oracle.subtract_quantized(x.copy(), packed, steps, bucket, bits, middle)
-
-    return _on_host(run, [total, packed, steps], tf.float32, shape(total))
+    run = lambda x, *sent: oracle.subtract_quantized(x.copy(), *sent)  # noqa: E731
+    return _on_host(run, [total, packed, steps, bucket, bits, middle], tf.float32, shape(total))
 
 
 def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
-    return _on_host(oracle.pack_signs, [x, *_number(turn)], tf.uint8, (-(-_size(x) // 8),))
+    return _on_host(oracle.pack_signs, [x, turn], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
     """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
-    given = [x, *_number(seed), *_number(turn)]
-    return _on_host(oracle.pack_random_signs, given, tf.uint8, (-(-_size(x) // 8),))
+    return _on_host(oracle.pack_random_signs, [x, seed, turn], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_powers(x: Tensor, seed: Any) -> Tensor:
     """Elements rounded stochastically to powers of two; see `accordion_hvd.ops.numpy`."""
     length = -(-_size(x) // 8) + _size(x)
-    return _on_host(oracle.pack_powers, [x, *_number(seed)], tf.uint8, (length,))
+    return _on_host(oracle.pack_powers, [x, seed], tf.uint8, (length,))
 
 
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
     """`weight` times the sum over `parts` from `pack_powers`; see `accordion_hvd.ops.numpy`."""
-    run = lambda parts: oracle.sum_powers(parts, weight, _empty(shape(like)))  # noqa: E731
-    return _on_host(run, [parts], tf.float32, shape(like))
+    return _on_host(oracle.sum_powers, [parts, weight, _room(like)], tf.float32, shape(like))
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
@@ -579,8 +548,7 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
-    run = lambda parts, means: oracle.sum_columns(parts, means, _empty(shape(like)))  # noqa: E731
-    return _on_host(run, [parts, means], tf.float32, shape(like))
+    return _on_host(oracle.sum_columns, [parts, means, _room(like)], tf.float32, shape(like))
 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
@@ -600,33 +568,37 @@ def _on_host(
     dtype: tf.DType,
     shape: Sequence[int],
 ) -> Tensor:
-    """NumPy's result of `function` on the values of `given`, in a graph too.
+    """NumPy's result of `function` on `given`, in a graph too.
 
-    Of `given` may be tensors, and lists of them; integers (`_number`) arrive as such.
+    Of `given`, the values of tensors (and of lists of them) arrive, those of whole numbers as
+    integers, and fresh memory for a `_room`; anything else as it is.
     """
-    counts = [len(x) if isinstance(x, (list, tuple)) else 0 for x in given]
+    parts = [x if isinstance(x, (list, tuple)) else [x] for x in given]
+    tensors = [x for part in parts for x in part if tf.is_tensor(x)]
+    # NumPy has no bfloat16
+    tensors = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in tensors]
 
     def run(*values: np.ndarray) -> Any:
         rest = iter(values)
-        told: Iterable[Any] = (list(itertools.islice(rest, n)) if n else next(rest) for n in counts)
-        return function(*(int(x) if _is_integer(x) else x for x in told))
+        return function(*(_told(x, rest) for x in given))
 
-    flat = [x for part, n in zip(given, counts, strict=True) for x in (part if n else [part])]
-    flat = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in flat]  # NumPy has none
-    return tf.ensure_shape(tf.numpy_function(run, flat, dtype), tuple(shape))
+    return tf.ensure_shape(tf.numpy_function(run, tensors, dtype), tuple(shape))
 
 
-def _number(x: Any) -> list[Tensor]:
-    """An integer, or a scalar tensor of one, for `_on_host`; nothing for None."""
-    return [] if x is None else [tf.cast(x, tf.int64)]
+def _told(x: Any, values: Iterator[np.ndarray]) -> Any:
+    """What arrives for `x`: for each tensor, the next of `values`."""
+    if isinstance(x, (list, tuple)):
+        return [_told(part, values) for part in x]
+    if isinstance(x, tf.TensorSpec):
+        return np.empty(x.shape, np.float32)
+    if not tf.is_tensor(x):
+        return x
+    value = next(values)
+    return int(value) if value.ndim == 0 and value.dtype.kind == "i" else value
 
 
-def _is_integer(x: Any) -> bool:
-    return getattr(x, "dtype", None) == np.int64 and x.ndim == 0
-
-
-def _empty(shape: Sequence[int]) -> np.ndarray:
-    return np.empty(shape, np.float32)
+def _room(like: Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec(like.shape, tf.float32)
 
 
 def _size(x: Tensor) -> int:

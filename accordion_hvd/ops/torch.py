@@ -46,6 +46,14 @@ def _array(x: Any) -> Any:
     return [_array(part) for part in x] if isinstance(x, (list, tuple)) else x
 
 
+shape = oracle.shape
+reshape = oracle.reshape
+unstack = oracle.unstack
+symbolic = oracle.symbolic
+is_bad = oracle.is_bad
+either = oracle.either
+
+
 def spec(x: Tensor) -> Spec:
     """Shape, dtype and device of `x`."""
     import accordion_hvd.ops.torch as xp
@@ -53,11 +61,6 @@ def spec(x: Tensor) -> Spec:
     if x.layout != torch.strided:
         check.refuse(x, "layout", x.layout, "torch.strided (dense)")
     return Spec(tuple(x.shape), dtype(x), xp, x.device)
-
-
-def shape(x: Tensor) -> tuple[int, ...]:
-    """The static shape."""
-    return tuple(x.shape)
 
 
 def dtype(x: Tensor) -> str:
@@ -105,11 +108,6 @@ def copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The same elements in another shape (a view where possible)."""
-    return x.reshape(tuple(shape))
-
-
 def transpose(x: Tensor) -> Tensor:
     """The transpose of a matrix, or of each of several (a view where possible)."""
     return x.mT
@@ -130,19 +128,9 @@ def maximum_of(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).max()
 
 
-def symbolic(x: Tensor) -> bool:
-    """Whether `x` has no value yet (in a graph)."""
-    return False
-
-
-def concat(parts: Sequence[Tensor]) -> Tensor:
-    """Vectors one after the other."""
-    return torch.cat(list(parts))
-
-
-def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices with equally many rows, side by side."""
-    return torch.cat(list(parts), 1)
+def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after the other, or side by side: along `axis`."""
+    return torch.cat(list(parts), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -157,11 +145,6 @@ def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
         if into.shape == (len(parts), *first.shape):
             return torch.stack(list(parts), out=into)
     return torch.stack(list(parts))
-
-
-def unstack(x: Tensor) -> list[Tensor]:
-    """The inverse of `stack` (views where possible)."""
-    return list(x.unbind(0))
 
 
 def to_bytes(x: Tensor) -> Tensor:
@@ -220,11 +203,6 @@ def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
     """beta * v + (1 - beta) * x * x in v's dtype. Consumes `v`: after a `yield` only."""
     wide = x.to(v.dtype)
     return v.mul_(beta).addcmul_(wide, wide, value=1 - beta)
-
-
-def absolute_moment(b: Tensor, beta: float, x: Tensor) -> Tensor:
-    """beta * b + (1 - beta) * |x| in b's dtype. Consumes `b`."""
-    return momentum(b, beta, x.abs())
 
 
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
@@ -502,18 +480,14 @@ def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 @_numpy_on_cpu
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
-    import accordion_hvd.ops.torch as xp
-
-    return torch.stack([count_sketch.moved(xp, x.float(), row, columns).sum(0) for row in codes])
+    return torch.stack([count_sketch.moved(x.float(), row, columns).sum(0) for row in codes])
 
 
 @_numpy_on_cpu
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     """Estimates of the vector of which `table` is the sketch; see `accordion_hvd.ops.numpy`."""
-    import accordion_hvd.ops.torch as xp
-
-    pairs, size = zip(table, codes, strict=True), like.numel()
-    rows = [count_sketch.found(xp, *pair, size) for pair in pairs]
+    pairs = zip(table, codes, strict=True)
+    rows = [count_sketch.found(*pair, like.numel()) for pair in pairs]
     return torch.stack(rows).median(0).values
 
 
@@ -565,16 +539,6 @@ def without_bad(x: Tensor, bad: Tensor) -> Tensor:
     return torch.where(bad == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def either(bad: Any, first: Tensor, second: Tensor) -> Tensor:
-    """`first` if `bad` (from `is_bad`), else `second`."""
-    return first if bad else second
-
-
-def is_bad(flags: Tensor) -> Any:
-    """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
-    return bool((flags != 0).any())
-
-
 def nans_like(x: Tensor) -> Tensor:
     """NaN in the shape and dtype of `x`."""
     return torch.full_like(x, float("nan"))
@@ -618,6 +582,11 @@ def checksum(x: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
+def clip(x: Tensor, limit: Tensor) -> Tensor:
+    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    return x.detach().clamp_(-limit, limit)
+
+
 pack_bits = _numpy_on_cpu(anywhere.pack_bits)
 unpack_bits = _numpy_on_cpu(anywhere.unpack_bits)
 bucket_norms = _numpy_on_cpu(anywhere.bucket_norms)
@@ -631,8 +600,3 @@ sum_powers = _numpy_on_cpu(anywhere.sum_powers)
 column_means = _numpy_on_cpu(anywhere.column_means)
 sum_columns = _numpy_on_cpu(anywhere.sum_columns)
 subtract_columns = _numpy_on_cpu(anywhere.subtract_columns)
-
-
-def clip(x: Tensor, limit: Tensor) -> Tensor:
-    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
-    return x.detach().clamp_(-limit, limit)

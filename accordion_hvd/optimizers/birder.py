@@ -181,8 +181,8 @@ class Birder(Rule):
         """The new b, at least |m|."""
         xp, slow = namespace(m), self.setting(info, "beta_b")
         if slow is None:
-            return xp.absolute_moment(b, self.setting(info, "beta"), magnitude)
-        return xp.maximum(xp.absolute_moment(b, slow, magnitude), xp.maximum(m, -m))
+            return xp.momentum(b, self.setting(info, "beta"), abs(magnitude))
+        return xp.maximum(xp.momentum(b, slow, abs(magnitude)), xp.maximum(m, -m))
 
     def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
         """How means over so many ranks are told."""
@@ -214,14 +214,14 @@ class Birder(Rule):
             signs = [xp.padded(packed, whole // 8) for packed in signs]
             if plan.neighbours > 1:
                 rows = [plan.arranged(xp, packed, plan.neighbours) for packed in signs]
-                theirs = yield Alltoall(xp.beside(rows), group=plan.near)
+                theirs = yield Alltoall(xp.concat(rows, 1), group=plan.near)
                 mean = draw.mean(xp, theirs, dtype)
         if plan.machines > 1:
             if plan.neighbours > 1:
                 draw = self._draw(info, "machine", plan.neighbours)
                 signs, _ = draw.of(mean)
             rows = [xp.reshape(packed, (plan.machines, -1)) for packed in signs]
-            theirs = yield Alltoall(xp.beside(rows), group=plan.far)
+            theirs = yield Alltoall(xp.concat(rows, 1), group=plan.far)
             mean = draw.mean(xp, theirs, dtype)
         signs, lacked = self._draw(info, "owner", info.size).of(mean, state, "server")
         bits, packed = len(signs), xp.concat(signs)

@@ -102,7 +102,7 @@ def averaged(
     chunks = Chunks(shape[-1], info.size)
     signs, steps, vectors = _coded(total, chunks.size, scale, bits)
     sent = [_cut(xp, *both, chunks) for both in zip(signs, vectors, strict=True)]
-    theirs, factors = yield Alltoall(xp.beside(sent)), Allgather(xp.concat(steps))
+    theirs, factors = yield Alltoall(xp.concat(sent, 1)), Allgather(xp.concat(steps))
     error = _minus(xp, total, signs, steps, chunks.size)
     parts = xp.unstack(xp.reshape(theirs, (info.size * bits, -1)))
     factors = xp.unstack(xp.reshape(xp.concat(list(factors)), (len(parts), -1)))

@@ -53,7 +53,7 @@ def rate(width: int, size: int, drift: float = 0.0) -> tuple[float, float, float
     for number in range(steps):
         g = (mean + rng.standard_normal(size)).astype(np.float32)
         before = error + g
-        index, scale = selection.accumulate_outgrown(error, g, width)
+        error, index, scale = selection.accumulate_outgrown(error, g, width)
         assert same_bits(error, before)
         packed = bins.pack(index, error[index] < 0, (size,), width)
         error[index] -= np.sign(error[index]) * scale[0]
@@ -78,7 +78,7 @@ def test_bins_of_zeros_send_nothing() -> None:
     gradient[50:100] = 0
     mean = ours.step([gradient])[0]
     assert not mean[50:100].any() and mean[:50].any() and mean[100:150].any()
-    index, _ = selection.accumulate_outgrown(np.zeros(200, np.float32), gradient, 50)
+    _, index, _ = selection.accumulate_outgrown(np.zeros(200, np.float32), gradient, 50)
     assert not ((index >= 50) & (index < 100)).any()
     nothing = Ranks(AdaComp(50), 2)
     assert not nothing.step([np.zeros(200, np.float32)] * 2)[0].any()
@@ -90,7 +90,7 @@ def test_bins_of_zeros_send_nothing() -> None:
 
 def choice(r: list[float], g: list[float], width: int) -> tuple[list[int], np.ndarray]:
     total = np.array(r, np.float32)
-    index, _ = selection.accumulate_outgrown(total, np.array(g, np.float32), width)
+    total, index, _ = selection.accumulate_outgrown(total, np.array(g, np.float32), width)
     return index.tolist(), total
 
 
@@ -123,7 +123,9 @@ def test_bytes_are_one_an_element_or_two() -> None:
         gradients = next(normals((40, 50), 2))
         step(world, NUMPY, [{"w": g} for g in gradients])
         for exchange, g in zip(world.exchanges, gradients, strict=True):
-            index, _ = selection.accumulate_outgrown(np.zeros(2000, np.float32), g.ravel(), width)
+            _, index, _ = selection.accumulate_outgrown(
+                np.zeros(2000, np.float32), g.ravel(), width
+            )
             empty = -(-2000 // width) - np.unique(index // width).size
             assert exchange.stats()["payload"] == item * (index.size + empty) + 4 + 8
 

@@ -91,10 +91,13 @@ def test_grids_by_brute_force(size: int, bucket: int) -> None:
             codes = quantization.unpack_bits(packed, bits, size)
             value = (codes.astype(float) - middle) * each
             assert (np.abs(value - x) <= most * each).all()
+            out = np.empty(size, np.float32)
             parts, scales = [packed, packed[::-1].copy()], [steps, steps * np.float32(0.3)]
-            out = quantization.sum_quantized(parts, scales, bucket, bits, middle, x.copy())
-            other = quantization.unpack_bits(parts[1], bits, size).astype(float) - middle
-            np.testing.assert_allclose(out, value + other * each * 0.3, rtol=1e-5, atol=1e-5)
+            quantization.sum_quantized(parts, scales, bucket, bits, middle, out)
+            other = (
+                (quantization.unpack_bits(parts[1], bits, size).astype(float) - middle) * each * 0.3
+            )
+            np.testing.assert_allclose(out, value + other, rtol=1e-5, atol=1e-5)
             if bits > 1:
                 assert not value[x == 0].any(), "zero stays zero"
 
@@ -129,16 +132,20 @@ def test_any_device_gives_the_same_bytes(size: int) -> None:
             steps = same("bucket_norms", x, bucket, "max") / np.float32(quantization.middle(bits))
             for seed in (None, 7):
                 packed = same("quantize", x, steps, bucket, bits, seed)
+            out, rest = np.empty(size, np.float32), x.copy()
             grid = bucket, bits, quantization.middle(bits)
-            out = quantization.sum_quantized([packed] * 2, [steps] * 2, *grid, x.copy())
-            rest = quantization.subtract_quantized(x.copy(), packed, steps, *grid)
+            (out, rest), (out2, rest2) = pairs(out, rest)
+            out2, rest2 = out2.clone(), rest2.clone()
+            quantization.sum_quantized([packed] * 2, [steps] * 2, *grid, out)
+            quantization.subtract_quantized(rest, packed, steps, *grid)
             packed, steps = torch.from_numpy(packed), torch.from_numpy(steps)
-            out2 = anywhere.sum_quantized([packed] * 2, [steps] * 2, *grid, torch.empty(size))
-            rest2 = anywhere.subtract_quantized(torch.tensor(x), packed, steps, *grid)
+            anywhere.sum_quantized([packed] * 2, [steps] * 2, *grid, out2)
+            anywhere.subtract_quantized(rest2, packed, steps, *grid)
             assert same_bits(out2.numpy(), out) and same_bits(rest2.numpy(), rest)
-    packed = same("pack_powers", x, 9)
-    out = quantization.sum_powers([packed] * 3, 0.25, x.copy())
-    out2 = anywhere.sum_powers([torch.from_numpy(packed)] * 3, 0.25, torch.empty(size))
+    packed, out = same("pack_powers", x, 9), np.empty(size, np.float32)
+    quantization.sum_powers([packed] * 3, 0.25, out)
+    out2 = torch.empty(size)
+    anywhere.sum_powers([torch.from_numpy(packed)] * 3, 0.25, out2)
     assert same_bits(out2.numpy(), out)
     cube = RNG.standard_normal((2, 40, 30)).astype(np.float32)
     bits = quantization.pack_signs(cube.reshape(-1), None)
@@ -154,17 +161,16 @@ def test_any_device_gives_the_same_bytes(size: int) -> None:
 @pytest.mark.filterwarnings("error")
 def test_any_payload_can_be_decoded() -> None:
     """Whatever bytes a peer sends, decoding reads and writes within bounds; NaN and inf show."""
-    size, bucket, like = 70_001, 100, np.empty(70_001, np.float32)
+    size, bucket, out = 70_001, 100, np.empty(70_001, np.float32)
     scales = RNG.integers(0, 256, 4 * 701, np.uint8).view(np.float32)
     scales[:2] = np.nan, np.inf
     for bits in range(1, 9):
         packed = RNG.integers(0, 256, quantization.packed_length(size, bits), np.uint8)
-        grid = bucket, bits, 0.5 if bits == 1 else 3
-        out = quantization.sum_quantized([packed], [scales], *grid, like)
+        quantization.sum_quantized([packed], [scales], bucket, bits, 0.5 if bits == 1 else 3, out)
         assert not np.isfinite(out[0]) and not np.isfinite(out[: 2 * bucket]).all()
         quantization.subtract_quantized(np.zeros_like(out), packed, scales, bucket, bits, 0.5)
     packed = RNG.integers(0, 256, -(-size // 8) + size, np.uint8)
-    out = quantization.sum_powers([packed], 1.0, like)
+    quantization.sum_powers([packed], 1.0, out)
 
 
 # --------------------------------------------------------------------------------- random numbers
