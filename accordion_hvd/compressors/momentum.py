@@ -42,10 +42,26 @@ class Momentum(Around):
         if not suits or (inner.target, inner.output) != ("gradient", "gradient"):
             check.refuse(self, "compressor", inner, "one that returns the mean of whole gradients")
         check.below_one(self, "momentum", self.momentum)
-        object.__setattr__(self, "scope", inner.scope)
-        object.__setattr__(self, "stacks", "alike" if inner.stacks else "")
-        object.__setattr__(self, "halves", inner.halves)
-        object.__setattr__(self, "local", (*inner.local, "momentum"))
+
+    @property
+    def scope(self) -> str:  # type: ignore[override]
+        """That of the compressor."""
+        return self.compressor.scope
+
+    @property
+    def stacks(self) -> str:  # type: ignore[override]
+        """Tensors of one shape may share a call, if for the compressor."""
+        return "alike" if self.compressor.stacks else ""
+
+    @property
+    def halves(self) -> bool:  # type: ignore[override]
+        """As the compressor does."""
+        return self.compressor.halves
+
+    @property
+    def local(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the compressor keeps for this rank, and its momentum."""
+        return (*self.compressor.local, "momentum")
 
     def init(self, spec: Spec, info: Info) -> State:
         """The compressor's state, and `momentum` in the gradient's shape, if there is any."""
