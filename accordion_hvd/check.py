@@ -9,18 +9,18 @@ from typing import Any
 
 
 class PayloadError(RuntimeError):
-    """What a rank has sent does not decode."""
+    """Raised where a payload that a rank has sent does not decode."""
 
     __init__ = Exception.__init__  # else AutoGraph raises another class in its place
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer and no bool."""
+    """Return whether `value` is an integer and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real, finite number and no bool."""
+    """Return whether `value` is a real, finite number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""What `compression=` means: the only place that interprets it, for every framework.
+"""The meaning of `compression=`, which only this module interprets, for every framework.
 
 A wrapper makes three stops: `resolve` finds the object that is to serve, `validate` (in
 `accordion_hvd.validate`) checks that it suits the optimizer and the job, and the wrapper builds.

@@ -1,4 +1,4 @@
-"""Whether what `compression=` means suits the optimizer and the job: checked before any message.
+"""Checks that a resolved `compression=` suits the optimizer and the job, before any message.
 
 The checks that need a framework's own types are in its `refusals` module.
 """
@@ -23,7 +23,7 @@ OWNER = "DistributedOptimizer"
 
 @dataclass(frozen=True)
 class Use:
-    """How a wrapper is used, as far as its compression must suit that.
+    """The use of a wrapper, as far as its compression must suit it.
 
     Attributes:
         module: the module that has this framework's compressed optimizers.

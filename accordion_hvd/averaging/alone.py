@@ -23,7 +23,7 @@ Message = tuple[Tensor, ...]
 def encode(
     compressor: Compressor, x: Tensor, kept: State, info: Info
 ) -> tuple[Message, Tensor, State]:
-    """What to send of `x`, what that means, and what to keep for the next message.
+    """Encode `x`; return the message, its meaning, and the state for the next message.
 
     Nothing that is not sent is kept: no error feedback.
 
@@ -55,7 +55,7 @@ def encode(
 def decode(
     compressor: Compressor, message: Message, like: Tensor, info: Info, sender: int
 ) -> Tensor:
-    """What a message means.
+    """Decode a message.
 
     Args:
         compressor: the sender's.
@@ -75,7 +75,7 @@ def decode(
 
 
 def _coded(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-    """A codec's message, and what it means."""
+    """Encode with a codec; return the message and its meaning."""
     if codec.uneven:
         _refuse(codec)
     xp, told = namespace(x), _alone(info, info.rank)

@@ -1,4 +1,4 @@
-"""What methods that average models, not gradients, have in common."""
+"""Base classes of methods that average models instead of gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Averaging(Compressor):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def start(self, model: Tensor, info: Info) -> State:
-        """The state before the first step, when all ranks' models are `model`."""
+        """Return the state before the first step, when all ranks have `model`."""
         return self.init(namespace(model).spec(model), info)
 
     def groups(self, size: int) -> tuple[Group, ...]:
@@ -49,11 +49,11 @@ class Averaging(Compressor):
 
     @property
     def of_means(self) -> bool:
-        """Whether groups are only ever asked for means, which `by_shares` finds as well."""
+        """Return whether groups only compute means, which `by_shares` can compute as well."""
         return True
 
     def equal(self, step: int) -> bool:
-        """Whether all models are equal after the exchange of this step."""
+        """Return whether all models are equal after the exchange of this step."""
         return True
 
     def settle(self, model: Tensor, state: State, info: Info) -> Conversation:
@@ -62,7 +62,7 @@ class Averaging(Compressor):
         return mean, self.settled(state, mean)
 
     def settled(self, state: State, model: Tensor) -> State:
-        """The state when all ranks have come to have `model`."""
+        """Return the state after all ranks have received `model`."""
         return state
 
     def residual(self, state: State) -> Tensor | None:
@@ -76,22 +76,22 @@ def periodic(owner: Any, period: Any) -> None:
 
 
 def whole(step: int, period: int) -> bool:
-    """Whether a step is a period's last, counted from 0."""
+    """Return whether a step, counted from 0, is the last of a period."""
     return (step + 1) % period == 0
 
 
 def inside(info: Info, group: Group) -> Info:
-    """What a conversation `among` a group is told."""
+    """Return the `Info` for an exchange `among` the members of a group."""
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 
 def named(kept: State) -> State:
-    """What a compressor keeps, as it is called in the state of the method that uses it."""
+    """Return a compressor's state under the names that the averaging method uses."""
     return {f"compressor/{key}": value for key, value in kept.items()}
 
 
 def unnamed(state: State) -> State:
-    """The inverse of `named`; other keys are left out."""
+    """Invert `named`; other keys are left out."""
     parts = ((key.partition("compressor/"), value) for key, value in state.items())
     return {key: value for (_, found, key), value in parts if found}
 

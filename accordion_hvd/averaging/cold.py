@@ -34,7 +34,7 @@ _DOUBLINGS = 64  # that a step can need
 
 @dataclass(frozen=True)
 class Innovations(Averaging, abc.ABC):
-    """What COLD and Dyna-COLD share: everything but what is sent.
+    """Base class of COLD and Dyna-COLD, which differ only in the messages.
 
     Each rank keeps an estimate of its own vector that its neighbours know as well, and sends
     only the compressed difference to it, which tends to 0. `dual` sums to 0 over the ranks
@@ -53,7 +53,7 @@ class Innovations(Averaging, abc.ABC):
         check.ratio(self, "gamma", self.gamma)
 
     def equal(self, step: int) -> bool:
-        """Never."""
+        """Return False: models never become exactly equal."""
         return False
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
@@ -71,7 +71,7 @@ class Innovations(Averaging, abc.ABC):
         return {n: spec.zeros(spec.shape, spec.wide) for n in names}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
-        """One message to all neighbours; `info.lr` is the step size that `model` was made with."""
+        """Send one message to all neighbours; `info.lr` is the step size that made `model`."""
         if not info.lr > 0:
             check.refuse(self, "learning rate", info.lr, "above 0")
         xp, kind = namespace(model), namespace(model).dtype(state["dual"])
@@ -94,17 +94,17 @@ class Innovations(Averaging, abc.ABC):
     def _message(
         self, innovation: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[alone.Message, Tensor, State]]:
-        """What to send, what it means, and the state."""
+        """Return the message, its meaning, and the state."""
 
     @abc.abstractmethod
     def _meaning(
         self, message: alone.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
-        """What a neighbour's message means."""
+        """Decode a neighbour's message."""
 
 
 def _unpacked(flat: Tensor, like: alone.Message) -> alone.Message:
-    """A neighbour's message from its bytes; `like` is ours."""
+    """Parse a neighbour's message from bytes; `like` is this rank's message."""
     xp = namespace(flat)
     sizes = [xp.shape(xp.to_bytes(part))[0] for part in like]
     pieces = zip(xp.split(flat, sizes), like, strict=True)
@@ -205,7 +205,7 @@ class DynaCOLD(Innovations):
         return super().init(spec, info) | {"scale": first, "doublings": spec.zeros((1,))}
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """How often this rank has doubled its scale."""
+        """Return how often this rank has doubled its scale."""
         return {"doublings": state["doublings"]}
 
     def _message(

@@ -81,11 +81,11 @@ class DiLoCo(Averaging):
         return {"common": zeros[0], "velocity": zeros[1]} | named(own)
 
     def start(self, model: Tensor, info: Info) -> State:
-        """The model is the first common one."""
+        """Return a state whose common model is `model`."""
         return self.settled(super().start(model, info), model)
 
     def settled(self, state: State, model: Tensor) -> State:
-        """An average out of turn becomes the common model; velocity stays."""
+        """Take an extra average as the common model; the velocity stays."""
         xp = namespace(model)
         return {**state, "common": xp.cast(xp.copy(model), xp.dtype(state["common"]))}
 

@@ -35,7 +35,7 @@ class DPSGD(Averaging):
         object.__setattr__(self, "topology", topology(self, self.topology))
 
     def equal(self, step: int) -> bool:
-        """Never."""
+        """Return False: models never become exactly equal."""
         return False
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
@@ -44,7 +44,7 @@ class DPSGD(Averaging):
         return ()
 
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
-        """The model to the neighbours, theirs here."""
+        """Exchange models with the neighbours."""
         graph, weights = self.topology, self.topology.weights(info.size)[info.rank]
         of = graph.of(info.rank, info.size)
         parts = yield Neighbours(model, to=graph.to(info.rank, info.size), of=of)

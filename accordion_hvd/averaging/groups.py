@@ -1,4 +1,4 @@
-"""Who averages with whom at which step (dynamic grouping of WAGMA-SGD, Li et al., TPDS 2021)."""
+"""Dynamic grouping: the groups of each step in WAGMA-SGD (Li et al., TPDS 2021)."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Groups:
         return _worst(self.size, self._cycle) if self.group_size > 1 or self.size == 1 else None
 
     def at(self, step: int) -> Partition:
-        """All groups of a step; each lists its ranks in ascending order."""
+        """Return all groups of a step; each lists its ranks in ascending order."""
         return self._cycle[step % self.cycle]
 
     def of(self, rank: int, step: int) -> Group:
-        """The group of a rank, itself included."""
+        """Return the group of a rank, including the rank."""
         return self._place[step % self.cycle][rank]
 
     def all(self) -> tuple[Group, ...]:
-        """All groups there ever are, each once."""
+        """Return all groups of all steps, each once."""
         return tuple(dict.fromkeys(group for partition in self._cycle for group in partition))
 
 

@@ -30,7 +30,7 @@ class LocalSGD(Averaging):
         return whole(step, self.period)
 
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce at a period's end."""
+        """Run one allreduce at the end of a period."""
         if self.equal(info.step):
             return (yield from self.settle(model, state, info))
         return model, state

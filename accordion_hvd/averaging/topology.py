@@ -1,4 +1,4 @@
-"""Who exchanges with whom, and by which weights, where there is no average of all."""
+"""Topologies: the neighbours of each rank, and the weights of their models."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ class Topology:
         return _weights(self, size)
 
     def to(self, rank: int, size: int) -> tuple[int, ...]:
-        """Who gives weight to what this rank sends."""
+        """Return the ranks that give weight to this rank's messages."""
         column = self.weights(size)[:, rank]
         return tuple(int(i) for i in np.flatnonzero(column) if i != rank)
 
     def of(self, rank: int, size: int) -> tuple[int, ...]:
-        """To whom this rank gives weight."""
+        """Return the ranks to whose messages this rank gives weight."""
         row = self.weights(size)[rank]
         return tuple(int(i) for i in np.flatnonzero(row) if i != rank)
 
     def gap(self, size: int) -> float:
-        """1 - the second largest singular value of W: the part of a disagreement a step removes."""
+        """Return 1 - the second largest singular value of W, by which differences shrink."""
         values = np.linalg.svd(self.weights(size), compute_uv=False)
         return float(1 - values[1]) if size > 1 else 1.0
 
     def symmetric(self, size: int) -> bool:
-        """Whether W is."""
+        """Return whether W is symmetric."""
         weights = self.weights(size)
         return bool(np.abs(weights - weights.T).max() <= _TOLERANCE)
 
@@ -81,7 +81,7 @@ class Topology:
 
 
 def topology(owner: Any, value: Any) -> Topology:
-    """A `Topology`, from itself, a name or a matrix.
+    """Return a `Topology`, given one, a name or a matrix.
 
     Raises:
         ValueError: it is none of these.

@@ -69,7 +69,7 @@ class WAGMA(Averaging):
             check.refuse(self, "wait_avoiding", True, "False or 'auto' where there is a compressor")
 
     def schedule(self, size: int) -> Groups:
-        """Who averages with whom.
+        """Return the groups of each step.
 
         Raises:
             ValueError: `group_size` is larger than the number of ranks.
@@ -77,7 +77,7 @@ class WAGMA(Averaging):
         return _schedule(self, size)
 
     def groups(self, size: int) -> tuple[Group, ...]:
-        """All groups of the schedule."""
+        """Return all groups of the schedule."""
         return self.schedule(size).all() if self.period > 1 else ()
 
     @property
@@ -98,18 +98,18 @@ class WAGMA(Averaging):
         return {"reference": reference} | named(kept)
 
     def start(self, model: Tensor, info: Info) -> State:
-        """The model is the first reference."""
+        """Return a state whose reference is `model`."""
         return self.settled(super().start(model, info), model)
 
     def settled(self, state: State, model: Tensor) -> State:
-        """The model is the reference from now on."""
+        """Take `model` as the reference from now on."""
         if self.compressor is None:
             return state
         xp = namespace(model)
         return {**state, "reference": xp.cast(xp.copy(model), xp.dtype(state["reference"]))}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce: of all at a period's end, else of this rank's group."""
+        """Run one allreduce: over all ranks at the end of a period, else over this rank's group."""
         if self.equal(info.step):
             return (yield from self.settle(model, state, info))
         group = self.schedule(info.size).of(info.rank, info.step)
@@ -132,7 +132,7 @@ class WAGMA(Averaging):
 def _sent(
     compressor: Compressor, x: Tensor, kept: State, info: Info
 ) -> Generator[Any, Any, tuple[Tensor, Tensor | None, State]]:
-    """The mean of what is sent, what of `x` is not (if that may be added later), what to keep."""
+    """Return the mean of the sent parts, the unsent part of `x` (or 0), and the state."""
     xp, shape = namespace(x), namespace(x).shape(x)
     if isinstance(compressor, Codec):
         rest = xp.reshape(x, compressor.layout(shape))

@@ -1,4 +1,4 @@
-"""Whether ranks were set up alike; and what each of them has, as NumPy arrays."""
+"""Agreement of all ranks on their settings, and gathering of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Convers
 
 
 def explain_disagreement(texts: Sequence[str]) -> str:
-    """Which ranks differ from rank 0, and in what."""
+    """Describe which ranks differ from rank 0, and in which lines."""
     for rank, text in enumerate(texts):
         for ours, theirs in itertools.zip_longest(texts[0].splitlines(), text.splitlines()):
             if ours != theirs:

@@ -13,7 +13,7 @@ Group = tuple[int, ...] | None
 
 
 class Collectives(abc.ABC):
-    """What an engine does for one process among `size`; `rank` is its number.
+    """Interface of an engine for one of `size` processes; `rank` is its number.
 
     Attributes:
         xp: the operations of the framework whose tensors it carries.
@@ -57,19 +57,19 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, handle: Any) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
     @abc.abstractmethod
     def wait(self, handle: Any) -> Any:
-        """The result of an operation; a list for `allreduce`."""
+        """Return the result of an operation; a list for `allreduce`."""
 
     # ------------------------------------------------------------------------------ who takes part
     def ranks(self, group: Group) -> int:
-        """How many take part in `group`."""
+        """Return the number of members of `group`."""
         return self.size if group is None else len(group)
 
     def near(self, group: Group) -> bool:
-        """Whether all of `group` are known to share a machine."""
+        """Return whether all members of `group` are known to share a host."""
         members = range(self.size) if group is None else group
         return any(set(members) <= set(machine) for machine in self.machines)
 

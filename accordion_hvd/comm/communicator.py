@@ -80,14 +80,14 @@ class Pending:
             self._move(members, Running(program))
 
     def ready(self) -> bool:
-        """Whether every result is here; starts what follows on what has arrived."""
+        """Return whether every result is here; start operations that can follow."""
         running, self._running = self._running, []
         for members, program in running:
             self._move(members, program)
         return not self._running
 
     def result(self) -> list[Any]:
-        """The results in the order of the requests. Sleeps between looks: engines spin.
+        """Return the results in the order of the requests. Sleeps between looks: engines spin.
 
         Raises:
             PayloadError: what a rank has sent does not decode.
@@ -98,7 +98,7 @@ class Pending:
         return self._decoded()
 
     def _decoded(self) -> list[Any]:
-        """The results as requests' `decode` reads them, once nothing in them is in doubt."""
+        """Return the results as the requests' `decode` parses them, once all payloads are valid."""
         xp, results = self._communicator.xp, list(self._results)
         senders: list[Any] = []
         doubts: list[Tensor] = []

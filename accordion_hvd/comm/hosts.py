@@ -1,4 +1,4 @@
-"""How ranks find out who shares a machine with whom."""
+"""Discovery of the ranks that share a host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def meet(communicator: Communicator, wanted: bool, device: Any = None) -> None:
 
 
 def _key(rank: int) -> int:
-    """A number that ranks of one machine have in common: of its name, as Horovod does."""
+    """Return a number that ranks of one host share, made from its name as in Horovod."""
     local_size = os.environ.get(VARIABLE)
     if local_size:
         if not local_size.isdecimal() or int(local_size) == 0:

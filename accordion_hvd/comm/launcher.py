@@ -1,4 +1,4 @@
-"""How this process was started."""
+"""The launcher of this process."""
 
 from __future__ import annotations
 

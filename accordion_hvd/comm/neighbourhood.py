@@ -30,7 +30,7 @@ class Neighbourhood:
         self._graph: Any = None
 
     def serving(self, conversation: Talk, traffic: Traffic) -> Talk:
-        """A conversation whose `Neighbours` requests it carries; counts them in `traffic`."""
+        """Wrap an exchange: carry its `Neighbours` requests and count them in `traffic`."""
 
         def serve(asked: Any) -> Talk:
             if not isinstance(asked, Neighbours):
@@ -41,7 +41,7 @@ class Neighbourhood:
         return translated(conversation, serve)
 
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
-        """What the request's result is; all ranks call it together."""
+        """Return the result of the request; all ranks call it together."""
         if self._named is None:
             self._named = asked.of, asked.to
             self._graph = self._world.Create_dist_graph_adjacent(list(asked.of), list(asked.to))

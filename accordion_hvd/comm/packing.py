@@ -44,13 +44,13 @@ def together(communicator: Collectives, requests: Sequence[Request]) -> list[lis
 
 
 def program(communicator: Collectives, traffic: Traffic, name: str, requests: list[Any]) -> Program:
-    """What serves `requests`, all of one kind; counts their bytes in `traffic`."""
+    """Return the program that serves `requests`, all of one kind; count bytes in `traffic`."""
     kind = _key(communicator, requests[0])[0]
     return _PROGRAMS[kind](communicator, traffic, name, requests)
 
 
 def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
-    """What requests must have in common to share a collective; first, the program's name."""
+    """Return the key that requests in one collective share; its first entry names the program."""
     if not isinstance(request, Request):
         raise TypeError(f"a conversation yielded {request!r}, which is no request.")
     group = request.group
@@ -127,7 +127,7 @@ def _reduce(
 def _reduce_half(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """The mean of 16-bit floats: parts to their owners, added there in fp32, and back.
+    """Average 16-bit floats: send parts to their owners, add them there in fp32, gather the means.
 
     As many bytes as a ring allreduce, and exact where the engine's own addition is missing (bf16)
     or scalar and slow (fp16 over Gloo). Parts are added in rank order.
@@ -215,7 +215,7 @@ def _compare_sizes(xp: ModuleType, flat: Tensor, due: int, name: str) -> None:
 
 
 def _as_bytes(xp: ModuleType, requests: Sequence[Request]) -> tuple[Tensor, list[int]]:
-    """The bytes of all tensors, one after the other, and how many each has."""
+    """Return the bytes of all tensors, concatenated, and the number of bytes of each."""
     parts = [xp.to_bytes(request.tensor) for request in requests]
     sizes = [_elements(xp, part) for part in parts]
     return parts[0] if len(parts) == 1 else xp.concat(parts), sizes
@@ -231,7 +231,7 @@ def _like(xp: ModuleType, request: Request, piece: Tensor) -> Tensor:
 def _by_request(
     xp: ModuleType, pieces: Sequence[Tensor], requests: Sequence[Request]
 ) -> list[tuple[Tensor, ...]]:
-    """What came, rank by rank and request by request, as one tuple a request in rank order."""
+    """Return the received tensors: one tuple per request, in rank order."""
     return [
         tuple(_like(xp, request, piece) for piece in pieces[i :: len(requests)])
         for i, request in enumerate(requests)
@@ -272,7 +272,7 @@ def _alltoall(
 def _shares(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
-    """One operation for each request, which also says how much came from whom."""
+    """Run one operation per request, which also returns the number of rows from each rank."""
     xp, group = communicator.xp, requests[0].group
     members = range(communicator.size) if group is None else group
     mine, results = list(members).index(communicator.rank), []
@@ -301,7 +301,7 @@ def _shares(
 def _neighbours(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
 ) -> Program:
-    """The bytes of all requests, one after the other, to each neighbour: uneven shares."""
+    """Send the concatenated bytes of all requests to each neighbour, as uneven shares."""
     _count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
     mine, sizes = _as_bytes(xp, requests)

@@ -15,7 +15,7 @@ from accordion_hvd.ops import namespace
 
 
 def by_shares(conversation: Talk, rank: int, size: int) -> Talk:
-    """A conversation whose groups' means are found in two alltoalls among all ranks.
+    """Wrap an exchange: compute means over groups by two alltoalls among all ranks.
 
     As many bytes as a ring allreduce. All ranks must ask for means of groups at the same points,
     those that are a group on their own, too.

@@ -1,4 +1,4 @@
-"""What a collective moves: the model behind every byte that `stats()` counts.
+"""The model of the bytes that a collective moves, by which `stats()` counts.
 
 Counted per rank, for n ranks taking part and B bytes of a rank's tensor: ring allreduce
 2 (n - 1) / n B sent and received; allgather (n - 1) B sent (a ring passes every block on) and the
@@ -47,7 +47,7 @@ def size_of(tensor: Any, dtype: str | None = None) -> int:
 
 
 def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Traffic:
-    """What `request` costs a rank when `ranks` take part.
+    """Return the bytes of `request` for a rank when `ranks` take part.
 
     Args:
         request: the request.

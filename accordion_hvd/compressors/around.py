@@ -1,4 +1,4 @@
-"""What compressors share that are made of another one."""
+"""Base class of compressors that contain another compressor."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ class Around(Compressor):
     compressor: Compressor
 
     def accept(self, spec: Spec, name: str) -> None:
-        """What the compressor accepts."""
+        """Refuse tensors that the inner compressor refuses."""
         self.compressor.accept(spec, name)
 
     def variant(self, step: int) -> int:
-        """That of the compressor."""
+        """Return the inner compressor's variant."""
         return self.compressor.variant(step)
 
     @property
     def phases(self) -> bool:
-        """Those of the compressor."""
+        """Return whether the inner compressor has phases."""
         return self.compressor.phases
 
     @property
     def settling(self) -> int:
-        """That of the compressor."""
+        """Return the inner compressor's warm-up steps."""
         return self.compressor.settling
 
     def plain(self) -> Compressor | None:
-        """That of the compressor."""
+        """Return the compressor that the inner one uses for exempt tensors."""
         return self.compressor.plain()
 
     def residual(self, state: State) -> Tensor | None:
-        """What the compressor owes."""
+        """Return the inner compressor's residual."""
         return self.compressor.residual(state) if state else None
 
     def with_residual(self, state: State, residual: Tensor) -> State:
-        """The state whose compressor owes `residual`."""
+        """Return the state whose inner residual is `residual`."""
         return self.compressor.with_residual(state, residual)
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """What the compressor says, where it has a state."""
+        """Return the inner compressor's report, where it has a state."""
         return self.compressor.report(state) if state else {}
 
     def park(self, state: State) -> State:
-        """What the compressor keeps."""
+        """Return the state that the inner compressor keeps while another level serves."""
         return self.compressor.park(state)
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """What the compressor makes of its states."""
+        """Return the inner compressor's state on another number of ranks."""
         return self.compressor.rescale(states, spec, info)
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """What the compressor makes of its state."""
+        """Return the inner compressor's state made from another rank's."""
         return self.compressor.foreign(state, spec, info)

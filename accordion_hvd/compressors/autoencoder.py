@@ -68,7 +68,7 @@ class Layer:
         return np.concatenate([weights, np.zeros(self.outputs, np.float32)])
 
     def forward(self, parameters: Tensor, x: Tensor) -> Tensor:
-        """What comes out: rows (signals, length * outputs)."""
+        """Return the output: rows (signals, length * outputs)."""
         xp = namespace(x)
         weights, bias = self._weights(parameters), parameters[:, None, -self.outputs :]
         if self.transposed:
@@ -121,13 +121,13 @@ class Layer:
 
     @staticmethod
     def _grouped(x: Tensor, width: int, parameters: Tensor) -> Tensor:
-        """As one matrix a model: what comes after each other, of all of its signals."""
+        """Return one matrix per model, with the rows of all its signals."""
         xp = namespace(x)
         return xp.reshape(x, (xp.shape(parameters)[0], -1, width))
 
 
 def forward(layers: Sequence[Layer], parameters: Tensor, x: Tensor) -> list[Tensor]:
-    """The signal before the first layer and after each; `parameters` hold those of all layers."""
+    """Return the signal before the first layer and after each one."""
     signals = [x]
     for layer, mine in zip(layers, _cut(layers, parameters), strict=True):
         signals.append(layer.forward(mine, signals[-1]))
@@ -224,7 +224,7 @@ class Autoencoder:
         news: Tensor | None = None,
         similarity: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """The derivative of the loss by all parameters, and what was decoded wrongly.
+        """Return the gradient of the loss, and the reconstruction error.
 
         The loss is the sum over what is decoded of its mean squared error, and `similarity` times
         the sum over ordered pairs of codes of their mean squared difference.
@@ -265,7 +265,7 @@ class Autoencoder:
 
 
 def _apart(codes: Tensor) -> Tensor:
-    """The derivative of the sum over ordered pairs of codes of their mean squared difference."""
+    """Return the derivative of the summed mean squared differences of pairs of codes."""
     xp = namespace(codes)
     number, width = xp.shape(codes)
     ones = xp.full((number, number), 1.0, "float32", xp.device(codes))

@@ -29,19 +29,19 @@ class AllElements(Codec):
         check.real(self, name, spec.dtype)
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """The tensor, or bytes of 16-bit values."""
+        """Return the tensor, or bytes of 16-bit values."""
         xp = namespace(x)
         return (xp.to_wire([x], self.wire, math.prod(xp.shape(x))) if self.wire else x,)
 
     def decode(self, message: Message, like: Tensor, info: Info) -> Tensor:
-        """The inverse, but for rounding."""
+        """Invert `encode`, but for rounding."""
         xp = namespace(like)
         if self.wire:
             return xp.from_wire(message[0], self.wire, [xp.cast(like, "float32")])[0]
         return xp.reshape(message[0], xp.shape(like))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce of the gradient; no state, so what rounding loses is lost."""
+        """Run one allreduce of the gradient; there is no state, so rounding errors are lost."""
         mean = yield Allreduce(grad, wire=self.wire, reuse=True)
         return mean, state
 

@@ -71,20 +71,20 @@ class DGC(Sparsifier):
         return state | {"momentum": spec.zeros((spec.size,))} if self.momentum else state
 
     def variant(self, step: int) -> int:
-        """The stage of the warm-up, from 0; `STAGES` after it."""
+        """Return the stage of the warm-up, from 0; `STAGES` after it."""
         return min(step * STAGES // self.warmup, STAGES) if self.warmup else STAGES
 
     @property
     def phases(self) -> bool:
-        """Whether there is a warm-up."""
+        """Return whether there is a warm-up."""
         return self.warmup > 0
 
     def stage_ratio(self, stage: int) -> float:
-        """The part of the elements that is sent in a stage."""
+        """Return the part of the elements that is sent in a stage."""
         return self.ratio if stage >= STAGES else max(self.ratio, 0.25 ** (stage + 1))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of positions and values; at ratio 1 an allreduce."""
+        """Run one allgather of positions and values; at ratio 1 an allreduce."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
         ratio = self.stage_ratio(info.phase) if self.phases else self.ratio

@@ -30,7 +30,7 @@ class ErrorFeedback(Wrapper):
 
     @property
     def contracts(self) -> bool:  # type: ignore[override]
-        """Whether the codec does."""
+        """Return whether the codec is contractive."""
         return self.codec.contracts
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -38,5 +38,5 @@ class ErrorFeedback(Wrapper):
         return super().init(spec, info) | {"error": spec.zeros(self.codec.layout(spec.shape))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of messages."""
+        """Run one allgather of messages."""
         return with_feedback(self.codec, grad, state, info)

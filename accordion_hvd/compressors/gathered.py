@@ -28,5 +28,5 @@ class Gathered(Wrapper):
         return self.codec.stacks if self.codec.stacks == "any" else ""
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of messages."""
+        """Run one allgather of messages."""
         return without_feedback(self.codec, grad, state, info)

@@ -49,9 +49,9 @@ class Int8(Codec):
         return xp.quantize(x, steps, self.block, 8), steps
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """The sum of codes times steps."""
+        """Add up codes times steps."""
         return namespace(like).sum_quantized(*shares(messages), self.block, 8, _MIDDLE, like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """In place."""
+        """Subtract in place."""
         return namespace(total).subtract_quantized(total, *message, self.block, 8, _MIDDLE)

@@ -82,7 +82,7 @@ class LGC(Sparsifier):
         check.ratio(self, "rate", self.rate)
 
     def variant(self, step: int) -> int:
-        """The phase: DENSE, TRAINING, SHIPPING or CODED."""
+        """Return the phase: DENSE, TRAINING, SHIPPING or CODED."""
         if step < self.dense:
             return DENSE
         left = self.dense + self.training - step
@@ -94,7 +94,7 @@ class LGC(Sparsifier):
         return self.dense + self.training
 
     def init(self, spec: Spec, info: Info) -> State:
-        """What is kept.
+        """Return the state: `error`, and the autoencoder's parameters and moments.
 
         `error`: what was not sent yet, a vector with the gradient's elements. `weights`: the
         encoder's, then each decoder's. `moments`, `decay`: Adam's two moments of each, and of 1.
@@ -109,7 +109,7 @@ class LGC(Sparsifier):
         }
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce; or the leader's positions, then everybody's values or codes."""
+        """Run one allreduce; or broadcast the leader's positions, then exchange values or codes."""
         xp, owed = namespace(grad), state["error"]
         if self._innovates and info.phase == CODED:
             owed = xp.copy(owed)  # innovations, which come last, may not decode
@@ -143,7 +143,7 @@ class LGC(Sparsifier):
     def _follow(
         self, total: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor | None]]:
-        """The leader's positions, its root mean square and, for a server, its code.
+        """Return the leader's positions, its root mean square and, for a server, its code.
 
         One allreduce of int32: everybody but the leader adds zeros.
         """
@@ -163,7 +163,7 @@ class LGC(Sparsifier):
         return index, scale, code if len(says) > 2 else None
 
     def _largest(self, total: Tensor, info: Info) -> Tensor:
-        """Where the largest of each tensor are, in the order of their values."""
+        """Return the positions of the largest elements of each tensor, ordered by value."""
         xp, start, found = namespace(total), 0, []
         for part in xp.split(total, info.sizes or xp.shape(total)):
             (size,) = xp.shape(part)
@@ -175,7 +175,7 @@ class LGC(Sparsifier):
     def _of_mean(
         self, values: Tensor, scale: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, list[Tensor]]:
-        """What the mean of all codes says ("ring")."""
+        """Decode the mean of all codes ("ring")."""
         networks = self._networks(info.size)
         code = networks.encode(state["weights"], signals_of([values], scale))
         code = yield Allreduce(code, reuse=True)
@@ -184,7 +184,7 @@ class LGC(Sparsifier):
     def _of_leader(
         self, values: Tensor, scale: Tensor, code: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, list[Tensor]]:
-        """What the leader's code and each rank's innovation say of each rank ("server")."""
+        """Decode each rank's values from the leader's code and the rank's innovation ("server")."""
         xp = namespace(values)
         index, (count,) = self._innovation(values, state), xp.shape(values)
         read = partial(places, count=xp.shape(index)[0], size=count)
@@ -205,7 +205,7 @@ class LGC(Sparsifier):
         return self.form == "server"
 
     def _networks(self, ranks: int, state: State | None = None) -> Autoencoder:
-        """The autoencoder for so many ranks.
+        """Return the autoencoder for this number of ranks.
 
         Raises:
             ValueError: `state` is of another number of ranks.
@@ -233,7 +233,7 @@ class LGC(Sparsifier):
         return self._stepped(state, slope) | {"reconstruction": xp.reshape(lost, (1,))}
 
     def _news(self, values: Tensor, state: State) -> Tensor:
-        """A rank's values without those that are no innovation."""
+        """Return a rank's values without those that are no innovation."""
         xp, index = namespace(values), self._innovation(values, state)
         return _placed(index, xp.take(values, index), *xp.shape(values))
 
@@ -256,20 +256,20 @@ def _leader(xp: ModuleType, info: Info, device: Any) -> Tensor:
 
 
 def _said(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Of what a leader says: `count` different positions below `size`, a scale, and the rest."""
+    """Parse a leader's message: `count` different positions below `size`, a scale, and the rest."""
     xp, index = namespace(payload), payload[:count]
     floats = _seen_as("float32", payload[count:])
     return (index, floats[:1], floats[1:]), xp.misplaced(xp.take(index, xp.argsort(index)), size)
 
 
 def _seen_as(dtype: str, x: Tensor) -> Tensor:
-    """The bits of `x` as a vector: fp32 seen as int32 is added to zeros without loss."""
+    """Return the bits of `x` as a vector: fp32 seen as int32 is added to zeros without loss."""
     xp = namespace(x)
     return xp.from_bytes(xp.to_bytes(x), dtype, (-1,))
 
 
 def _placed(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """A vector of zeros but for `values` at `index`."""
+    """Return zeros with `values` at `index`."""
     xp = namespace(values)
     return xp.add_at(xp.zeros((size,), "float32", xp.device(values)), index, values)
 

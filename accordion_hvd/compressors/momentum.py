@@ -45,7 +45,7 @@ class Momentum(Around):
 
     @property
     def scope(self) -> str:  # type: ignore[override]
-        """That of the compressor."""
+        """Return the inner compressor's scope."""
         return self.compressor.scope
 
     @property
@@ -55,21 +55,21 @@ class Momentum(Around):
 
     @property
     def halves(self) -> bool:  # type: ignore[override]
-        """As the compressor does."""
+        """Return whether the inner compressor sends nothing but fp16."""
         return self.compressor.halves
 
     @property
     def local(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the compressor keeps for this rank, and its momentum."""
+        """Return the per-rank state keys: the inner compressor's, and `momentum`."""
         return (*self.compressor.local, "momentum")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """The compressor's state, and `momentum` in the gradient's shape, if there is any."""
+        """Return the inner state, and `momentum` in the gradient's shape, if there is any."""
         state = super().init(spec, info) | self.compressor.init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """What the compressor asks for."""
+        """Yield the inner compressor's requests."""
         if not self.momentum:
             return (yield from self.compressor.exchange(grad, state, info))
         xp, shape = namespace(grad), namespace(grad).shape(grad)
@@ -85,12 +85,12 @@ class Momentum(Around):
         return Momentum(self.compressor.plain() or Dense(), self.momentum)
 
     def park(self, state: State) -> State:
-        """What the compressor keeps, and the momentum."""
+        """Return the inner compressor's parked state, and the momentum."""
         own = {key: value for key, value in state.items() if key == "momentum"}
         return super().park(_without_momentum(state)) | own
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """The ranks' mean momentum, and what the compressor makes of its states."""
+        """Return the ranks' mean momentum, and the inner compressor's state."""
         inner = [_without_momentum(state) for state in states]
         mean = [state["momentum"] for state in states if "momentum" in state]
         own = {"momentum": sum(mean) / len(mean)} if mean else {}

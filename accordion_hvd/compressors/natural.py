@@ -35,6 +35,6 @@ class Natural(Codec):
         return (namespace(x).pack_powers(x, seed),)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """The sum of the powers, divided by the ranks."""
+        """Add up the powers and divide by the number of ranks."""
         powers = [part for (part,) in messages]
         return namespace(like).sum_powers(powers, 1 / len(powers), like)

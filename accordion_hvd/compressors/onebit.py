@@ -41,9 +41,9 @@ class OneBit(Codec):
         return bits, xp.column_means(x, bits)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """The sum of the bits' values."""
+        """Add up the values of the bits."""
         return namespace(like).sum_columns(*shares(messages), like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """In place."""
+        """Subtract in place."""
         return namespace(total).subtract_columns(total, *message)

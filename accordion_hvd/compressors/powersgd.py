@@ -13,7 +13,7 @@ from accordion_hvd.ops.spec import Spec
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The matrix that a tensor is seen as: dimensions cut in two where n + m is smallest.
+    """Return the shape of a tensor's matrix: its dimensions cut in two where n + m is smallest.
 
     For dense layers and PyTorch's convolutions that is the paper's (shape[0], the rest); for
     Keras' convolutions, whose channels come last, it is (the rest, shape[-1]).
@@ -62,7 +62,7 @@ class PowerSGD(Compressor):
         return state | {"error": spec.zeros((n, m)), "p": spec.zeros((rank, n)), "q": q}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """Two rounds: the average P, then the average Q."""
+        """Run two rounds: the average P, then the average Q."""
         xp = namespace(grad)
         matrix = xp.reshape(grad, xp.shape(state["error"]))
         total, p = xp.project(state["error"], matrix, state["p"], state["q"])  # (n, m), (rank, n)
@@ -73,11 +73,11 @@ class PowerSGD(Compressor):
         return xp.reshape(mean, xp.shape(grad)), {"error": total, "p": p, "q": q}
 
     def residual(self, state: State) -> Tensor:
-        """(n, m)."""
+        """Return the residual as a matrix (n, m)."""
         return namespace(state["error"]).deflate(state["error"], state["p"], state["q"])
 
     def with_residual(self, state: State, residual: Tensor) -> State:
-        """All of it in `error`."""
+        """Return the state with all of the residual in `error`."""
         xp, p = namespace(state["p"]), state["p"]
         nothing = xp.zeros(xp.shape(p), "float32", xp.device(p))
         return super().with_residual({**state, "p": nothing}, residual)

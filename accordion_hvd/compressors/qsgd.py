@@ -55,7 +55,7 @@ class QSGD(Codec):
         return xp.quantize(x, steps, self.bucket, self.bits, seed), steps
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """The sum of codes times steps."""
+        """Add up codes times steps."""
         middle = quantization.middle(self.bits)
         codes, steps = shares(messages)
         return namespace(like).sum_quantized(codes, steps, self.bucket, self.bits, middle, like)

@@ -33,7 +33,7 @@ class RandomK(Ratio, Codec):
     contracts: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """The chosen values."""
+        """Return the chosen values."""
         return self._chosen(x, info)[:1]
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:

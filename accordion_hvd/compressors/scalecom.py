@@ -75,11 +75,11 @@ class ScaleCom(Sparsifier):
         return round(1 / self.ratio)
 
     def kept(self, size: int) -> int:
-        """How many of `size` elements are sent."""
+        """Return how many of `size` elements are sent."""
         return -(-size // self.width) if self.selection == "bins" else super().kept(size)
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """The leader's positions, then the average of the values there."""
+        """Broadcast the leader's positions, then average the values there."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
         fresh, owed = xp.reshape(grad, shape), state["error"]
@@ -108,7 +108,7 @@ class ScaleCom(Sparsifier):
         return (yield Broadcast(mine, root=leader, decode=read))
 
     def _choice(self, fresh: Tensor, owed: Tensor) -> Tensor:
-        """Where this rank's own p = m + g is large."""
+        """Choose the positions where this rank's p = m + g is large."""
         xp = namespace(fresh)
         large = owed * self.beta + xp.cast(fresh, "float32")
         if self.selection == "bins":

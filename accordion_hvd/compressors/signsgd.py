@@ -100,7 +100,7 @@ def majority(xp: ModuleType, votes: Sequence[Tensor], step: Any) -> Tensor:
 
 
 def _at_least(planes: Sequence[Tensor], least: int) -> Tensor:
-    """Where the count is `least` or more: the carry when 2^planes - least is added."""
+    """Return the bits whose count is `least` or more: the carry when 2^planes - least is added."""
     added, carry = 2 ** len(planes) - least, planes[0] ^ planes[0]
     for i, plane in enumerate(planes):
         carry = plane | carry if added >> i & 1 else plane & carry
@@ -130,11 +130,11 @@ class EFSignSGD(Codec):
         return xp.pack_signs(x), xp.bucket_norms(x, size, "l1") * (2 / size)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """The sum of signs times scales."""
+        """Add up signs times scales."""
         xp = namespace(like)
         return xp.sum_quantized(*shares(messages), xp.shape(like)[-1], 1, 0.5, like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """In place."""
+        """Subtract in place."""
         xp = namespace(total)
         return xp.subtract_quantized(total, *message, xp.shape(total)[-1], 1, 0.5)

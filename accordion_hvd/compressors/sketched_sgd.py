@@ -68,7 +68,7 @@ class SketchedSGD(Sparsifier):
         return state | ({"momentum": spec.zeros((spec.size,))} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """Two rounds: the sketch, then the candidates' values; one, where nothing is sketched."""
+        """Run two rounds: the sketch, then the candidates' values; or one without a sketch."""
         xp = namespace(grad)
         fresh = xp.reshape(grad, (-1,))
         velocity = fresh

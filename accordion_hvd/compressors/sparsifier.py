@@ -1,4 +1,4 @@
-"""What sparsifiers with error feedback share."""
+"""Base classes and helpers of sparsifiers with error feedback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ratio:
         check.ratio(self, "ratio", self.ratio)
 
     def kept(self, size: int) -> int:
-        """How many of `size` elements are sent: rounded down, but at least one."""
+        """Return how many of `size` elements are sent: rounded down, but at least one."""
         return max(1, int(self.ratio * size))
 
 
@@ -50,7 +50,7 @@ class SparseCodec(Codec):
     stacks: ClassVar[str] = "alike"
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """As with an error of zeros."""
+        """Encode with an error of zeros."""
         xp = namespace(x)
         zeros = xp.zeros(xp.shape(x), "float32", xp.device(x))
         return self.encode_accumulating(zeros, x, info)[0]
@@ -73,7 +73,7 @@ def encode(index: Tensor, values: Tensor, size: int) -> Tensor:
 def decode(
     payload: Tensor, size: int, wire: str = "float32", count: int | None = None
 ) -> tuple[Chosen, Tensor]:
-    """The inverse of `encode`, as a `Request` wants it.
+    """Invert `encode`, in the form that a `Request` wants.
 
     Args:
         payload: what `encode` has returned on some rank.
@@ -100,7 +100,7 @@ def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
-    """The mean of what all ranks have chosen, fp32; consumes `like`, whose shape it has."""
+    """Return the mean of all ranks' chosen elements, fp32; consumes `like`, whose shape it has."""
     xp, sent = namespace(like), list(parts)
     shape, mean = xp.shape(like), xp.reshape(xp.emptied(like), (-1,))
     for index, values in sent:
@@ -116,7 +116,7 @@ def without(total: Tensor, chosen: Chosen) -> Tensor:
 
 
 def _count(length: int, size: int, item: int) -> int:
-    """How many elements take `length` bytes, which grow with them."""
+    """Return the number of elements that take `length` bytes, which grow with it."""
     low, high = 0, min(length // item, size)
     while low < high:
         middle = (low + high) // 2

@@ -47,7 +47,7 @@ class TernGrad(Compressor):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """The scaler; slices of codes to those who add them; the sums to all."""
+        """Share the scaler; send slices of codes to their owners; gather the sums."""
         xp, ranks = namespace(grad), info.size
         size = math.prod(xp.shape(grad))
         values = xp.cast(xp.reshape(grad, (-1,)), "float32")
@@ -72,7 +72,7 @@ def _bits(ranks: int) -> int:
 
 
 def _packed_sum(rows: Tensor, part: int) -> Tensor:
-    """The sum of the ranks' codes for a slice of `part` elements."""
+    """Return the sum of the ranks' codes for a slice of `part` elements."""
     xp = namespace(rows)
     ranks = xp.unstack(rows)
     bits = _bits(len(ranks))
@@ -83,7 +83,7 @@ def _packed_sum(rows: Tensor, part: int) -> Tensor:
 
 
 def _mean(sums: tuple[Tensor, ...], part: int, scale: Tensor, like: Tensor) -> Tensor:
-    """What the slices' sums stand for, divided by the ranks; consumes `like`."""
+    """Decode the sums of slices and divide them by the number of ranks; consumes `like`."""
     xp, ranks, shape = namespace(like), len(sums), namespace(like).shape(like)
     size, bits = math.prod(shape), _bits(len(sums))
     if bits > 8:

@@ -63,7 +63,7 @@ class TopK(Ratio, SparseCodec):
         return (encode(index, values, math.prod(xp.shape(x))),)
 
     def _rounded(self, values: Tensor) -> Tensor:
-        """As they travel; what fp16 cannot hold waits in the error."""
+        """Round values for the wire; a value that fp16 cannot hold stays in the error."""
         xp, most = namespace(values), _LARGEST[self.wire]
         if most == math.inf:
             return values

@@ -66,7 +66,7 @@ class TwoLevel(Around):
         object.__setattr__(self, "stacks", stacks)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """The state of `compressor` for this rank's slice; nothing where all share a machine.
+        """Return the inner state for this rank's slice; nothing where all ranks share a host.
 
         Raises:
             ValueError: machines have different numbers of ranks.
@@ -80,7 +80,7 @@ class TwoLevel(Around):
         return self.compressor.init(_slice(spec, here), _between(info, here))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """An alltoall inside the machine, the inner rounds between machines, an allgather."""
+        """Run an alltoall inside the host, the inner rounds between hosts, an allgather."""
         here = _place(info)
         if len(here.near) == 1:
             return (yield from self.compressor.exchange(grad, state, info))
@@ -97,7 +97,9 @@ class TwoLevel(Around):
         return _joined(means, shape), state
 
     def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
-        """What is owed of this rank's slice; else zeros. It counts once a machine: L times as much.
+        """Place this rank's part of the residual in zeros of the whole tensor.
+
+        It counts once a machine: L times as much.
 
         On another number of ranks all that slices owe is owed so.
         """
@@ -111,14 +113,14 @@ class TwoLevel(Around):
         return _joined(slices, spec.shape)
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
-        """What `compressor` takes over, from slices only."""
+        """Let the inner compressor take over its predecessor's state, if both have slices."""
         if not state or not isinstance(other, TwoLevel):
             return state
         return self.compressor.inherit(state, other.compressor, other_state)
 
 
 def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape of each of `ranks` slices of a tensor."""
+    """Return the shape of each of `ranks` slices of a tensor."""
     rows, width = matrix_shape(shape)
     if len(shape) > 1 and rows >= ranks:
         return -(-rows // ranks), width
@@ -130,7 +132,7 @@ def _place(info: Info) -> Place:
 
 
 def _between(info: Info, here: Place) -> Info:
-    """What the inner compressor is told: machines are its ranks."""
+    """Return the `Info` for the inner compressor, whose ranks are hosts."""
     return replace(info, rank=here.machine, size=len(here.far), machines=(), sizes=())
 
 

@@ -1,1 +1,1 @@
-"""What algorithms are written against."""
+"""Interfaces against which algorithms are written."""

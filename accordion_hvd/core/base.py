@@ -1,4 +1,4 @@
-"""What an algorithm is written against: requests, `Info`, `Spec` and `Compressor`.
+"""The contract of algorithms: requests, `Info`, `Spec` and `Compressor`.
 
 An algorithm is a *conversation*: a Python generator that yields the collectives it wants and is
 sent their results. It never calls a network and never names a framework, so the same few lines
@@ -116,7 +116,7 @@ Conversation = Generator[Requests, Any, tuple[Tensor, State]]
 
 @dataclass(frozen=True)
 class Info:
-    """What an algorithm is told besides the tensor.
+    """The facts that an algorithm knows about an exchange besides the tensor.
 
     Attributes:
         step: exchanges so far, skipped ones included; an integer, or a scalar tensor in a graph.
@@ -153,7 +153,10 @@ class NotForStockHorovod:
     """
 
     def compress(self, tensor: Tensor) -> Any:
-        """Refuse. Raises: TypeError, with the import line to use instead."""
+        """Refuse to serve Horovod's own wrapper.
+
+        Raises: TypeError, with the import line to use instead.
+        """
         framework = "torch" if type(tensor).__module__.startswith("torch") else "tensorflow"
         raise TypeError(
             f"{self!r} was given to Horovod's own wrapper, which cannot run it. Write "
@@ -218,7 +221,7 @@ class Compressor(NotForStockHorovod):
     budget: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A compressor shows its first argument, and of the others those that were chosen."""
+        """Set up `repr`: the first argument and those that differ from their defaults."""
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
@@ -240,7 +243,7 @@ class Compressor(NotForStockHorovod):
         check.elements(self, name, spec.shape)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """The state before the first exchange of a tensor like `spec`; names every key.
+        """Return the state before the first exchange of a tensor like `spec`; it has every key.
 
         What subclasses return begins with `super().init(spec, info)`, which asks `accept`.
         """
@@ -261,7 +264,7 @@ class Compressor(NotForStockHorovod):
         yield
 
     def variant(self, step: int) -> int:
-        """A number that changes when the Python side of the algorithm does (phases, warm-ups).
+        """Return a number that changes with the Python side of the algorithm (phases, warm-ups).
 
         `exchange` is told it as `info.phase`.
 
@@ -272,7 +275,7 @@ class Compressor(NotForStockHorovod):
         return 0
 
     def synchronous(self, step: int) -> bool:
-        """Whether the ranks' weights are alike once it has served `step` exchanges that counted.
+        """Return whether the ranks' weights are equal after `step` exchanges that counted.
 
         As `variant`, a pure function; methods whose ranks take steps of their own say when not.
         """
@@ -280,7 +283,7 @@ class Compressor(NotForStockHorovod):
 
     @property
     def phases(self) -> bool:
-        """Whether `variant` ever changes."""
+        """Return whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
 
     @property
@@ -303,16 +306,16 @@ class Compressor(NotForStockHorovod):
         return None
 
     def residual(self, state: State) -> Tensor | None:
-        """What this rank still owes, in units of the gradient; None without error feedback."""
+        """Return this rank's residual, in units of the gradient; None without error feedback."""
         return state.get("error")
 
     def with_residual(self, state: State, residual: Tensor) -> State:
-        """The state that owes `residual` (any shape of the right size) instead of what it did."""
+        """Return the state with this residual (any shape of the right size) in place of its own."""
         error = state["error"]
         return {**state, "error": namespace(error).reshape(residual, tuple(error.shape))}
 
     def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
-        """What `residual` means for a tensor like `spec`: a gradient that would owe as much."""
+        """Return the residual of a whole tensor like `spec` that stands for this `residual`."""
         return residual
 
     def report(self, state: State) -> dict[str, Tensor]:
@@ -320,14 +323,14 @@ class Compressor(NotForStockHorovod):
         return {}
 
     def spend(self) -> None:
-        """An exchange is about to begin: enter it in the budget, which may refuse it."""
+        """Enter the exchange that is about to begin in the budget, which may refuse it."""
 
     def affords(self) -> bool:
-        """Whether `spend` would not be refused."""
+        """Return whether `spend` would not be refused."""
         return True
 
     def park(self, state: State) -> State:
-        """What to keep while another level serves; the residual has been handed over."""
+        """Return the state to keep while another level serves, which has taken the residual."""
         return {key: value for key, value in state.items() if key != "error"}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
@@ -370,7 +373,7 @@ class Compressor(NotForStockHorovod):
 
 
 def _short(compressor: Any) -> str:
-    """As it is written, arguments at their defaults left out."""
+    """Return the constructor call, without arguments at their defaults."""
     found = fields(compressor) if is_dataclass(compressor) else ()
     values = [(field, getattr(compressor, field.name)) for field in found]
     shown = [f"{f.name}={x!r}" for i, (f, x) in enumerate(values) if i == 0 or x != f.default]

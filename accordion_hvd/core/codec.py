@@ -95,7 +95,7 @@ class Codec(Compressor):
         return state | ({"error": spec.zeros(self.layout(spec.shape))} if self.feedback else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather (or allreduce), with error feedback or without."""
+        """Run one allgather (or allreduce), with error feedback or without."""
         serve = with_feedback if self.feedback else without_feedback
         return serve(self, grad, state, info)
 
@@ -197,6 +197,6 @@ class Wrapper(Compressor):
         return "alike" if self.codec.stacks else ""
 
     def accept(self, spec: Spec, name: str) -> None:
-        """What any compressor accepts, and the codec."""
+        """Refuse tensors that compressors in general, or the codec, refuse."""
         super().accept(spec, name)
         self.codec.accept(spec, name)

@@ -17,7 +17,7 @@ Talk: TypeAlias = Generator[Any, Any, Any]
 
 
 def translated(conversation: Talk, serve: Callable[[Any], Talk]) -> Talk:
-    """A conversation in which `serve` sees to each request, or tuple of them, of another one.
+    """Wrap an exchange: `serve` answers each of its requests, or tuples of requests.
 
     Args:
         conversation: whose result it has.
@@ -30,7 +30,10 @@ def translated(conversation: Talk, serve: Callable[[Any], Talk]) -> Talk:
 
 
 def among(group: tuple[int, ...], conversation: Talk) -> Talk:
-    """A conversation of ranks 0, 1, ... among the ranks of `group`."""
+    """Let the ranks 0, 1, ... of an exchange be the members of a group.
+
+    among the ranks of `group`.
+    """
 
     def serve(asked: Any) -> Talk:
         if isinstance(asked, tuple):
@@ -50,7 +53,7 @@ def _addressed(request: Request, group: tuple[int, ...]) -> Request:
 
 
 def _member(group: tuple[int, ...], number: Any) -> Any:
-    """The rank of one of a group, by its number in it."""
+    """Return the rank of a member of a group, by its number in it."""
     if check.is_integer(number):
         return group[number]
     xp = namespace(number)

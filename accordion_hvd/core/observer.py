@@ -40,10 +40,10 @@ class Observer:
         """
 
     def opening(self, exchange: Any, lr: Mapping[str, float]) -> None:
-        """A step is about to begin, with these learning rates by bucket."""
+        """Handle the event that a step is about to begin, with these learning rates by bucket."""
 
     def closed(self, exchange: Any, step: Any) -> None:
-        """A step's collectives are done, or they are given up as a gradient was not finite."""
+        """Handle the event that a step's collectives are done, or were given up."""
 
     def due(self, exchange: Any) -> bool:
         """Return whether there is something to decide before the next step; equal on all ranks."""

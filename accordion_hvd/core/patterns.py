@@ -7,5 +7,5 @@ from fnmatch import fnmatchcase
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether `name` matches one of the file-name patterns."""
+    """Return whether `name` matches one of the file-name patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Where ranks are: for exchanges that are dense within a machine and compressed between them."""
+"""The place of each rank on its host, for methods that treat hosts in two levels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accordion_hvd.core.base import Machines
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The place of a rank: its host and its number there.
 
     Attributes:
         near: the ranks of its machine, itself among them.
@@ -27,7 +27,7 @@ class Place:
 
 @functools.cache
 def place(machines: Machines, rank: int, size: int) -> Place:
-    """Where `rank` of `size` ranks is; without machines, each rank has one of its own.
+    """Return the place of `rank`; without known hosts, each rank has one of its own.
 
     Raises:
         ValueError: machines have different numbers of ranks.
@@ -62,7 +62,7 @@ def consecutive(ranks: int, local_size: int) -> Machines:
 
 
 def groups(machines: Machines) -> list[tuple[int, ...]]:
-    """All groups that are neither one rank nor all: machines, then ranks of the same place."""
+    """Return all groups between one rank and all ranks: hosts, then ranks of the same place."""
     if len(machines) == 1 or len(machines[0]) == 1:
         return []
     return [*machines, *zip(*machines, strict=True)]

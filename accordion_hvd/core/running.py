@@ -29,7 +29,7 @@ class Running:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """The requests that leave together now; none once the generator has returned."""
+        """Return the requests that leave together now; none once the generator has returned."""
         if self.done:
             return ()
         return self.asked if isinstance(self.asked, tuple) else (self.asked,)

@@ -1,4 +1,4 @@
-"""What EF21 and DIANA share: messages of differences to what a rank has said before."""
+"""Base class of EF21 and DIANA, whose messages are differences to a shift."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shifted(Wrapper):
         return state | {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allgather of messages."""
+        """Run one allgather of messages."""
         xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
         local, before = state["local"], state["mean"]
         difference = xp.cast(xp.reshape(grad, xp.shape(local)), "float32") - local
@@ -50,9 +50,9 @@ class Shifted(Wrapper):
         return state if layouts[0] != layouts[1] else {**state, **other_state}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """All h_i are h: their mean still is, with however many ranks."""
+        """Set all h_i to h: their mean is then h on any number of ranks."""
         return {"local": states[0]["mean"], "mean": states[0]["mean"]}
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """Likewise."""
+        """Set h_i to h."""
         return self.rescale([state], spec, info)

@@ -1,4 +1,4 @@
-"""What an exchange has cost: bytes and seconds."""
+"""The cost of an exchange so far: bytes and seconds."""
 
 from __future__ import annotations
 

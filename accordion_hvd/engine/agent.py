@@ -1,4 +1,4 @@
-"""What a rank's progress thread decides in wait-avoiding group averaging: no clocks, no network.
+"""The decisions of a rank's progress thread in wait-avoiding averaging: no clocks, no network.
 
 Versions 0, 1, 2, ... of the model are averaged one after the other, each within a group or among
 all. A group's average needs nobody's training thread: as soon as anybody has activated version t,
@@ -94,7 +94,7 @@ class Agent:
 
     # ------------------------------------------------------------- what the progress thread does
     def hear(self, version: int, span: int) -> list[Activation]:
-        """A message has come; returns what to send on."""
+        """Take a message; return the messages to send on."""
         if version < self.level or (version == self.level and span <= self._covered):
             return []
         told = self._covered if version == self.level else 1
@@ -108,7 +108,7 @@ class Agent:
         return sends
 
     def turn(self) -> Turn | None:
-        """What this rank could take part in now."""
+        """Return the exchange that this rank could take part in now."""
         if self.level >= self.next:
             return Turn(self.next, False, self.groups.of(self.rank, self.next))
         if self.asked is not None and self.asked[0] == self.next:
@@ -120,19 +120,19 @@ class Agent:
         self._here.setdefault((version, whole), set()).add(rank)
 
     def missing(self, turn: Turn) -> Group:
-        """Who is not."""
+        """Return the members that are not ready."""
         here = self._here.get((turn.version, turn.whole), set())
         return tuple(rank for rank in turn.members if rank != self.rank and rank not in here)
 
     def seed(self, turn: Turn) -> tuple[int, Model]:
-        """The model that takes part, and of which version it is."""
+        """Return the model that takes part, and its version."""
         if turn.whole:
             assert self.asked is not None
             return self.asked
         return self.label, self.published
 
     def done(self, turn: Turn, average: Model = None) -> None:
-        """The exchange is over; among all, its `average` is published before anything follows.
+        """End the exchange; an `average` over all ranks is published before the next one.
 
         Otherwise a rank late for the next version would contribute a model from before.
         """
@@ -145,7 +145,7 @@ class Agent:
 
 
 def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -> None:
-    """The paper's weights, into `fresh`.
+    """Combine two models with the paper's weights, into `fresh`.
 
     Args:
         total: the sum over the group.

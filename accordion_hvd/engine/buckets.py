@@ -1,4 +1,4 @@
-"""Which tensors travel together.
+"""Buckets: the tensors that travel together.
 
 A tensor with two or more dimensions that is large enough is a bucket of its own, in its own shape:
 matrix methods need it and Accordion decides per layer. Everything else (biases, norms, small or
@@ -115,7 +115,7 @@ def make_buckets(
 
 
 def fingerprint(*parts: object) -> int:
-    """A number below 4093 that differs, most likely, where `parts` do; exact in fp32 sums."""
+    """Return a number below 4093 that differs, most likely, where `parts` differ."""
     text = repr(parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 4093
 

@@ -38,21 +38,21 @@ _live: list[weakref.ref[Any]] = []
 
 
 class Keeper(abc.ABC):
-    """What is saved in the place of an exchange, by rules of its own; not collective."""
+    """Interface of objects that are saved in place of an exchange, by their own rules."""
 
     communicator: Communicator
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What is equal on all ranks; "tensors" has names."""
+        """Return the values that are equal on all ranks; "tensors" has names."""
 
     @abc.abstractmethod
     def export(self) -> dict[str, np.ndarray]:
-        """This rank's arrays. Raises: ValueError when this is not the time to save."""
+        """Return this rank's arrays. Raises: ValueError when this is not the time to save."""
 
     @abc.abstractmethod
     def restore(self, row: dict[str, Any], load: Loader, ranks: int) -> None:
-        """The inverse, from what was described, and exported on so many ranks.
+        """Restore from `describe` and from the arrays of all `ranks`.
 
         Raises:
             ValueError: it does not fit, and why.
@@ -69,7 +69,7 @@ def register(owner: Any) -> None:
 
 
 def owners() -> list[Any]:
-    """Those of this process that are alive, in the order in which they were made."""
+    """Return the live owners of this process, in the order in which they were made."""
     _live[:] = [reference for reference in _live if reference() is not None]
     return [owner for reference in _live if (owner := reference()) is not None]
 
@@ -115,7 +115,7 @@ def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
 
 
 def describe(exchange: Any) -> dict[str, Any]:
-    """What is equal on all ranks."""
+    """Return the values that are equal on all ranks."""
     if isinstance(exchange, Keeper):
         return exchange.describe()
     return {
@@ -160,14 +160,14 @@ def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[Saved]
 
 
 def snapshot(exchange: Exchange) -> dict[str, Any]:
-    """All that this rank knows, in one dict of tensors, numbers, strings, lists and dicts."""
+    """Return this rank's whole state as a dict of tensors, numbers, strings, lists and dicts."""
     tensors = named([slot.saved().map(exchange.xp.copy) for slot in exchange.slots])
     link = exchange.communicator
     return {"rank": link.rank, "ranks": link.size, "about": describe(exchange), "tensors": tensors}
 
 
 def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
-    """The inverse of `snapshot`; whether it was this rank's of as many ranks.
+    """Restore a `snapshot`; return whether it was this rank's, of as many ranks.
 
     If not, what belonged to that rank alone is left out (`Compressor.foreign`).
 
@@ -262,7 +262,7 @@ def restore(exchange: Exchange, mine: Sequence[Saved], about: dict[str, Any]) ->
 
 
 def same_name(one: str, other: str) -> bool:
-    """Whether names are equal but for leading parts: Keras drops some when it loads a model."""
+    """Return whether names are equal but for leading parts, some of which Keras drops."""
     return one == other or one.endswith("/" + other) or other.endswith("/" + one)
 
 
@@ -391,7 +391,7 @@ def _kind(exchange: Exchange, slot: Slot) -> tuple[tuple[Compressor, ...], Spec,
 
 
 def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:
-    """What the algorithms of a rank were told when the states were made that it has saved."""
+    """Return the `Info` that a rank's algorithms had when its saved states were made."""
     machines = tuple(tuple(members) for members in row.get("machines", ()))
     return Info(rank=rank, size=ranks, machines=machines)
 

@@ -26,7 +26,7 @@ class Collecting:
 
     @property
     def followed(self) -> tuple[Evidence, ...]:
-        """What follows steps, on rank 0 at least; equal on all ranks."""
+        """Return the evidence that follows steps now; equal on all ranks."""
         policy = self._exchange.policy
         if not (self.always or policy.observing()):
             return ()

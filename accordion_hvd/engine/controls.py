@@ -1,4 +1,4 @@
-"""What a wrapped optimizer offers in every framework, besides the interface of its own class."""
+"""The methods of a wrapped optimizer, in every framework, beyond those of its own class."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ class Controls:
 
     @property
     def exchange_owner(self) -> Any:
-        """What `save_state(only=[optimizer])` saves; several things in a tuple."""
+        """Return the object that `save_state(only=[optimizer])` saves; several in a tuple."""
         both = self._models is not None and self._models is not self._averager
         return (self._averager, self._models) if both else self._averager
 
     @property
     def process_set(self) -> Any:
-        """The ranks that average."""
+        """Return the ranks that average."""
         return self._averager.process_set
 
     @property
     def averaging(self) -> Any:
-        """What averages models, always or at times: `stats()`, `state`; None where nothing does."""
+        """Return the averager of models, with `stats()` and `state`; None if there is none."""
         return self._models
 
     @property
     def apart(self) -> bool:
-        """Whether models are averaged now, not gradients, so that ranks' differ in between."""
+        """Return whether ranks average models now, which differ in between."""
         return self._averager.policy.observers.any("withholds")
 
     @property
     def growth(self) -> BatchGrowth | None:
-        """What makes batches grow; None where nothing does."""
+        """Return the observer that makes batches grow; None if there is none."""
         return self._averager.policy.observers.find(BatchGrowth)
 
     def end_window(self) -> None:

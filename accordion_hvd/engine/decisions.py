@@ -1,4 +1,4 @@
-"""How ranks come to the same decisions: rank 0 takes them, all ranks put them into force."""
+"""Decisions: rank 0 takes them, and all ranks apply them at the same step."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Doorbell:
             return found
 
     def _try(self, neighbours: list[int], comm: Any) -> bool:
-        """Whether those who should ring this rank do so."""
+        """Return whether the other ranks' datagrams reach this rank."""
         due = {
             rank for rank, theirs in enumerate(comm.allgather(neighbours)) if self._rank in theirs
         }
@@ -79,7 +79,7 @@ class Doorbell:
 
 
 def _own_address(names: list[str]) -> str:
-    """Where other ranks' datagrams may reach this process: no further than they have to come."""
+    """Return the address at which other ranks reach this process, as local as possible."""
     others = sorted(set(names) - {socket.gethostname()})
     if not others:
         return "127.0.0.1"

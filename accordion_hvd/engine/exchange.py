@@ -115,7 +115,7 @@ class Exchange:
 
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
-        """A new exchange. Runs the policy's decision first, if one is due (then it waits)."""
+        """Begin an exchange. Runs the policy's decision first, if one is due (then it waits)."""
         self.decide(lr)
         self.open(lr)
 
@@ -126,7 +126,7 @@ class Exchange:
             self.communicator.run(f"{self.name}.policy", self.decisions.take(rates))
 
     def open(self, lr: float | Mapping[str, float] = 0.0) -> Step:
-        """A new exchange, whose decisions have been taken."""
+        """Begin an exchange whose decisions have been taken."""
         self._tick(self.rates(lr))
         observers = self.policy.observers
         if observers.weight != 1:  # which is the rate that this step will be taken with
@@ -173,7 +173,7 @@ class Exchange:
         return first.compressor.exchange(grad, memory.state, info)
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
-        """A step that exchanges nothing: policy and evidence are told of this rank's gradients.
+        """Tell policy and evidence of this rank's gradients in a step without an exchange.
 
         Args:
             grads: in the order of `tensors`.

@@ -108,7 +108,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     # ---------------------------------------------------------------------------- the exchange
     @property
     def exchange(self) -> E:
-        """The exchange of all tensors but the sparse ones, made at the first use.
+        """Return the exchange of all tensors but the sparse ones; it is made at the first use.
 
         Raises:
             RuntimeError: no tensors are known yet.
@@ -163,7 +163,7 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     @property
     def idle(self) -> bool:
-        """Whether gradients are left alone, as there is no other rank and no need of an exchange.
+        """Return whether gradients stay local: there is no other rank, and no other need.
 
         A policy that returns updates, is private or grows batches is needed on one rank, too, and
         so is every policy where ranks may join.

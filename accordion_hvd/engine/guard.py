@@ -55,7 +55,7 @@ class Guard:
         self.mode, self.every, self.warned = mode, int(steps), False
 
     def due(self, step: int, span: int = 1) -> bool:
-        """Whether to check after exchange number `step` (from 1).
+        """Return whether to compare replicas after exchange number `step` (from 1).
 
         Args:
             step: the exchange.
@@ -93,7 +93,7 @@ class Guard:
 
 
 def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """What differs in a table of checksums (ranks, names), in a sentence; None if nothing does."""
+    """Describe the first difference in a table of checksums (ranks, names), if there is one."""
     different = np.flatnonzero((table != table[0]).any(0))
     if not different.size:
         return None

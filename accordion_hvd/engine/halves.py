@@ -1,4 +1,4 @@
-"""Who adds 16-bit floats up: owners of parts, or on slow links the engine's own ring."""
+"""The choice of who adds 16-bit floats: the owners of parts, or on slow links the engine."""
 
 from __future__ import annotations
 

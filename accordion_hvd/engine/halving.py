@@ -18,7 +18,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Round:
-    """What leaves and what arrives together: pairs of a member's place and memory."""
+    """The messages of one round: pairs of a member's place and memory, sent and received."""
 
     send: list[tuple[int, Array]]
     receive: list[tuple[int, Array]]
@@ -84,7 +84,7 @@ def total(
 
 
 def _add(terms: Sequence[Array], into: Array) -> None:
-    """The sum, first to last; `into` may be one of them."""
+    """Return the sum, first to last; `into` may be one of them."""
     room = np.empty(min(BLOCK, into.size), into.dtype)
     for start in range(0, into.size, BLOCK):
         parts = [term[start : start + BLOCK] for term in terms]
@@ -100,7 +100,7 @@ def _slots(scratch: Array, count: int, size: int) -> list[Array]:
 
 
 def oracle(vectors: Sequence[Array]) -> Array:
-    """What `total` must give, bit for bit, from all members' vectors."""
+    """Return the result that `total` must give, bit for bit, from all members' vectors."""
     rows = [np.asarray(vector) for vector in vectors]
     for radix in factors(len(rows)):  # neighbours differ in the lowest digit
         rows = [_added(rows[i : i + radix]) for i in range(0, len(rows), radix)]

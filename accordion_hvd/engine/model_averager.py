@@ -41,7 +41,7 @@ class Parameters(abc.ABC):
 
     @abc.abstractmethod
     def tensors(self) -> Sequence[TensorInfo]:
-        """Of all of them, in an order that is the same on all ranks; () while none are known."""
+        """Return all of them, in an order that is equal on all ranks; () while none are known."""
 
     @abc.abstractmethod
     def read(self) -> list[Tensor]:
@@ -126,7 +126,7 @@ class Averager(checkpoint.Keeper):
         return why_not(self.communicator.size) is None
 
     def _register(self, groups: Sequence[Group]) -> None:
-        """As groups of the engine's, where it has or takes them; else `by_shares`."""
+        """Register groups with the engine where it has or takes them; else use `by_shares`."""
         self.communicator.extensible = self._all(self.communicator.extensible)
         try:
             self.communicator.register(groups)
@@ -143,7 +143,7 @@ class Averager(checkpoint.Keeper):
         self._agreed = rows
 
     def _choose(self, method: WAGMA) -> bool:
-        """Whether to average without waiting; the same on all ranks."""
+        """Return whether to use wait-avoiding averages; equal on all ranks."""
         if method.wait_avoiding is False:
             return False
         reason = why_not(self.communicator.size)
@@ -226,7 +226,7 @@ class Averager(checkpoint.Keeper):
             state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
 
     def average(self, lr: float, given: Parameters | None = None) -> None:
-        """A step has been taken, at the learning rate `lr`."""
+        """Average after a step, which was taken at the learning rate `lr`."""
         if self.alone:
             return
         model, began = given or self.parameters, time.perf_counter()
@@ -326,7 +326,7 @@ class Averager(checkpoint.Keeper):
         return Info(step=self.steps, rank=rank, size=size, name=f"{self._name}.{number}", lr=lr)
 
     def _vectors(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """All values of a kind, one after the other, in memory of their own."""
+        """Return one vector per kind with copies of all its values."""
         xp = self.xp
         return [
             xp.concat([xp.cast(xp.reshape(values[i], (-1,)), dtype) for i in members])
@@ -350,7 +350,7 @@ class Averager(checkpoint.Keeper):
 
     # ------------------------------------------------------------------------------------ figures
     def stats(self) -> dict[str, Any]:
-        """Of this rank since the beginning.
+        """Return this rank's counts since the beginning.
 
         steps; sent: bytes (for averaging without waiting, those of its exchanges); seconds: in
         averages, waiting included; late, on_time, lag: see `WaitAvoiding`; reports: what the
@@ -374,14 +374,14 @@ class Averager(checkpoint.Keeper):
     # -------------------------------------------------------------------------------- checkpoints
     @property
     def exchange(self) -> Averager:
-        """What `save_state` saves: itself."""
+        """Return the object that `save_state` saves: itself."""
         return self
 
     def expect(self, names: Sequence[str]) -> None:
         """Nothing to expect: called before a restore."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside model and optimizer: steps, and the method's state.
+        """Return the state for checkpoints: steps, and the method's state.
 
         `save_state` does all this for all ranks. Where it is not used, save it on each rank, after
         `average_now`.
@@ -394,7 +394,7 @@ class Averager(checkpoint.Keeper):
         return found | (self._saved or {})
 
     def _version(self) -> int:
-        """Which averages come next: `WAGMA`'s groups go by it."""
+        """Return the number of the next average, by which `WAGMA` chooses groups."""
         return self.steps if self._engine is None else self._engine.version
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -406,7 +406,7 @@ class Averager(checkpoint.Keeper):
         self.steps, self.equal = saved.get("steps", 0), True
 
     def describe(self) -> dict[str, Any]:
-        """What is equal on all ranks."""
+        """Return the values that are equal on all ranks."""
         rows = self.parameters.tensors()
         return {
             "averaging": repr(self.method),
@@ -417,7 +417,7 @@ class Averager(checkpoint.Keeper):
         }
 
     def export(self) -> dict[str, np.ndarray]:
-        """This rank's states.
+        """Return this rank's states.
 
         Raises:
             ValueError: models are not equal now, so that no single one could be gone on with.

@@ -1,4 +1,4 @@
-"""What shares one conversation, and what leaves together: a pure function, equal on all ranks.
+"""Plans: buckets that share a call, and calls that leave together; equal on all ranks.
 
 Small buckets that the same compressor serves share one conversation (a *unit*), so that a thousand
 layers cost little more than ten of the same bytes. Units whose first requests leave together, as

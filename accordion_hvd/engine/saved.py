@@ -14,7 +14,7 @@ from accordion_hvd.optimizers.base import Rule
 
 @dataclass
 class Saved:
-    """What a rank keeps of a bucket.
+    """The state of one bucket on one rank.
 
     Attributes:
         level: the level that serves.

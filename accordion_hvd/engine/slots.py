@@ -1,4 +1,4 @@
-"""What an exchange keeps for one bucket from step to step, and what happens when levels change."""
+"""The state of one bucket from step to step, and its changes where levels change."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Slot:
 
     @property
     def compressor(self) -> Compressor:
-        """The one that serves now."""
+        """Return the compressor that serves now."""
         return self.levels[self.level]
 
     @property
     def state(self) -> State | None:
-        """The state of the level that serves now; None before the first exchange.
+        """Return the state of the level that serves now; None before the first exchange.
 
         Its tensors may be views of memory that the next step writes into.
         """
@@ -84,7 +84,7 @@ class Slot:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """What is kept for the policy's evidence, by its key; not to be written into."""
+        """Return the tensors for the policy's evidence, by its key; not to be written into."""
         if self._stack is None:
             return self._kept
         return {k: self._stack.part(v, self._place, self) for k, v in self._stack.kept.items()}
@@ -95,7 +95,7 @@ class Slot:
         self._kept = kept
 
     def within(self, stack: Stack) -> bool:
-        """Whether the slot's memory is part of `stack`."""
+        """Return whether the slot's memory is part of `stack`."""
         return self._stack is stack
 
     def join(self, stack: Stack, place: int) -> None:
@@ -125,7 +125,7 @@ class Slot:
         self.state, self.parked, self.made = None, {}, None
 
     def _debt(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
-        """All that is owed of the whole tensor: by the state, or to a level that cannot owe."""
+        """Return the residual of the whole tensor, of levels without error feedback, too."""
         residual = compressor.residual(state)
         if residual is None:
             return self.owed
@@ -157,7 +157,7 @@ class Slot:
         self.parked[old_level] = old.park(old_state)
 
     def _charge(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
-        """The new level's state with what the old one owes, or that in `owed`."""
+        """Return the new level's state with the old one's residual, or put it in `owed`."""
         new, part = self.compressor, old.residual(old_state)
         owes = new.residual(state) is not None
         if owes and part is not None and new.in_parts and old.in_parts:
@@ -235,19 +235,19 @@ class Memory:
         return self.combine([x[key] if key in x else evidence.zeros(slot) for x, slot in pairs])
 
     def combine(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor for each slot, as the conversation sees them."""
+        """Combine one tensor per slot into the form that the compressor sees."""
         if self.stacked == "any":
             return self._xp.concat([self._xp.reshape(x, (-1,)) for x in parts])
         return self._xp.stack(parts) if self.stacked else parts[0]
 
     @property
     def state(self) -> State:
-        """What the conversation is given."""
+        """Return the state for the compressor's generator."""
         return self._stack.state if self._stack is not None else self.slots[0].state or {}
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """What is kept for the policy's evidence."""
+        """Return the tensors for the policy's evidence."""
         return self._stack.kept if self._stack is not None else self.slots[0].kept
 
     @kept.setter
@@ -258,7 +258,7 @@ class Memory:
             self.slots[0].kept = kept
 
     def owed(self) -> Tensor | None:
-        """What earlier levels left to add to this gradient."""
+        """Return the residual of earlier levels that this gradient must include."""
         if not any(slot.owed is not None for slot in self.slots):
             return None
         return self.combine(
@@ -271,7 +271,7 @@ class Memory:
         )
 
     def keep(self, state: State) -> None:
-        """A step is done: this is what the conversation returned; nothing is owed beside it."""
+        """Keep the state that a finished step has returned, and clear the residual beside it."""
         for slot in self.slots:
             slot.owed = None
         if self._stack is None:

@@ -52,7 +52,7 @@ class Talk(Running):
 
 
 class Step:
-    """All conversations of one step.
+    """The generators of one step, which run together.
 
     Args:
         communicator: carries the requests.
@@ -87,12 +87,12 @@ class Step:
         self.measuring = False  # whether `spent` is wanted
 
     def started(self, index: int) -> bool:
-        """Whether unit `index` has given its gradients."""
+        """Return whether unit `index` has received its gradients."""
         return index in self._talks
 
     @property
     def launched(self) -> int:
-        """How many groups' first requests have left."""
+        """Return the number of groups whose first requests have left."""
         return len(self._groups) - sum(1 for missing in self._missing if missing)
 
     def start(
@@ -193,7 +193,7 @@ class Step:
                     self._talks[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
-        """Two numbers that ride in whatever leaves anyway."""
+        """Return the request of two numbers that travel with the first collective."""
         xp = self._xp
         flags = self._flags[group]
         bad = xp.reshape(xp.maximum_of(flags), (1,))

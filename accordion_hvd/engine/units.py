@@ -42,7 +42,7 @@ class Units:
     # ----------------------------------------------------------------------------------- the plan
     @property
     def plan(self) -> Plan:
-        """Which buckets share a call and which leave together, at the present levels."""
+        """Return the plan of units and groups at the present levels."""
         if self._plan is None:
             exchange, slots = self._exchange, self._exchange.slots
             buckets = [slot.bucket for slot in slots]
@@ -79,7 +79,7 @@ class Units:
         return self.plan
 
     def _common(self, slot: Slot) -> Hashable:
-        """What buckets must have in common to share a call."""
+        """Return the key that buckets in one call share."""
         bucket = slot.bucket
         kind = repr(slot.compressor), self._exchange.phase(slot)
         return *kind, bucket.dtype, str(slot.spec.device), bucket.group, bucket.compress
@@ -166,7 +166,7 @@ class Units:
 
     @property
     def reading(self) -> bool:
-        """Whether any compressor, of any level, is told the weights."""
+        """Return whether any compressor, of any level, needs the weights."""
         return any(level.reads for slot in self._exchange.slots for level in slot.levels)
 
 

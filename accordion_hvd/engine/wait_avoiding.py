@@ -79,7 +79,7 @@ class Pool:
         self.made = 0
 
     def take(self) -> Model:
-        """A model with one holder; its values mean nothing."""
+        """Return a model with one holder; its values are undefined."""
         if not self._free:
             self.made += 1
             self._free.append(Model([np.empty(size, dtype) for size, dtype in self._like]))
@@ -88,12 +88,12 @@ class Pool:
         return model
 
     def hold(self, model: Model) -> Model:
-        """One holder more."""
+        """Add a holder."""
         model.holders += 1
         return model
 
     def release(self, model: Model) -> None:
-        """One holder less."""
+        """Remove a holder."""
         model.holders -= 1
         if not model.holders:
             self._free.append(model)
@@ -443,7 +443,7 @@ class WaitAvoiding:
         self._keep(turn, label, model, total)
 
     def _inquire(self, ranks: Sequence[int]) -> dict[int, bool]:
-        """Whether each of these is waiting for others; without those that do not answer."""
+        """Return whether each of these waits for others; without those that do not answer."""
         self._answers.clear()
         for rank in ranks:
             self._send(rank, _ASK)
@@ -514,7 +514,7 @@ class WaitAvoiding:
             self._changed.notify_all()
 
     def _signs(self, total: Array) -> list[tuple[int, str]] | None:
-        """Who ends, and why, from the sum of everybody's (whether it ends, steps, steps^2)."""
+        """Return the rank that ends and its reason, from the sums of (ending, steps, steps^2)."""
         if not total[0] and self.size * total[2] == total[1] ** 2:
             return None  # nobody ends, and all have taken as many steps
         steps = "" if total[0] else f"asks for an average after {self._then} steps"

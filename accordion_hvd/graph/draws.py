@@ -108,7 +108,7 @@ def _place_by_place(lists: Lists, count: int, random: np.random.Generator) -> tu
 
 
 def _by_arrivals(lists: Lists, count: int, random: np.random.Generator) -> tuple[Array, Array]:
-    """As many steps as places are taken, however long the lists are.
+    """Take as many steps as places are taken, however long the lists are.
 
     Each place has a length: -log(1 - its probability). Points are strewn on the line of all places
     at rate 1 (a Poisson process); a place is taken if one falls on it, which has that very
@@ -132,7 +132,7 @@ def _by_arrivals(lists: Lists, count: int, random: np.random.Generator) -> tuple
 
 
 def _first_of_run(rows: Array, places: Array) -> Array:
-    """Where (row, place) differs from the one before."""
+    """Return where (row, place) differs from the entry before."""
     first = np.ones(len(rows), bool)
     first[1:] = (places[1:] != places[:-1]) | (rows[1:] != rows[:-1])
     return first

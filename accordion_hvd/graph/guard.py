@@ -13,7 +13,7 @@ from accordion_hvd.graph.structure import Array
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What a layer was sampled by, for `VarianceGuard` and for tests.
+    """The probabilities by which a layer was sampled, for `VarianceGuard` and for tests.
 
     One entry for each draw: node-wise a pair of target and neighbour, layer-wise a node.
 
@@ -58,11 +58,11 @@ class VarianceGuard:
         self.ratios: dict[int, float] = {}
 
     def due(self, step: int) -> bool:
-        """Whether to look at this step."""
+        """Return whether to check the variance at this step."""
         return step % self.every == 0
 
     def factor(self, hop: int, epoch: int) -> float:
-        """What of s - 1 is left, in [0, 1]."""
+        """Return the remaining part of s - 1, in [0, 1]."""
         return 0.0 if epoch <= self.exact_until else self.factors.get(hop, 1.0)
 
     def observe(self, hop: int, trace: Trace, norms: Array, budget: float) -> float:

@@ -1,4 +1,4 @@
-"""Who owns which node."""
+"""Partitions: the owner of each node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Partition:
 
     @classmethod
     def of(cls, graph: Graph, owner: Any, parts: int | None = None) -> Partition:
-        """What a list of owners means; parts may be empty.
+        """Return the partition of a list of owners; parts may be empty.
 
         Raises:
             ValueError: there is not one owner from 0 to `parts` - 1 for each node.
@@ -122,7 +122,7 @@ def _metis(graph: Graph, parts: int, seed: int) -> Array:
 
 
 def _mixed(x: Array) -> Array:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): scatters 64-bit integers."""
+    """Scatter 64-bit integers by the finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""How rows of features travel: as they are, in 16 bits, or in 8."""
+"""Formats of feature rows on the wire: as they are, in 16 bits, or in 8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Wire:
 
     @property
     def name(self) -> str:
-        """As compressions are named in words."""
+        """Return the name of the format as in spec strings."""
         return self.kind.__name__.lower()
 
     def width(self, features: int) -> int:
@@ -43,7 +43,7 @@ class Wire:
         return np.hstack([xp.to_bytes(part).reshape(count, one.nbytes) for part, one in parts])
 
     def decode(self, coded: Array, features: int) -> Array:
-        """The inverse, given the features."""
+        """Invert `encode`, given the features."""
         message, start = [], 0
         for one in self._of_one(features):
             part = np.ascontiguousarray(coded[:, start : start + one.nbytes])
@@ -60,7 +60,7 @@ class Wire:
 
 
 def wire_of(compression: Any) -> Wire:
-    """The form that a compression stands for.
+    """Return the format of a compression.
 
     Args:
         compression: None, `Dense`, `FP16`, `BF16`, `Int8`, or a word for one. `Int8` has a scale

@@ -50,7 +50,7 @@ class Block:
         return np.concatenate([[0], np.cumsum(np.bincount(self.rows, minlength=self.targets))])
 
     def aggregate(self, values: Array) -> Array:
-        """The estimate of A h for the targets, from h (sources, features) in NumPy."""
+        """Estimate A h for the targets, from h (sources, features) in NumPy."""
         total = np.zeros((self.targets, *values.shape[1:]), np.result_type(values, np.float32))
         parts = values[self.columns] * self.values.reshape(-1, *[1] * (values.ndim - 1))
         if len(parts):
@@ -65,7 +65,7 @@ Blocks = tuple[Block, ...]
 
 
 class _Layer(NamedTuple):
-    """What a layer is sampled from: targets, where their neighbours begin, how many there are."""
+    """The input of sampling a layer: targets, their first neighbours, the counts of neighbours."""
 
     targets: Array
     start: Array
@@ -136,7 +136,7 @@ class Sampler:
         return len(self.sizes)
 
     def sample(self, targets: Any, epoch: int = 0, step: int = 0, trace: bool = False) -> Blocks:
-        """The blocks of a batch.
+        """Return the blocks of a batch.
 
         Args:
             targets: nodes, each once.
@@ -193,7 +193,7 @@ class Sampler:
         )
 
     def _whole(self, layer: _Layer) -> Any:
-        """All neighbours: row, place and factor of each; and nothing for a trace."""
+        """Return all neighbours: row, place and factor of each; and nothing for a trace."""
         rows = np.repeat(np.arange(len(layer.targets)), layer.degree)
         return rows, flat(layer.start, layer.degree), np.ones(len(rows)), None
 
@@ -269,7 +269,7 @@ class Sampler:
         return self._place[nodes] == places
 
     def _distinct(self, nodes: Array) -> tuple[Array, Array]:
-        """The nodes once, ascending, and the position of each entry among them."""
+        """Return the nodes once, ascending, and the position of each entry among them."""
         found = np.sort(nodes[self._last(nodes)])
         self._place[found] = np.arange(len(found))
         return found, self._place[nodes]
@@ -373,7 +373,7 @@ class SkewedSampler(Sampler):
         return values
 
     def strength(self, hop: int, epoch: int) -> float:
-        """How much of s - 1 holds: less while warming up, and when the guard says so."""
+        """Return the used part of s - 1: less during warm-up or if the guard says so."""
         grown = min(1.0, epoch / self.warmup) if self.warmup else 1.0
         return grown if self.guard is None else grown * self.guard.factor(hop, epoch)
 

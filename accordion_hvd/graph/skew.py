@@ -1,4 +1,4 @@
-"""How much likelier local nodes may become: closed forms for a variance budget.
+"""Closed forms of the largest preference for local nodes within a variance budget.
 
 A sampler draws nodes u from base probabilities p and weights them by 1 / p_u. With local nodes s
 times as likely, q_u = s p_u / kappa (local) and p_u / kappa (remote), where c is the local share of
@@ -46,7 +46,7 @@ def worst_case_skew(budget: float, local: Any) -> Array:
 
 
 def tight_skew(budget: float, local: Any, moment: Any = None) -> Array:
-    """The s for which M(q) = D M(p), if local nodes have the share `moment` of M(p).
+    """Return the s for which M(q) = D M(p), if local nodes have the share `moment` of M(p).
 
     M(q) / M(p) = kappa (x / s + 1 - x), with x the local share of sum_u a_u^2 / p_u. Where p_u is
     proportional to a_u, x = c, and with tau = (D - 1) / (c (1 - c))
@@ -75,7 +75,7 @@ def tight_skew(budget: float, local: Any, moment: Any = None) -> Array:
 
 
 def _larger_root(a: Array, b: Array, d: Array) -> Array:
-    """Of a s^2 + b s + d, b being negative; infinite where a is 0."""
+    """Return the larger root of a s^2 + b s + d for negative b; infinite where a is 0."""
     inside = np.sqrt(np.maximum(b * b - 4 * a * d, 0.0))
     return np.where(b < 0, (inside - b) / (2 * a), 1.0)
 

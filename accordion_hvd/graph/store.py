@@ -121,7 +121,7 @@ class FeatureStore:
         self.communicator.run(f"{self.name}.agree", self.agreeing())
 
     def fetch(self, nodes: Any) -> Array:
-        """The rows of some nodes, (nodes, features) fp32; a node may come twice. Collective.
+        """Return the rows of some nodes, (nodes, features) fp32; a node may come twice. Collective.
 
         Raises:
             ValueError: on all ranks, one asks for a node that does not exist, or see `agree`.
@@ -144,7 +144,7 @@ class FeatureStore:
         return future
 
     def result(self, future: Future[Array]) -> Array:
-        """What `prefetch` has fetched."""
+        """Return the rows that `prefetch` has fetched."""
         began = time.perf_counter()
         try:
             return future.result()
@@ -179,7 +179,7 @@ class FeatureStore:
 
     # ----------------------------------------------------------------------------- conversations
     def agreeing(self) -> Generator[Any, Any, None]:
-        """The conversation of `agree`, for `one_process.lockstep`."""
+        """Return the generator of `agree`, for `one_process.lockstep`."""
         xp = self.communicator.xp
         prints = [0] * len(_WHAT) if self._problem else self._prints
         text = np.frombuffer(self._problem.encode(), np.uint8)
@@ -201,7 +201,7 @@ class FeatureStore:
         self._agreed = True
 
     def fetching(self, nodes: Any) -> Generator[Any, Any, Array]:
-        """The conversation of `fetch`, for `one_process.lockstep`."""
+        """Return the generator of `fetch`, for `one_process.lockstep`."""
         if not self._agreed:
             yield from self.agreeing()
         xp, wanted = self.communicator.xp, np.asarray(nodes)
@@ -271,7 +271,7 @@ class FeatureStore:
 
 
 def communicator_of(wanted: str | Communicator) -> Communicator:
-    """The communicator itself, or that of all ranks of a framework."""
+    """Return the communicator itself, or that of all ranks of a framework."""
     if isinstance(wanted, Communicator):
         return wanted
     check.one_of("FeatureStore", "communicator", wanted, FRAMEWORKS)

@@ -35,7 +35,7 @@ class Graph:
 
     @classmethod
     def from_edges(cls, edges: Any, nodes: int, normalization: str = "symmetric") -> Graph:
-        """The graph of some edges.
+        """Make the graph of some edges.
 
         An edge counts in both directions, whichever is named, and once, however often it is named.
         Self-loops are left out: A has a term for each node itself anyway. Nodes without edges are
@@ -73,12 +73,12 @@ class Graph:
 
     @property
     def nodes(self) -> int:
-        """How many."""
+        """Return the number of nodes."""
         return len(self.own)
 
     @property
     def edges(self) -> int:
-        """How many, each counted once."""
+        """Return the number of edges, each counted once."""
         return len(self.indices) // 2
 
     @property
@@ -87,7 +87,7 @@ class Graph:
         return np.diff(self.indptr)
 
     def fingerprint(self) -> int:
-        """A number of 63 bits that differs where graphs differ."""
+        """Return a number of 63 bits that differs where graphs differ."""
         digest = hashlib.blake2b(digest_size=8)
         for part in (self.indptr, self.indices, self.weights, self.own):
             digest.update(part.tobytes())
@@ -112,7 +112,10 @@ def check_nodes(owner: Any, name: str, ids: Array, nodes: int) -> None:
 
 
 def flat(starts: Array, counts: Array) -> Array:
-    """start, start + 1, ... (`count` of them) of each range, one range after the other."""
+    """Return start, start + 1, ... for each pair of a start and a count.
+
+    (`count` of them) of each range, one range after the other.
+    """
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + counts, counts)

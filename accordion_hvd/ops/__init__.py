@@ -19,7 +19,7 @@ _by_type: dict[type, ModuleType] = {}
 
 
 def namespace(tensor: Any) -> ModuleType:
-    """The operations that serve `tensor`.
+    """Return the operations that serve `tensor`.
 
     Raises:
         TypeError: `tensor` is no NumPy array, PyTorch tensor or TensorFlow tensor.
@@ -31,7 +31,7 @@ def namespace(tensor: Any) -> ModuleType:
 
 
 def backend(name: str) -> ModuleType:
-    """The operations for a framework: "numpy", "torch" or "tensorflow"."""
+    """Return the operations for a framework: "numpy", "torch" or "tensorflow"."""
     return importlib.import_module(f"accordion_hvd.ops.{name}")
 
 

@@ -47,7 +47,7 @@ def pack(index: np.ndarray, negative: np.ndarray, shape: Sequence[int], width: i
 
 
 def unpack(packed: np.ndarray, shape: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse of `pack`: positions (int32), and signs (fp32).
+    """Invert `pack`: return positions (int32), and signs (fp32).
 
     Raises:
         ValueError: there are too many or too few bins, or positions outside of them.
@@ -75,5 +75,5 @@ def unpack(packed: np.ndarray, shape: Sequence[int], width: int) -> tuple[np.nda
 
 
 def _entry(width: int) -> tuple[type[np.unsignedinteger], int]:
-    """The dtype of an entry, and how many bits of it are the position."""
+    """Return the dtype of an entry, and how many bits of it are the position."""
     return (np.uint8, 6) if width <= SHORT else (np.uint16, 14)

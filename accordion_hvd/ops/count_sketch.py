@@ -31,7 +31,7 @@ def blocks(size: int, columns: int) -> int:
 def hashes(
     xp: ModuleType, size: int, rows: int, columns: int, seed: Any, device: Any = None
 ) -> Any:
-    """Where each block goes in each row: (rows, blocks) int32, twice the offset plus the sign bit.
+    """Return blocks' offsets per row: (rows, blocks) int32, twice the offset plus the sign bit.
 
     Args:
         xp: the namespace of operations of the result.
@@ -49,7 +49,7 @@ def hashes(
 
 # -------------------------------------------------------------------------------- NumPy, by pieces
 def insert(x: np.ndarray, codes: np.ndarray, columns: int) -> np.ndarray:
-    """The sketch of the vector `x`, (rows, columns) fp32, under the hashes `codes`."""
+    """Return the sketch of the vector `x`, (rows, columns) fp32, under the hashes `codes`."""
     table = np.zeros((len(codes), columns), np.float32)
     for number, column in enumerate(codes.T.tolist()):
         block = x[number * columns : (number + 1) * columns]
@@ -84,7 +84,7 @@ def estimate(table: np.ndarray, codes: np.ndarray, out: np.ndarray) -> np.ndarra
 
 
 def _median(seen: list[np.ndarray], scratch: np.ndarray) -> np.ndarray:
-    """The element-wise median of an odd number of vectors; fast where all fit into the cache.
+    """Return the element-wise median of an odd number of vectors that fit into the cache.
 
     Among the first (rows + 3) / 2 of them, neither the least nor the largest is the median: both
     are forgotten and the next vector takes part, until one is left.
@@ -102,7 +102,7 @@ def _median(seen: list[np.ndarray], scratch: np.ndarray) -> np.ndarray:
 def _without_extreme(
     vectors: list[np.ndarray], keep: np.ufunc, forget: np.ufunc, scratch: np.ndarray
 ) -> list[np.ndarray]:
-    """All but the least (or largest), element by element, in the memory of `scratch`."""
+    """Remove the least (or largest) vector, element by element, in the memory of `scratch`."""
     carried = scratch[-1]
     if len(vectors) > 2:
         forget(vectors[0], vectors[1], out=carried)
@@ -139,7 +139,7 @@ def moved(x: Any, codes: Any, columns: int) -> Any:
 
 
 def found(row: Any, codes: Any, size: int) -> Any:
-    """What one row of a sketch says about every element of the vector: (size,)."""
+    """Return one row's estimates of all elements of the vector: (size,)."""
     xp, (columns,) = namespace(row), namespace(row).shape(row)
     values = xp.take(row, xp.reshape(places(codes, columns, 1), (-1,)))
     signed = xp.reshape(values, (-1, columns)) * _signs(codes)

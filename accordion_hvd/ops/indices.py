@@ -11,7 +11,7 @@ import numpy as np
 
 
 def low_bytes(count: int, size: int) -> int:
-    """How many bytes of each of `count` positions below `size` travel as they are; 4 is all."""
+    """Return how many bytes of each of `count` positions below `size` travel unpacked; 4 is all."""
     return min((1, 2, 4), key=lambda low: _length(count, size, low))
 
 
@@ -37,7 +37,7 @@ def pack(index: np.ndarray, size: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, count: int, size: int) -> np.ndarray:
-    """The inverse of `pack`; whether positions ascend below `size` is for the caller to see.
+    """Invert `pack`; the caller checks whether positions ascend below `size`.
 
     Raises:
         ValueError: `packed` holds another number of positions.

@@ -1,4 +1,4 @@
-"""How to take back what was done in place, should a rank report a non-finite gradient."""
+"""Undo of operations that worked in place, should a rank report a non-finite gradient."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def poisoning() -> Iterator[None]:
 
 
 def consume(array: np.ndarray, undo: Undo | None = None) -> np.ndarray:
-    """The array that an in-place operation may write: `array`, or a copy when poisoning.
+    """Return the array that an in-place operation may write: `array`, or a copy when poisoning.
 
     Without `undo`, which takes it back, what becomes of `array` is for good.
     """

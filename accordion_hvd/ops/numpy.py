@@ -24,27 +24,27 @@ def spec(x: Array) -> Spec:
 
 
 def shape(x: Array) -> tuple[int, ...]:
-    """The static shape."""
+    """Return the static shape."""
     return tuple(x.shape)
 
 
 def dtype(x: Array) -> str:
-    """The dtype by name."""
+    """Return the dtype by name."""
     return str(x.dtype)
 
 
 def device(x: Array) -> Any:
-    """Where `x` lives, as `zeros` and `arange` take it."""
+    """Return the device of `x`, as `zeros` and `arange` take it."""
     return None
 
 
 def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Array:
-    """A new tensor of zeros."""
+    """Return a new tensor of zeros."""
     return np.zeros(tuple(shape), dtype)
 
 
 def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Array:
-    """A new tensor filled with `value`."""
+    """Return a new tensor filled with `value`."""
     return np.full(tuple(shape), value, dtype)
 
 
@@ -54,52 +54,52 @@ def arange(count: int, device: Any = None) -> Array:
 
 
 def asarray(x: np.ndarray, device: Any = None) -> Array:
-    """A NumPy array as a tensor of this framework."""
+    """Return a NumPy array as a tensor of this framework."""
     return np.array(x)
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """The tensor as a NumPy array on the host (may share memory)."""
+    """Return the tensor as a NumPy array on the host (may share memory)."""
     return np.asarray(x)
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """The tensor in another dtype; itself if it has it already."""
+    """Return the tensor in another dtype; itself if it has that dtype already."""
     return x.astype(dtype, copy=False)
 
 
 def copy(x: Array) -> Array:
-    """The same values in memory of its own."""
+    """Return a copy."""
     return x.copy()
 
 
 def reshape(x: Array, shape: Sequence[int]) -> Array:
-    """The same elements in another shape (a view where possible)."""
+    """Return the elements in another shape (a view where possible)."""
     return x.reshape(tuple(shape))
 
 
 def transpose(x: Array) -> Array:
-    """The transpose of a matrix, or of each of several (a view where possible)."""
+    """Transpose a matrix, or each of several (a view where possible)."""
     return np.swapaxes(x, -1, -2)
 
 
 def minimum(a: Array, b: Array) -> Array:
-    """The element-wise smaller."""
+    """Return the element-wise minimum."""
     return np.minimum(a, b)
 
 
 def maximum(a: Array, b: Array) -> Array:
-    """The element-wise larger."""
+    """Return the element-wise maximum."""
     return np.maximum(a, b)
 
 
 def maximum_of(parts: Sequence[Array]) -> Array:
-    """The largest element of several vectors, as a scalar tensor."""
+    """Return the largest element of several vectors, as a scalar tensor."""
     return np.max(np.concatenate(parts))
 
 
 def symbolic(x: Array) -> bool:
-    """Whether `x` has no value yet (in a graph)."""
+    """Return whether `x` has no value yet (in a graph)."""
     return False
 
 
@@ -109,7 +109,7 @@ def concat(parts: Sequence[Array], axis: int = 0) -> Array:
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """The inverse of `concat`."""
+    """Cut a vector into parts of these sizes: the inverse of `concat`."""
     return np.split(x, np.cumsum(sizes)[:-1])
 
 
@@ -119,22 +119,22 @@ def stack(parts: Sequence[Array], into: Array | None = None) -> Array:
 
 
 def unstack(x: Array) -> list[Array]:
-    """The inverse of `stack` (views where possible)."""
+    """Invert `stack` (views where possible)."""
     return list(x)
 
 
 def to_bytes(x: Array) -> Array:
-    """The memory of `x` as a vector of uint8."""
+    """Return the memory of `x` as a vector of uint8."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def from_bytes(x: Array, dtype: str, shape: Sequence[int]) -> Array:
-    """The inverse of `to_bytes`; one extent of `shape` may be -1."""
+    """Invert `to_bytes`; one extent of `shape` may be -1."""
     return np.frombuffer(x.tobytes(), dtype).reshape(tuple(shape)).copy()
 
 
 def accumulate(a: Array, b: Array) -> Array:
-    """a + b in a's dtype. Consumes `a`."""
+    """Return a + b in a's dtype. Consumes `a`."""
     out = consume(a, lambda: np.subtract(a, b, out=a))
     return np.add(out, b, out=out)
 
@@ -152,7 +152,7 @@ def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
 
 
 def subtract(a: Array, b: Array) -> Array:
-    """a - b in a's dtype. Consumes `a`."""
+    """Return a - b in a's dtype. Consumes `a`."""
     out = consume(a, lambda: np.add(a, b, out=a))
     return np.subtract(out, b, out=out)
 
@@ -254,7 +254,7 @@ def emptied(x: Array) -> Array:
 
 
 def clear(x: Array, index: Array) -> Array:
-    """The vector `x` with zeros at `index`. Consumes `x`."""
+    """Set the vector `x` to zero at `index`. Consumes `x`."""
     taken = x[index]
     out = consume(x, lambda: x.__setitem__(index, taken))
     out[index] = 0
@@ -262,14 +262,14 @@ def clear(x: Array, index: Array) -> Array:
 
 
 def add_at(x: Array, index: Array, values: Array) -> Array:
-    """The vector `x` with `values` added at `index` (no index twice). Consumes `x`."""
+    """Add `values` to the vector `x` at `index` (no index twice). Consumes `x`."""
     out = consume(x, lambda: x.__setitem__(index, x[index] - values))
     out[index] += values
     return out
 
 
 def take(x: Array, index: Array) -> Array:
-    """The elements of the vector `x` at `index`."""
+    """Return the elements of the vector `x` at `index`."""
     return x[index]
 
 
@@ -308,7 +308,7 @@ def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> A
 
 
 def misplaced(index: Array, size: int) -> Array:
-    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
     inside = index.size == 0 or (index[0] >= 0 and index[-1] < size)
     return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
 
@@ -353,7 +353,7 @@ def frames(x: Array, width: int, step: int) -> Array:
 
 
 def overlap_add(x: Array, step: int) -> Array:
-    """The adjoint of `frames`: pieces laid at their places, and added up where they overlap."""
+    """Apply the adjoint of `frames`: add pieces up at their places."""
     rows, count, width = x.shape
     extra = -(-width // step) - 1
     out = np.zeros((rows, count + extra, step), x.dtype)
@@ -376,12 +376,12 @@ def orthogonalize(p: Array) -> Array:
 
 
 def norm(x: Array) -> Array:
-    """The 2-norm of all elements, as an fp32 scalar tensor."""
+    """Return the 2-norm of all elements, as an fp32 scalar tensor."""
     return np.asarray(np.linalg.norm(x.reshape(-1).astype(np.float64)), np.float32)
 
 
 def badness(x: Array) -> Array:
-    """A vector with one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
+    """Return one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array([not np.isfinite(np.sum(x, dtype=np.float32))], np.float32)
 
@@ -397,7 +397,7 @@ def either(bad: Any, first: Array, second: Array) -> Array:
 
 
 def is_bad(flags: Array) -> Any:
-    """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
+    """Return whether any element is not 0: a bool, or a symbolic scalar in a graph."""
     return bool((flags != 0).any())
 
 
@@ -422,7 +422,7 @@ def to_wire(parts: Sequence[Array], wire: str, count: int, into: Array | None = 
 
 
 def mean_of_wire(x: Array, wire: str, ranks: int) -> Array:
-    """The mean of `ranks` equal parts of bytes from `to_wire`, as such bytes; added in fp32."""
+    """Average `ranks` equal parts of bytes from `to_wire`, added in fp32; return such bytes."""
     parts = _of_wire(x, wire).reshape(ranks, -1)
     total = parts[0]
     for part in parts[1:]:
@@ -431,7 +431,7 @@ def mean_of_wire(x: Array, wire: str, ranks: int) -> Array:
 
 
 def from_wire(x: Array, wire: str, likes: Sequence[Array]) -> list[Array]:
-    """The inverse of `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
+    """Invert `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
     pieces = split(_of_wire(x, wire), [*(like.size for like in likes), 0])
     return [
         p.reshape(like.shape).astype(like.dtype) for p, like in zip(pieces, likes, strict=False)
@@ -445,7 +445,7 @@ def _of_wire(x: Array, wire: str) -> Array:
 
 
 def checksum(x: Array) -> Array:
-    """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
+    """Return the sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
     return np.asarray(np.sum(bits, dtype=np.int64))
 

@@ -31,7 +31,7 @@ SMALLEST = 2.0**-126  # of normal numbers
 
 
 def middle(bits: int) -> float:
-    """The code of zero when codes have `bits` bits: 0.5 for one bit, whose values are -1 and 1."""
+    """Return the code of zero for `bits` bits: 0.5 for one bit, whose values are -1 and 1."""
     return (2**bits - 1) // 2 if bits > 1 else 0.5
 
 
@@ -56,7 +56,7 @@ def pack_bits(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The inverse of `pack_bits`."""
+    """Invert `pack_bits`."""
     codes = np.empty(count, np.uint8)
     for start, block in _blocks(codes):
         block[:] = _unpack_block(packed, bits, start, block.size, count)
@@ -120,7 +120,7 @@ def _unpack_width(packed: np.ndarray, width: int) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------ grids
 def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
-    """Of each `bucket` elements the largest magnitude ("max"), "l1" or "l2" norm; fp32.
+    """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32.
 
     NaN and infinity show in the norm of their bucket.
     """
@@ -172,7 +172,7 @@ def quantize(
 
 
 def inverse_of(steps: np.ndarray) -> np.ndarray:
-    """What to multiply with; 0 for steps of zero and those that are not finite."""
+    """Return the factors of `quantize`; 0 for steps of zero and those that are not finite."""
     return np.where(steps > LEAST, np.float32(SHRINK) / steps, np.float32(0))
 
 
@@ -184,7 +184,7 @@ def sum_quantized(
     middle: float,
     like: np.ndarray,
 ) -> np.ndarray:
-    """The sum of (code - middle) * step over `parts` from `quantize`, added in their order; fp32.
+    """Add up (code - middle) * step over `parts` from `quantize`, in their order; fp32.
 
     In the shape of `like`, which it consumes, for good: after the first `yield` only.
     """
@@ -247,7 +247,7 @@ def _eights(middle: float) -> np.ndarray:
 
 
 def _spread(steps: np.ndarray, bucket: int, start: int, size: int) -> np.ndarray | np.float32:
-    """The steps of elements start, ..., start + size - 1; one number if they have it in common."""
+    """Return the steps of elements start, ..., start + size - 1; one number if it is common."""
     first, last = start // bucket, (start + size - 1) // bucket
     if first == last:
         return steps[first]
@@ -281,12 +281,12 @@ def _shifted(shift: float) -> np.ndarray:
 
 @functools.cache
 def mantissas() -> np.ndarray:
-    """The table as 23-bit integers."""
+    """Return the table as 23-bit integers."""
     return (table() * (1 << 23)).astype(np.uint32)
 
 
 def _places(count: int, seed: int) -> list[int]:
-    """Where in the table the random numbers of each `WINDOW` of `count` elements begin."""
+    """Return the first table positions of each `WINDOW` of `count` elements."""
     return (random.words(backend("numpy"), -(-count // WINDOW), seed) % TABLE).tolist()
 
 
@@ -299,7 +299,7 @@ def _add_noise(values: np.ndarray, start: int, places: list[int], noise: np.ndar
 
 # ------------------------------------------------------------------------------------------ signs
 def pack_signs(x: np.ndarray, turn: int | None = None) -> np.ndarray:
-    """One bit an element: whether it is positive; eight a byte, lowest bit first.
+    """Return one bit per element: whether it is at least 0; eight per byte, lowest bit first.
 
     Without `turn` (a step), zeros are positive. With it, every other one is (even positions at
     even turns), and below 2^-126 everything is zero. NaN is negative.
@@ -324,7 +324,7 @@ def _bounds(turn: int) -> np.ndarray:
 
 
 def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
-    """A random bit for each element of `x`, within [-1, 1]: 1 has the probability (1 + x) / 2.
+    """Return a random bit per element of `x`, within [-1, 1]; it is 1 with probability (1 + x) / 2.
 
     To 2^-17; eight a byte. An element's number r of the table makes it 1 if r >= (1 - x) / 2; at
     turn 1 r is read as 1 - r, so that elements of zero get one bit of each kind from the two turns
@@ -425,7 +425,7 @@ def column_means(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
 def sum_columns(
     parts: Sequence[np.ndarray], means: Sequence[np.ndarray], like: np.ndarray
 ) -> np.ndarray:
-    """The sum of bits (`parts`) with `column_means` for them, in their order; fp32.
+    """Add up the bits (`parts`) with `column_means` for them, in their order; fp32.
 
     In the shape of `like`, which it consumes, for good: after the first `yield` only.
     """
@@ -454,7 +454,7 @@ def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -
 
 
 def _columns(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each column of each matrix the middle of its two values, and their distance."""
+    """Return the midpoint of the two values of each column of each matrix, and their distance."""
     low, high = means[..., 0, :], means[..., 1, :]
     center, step = (low + high) * np.float32(0.5), high - low
     return center.reshape(-1, center.shape[-1]), step.reshape(-1, step.shape[-1])
@@ -490,7 +490,7 @@ _scratch = _Scratch()
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
-    """A vector of fp32, without a copy where possible."""
+    """Return a vector of fp32, without a copy where possible."""
     return np.ascontiguousarray(x, np.float32).reshape(-1)
 
 

@@ -33,7 +33,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack_bits`."""
+    """Invert `pack_bits`."""
     codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
     offset = shift = 0
     for width in quantization.sections(bits):
@@ -46,7 +46,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32."""
     x = _flat(x)
     rows = _padded(x, min(bucket, x.numel()))
     if kind == "max":
@@ -74,7 +74,7 @@ def sum_quantized(
     middle: float,
     like: Tensor,
 ) -> Tensor:
-    """The sum of (code - middle) * step over `parts`; see `ops.quantization`."""
+    """Add up (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
     pairs = zip(parts, steps, strict=True)
     return _sum((_values(*pair, bucket, bits, middle, like) for pair in pairs), like)
 
@@ -87,7 +87,7 @@ def subtract_quantized(
 
 
 def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
-    """A bit for each element: whether it is at least 0; see `ops.quantization`."""
+    """Return one bit per element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
     x = _flat(x)
     if turn is None:
         return pack_bits((x >= 0).to(torch.uint8), 1)
@@ -96,7 +96,7 @@ def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
 
 
 def pack_random_signs(x: Tensor, seed: int, turn: int) -> Tensor:
-    """A random bit for each element of `x`; see `ops.quantization`."""
+    """Return a random bit per element of `x`; see `accordion_hvd.ops.numpy`."""
     x = _flat(x)
     values = _noise(quantization.table, x, seed) + x * (0.5 if turn == 0 else -0.5)
     return pack_bits((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
@@ -135,7 +135,7 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of bits (`parts`) with `column_means` for them; see `ops.quantization`."""
+    """Add up the bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
     pairs = zip(parts, means, strict=True)
     return _sum((_columns(*pair, like) for pair in pairs), like)
 
@@ -176,7 +176,7 @@ def _spread(steps: Tensor, bucket: int, count: int) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A vector of fp32, without a copy where possible."""
+    """Return a vector of fp32, without a copy where possible."""
     return x.detach().float().contiguous().view(-1)
 
 

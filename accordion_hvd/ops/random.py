@@ -46,7 +46,7 @@ def hashed(counter: Any, seed: Any) -> Any:
 
 
 def _mix(value: Any) -> Any:
-    """The 32-bit finaliser of MurmurHash3, on Python integers or int64 tensors (wrapping)."""
+    """Apply the 32-bit finaliser of MurmurHash3 to Python integers or int64 tensors (wrapping)."""
     value = value ^ (value // (1 << 16))
     value = (value * 0x85EBCA6B) & _MASK
     value = value ^ (value // (1 << 13))

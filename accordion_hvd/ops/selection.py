@@ -1,4 +1,4 @@
-"""Which elements of vectors are largest: the fastest exact way known on a CPU.
+"""Selection of the largest elements of vectors, exactly and fast on a CPU.
 
 A threshold is read off a sample, somewhat too low, so that a few more than the wanted number of
 elements reach it; among these the selection is exact. An unlucky sample costs time, never
@@ -24,7 +24,7 @@ _DEVIATIONS = 3  # how much too low a threshold is, in standard deviations of th
 
 
 def largest_index(x: np.ndarray, count: int) -> np.ndarray:
-    """Where the `count` largest magnitudes of each row of `x` are; exact.
+    """Return the positions of the `count` largest magnitudes of each row of `x`; exact.
 
     Args:
         x: (size,), or (rows, size).
@@ -100,12 +100,12 @@ def accumulate_outgrown(
 
 
 def _begun(error: np.ndarray, grad: np.ndarray) -> np.ndarray:
-    """Where error + grad is to be written: the error, still without the gradient."""
+    """Return the memory for error + grad: the error, still without the gradient."""
     return consume(error, lambda: np.subtract(error, grad, out=error))
 
 
 def _outgrown(block: np.ndarray, grad: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """As above for whole bins, or one shorter one: positions, and each bin's largest magnitude."""
+    """Return positions and each bin's largest magnitude, for whole bins or one shorter one."""
     bins = (-1, min(width, block.size))
     np.add(block, grad, out=block)
     magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
@@ -120,7 +120,7 @@ def _outgrown(block: np.ndarray, grad: np.ndarray, width: int) -> tuple[np.ndarr
 
 
 def largest_of_bins(x: np.ndarray, width: int) -> np.ndarray:
-    """Where the largest magnitude of each bin of `width` elements of each row of `x` is: int32.
+    """Return where the largest magnitude of each bin of `width` elements is: int32.
 
     Ascending, counted through all rows; of equal magnitudes the first.
     """
@@ -150,7 +150,7 @@ def _of_long(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def _chosen(x: np.ndarray, candidates: np.ndarray, threshold: float, count: int) -> np.ndarray:
-    """The `count` largest of `x`, given what is not below `threshold` (not zero, if that is 0)."""
+    """Return the `count` largest of `x`, given those not below `threshold` (or not zero)."""
     if candidates.size >= count:
         magnitude = np.abs(x[candidates])
         return candidates[_exactly(magnitude, count)]
@@ -178,7 +178,7 @@ def _filled(chosen: np.ndarray, size: int, count: int) -> np.ndarray:
 
 
 def _of_rows(rows: np.ndarray, count: int) -> np.ndarray:
-    """As `largest_index`, for rows that fit into the cache together."""
+    """Return `largest` of rows that fit into the cache together."""
     magnitude = np.abs(rows)
     number, size = rows.shape
     if size <= _SHORT:
@@ -194,7 +194,7 @@ def _of_rows(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _least_of_rows(magnitude: np.ndarray, count: int) -> np.ndarray:
-    """The `count`-th largest of each row, or something lower where the sample was unlucky."""
+    """Return the `count`-th largest of each row, or a lower value if the sample was unlucky."""
     number, size = magnitude.shape
     sample = np.take(magnitude, _places(size, max(_SHORT // 2, size // 8)), axis=1)
     wanted = _wanted(sample.shape[1], count, size)
@@ -212,7 +212,7 @@ def _least_of_rows(magnitude: np.ndarray, count: int) -> np.ndarray:
 
 
 def _threshold(sample: np.ndarray, count: int, size: int) -> float:
-    """A magnitude that somewhat more than `count` of `size` elements exceed, by a sample."""
+    """Estimate a magnitude that somewhat more than `count` of `size` elements exceed."""
     magnitude = np.abs(sample)
     place = magnitude.size - _wanted(magnitude.size, count, size)
     return float(np.partition(magnitude, place)[place])
@@ -225,7 +225,7 @@ def _wanted(sample: int, count: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _places(size: int, sample: int) -> np.ndarray:
-    """Where to look for a sample: scattered, since regular steps fall in with rows and columns."""
+    """Return a sample's positions: scattered, as regular steps coincide with rows and columns."""
     return np.random.Generator(np.random.Philox(size)).integers(0, size, sample, np.int32)
 
 

@@ -1,4 +1,4 @@
-"""What a tensor is like, without its values."""
+"""The properties of a tensor without its values."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Spec:
 
     @property
     def wide(self) -> str:
-        """The dtype of state that must be as precise as the tensor: fp64 for fp64, else fp32."""
+        """Return the dtype of precise state: fp64 for fp64, else fp32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
-        """A tensor of zeros on the gradient's device."""
+        """Return a tensor of zeros on the gradient's device."""
         return self.xp.zeros(shape, dtype, self.device)
 
     def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:

@@ -33,27 +33,27 @@ def spec(x: Tensor) -> Spec:
 
 
 def shape(x: Tensor) -> tuple[int, ...]:
-    """The static shape."""
+    """Return the static shape."""
     return tuple(x.shape.as_list())
 
 
 def dtype(x: Tensor) -> str:
-    """The dtype by name."""
+    """Return the dtype by name."""
     return tf.as_dtype(x.dtype).name
 
 
 def device(x: Tensor) -> Any:
-    """Where `x` lives, as `zeros` and `arange` take it."""
+    """Return the device of `x`, as `zeros` and `arange` take it."""
     return None
 
 
 def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
-    """A new tensor of zeros."""
+    """Return a new tensor of zeros."""
     return tf.zeros(tuple(shape), dtype)
 
 
 def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Tensor:
-    """A new tensor filled with `value`."""
+    """Return a new tensor filled with `value`."""
     return tf.fill(tuple(shape), tf.constant(value, dtype))
 
 
@@ -63,12 +63,12 @@ def arange(count: int, device: Any = None) -> Tensor:
 
 
 def asarray(x: np.ndarray, device: Any = None) -> Tensor:
-    """A NumPy array as a tensor of this framework."""
+    """Return a NumPy array as a tensor of this framework."""
     return tf.convert_to_tensor(x)
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """The tensor as a NumPy array on the host (may share memory); not in a graph."""
+    """Return the tensor as a NumPy array on the host (may share memory); not in a graph."""
     if symbolic(x):
         raise UntraceableError(
             "a value is wanted within a graph; this conversation runs eagerly only"
@@ -77,42 +77,42 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """The tensor in another dtype; itself if it has it already."""
+    """Return the tensor in another dtype; itself if it has that dtype already."""
     return tf.cast(x, dtype)
 
 
 def copy(x: Tensor) -> Tensor:
-    """The same values in memory of its own."""
+    """Return a copy."""
     return tf.identity(x)
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The same elements in another shape (a view where possible)."""
+    """Return the elements in another shape (a view where possible)."""
     return tf.reshape(x, tuple(shape))
 
 
 def transpose(x: Tensor) -> Tensor:
-    """The transpose of a matrix, or of each of several."""
+    """Transpose a matrix, or each of several."""
     return tf.linalg.matrix_transpose(x)
 
 
 def minimum(a: Tensor, b: Tensor) -> Tensor:
-    """The element-wise smaller."""
+    """Return the element-wise minimum."""
     return tf.minimum(a, b)
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """The element-wise larger."""
+    """Return the element-wise maximum."""
     return tf.maximum(a, b)
 
 
 def maximum_of(parts: Sequence[Tensor]) -> Tensor:
-    """The largest element of several vectors, as a scalar tensor."""
+    """Return the largest element of several vectors, as a scalar tensor."""
     return tf.reduce_max(tf.concat(list(parts), 0))
 
 
 def symbolic(x: Tensor) -> bool:
-    """Whether `x` has no value yet (in a graph)."""
+    """Return whether `x` has no value yet (in a graph)."""
     return not hasattr(x, "numpy")
 
 
@@ -122,7 +122,7 @@ def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The inverse of `concat`."""
+    """Cut a vector into parts of these sizes: the inverse of `concat`."""
     return tf.split(x, list(sizes))
 
 
@@ -132,18 +132,18 @@ def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def unstack(x: Tensor) -> list[Tensor]:
-    """The inverse of `stack`."""
+    """Cut a tensor along its first dimension: the inverse of `stack`."""
     return tf.unstack(x)
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """The memory of `x` as a vector of uint8."""
+    """Return the memory of `x` as a vector of uint8."""
     flat = tf.reshape(x, (-1,))
     return flat if x.dtype == tf.uint8 else tf.reshape(tf.bitcast(flat, tf.uint8), (-1,))
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """The inverse of `to_bytes`; one extent of `shape` may be -1."""
+    """Invert `to_bytes`; one extent of `shape` may be -1."""
     size = tf.as_dtype(dtype).size
     if size > 1:
         x = tf.reshape(x, (-1, size))
@@ -151,7 +151,7 @@ def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
-    """a + b in a's dtype."""
+    """Return a + b in a's dtype."""
     return a + tf.cast(b, a.dtype)
 
 
@@ -161,7 +161,7 @@ def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:
-    """a - b in a's dtype."""
+    """Return a - b in a's dtype."""
     return a - tf.cast(b, a.dtype)
 
 
@@ -230,18 +230,18 @@ def emptied(x: Tensor) -> Tensor:
 
 
 def clear(x: Tensor, index: Tensor) -> Tensor:
-    """The vector `x` with zeros at `index`."""
+    """Return the vector `x` with zeros at `index`."""
     values = tf.zeros(tf.shape(index), x.dtype)
     return tf.tensor_scatter_nd_update(x, index[:, None], values)
 
 
 def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """The vector `x` with `values` added at `index` (no index twice)."""
+    """Return the vector `x` with `values` added at `index` (no index twice)."""
     return tf.tensor_scatter_nd_add(x, index[:, None], tf.cast(values, x.dtype))
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """The elements of the vector `x` at `index`."""
+    """Return the elements of the vector `x` at `index`."""
     return tf.gather(x, index)
 
 
@@ -268,7 +268,7 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> T
 
 
 def largest_index(x: Tensor, count: int) -> Tensor:
-    """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact."""
+    """Return where the `count` largest magnitudes of each row are: int32, ascending."""
     size = shape(x)[-1]
     count = min(count, size)
     rows = math.prod(shape(x)) // size
@@ -302,7 +302,7 @@ def _accumulated(choose: Callable[..., Any], error: Tensor, grad: Tensor, bound:
 
 
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
-    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    """Return where the largest magnitude of each bin of `width` elements is: int32."""
     size = shape(x)[-1]
     count = math.prod(shape(x)) // size * -(-size // width)
     return _on_host(oracle.largest_of_bins, [x, width], tf.int32, (count,))
@@ -314,7 +314,7 @@ def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) ->
 
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_bins`; not in a graph."""
+    """Invert `pack_bins`; not in a graph."""
     return tuple(map(tf.convert_to_tensor, bins.unpack(to_numpy(packed), shape, width)))
 
 
@@ -334,7 +334,7 @@ def pack_index(index: Tensor, size: int) -> Tensor:
 
 
 def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
-    """The inverse of `pack_index`."""
+    """Invert `pack_index`."""
     low = indices.low_bytes(count, size)
     if low == 4:
         return from_bytes(packed, "int32", (count,))
@@ -349,7 +349,7 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
 
 
 def misplaced(index: Tensor, size: int) -> Tensor:
-    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
     outside = tf.reduce_any(index[:1] < 0) | tf.reduce_any(index[-1:] >= size)
     return tf.reshape(tf.cast(outside | tf.reduce_any(index[1:] <= index[:-1]), tf.float32), (1,))
 
@@ -367,7 +367,7 @@ def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 
 
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    """Return the count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
     x, rows = tf.cast(x, tf.float32), shape(codes)[0]
     if "GPU" in x.device:
         return _sketch(x, codes, columns)
@@ -403,7 +403,7 @@ def frames(x: Tensor, width: int, step: int) -> Tensor:
 
 
 def overlap_add(x: Tensor, step: int) -> Tensor:
-    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    """Apply the adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
     return tf.signal.overlap_and_add(x, step)
 
 
@@ -415,12 +415,12 @@ def orthogonalize(p: Tensor) -> Tensor:
 
 
 def norm(x: Tensor) -> Tensor:
-    """The 2-norm of all elements, as an fp32 scalar tensor."""
+    """Return the 2-norm of all elements, as an fp32 scalar tensor."""
     return tf.cast(tf.norm(tf.cast(x, tf.float64)), tf.float32)
 
 
 def badness(x: Tensor) -> Tensor:
-    """A vector with one fp32 element: 0 if all elements are finite, else 1."""
+    """Return a vector with one fp32 element: 0 if all elements are finite, else 1."""
     total = tf.reduce_sum(tf.cast(x, tf.float32))
     return tf.reshape(tf.cast(tf.logical_not(tf.math.is_finite(total)), tf.float32), (1,))
 
@@ -436,7 +436,7 @@ def either(bad: Any, first: Tensor, second: Tensor) -> Tensor:
 
 
 def is_bad(flags: Tensor) -> Any:
-    """Whether any element is not 0: a bool, or a symbolic scalar in a graph."""
+    """Return whether any element is not 0: a bool, or a symbolic scalar in a graph."""
     bad = tf.reduce_any(tf.not_equal(flags, 0))
     return bool(bad) if tf.executing_eagerly() else bad
 
@@ -454,7 +454,7 @@ def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None 
 
 
 def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
-    """The mean of `ranks` equal parts of bytes from `to_wire`, as such bytes; added in fp32."""
+    """Average `ranks` equal parts of bytes from `to_wire`, added in fp32; return such bytes."""
     parts = tf.unstack(from_bytes(x, wire, (ranks, -1)), ranks)
     total = tf.cast(parts[0], tf.float32)
     for part in parts[1:]:
@@ -463,7 +463,7 @@ def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
 
 
 def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `to_wire`, in the shapes and dtypes of `likes`."""
+    """Invert `to_wire`, in the shapes and dtypes of `likes`."""
     sizes = [math.prod(shape(like)) for like in likes]
     flat = from_bytes(x, wire, (-1,))[: sum(sizes)]
     pieces = zip(tf.split(flat, sizes), likes, strict=True)
@@ -471,7 +471,7 @@ def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
+    """Return the sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = tf.bitcast(x, f"int{8 * x.dtype.size}")
     return tf.reduce_sum(tf.cast(bits, tf.int64))
 
@@ -483,12 +483,12 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack_bits`."""
+    """Invert `pack_bits`."""
     return _on_host(oracle.unpack_bits, [packed, bits, count], tf.uint8, (count,))
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """Of each `bucket` elements of `x` the largest magnitude ("max"), "l1" or "l2" norm; fp32."""
+    """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32."""
     return _on_host(oracle.bucket_norms, [x, bucket, kind], tf.float32, (-(-_size(x) // bucket),))
 
 
@@ -506,7 +506,7 @@ def sum_quantized(
     middle: float,
     like: Tensor,
 ) -> Tensor:
-    """The sum of (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
+    """Add up (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
     given = [parts, steps, bucket, bits, middle, _room(like)]
     return _on_host(oracle.sum_quantized, given, tf.float32, shape(like))
 
@@ -520,12 +520,12 @@ def subtract_quantized(
 
 
 def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
-    """A bit for each element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+    """Return one bit per element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
     return _on_host(oracle.pack_signs, [x, turn], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
-    """A random bit for each element of `x`; see `accordion_hvd.ops.numpy`."""
+    """Return a random bit per element of `x`; see `accordion_hvd.ops.numpy`."""
     return _on_host(oracle.pack_random_signs, [x, seed, turn], tf.uint8, (-(-_size(x) // 8),))
 
 
@@ -547,7 +547,7 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
+    """Add up the bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
     return _on_host(oracle.sum_columns, [parts, means, _room(like)], tf.float32, shape(like))
 
 
@@ -586,7 +586,7 @@ def _on_host(
 
 
 def _told(x: Any, values: Iterator[np.ndarray]) -> Any:
-    """What arrives for `x`: for each tensor, the next of `values`."""
+    """Return the argument that stands for `x`: for each tensor, the next of `values`."""
     if isinstance(x, (list, tuple)):
         return [_told(part, values) for part in x]
     if isinstance(x, tf.TensorSpec):

@@ -64,22 +64,22 @@ def spec(x: Tensor) -> Spec:
 
 
 def dtype(x: Tensor) -> str:
-    """The dtype by name."""
+    """Return the dtype by name."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def device(x: Tensor) -> Any:
-    """Where `x` lives, as `zeros` and `arange` take it."""
+    """Return the device of `x`, as `zeros` and `arange` take it."""
     return x.device
 
 
 def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
-    """A new tensor of zeros."""
+    """Return a new tensor of zeros."""
     return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
 
 def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Tensor:
-    """A new tensor filled with `value`."""
+    """Return a new tensor filled with `value`."""
     return torch.full(tuple(shape), value, dtype=getattr(torch, dtype), device=device)
 
 
@@ -89,42 +89,42 @@ def arange(count: int, device: Any = None) -> Tensor:
 
 
 def asarray(x: np.ndarray, device: Any = None) -> Tensor:
-    """A NumPy array as a tensor of this framework."""
+    """Return a NumPy array as a tensor of this framework."""
     return torch.tensor(x, device=device)
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """The tensor as a NumPy array on the host (may share memory)."""
+    """Return the tensor as a NumPy array on the host (may share memory)."""
     return _array(x.cpu())
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """The tensor in another dtype; itself if it has it already."""
+    """Return the tensor in another dtype; itself if it has that dtype already."""
     return x.to(getattr(torch, dtype))
 
 
 def copy(x: Tensor) -> Tensor:
-    """The same values in memory of its own."""
+    """Return a copy."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def transpose(x: Tensor) -> Tensor:
-    """The transpose of a matrix, or of each of several (a view where possible)."""
+    """Transpose a matrix, or each of several (a view where possible)."""
     return x.mT
 
 
 def minimum(a: Tensor, b: Tensor) -> Tensor:
-    """The element-wise smaller."""
+    """Return the element-wise minimum."""
     return torch.minimum(a, b)
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """The element-wise larger."""
+    """Return the element-wise maximum."""
     return torch.maximum(a, b)
 
 
 def maximum_of(parts: Sequence[Tensor]) -> Tensor:
-    """The largest element of several vectors, as a scalar tensor."""
+    """Return the largest element of several vectors, as a scalar tensor."""
     return torch.cat(list(parts)).max()
 
 
@@ -134,7 +134,7 @@ def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The inverse of `concat`."""
+    """Cut a vector into parts of these sizes: the inverse of `concat`."""
     return list(torch.split(x, list(sizes)))
 
 
@@ -148,14 +148,14 @@ def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """The memory of `x` as a vector of uint8."""
+    """Return the memory of `x` as a vector of uint8."""
     if not x.numel():  # whose strides may be anything
         return torch.empty(0, dtype=torch.uint8, device=x.device)
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """The inverse of `to_bytes`; one extent of `shape` may be -1."""
+    """Invert `to_bytes`; one extent of `shape` may be -1."""
     kind = getattr(torch, dtype)
     if not x.numel():
         return torch.empty(0, dtype=kind, device=x.device).reshape(tuple(shape))
@@ -165,7 +165,7 @@ def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
-    """a + b in a's dtype. Consumes `a`."""
+    """Return a + b in a's dtype. Consumes `a`."""
     journal.record(lambda: a.sub_(b))
     return a.add_(b)
 
@@ -177,7 +177,7 @@ def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:
-    """a - b in a's dtype. Consumes `a`."""
+    """Return a - b in a's dtype. Consumes `a`."""
     journal.record(lambda: a.add_(b))
     return a.sub_(b)
 
@@ -297,7 +297,7 @@ _BLOCK = 1 << 19  # elements that stay in a core's cache together with what is d
 
 
 def _by_blocks(x: Tensor) -> bool:
-    """Whether `x`, one matrix on the CPU, is worth being gone through block by block."""
+    """Return whether `x`, one matrix on the CPU, is large enough to process block by block."""
     plain = x.device.type == "cpu" and x.dim() == 2 and x.numel() > _BLOCK
     return plain and x.dtype == torch.float32 and x.is_contiguous()
 
@@ -328,20 +328,20 @@ def emptied(x: Tensor) -> Tensor:
 
 
 def clear(x: Tensor, index: Tensor) -> Tensor:
-    """The vector `x` with zeros at `index`. Consumes `x`."""
+    """Set the vector `x` to zero at `index`. Consumes `x`."""
     taken = x[index]
     journal.record(lambda: x.index_copy_(0, index.long(), taken))
     return x.index_fill_(0, index.long(), 0)
 
 
 def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """The vector `x` with `values` added at `index` (no index twice). Consumes `x`."""
+    """Add `values` to the vector `x` at `index` (no index twice). Consumes `x`."""
     journal.record(lambda: x.index_add_(0, index, values, alpha=-1))
     return x.index_add_(0, index, values)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """The elements of the vector `x` at `index`."""
+    """Return the elements of the vector `x` at `index`."""
     return torch.index_select(x, 0, index)
 
 
@@ -369,7 +369,7 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> T
 
 @_numpy_on_cpu
 def largest_index(x: Tensor, count: int) -> Tensor:
-    """Where the `count` largest magnitudes of each row of `x` are: int32, ascending; exact."""
+    """Return where the `count` largest magnitudes of each row are: int32, ascending."""
     rows = x.reshape(-1, x.shape[-1])
     index = torch.topk(rows.abs(), min(count, rows.shape[1]), sorted=False).indices
     first = torch.arange(rows.shape[0], device=x.device)[:, None] * rows.shape[1]
@@ -413,7 +413,7 @@ def _in_bins(rows: Tensor, width: int) -> Tensor:
 
 @_numpy_on_cpu
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
-    """Where the largest magnitude of each bin of `width` elements of each row is: int32."""
+    """Return where the largest magnitude of each bin of `width` elements is: int32."""
     rows = x.reshape(-1, x.shape[-1])
     within = _in_bins(rows.abs(), width).argmax(2)
     index = within + torch.arange(within.shape[1], device=x.device) * width
@@ -428,7 +428,7 @@ def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) ->
 
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_bins`, on the host."""
+    """Invert `pack_bins`, on the host."""
     index, signs = bins.unpack(to_numpy(packed), shape, width)
     return torch.from_numpy(index).to(packed.device), torch.from_numpy(signs).to(packed.device)
 
@@ -450,7 +450,7 @@ def pack_index(index: Tensor, size: int) -> Tensor:
 
 @_numpy_on_cpu
 def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
-    """The inverse of `pack_index`."""
+    """Invert `pack_index`."""
     low = indices.low_bytes(count, size)
     if low == 4:
         return from_bytes(packed, "int32", (count,))
@@ -467,7 +467,7 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
 
 @_numpy_on_cpu
 def misplaced(index: Tensor, size: int) -> Tensor:
-    """A vector with one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
     outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
     return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
 
@@ -479,7 +479,7 @@ def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 
 @_numpy_on_cpu
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    """The count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    """Return the count sketch (rows, columns) of the vector `x`; see `accordion_hvd.ops.numpy`."""
     return torch.stack([count_sketch.moved(x.float(), row, columns).sum(0) for row in codes])
 
 
@@ -502,7 +502,7 @@ def frames(x: Tensor, width: int, step: int) -> Tensor:
 
 
 def overlap_add(x: Tensor, step: int) -> Tensor:
-    """The adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
+    """Apply the adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
     rows, count, width = x.shape
     extra = -(-width // step) - 1
     out = torch.zeros((rows, count + extra, step), dtype=x.dtype, device=x.device)
@@ -520,12 +520,12 @@ def orthogonalize(p: Tensor) -> Tensor:
 
 
 def norm(x: Tensor) -> Tensor:
-    """The 2-norm of all elements, as an fp32 scalar tensor; does not wait for a GPU."""
+    """Return the 2-norm of all elements, as an fp32 scalar tensor; does not wait for a GPU."""
     return torch.linalg.vector_norm(x, dtype=torch.float64).float()
 
 
 def badness(x: Tensor) -> Tensor:
-    """A vector with one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
+    """Return one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
     total = x.sum(dtype=torch.float32)
     if x.device.type == "cpu":  # a tenth of the time that small tensors' operations take
         return torch.tensor([0.0 if math.isfinite(total.item()) else 1.0])
@@ -558,7 +558,7 @@ def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None 
 
 
 def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
-    """The mean of `ranks` equal parts of bytes from `to_wire`, as such bytes; added in fp32."""
+    """Average `ranks` equal parts of bytes from `to_wire`, added in fp32; return such bytes."""
     kind = getattr(torch, wire)
     parts = x.view(kind).view(ranks, -1)
     total = parts[0].float()
@@ -568,7 +568,7 @@ def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
 
 
 def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
+    """Invert `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
     flat, start, results = x.view(getattr(torch, wire)), 0, []
     for like in likes:
         results.append(like.copy_(flat[start : start + like.numel()].view(like.shape)))
@@ -577,7 +577,7 @@ def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """The sum of the bits of all elements, as integers: an int64 scalar tensor."""
+    """Return the sum of the bits of all elements, as integers: an int64 scalar tensor."""
     bits = x.detach().contiguous().view(getattr(torch, f"int{8 * x.element_size()}"))
     return bits.sum(dtype=torch.int64)
 

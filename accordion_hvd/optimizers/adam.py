@@ -42,19 +42,19 @@ class Adam(Rule):
         return super().init(spec, info) | moments | {"count": spec.zeros((2,), "float64")}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce."""
+        """Run one allreduce."""
         xp = namespace(grad)
         mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)
         direction, state = self.update(mean, state, info)
         return xp.reshape(direction, xp.shape(grad)), state
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """The direction and the new state, given the gradient to go by. Consumes all."""
+        """Return the direction and the new state for a gradient. Consumes all."""
         state = self.moments(grad, state, info)
         return self.direction(state, info, grad), state
 
     def moments(self, grad: Tensor, state: State, info: Info) -> State:
-        """The new state, given the gradient to go by. Consumes the moments."""
+        """Return the state with moments updated by a gradient. Consumes the moments."""
         xp, betas = namespace(grad), self.setting(info, "betas")
         m = xp.momentum(state["m"], betas[0], grad)
         v = xp.second_moment(state["v"], betas[1], grad)
@@ -62,7 +62,10 @@ class Adam(Rule):
         return state | self._largest(state)
 
     def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
-        """Where to go by these moments; in the memory of `room`, if that fits. Consumes `room`."""
+        """Return the direction for these moments; in the memory of `room`, if that fits.
+
+        Consumes `room`.
+        """
         xp, m = namespace(room), state["m"]
         rates = self.rates(state["count"], self.setting(info, "betas"), xp.dtype(m))
         largest = state.get("vmax", state["v"])
@@ -93,7 +96,7 @@ class AMSGrad(Adam):
     """
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As `Adam`, and `vmax`."""
+        """Return the state of `Adam`, and `vmax`."""
         return super().init(spec, info) | {"vmax": spec.zeros((spec.size,), spec.wide)}
 
     def _largest(self, state: State) -> State:

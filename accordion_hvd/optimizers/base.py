@@ -1,4 +1,4 @@
-"""What optimizers are that exchange something else than gradients."""
+"""Base class of optimizers that communicate quantities other than gradients."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Rule(Compressor):
     decoupled_weight_decay: ClassVar[bool] = False
 
     def dense(self) -> Rule:
-        """The stage in which gradients are averaged exactly; by default itself."""
+        """Return the stage in which gradients are averaged exactly; by default itself."""
         return self
 
     def decays(self, decoupled: bool) -> bool:
-        """Whether it sees to such weight decay itself, which then nobody else must."""
+        """Return whether the rule applies such weight decay itself."""
         return self.DECAYS and decoupled
 
     def plain(self) -> Compressor:
@@ -57,7 +57,7 @@ class Rule(Compressor):
         return self.dense()
 
     def setting(self, info: Info, name: str) -> Any:
-        """A field, or what the tensor's parameter group has in its place."""
+        """Return a field, or the value of the tensor's parameter group."""
         return info.hyper.get(name, getattr(self, name))
 
     def decay(self, info: Info, decoupled: bool = True) -> float:
@@ -70,7 +70,7 @@ class Rule(Compressor):
         return None
 
     def park(self, state: State) -> State:
-        """What is this rank's own waits here; all else goes along."""
+        """Return the per-rank state, which waits here; the rest goes to the next stage."""
         return {key: value for key, value in state.items() if key in self.local}
 
     def inherit(self, state: State, other: Compressor, other_state: State) -> State:
@@ -79,7 +79,7 @@ class Rule(Compressor):
         return {**state, **{key: other_state[key] for key in shared}}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """This rank's state where another number of ranks had `states` (NumPy arrays).
+        """Return this rank's state, given the `states` of another number of ranks (NumPy arrays).
 
         What is alike on all ranks is kept, what a rank had of its own is dropped, unless a method
         knows better.
@@ -88,7 +88,7 @@ class Rule(Compressor):
         return self.init(spec, info) | kept
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """This rank's state from that of another rank (NumPy arrays), all that there is."""
+        """Return this rank's state, given only that of another rank (NumPy arrays)."""
         return self.rescale([state], spec, info)
 
 

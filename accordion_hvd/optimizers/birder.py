@@ -131,16 +131,16 @@ class Birder(Rule):
         object.__setattr__(self, "by_machine", self.within is not None and not alone)
 
     def dense(self) -> Birder:
-        """The exact mean of u."""
+        """Return the exact mean of u."""
         return replace(self, within=None, feedback=False, exact=True, bits=1)
 
     def variant(self, step: int) -> int:
-        """Whether anything is drawn."""
+        """Return whether signs are drawn."""
         return SPEAKS if self.exact or speaks(self.bits, step) else SILENT
 
     @property
     def phases(self) -> bool:
-        """Whether that ever changes."""
+        """Return whether `variant` ever changes."""
         return self.bits not in (1, 2)
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -178,14 +178,14 @@ class Birder(Rule):
         return draw.values(xp, signs, room), {**state, **owed, "m": m, "b": b}
 
     def _scale(self, b: Tensor, m: Tensor, magnitude: Tensor, info: Info) -> Tensor:
-        """The new b, at least |m|."""
+        """Return the new b, at least |m|."""
         xp, slow = namespace(m), self.setting(info, "beta_b")
         if slow is None:
             return xp.momentum(b, self.setting(info, "beta"), abs(magnitude))
         return xp.maximum(xp.momentum(b, slow, abs(magnitude)), xp.maximum(m, -m))
 
     def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
-        """How means over so many ranks are told."""
+        """Return the encoding of means over this number of ranks."""
         seed = random.key("birder", info.name, info.step // 2, info.rank, stage)
         inner = inner_magnitude(self.setting(info, "beta"), ranks) if self.bits > 1 else 1.0
         return Draw(seed, info.step % 2, inner)
@@ -259,7 +259,7 @@ MOMENTS = ("m", "b")
 
 @dataclass(frozen=True)
 class Places:
-    """Who exchanges with whom.
+    """The order of the exchanges between ranks.
 
     Attributes:
         near, far: the ranks of this rank's machine, and those of its place on all; None for all.
@@ -275,7 +275,7 @@ class Places:
 
     @classmethod
     def of(cls, machines: Machines, info: Info) -> Places:
-        """Those of this rank; without machines, each rank has one of its own."""
+        """Return this rank's places; without known hosts, each rank has one of its own."""
         machines = machines or consecutive(info.size, 1)
         here, columns = place(machines, info.rank, info.size), zip(*machines, strict=True)
         order = tuple(rank for column in columns for rank in sorted(column))
@@ -283,11 +283,11 @@ class Places:
         return cls(groups[0], groups[1], len(here.near), len(here.far), order)
 
     def arranged(self, xp: ModuleType, x: Tensor, rows: int) -> Tensor:
-        """The vector's equal pieces, one for each rank, in that order; as a matrix."""
+        """Arrange a vector's equal pieces, one per rank, in the order of the places."""
         return xp.reshape(_permuted(xp, x, self.order), (rows, -1))
 
     def restored(self, xp: ModuleType, x: Tensor) -> Tensor:
-        """The inverse of `arranged`, as a vector."""
+        """Invert `arranged`; return a vector."""
         return _permuted(xp, x, [self.order.index(rank) for rank in range(len(self.order))])
 
 
@@ -299,7 +299,7 @@ def _permuted(xp: ModuleType, x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def inner_magnitude(beta: float, ranks: int) -> float:
-    """The smaller magnitude that two bits tell of a mean over so many ranks; see `Birder`.
+    """Return the smaller magnitude of two bits, for a mean over this number of ranks; see `Birder`.
 
     A multiple of 2^-12, so that fp32 sums over 2048 ranks are exact.
     """
@@ -344,7 +344,7 @@ class Draw:
         return signs, {owed: xp.reshape(self._less(u, signs), xp.shape(error))}
 
     def values(self, xp: ModuleType, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The sum of what signs stand for, in the shape of `like`, which it consumes; fp32.
+        """Decode the signs and add them up, in the shape of `like`, which it consumes; fp32.
 
         Exact, below 2^24 parts with one bit and 2^12 with two.
         """
@@ -356,7 +356,7 @@ class Draw:
         return xp.sum_quantized(parts, factors, math.prod(xp.shape(like)), 1, 0.5, like)
 
     def mean(self, xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:
-        """Of what the rows stand for: each has an element's first signs, then its second."""
+        """Decode the rows: each has an element's first signs, then its second."""
         bits = 1 if self.inner == 1 else 2
         parts = xp.unstack(xp.reshape(rows, (xp.shape(rows)[0] * bits, -1)))
         room = xp.zeros((8 * xp.shape(parts[0])[0],), "float32", xp.device(rows))

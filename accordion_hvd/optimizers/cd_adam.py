@@ -58,11 +58,11 @@ class ExactCDAdam(AMSGrad):
         return not decoupled
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """The direction and the new state, given the gradient to go by. Consumes all."""
+        """Return the direction and the new state for a gradient. Consumes all."""
         return self.stepped(grad, state, info, grad)
 
     def stepped(self, grad: Tensor, state: State, info: Info, room: Tensor) -> tuple[Tensor, State]:
-        """The direction and the new state, given the gradient to go by, which stays as it is.
+        """Return the direction and the new state for a gradient, which stays as it is.
 
         Consumes the moments and then `room`, whose memory may hold the direction.
         """
@@ -84,7 +84,7 @@ class ExactCDAdam(AMSGrad):
         return xp.preconditioned(state["m"], state["vmax"] + eps, [1.0, 1.0], 0.0, room)
 
     def _decayed(self, grad: Tensor, info: Info) -> Tensor:
-        """The gradient with that of coupled weight decay."""
+        """Return the gradient with that of coupled weight decay."""
         decay = self.decay(info, decoupled=False)
         if not decay:
             return grad
@@ -212,11 +212,11 @@ class CDAdam(ExactCDAdam):
         object.__setattr__(self, "stacks", self.compressor.stacks)
 
     def dense(self) -> ExactCDAdam:
-        """Averages exactly."""
+        """Return the stage that averages exactly."""
         return ExactCDAdam(self.betas, self.eps, self.bias_correction)
 
     def variant(self, step: int) -> int:
-        """Whether gradients travel as they are, signs do, or nothing."""
+        """Return whether this exchange sends gradients, signs, or nothing."""
         again = step > 0 and self.refresh > 0 and step % self.refresh == 0
         if again or (step == 0 and self.exact_first):
             return EXACT
@@ -224,11 +224,11 @@ class CDAdam(ExactCDAdam):
 
     @property
     def phases(self) -> bool:
-        """Whether that ever changes."""
+        """Return whether `variant` ever changes."""
         return self.exact_first or self.refresh > 0 or self.bits != math.ceil(self.bits)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of this rank's chunk.
+        """Return the state of `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of a chunk.
 
         With a `compressor` its own state, in which -h_i is what it owes, and no `server`. With a
         `pace` below 1 `estimate`: H; `error`: e_i; `server`: what this rank's chunk owes;
@@ -258,7 +258,7 @@ class CDAdam(ExactCDAdam):
     def _estimated(
         self, grad: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
-        """What steps go by, the state with new replicas, and memory that nobody needs."""
+        """Return the estimate for the step, the state with new replicas, and free memory."""
         xp = namespace(grad)
         if info.phase == NOTHING:
             yield ()  # moments are consumed once all ranks' gradients are known to be finite
@@ -280,7 +280,7 @@ class CDAdam(ExactCDAdam):
     def _signed(
         self, grad: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
-        """What all are sent, by the server of each chunk; new replicas; free memory.
+        """Return the servers' messages for all chunks; new replicas; free memory.
 
         What the server lacks of its own h - G when it has sent C of that, is h - G then. So are
         errors that are fed back, but for what each rank adds: there a gradient, here what it has
@@ -329,7 +329,7 @@ class CDAdam(ExactCDAdam):
         return mean, {**state, **new, "error": rest, "server": server}, fresh
 
     def _waited(self, grad: Tensor, state: State) -> State:
-        """The state after steps have gone by H: errors are what it lacked."""
+        """Return the state after a step by H, whose missing part stays in the errors."""
         xp = namespace(grad)
         fresh = _wide(grad, state)
         error = xp.accumulate(state["error"], fresh - state["replica"])
@@ -359,7 +359,7 @@ class CDAdam(ExactCDAdam):
         return news, {**state, **mine}, news
 
     def _exactly(self, state: State, mean: Tensor, replica: Tensor) -> State:
-        """The state where G = h = `mean`, and this rank's gradient is `replica`, which stays."""
+        """Return the state where G = h = `mean`; this rank's gradient `replica` stays."""
         xp = namespace(mean)
         state = self._replaced({**state, "estimate": mean}, replica)
         if self.compressor is not None:
@@ -369,11 +369,11 @@ class CDAdam(ExactCDAdam):
 
     @property
     def _ahead(self) -> str:
-        """What of the state is this rank's part of h - G, or of h - H."""
+        """Return this rank's part of h - G, or of h - H."""
         return "server" if self.pace == 1 else "behind"
 
     def _replaced(self, state: State, replica: Tensor) -> State:
-        """The state with another h_i, which stays as it is."""
+        """Return the state with another h_i, which stays as it is."""
         xp = namespace(replica)
         if self.pace != 1:
             return {**state, "replica": xp.copy(replica)}
@@ -405,7 +405,7 @@ class CDAdam(ExactCDAdam):
         return self.compressor.with_residual(state, owed)
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """What is alike is kept; all replicas become the mean of the old ones."""
+        """Preserve equal tensors; set all replicas to the mean of the old ones."""
         state = super().rescale(states, spec, info)
         if self.compressor is not None or "estimate" not in states[0]:
             return self._settled(state, state["estimate"], info)
@@ -416,12 +416,12 @@ class CDAdam(ExactCDAdam):
         return self._settled(state, mean, info) | {"error": settled(states, spec.size)}
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """What is alike is kept; all replicas become G (or H). Every rank must do so."""
+        """Preserve equal tensors; set all replicas to G (or H). Every rank must do so."""
         state = super().rescale([state], spec, info)
         return self._settled(state, state["estimate"], info)
 
     def _settled(self, state: State, replica: Tensor, info: Info) -> State:
-        """The state where all ranks have this replica."""
+        """Return the state where all ranks have this replica."""
         state = self._replaced(state, replica)
         if self.compressor is not None:
             return state
@@ -434,7 +434,7 @@ CDAMSGrad = CDAdam
 
 
 def _wide(grad: Tensor, state: State) -> Tensor:
-    """The gradient in the shape and dtype of moments."""
+    """Return the gradient in the shape and dtype of moments."""
     xp, m = namespace(grad), state["m"]
     return xp.cast(xp.reshape(grad, xp.shape(m)), xp.dtype(m))
 

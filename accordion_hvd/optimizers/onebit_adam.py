@@ -76,7 +76,7 @@ class OnebitAdam(Adam):
             check.refuse(self, "floor", self.floor, "a number in [0, 1]")
 
     def dense(self) -> Adam:
-        """Stage 1."""
+        """Return the optimizer of stage 1."""
         return Adam(self.betas, self.eps, self.bias_correction)
 
     def policy(self) -> Any:
@@ -84,7 +84,7 @@ class OnebitAdam(Adam):
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As `Adam`; `error`: what this rank's momentum lacked; `server`: what its chunk owes."""
+        """Return the state of `Adam`, `error` of this rank's momentum, `server` of its chunk."""
         length = Chunks(spec.size, info.size).length
         own = {"error": spec.zeros((spec.size,), spec.wide)}
         return super().init(spec, info) | own | {"server": spec.zeros((length,), spec.wide)}
@@ -121,7 +121,7 @@ class OnebitAdam(Adam):
         return m, {"error": error, "server": server}, room
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """All that ranks owed, worker errors' mean and server errors, as every rank's error."""
+        """Give every rank the errors' mean: the worker errors' and the server errors."""
         made = super().rescale(states, spec, info)
         return made if len(states) == 1 else made | {"error": settled(states, spec.size)}
 

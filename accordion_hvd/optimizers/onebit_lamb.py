@@ -54,13 +54,13 @@ class Lamb(Adam):
         check.below_one(self, "coeff_beta", self.coeff_beta)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As `Adam`; for each tensor `coeff`, k, and `weight`, the part of it known."""
+        """Return the state of `Adam` and, per tensor, `coeff`: k, and `weight`: its known part."""
         layers = (max(len(info.sizes), 1),)
         both = {key: spec.zeros(layers, spec.wide) for key in ("coeff", "weight")}
         return super().init(spec, info) | both
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """The direction and the new state, given the gradient to go by. Consumes all."""
+        """Return the direction and the new state for a gradient. Consumes all."""
         direction, state = super().update(grad, state, info)
         whole = decayed(direction, self.decay(info), info)
         low, high = self.setting(info, "min_coeff"), self.setting(info, "max_coeff")
@@ -123,12 +123,12 @@ class OnebitLamb(OnebitAdam, Lamb):
             check.refuse(self, "factor_threshold", self.factor_threshold, "a number in (0, 1)")
 
     def dense(self) -> Lamb:
-        """Stage 1."""
+        """Return the optimizer of stage 1."""
         settings = self.betas, self.eps, self.bias_correction
         return Lamb(*settings, self.min_coeff, self.max_coeff, self.coeff_beta)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As `OnebitAdam` and `Lamb`; `fresh`: v~; `since`: its updates; `factor`: the last r."""
+        """Return the states of `OnebitAdam` and `Lamb`; `fresh`: v~, `since`, `factor`: r."""
         made = super().init(spec, info)
         own = {"fresh": spec.zeros((spec.size,), spec.wide), "since": spec.zeros((1,), spec.wide)}
         return made | own | {"factor": made["coeff"] + 1}
@@ -180,7 +180,7 @@ class OnebitLamb(OnebitAdam, Lamb):
         return clipped(factor, *nearest)
 
     def _fresh_rate(self, state: State, info: Info) -> Any:
-        """The inverse bias correction of v~."""
+        """Return the inverse bias correction of v~."""
         if not self.bias_correction:
             return 1.0
         xp, beta = namespace(state["count"]), self.setting(info, "betas")[1]
@@ -202,7 +202,7 @@ def decayed(direction: Tensor, decay: float, info: Info) -> Tensor:
 
 
 def weights(like: Tensor, info: Info) -> Tensor:
-    """The weights in the shape and dtype of `like`."""
+    """Return the weights in the shape and dtype of `like`."""
     xp = namespace(like)
     return xp.cast(xp.reshape(info.parameter, xp.shape(like)), xp.dtype(like))
 
@@ -242,7 +242,7 @@ def each(x: Tensor, sizes: Sequence[int], kind: str) -> Tensor:
 
 
 def spread(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """What `each` gives, to be multiplied with what it was given."""
+    """Return the factors from `each`, in a shape to be multiplied with its argument."""
     xp = namespace(x)
     if len(sizes) < 2:
         return x

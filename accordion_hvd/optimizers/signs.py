@@ -25,7 +25,7 @@ BOUND = 1.2
 
 @dataclass(frozen=True)
 class Chunks:
-    """How vectors of `size` elements are cut among `ranks`: equal chunks of whole bytes.
+    """The division of vectors of `size` elements among `ranks`: equal chunks of whole bytes.
 
     Attributes:
         size: elements of a vector.
@@ -46,7 +46,7 @@ class Chunks:
 
 
 def chunk(x: Tensor, info: Info) -> Tensor:
-    """This rank's chunk of vectors that all ranks have; zeros complete the last one."""
+    """Return this rank's chunk of vectors that all ranks have; zeros complete the last one."""
     chunks = Chunks(xp_shape(x)[-1], info.size)
     start = info.rank * chunks.length
     whole = namespace(x).padded(x, info.size * chunks.length)
@@ -60,7 +60,7 @@ def check_bits(owner: Any, bits: Any) -> None:
 
 
 def speaks(bits: float, step: int) -> bool:
-    """Whether `bits` an element in the mean, by turns of one bit (two, above 1), travel now."""
+    """Return whether this exchange sends bits; fractions of `bits` skip exchanges."""
     part = Fraction(bits).limit_denominator(1000) / math.ceil(bits)
     return math.ceil((step + 1) * part) > math.ceil(step * part)
 
@@ -119,7 +119,7 @@ def averaged(
 def _coded(
     x: Tensor, count: int, scale: str, bits: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What `x`, of which `count` elements are no padding (zeros), is told by.
+    """Encode `x`, of which `count` elements are no padding (zeros).
 
     The sum of signs times half their steps: s A, and with two bits s A + s' B, where s' is s for
     what is large and -s for the rest, so that A + B and A - B are magnitudes.
@@ -143,7 +143,7 @@ def _coded(
 
 
 def xp_shape(x: Tensor) -> tuple[int, ...]:
-    """The static shape."""
+    """Return the static shape."""
     return namespace(x).shape(x)
 
 
@@ -153,7 +153,7 @@ def _steps(x: Tensor, count: int, scale: str) -> Tensor:
 
 
 def norms(x: Tensor, kind: str) -> Tensor:
-    """Of each row of `x` (or of the vector) the "l1", "l2" or "max" norm, as a vector."""
+    """Return the "l1", "l2" or "max" norm of each row of `x` (or of the vector), as a vector."""
     xp, width = namespace(x), xp_shape(x)[-1]
     if xp.dtype(x) != "float64":
         return xp.bucket_norms(x, width, kind)
@@ -185,7 +185,7 @@ def _joined(
     like: Tensor,
     room: Tensor,
 ) -> Tensor:
-    """The vectors whose chunks' signs and steps came from the ranks; `room` as in `averaged`."""
+    """Join vectors from their chunks' signs and steps; `room` as in `averaged`."""
     shape = xp_shape(like)
     tensors, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
     vectors = xp_shape(steps[0])[0]  # of each tensor as many as an element has bits
@@ -207,7 +207,7 @@ def _values(
     shape: Sequence[int],
     like: Tensor,
 ) -> Tensor:
-    """The sum of signs times half their steps; in the dtype of `like`, which is not consumed."""
+    """Add up signs times half their steps; in the dtype of `like`, which is not consumed."""
     if xp.dtype(like) != "float64":
         room = xp.zeros(shape, "float32", xp.device(like))
         return xp.sum_quantized(parts, steps, bucket, 1, 0.5, room)
@@ -236,13 +236,13 @@ def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
 
 
 def settled(states: Sequence[State], size: int) -> Tensor:
-    """All that ranks owe, in vectors of `size`: worker errors' mean, and server errors (NumPy)."""
+    """Return the residuals of all ranks: the worker errors' mean and server errors (NumPy)."""
     owed = sum(state["error"] for state in states) / len(states)
     server = namespace(owed).concat([state["server"] for state in states])
     return owed + server[:size]
 
 
 def advanced(count: Tensor) -> Tensor:
-    """One more update of the first moment, none of the second."""
+    """Count one more update of the first moment, none of the second."""
     xp = namespace(count)
     return count + xp.cast(1 - xp.arange(2, xp.device(count)), "float64")

@@ -62,7 +62,7 @@ class FlooredAMSGrad(Rule):
         return super().init(spec, info) | full | rest
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One allreduce."""
+        """Run one allreduce."""
         xp, (b1, b2), apart = namespace(grad), self.setting(info, "betas"), state["apart"]
         room = xp.reshape(grad, xp.shape(state["m"]))
         room = xp.accumulate(room, state["m"] * (apart * (b1 / (1 - b1))))
@@ -159,7 +159,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
             check.integer(self, "warmup_steps", self.warmup_steps, least=0)
 
     def dense(self) -> Rule:
-        """Stage 1."""
+        """Return the optimizer of stage 1."""
         return FlooredAMSGrad(self.betas, self.eps)
 
     def policy(self) -> Any:
@@ -167,11 +167,11 @@ class SketchedAMSGrad(FlooredAMSGrad):
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """As stage 1, where `m` is this rank's own here; `error`: what it has not moved yet."""
+        """Return stage 1's state with this rank's own `m`, and `error`: unsent momentum."""
         return super().init(spec, info) | {"error": spec.zeros((spec.size,), spec.wide)}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """Two rounds: the sketch, then the candidates' values; one, where nothing is sketched."""
+        """Run two rounds: the sketch, then the candidates' values; or one without a sketch."""
         xp = namespace(grad)
         size = xp.shape(state["m"])[0]
         if info.size == 1 or not self.width(size):
@@ -204,7 +204,10 @@ class SketchedAMSGrad(FlooredAMSGrad):
     def _candidates(
         self, total: Tensor, vmax: Tensor, room: Tensor, info: Info
     ) -> Generator[Any, Any, Tensor]:
-        """Where the mean of `total` over sqrt(vmax) is largest by its sketch. Consumes `room`."""
+        """Return the positions where the sketched mean of `total` over sqrt(vmax) is largest.
+
+        Consumes `room`.
+        """
         xp = namespace(total)
         size = xp.shape(total)[0]
         columns, device = self.width(size), xp.device(total)
@@ -216,7 +219,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         return xp.largest_index(scores, self.candidates * self.kept(size))
 
     def _exactly(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """A step of stage 1, and with it all that is owed."""
+        """Take a step of stage 1 that includes all residuals."""
         direction, new = yield from self.dense().exchange(grad, state, info)
         xp = namespace(grad)
         if not self.width(xp.shape(new["m"])[0]):
@@ -239,7 +242,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         return super().rescale(states, spec, info) | means
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
-        """The other rank's momentum; what it owes is its own."""
+        """Return the other rank's momentum, without its residual."""
         return self.rescale([{**state, "error": 0 * state["error"]}], spec, info)
 
     def report(self, state: State) -> dict[str, Tensor]:

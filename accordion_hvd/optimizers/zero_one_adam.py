@@ -100,7 +100,7 @@ class ZeroOneAdam(Adam):
 
     # ------------------------------------------------------------------------------ the schedules
     def variant(self, step: int) -> int:
-        """What the step that follows `step` others is: one of the phases."""
+        """Return the phase of the step that follows `step` others."""
         number = step + 1
         if number <= self.var_freeze_step:
             return EXACT if self._refreshes(number) else SIGNS
@@ -121,12 +121,12 @@ class ZeroOneAdam(Adam):
             interval *= 2
 
     def synchronous(self, step: int) -> bool:
-        """Whether all ranks have the same weights when this has served `step` exchanges."""
+        """Return whether all ranks have the same weights after `step` exchanges."""
         return step == 0 or self.variant(step - 1) != LOCAL
 
     # ------------------------------------------------------------------------------------ one step
     def init(self, spec: Spec, info: Info) -> State:
-        """As `Adam`; errors as `OnebitAdam`; u, y, and two numbers a tensor.
+        """Return the states of `Adam` and `OnebitAdam`; u, y, and two numbers per tensor.
 
         `anchor`: y; `rates`: the sum of lr since then; `kept`: p.
         """
@@ -138,7 +138,7 @@ class ZeroOneAdam(Adam):
         return super().init(spec, info) | own
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """What the phase says; returns the new weights."""
+        """Run the phase of this step; return the new weights."""
         xp, shape = namespace(grad), xp_shape(state["m"])
         grad, weights = xp.reshape(grad, shape), xp.reshape(info.parameter, shape)
         weights = xp.cast(weights, xp.dtype(state["m"]))
@@ -165,7 +165,7 @@ class ZeroOneAdam(Adam):
         return (1 - lr * self.decay(info)) * weights - lr * direction, state
 
     def _moved(self, grad: Tensor, state: State, info: Info) -> State:
-        """The state once m has followed `grad`, and v has not. Consumes m."""
+        """Return the state with m updated by `grad`, and v unchanged. Consumes m."""
         m = namespace(grad).momentum(state["m"], self.setting(info, "betas")[0], grad)
         return {**state, "m": m, "count": advanced(state["count"])}
 
@@ -183,7 +183,7 @@ class ZeroOneAdam(Adam):
     def _apart(
         self, grad: Tensor, weights: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, State]]:
-        """A step of this rank's own, and what all make of those since the last `SYNC`."""
+        """Take a local step; at a `SYNC`, combine the steps of all ranks since the last one."""
         if info.phase == FIRST:
             state = _begun(weights, state)
         state, lr = self._moved(grad, state, info), self._lr(weights, info)
@@ -200,7 +200,7 @@ class ZeroOneAdam(Adam):
     def _synchronised(
         self, rates: Sequence[Any], room: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, State]]:
-        """The same weights on all ranks again. Consumes `room`."""
+        """Return equal weights on all ranks. Consumes `room`."""
         xp = namespace(room)
         total = xp.accumulate(state["error"], state["u"])
         step, error, server = yield from averaged(total, state["server"], info, self.scale)
@@ -212,7 +212,7 @@ class ZeroOneAdam(Adam):
         return found, state | own | _nothing(state)
 
     def _lr(self, like: Tensor, info: Info) -> Any:
-        """The learning rate, as what `like` can be multiplied with."""
+        """Return the learning rate, in a form to be multiplied with `like`."""
         xp = namespace(like)
         return xp.cast(info.lr, xp.dtype(like)) if hasattr(info.lr, "dtype") else info.lr
 
@@ -226,7 +226,7 @@ class ZeroOneAdam(Adam):
 
 
 def _begun(weights: Tensor, state: State) -> State:
-    """The errors begin anew, and steps are counted from these weights."""
+    """Clear the errors, and count steps from these weights."""
     xp = namespace(weights)
     errors = {key: state[key] * 0 for key in ("error", "server")}
     return {**state, **errors, **_nothing(state), "anchor": xp.copy(weights)}

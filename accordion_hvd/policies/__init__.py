@@ -1,4 +1,4 @@
-"""Which compressor serves which bucket, and when that changes."""
+"""Policies: the compressor of each bucket, and its changes."""
 
 from accordion_hvd.policies.accordion import Accordion
 from accordion_hvd.policies.adaqs import AdaQS

@@ -186,7 +186,7 @@ class Accordion(Windowed):
         return (fixed,) if fixed is not None else (self.low, self.high)
 
     def start(self, name: str) -> int:
-        """The start of training is critical."""
+        """Return the low level: the start of training is critical."""
         return self.first.get(name, LOW)
 
     def observing(self) -> bool:
@@ -195,7 +195,7 @@ class Accordion(Windowed):
 
     @property
     def ready(self) -> bool:
-        """Whether models are equal, as decisions need them."""
+        """Return whether models are equal, as decisions need them."""
         return self.alternation is None or self.alternation.settled
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
@@ -228,17 +228,17 @@ class Accordion(Windowed):
         self._changed = {name for name, level in self.current.items() if before[name] != level}
 
     def disturbed(self, names: Sequence[str]) -> None:
-        """What serves has changed: averages of this window are no evidence (see `signal`)."""
+        """Discard averages of this window as evidence, because levels changed (see `signal`)."""
         self._changed = self._changed | set(names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is in its windows, the norms it will compare with, and all decisions."""
+        """Return the place in its windows, the norms of the last check, and all decisions."""
         apart = self.alternation is not None and self.alternation.apart
         own = {"large": self.large, "apart": apart, "_norms": self.regimes.norms}
         return super().state_dict() | own | {"_changed": sorted(self._changed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore from `state_dict`."""
         super().load_state_dict(state)
         self.regimes.norms, self._changed = state["_norms"], set(state["_changed"])
         if self.growth is not None:
@@ -249,7 +249,7 @@ class Accordion(Windowed):
             self.alternation.settled = True  # as models were when they were saved
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         regimes = self.regimes
         return (
             f"Accordion(low={self.low!r}, high={self.high!r}, threshold={regimes.threshold!r}, "

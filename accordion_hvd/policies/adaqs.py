@@ -88,7 +88,7 @@ class AdaQS(Windowed):
         return super().due(lr) or self._looked < self._steps <= self.probes
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """A row for each layer; within a window it tells but the norm of the last gradient."""
+        """Return a row per layer; within a window it records only the norm of the last gradient."""
         sums = seen.get(GradientSums.key, {})
         norms = {name: sums.get(name, math.nan) for name in self.current}
         if not super().due(lr):
@@ -108,7 +108,7 @@ class AdaQS(Windowed):
         self._looked, self._energy = 0, {}
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         return (
             f"AdaQS({list(self._levels)!r}, drop={self.drop!r}, window={self.window!r}, "
             f"probes={self.probes!r})"

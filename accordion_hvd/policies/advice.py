@@ -1,4 +1,4 @@
-"""What a gate has found out, for people to read."""
+"""The findings of a gate, for people to read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """As this job's collectives see it.
+    """The link as this job's collectives see it.
 
     Attributes:
         bandwidth: bytes a second that a rank sends in a large allreduce.
@@ -80,7 +80,7 @@ class Advice:
     tensors: Sequence[TensorRow]
 
     def __str__(self) -> str:
-        """Two tables under the verdict."""
+        """Return two tables under the verdict."""
         if not self.ways:
             return self.verdict or "the gate has not measured anything yet (rank 0 knows)."
         ways = [["way", "ms a step", "turns", ""]]

@@ -36,12 +36,12 @@ class Alternation(Observer):
 
     @property
     def withholds(self) -> bool:  # type: ignore[override]
-        """Whether gradients stay with their ranks now."""
+        """Return whether gradients stay with their ranks now."""
         return self.apart
 
     @property
     def over(self) -> bool:
-        """Whether a window has ended, so that models are to be made equal."""
+        """Return whether a window has ended, so that models must be made equal."""
         return self.policy.over
 
     def switch(self, level: int) -> None:

@@ -58,18 +58,18 @@ class Policy(NotForStockHorovod, abc.ABC):
     # -------------------------------------------------------------------------- what a policy says
     @abc.abstractmethod
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """The compressors that may serve bucket `name`; `level` is an index into them."""
+        """Return the compressors that may serve bucket `name`; `level` is an index into them."""
 
     def start(self, name: str) -> int:
-        """The level of bucket `name` before any decision."""
+        """Return the level of bucket `name` before any decision."""
         return 0
 
     def observing(self) -> bool:
-        """Whether the gradients of this step count for a decision to come."""
+        """Return whether the gradients of this step count for a decision to come."""
         return False
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """Whether decisions are due before the next exchange; equal on all ranks."""
+        """Return whether decisions are due before the next exchange; equal on all ranks."""
         return False
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
@@ -82,12 +82,12 @@ class Policy(NotForStockHorovod, abc.ABC):
         return []
 
     def tick(self, lr: Mapping[str, float]) -> None:
-        """An exchange is about to begin with these learning rates."""
+        """Count an exchange that is about to begin with these learning rates."""
 
     # ------------------------------------------------------------------------- common to all
     @property
     def observers(self) -> Observers:
-        """What follows its exchange: its features, and its gate."""
+        """Return the observers of its exchange: its features, and its gate."""
         return Observers(self.features)
 
     @property
@@ -102,13 +102,13 @@ class Policy(NotForStockHorovod, abc.ABC):
         self.features = (*others, *([] if gate is None else [Gating(gate)]))
 
     def choices(self, bucket: Any) -> tuple[Compressor, ...]:
-        """What may serve a bucket: its levels, and behind them what a gate may choose."""
+        """Return the compressors that may serve a bucket: its levels, then the gate's fallbacks."""
         if not bucket.compress:
             return (self.plain() if bucket.size else Dense(),)
         return self.levels(bucket.name) + (self.gate.fallbacks if self.gate is not None else ())
 
     def choice(self, bucket: Any) -> int:
-        """Which of the `choices` serves a bucket now."""
+        """Return which of the `choices` serves a bucket now."""
         if not bucket.compress:
             return 0
         level = self.level(bucket.name)
@@ -135,11 +135,11 @@ class Policy(NotForStockHorovod, abc.ABC):
         """Raises: ValueError if it lacks what it needs to serve a `DistributedOptimizer`."""
 
     def plain(self) -> Compressor:
-        """What serves the tensors that it has no say in."""
+        """Return the compressor of tensors that are exempt from the policy."""
         return self._plain or Dense()
 
     def level(self, name: str) -> int:
-        """The level that serves bucket `name` now."""
+        """Return the level that serves bucket `name` now."""
         return self.current[name]
 
     def apply(self, decisions: Sequence[Decision]) -> None:
@@ -149,14 +149,14 @@ class Policy(NotForStockHorovod, abc.ABC):
         self.history.extend(decisions)
 
     def disturbed(self, names: Sequence[str]) -> None:
-        """A gate has changed what serves these buckets."""
+        """Note that a gate has changed the compressors of these buckets."""
 
     def affords(self) -> bool:
-        """Whether another step may be taken: False once a privacy budget is spent."""
+        """Return whether another step may be taken: False once a privacy budget is spent."""
         return all(observer.affords() for observer in self.observers)
 
     def end_window(self) -> None:
-        """The user says that a window (an epoch) ends here."""
+        """End a window (an epoch); called by the user."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -164,14 +164,14 @@ class Policy(NotForStockHorovod, abc.ABC):
         return {"history": decision.plain(self.history), "current": dict(self.current)} | kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore from `state_dict`."""
         self.history[:] = decision.read(state["history"])
         self.current = dict(state["current"])
         for key in self.KEPT:
             setattr(self, key, state[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle remembers everything, but serves nobody yet."""
+        """Return the state of a copy, which keeps the history but serves no exchange yet."""
         return {**vars(self), "_bound": None}
 
 

@@ -111,5 +111,5 @@ class BatchGrowth(Observer):
         return {"batch_size": self.sizes[0] * self.micro_batches}
 
     def agreement(self) -> str:
-        """Whether a loader gives the batches."""
+        """Return a line that says whether a loader gives the batches."""
         return f"loader={self.loader}"

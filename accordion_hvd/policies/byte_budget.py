@@ -125,7 +125,7 @@ def affordable(
     urgency: Mapping[str, float],
     room: float,
 ) -> dict[str, int]:
-    """The levels that are wanted where there is room for them, else the cheaper ones.
+    """Return the wanted levels as far as the budget allows, else cheaper ones.
 
     All begin with the cheapest that they may have; then, as long as there is room, they get what
     is wanted, the most urgent first.

@@ -1,4 +1,4 @@
-"""What policies decide."""
+"""The decisions of policies."""
 
 from __future__ import annotations
 

@@ -96,17 +96,17 @@ class Displacement(Windowed):
         self.low, self.high, self.bound, self.release = low, high, bound, release
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """(low, high)."""
+        """Return (low, high)."""
         return self.low, self.high
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """A row for each layer."""
+        """Return a row per layer."""
         ratios = seen.get(RelativeResidual.key, {})
         moved = {name: lr[name] * ratios.get(name, math.nan) for name in self.current}
         return [self._judge(name, displacement, lr) for name, displacement in moved.items()]
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         return (
             f"Displacement(low={self.low!r}, high={self.high!r}, bound={self.bound!r}, "
             f"release={self.release!r}, window={self.window!r})"

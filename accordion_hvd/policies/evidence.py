@@ -83,12 +83,12 @@ class Evidence:
 
     @property
     def follows(self) -> bool:
-        """Whether it looks at steps, and so keeps a tensor of each bucket."""
+        """Return whether it looks at steps, and so keeps a tensor of each bucket."""
         return self.looks_before or type(self).after is not Evidence.after
 
     @property
     def looks_before(self) -> bool:
-        """Whether it looks at gradients."""
+        """Return whether it looks at gradients."""
         return type(self).before is not Evidence.before
 
 
@@ -111,7 +111,7 @@ class GradientSums(Evidence):
 
     @property
     def looks_before(self) -> bool:
-        """Whether it sums local gradients."""
+        """Return whether it sums local gradients."""
         return self.signal == "local"
 
     def before(self, kept: Tensor, step: Step) -> Tensor:
@@ -121,7 +121,7 @@ class GradientSums(Evidence):
         return namespace(kept).accumulate(kept, step.weighted(step.grad))
 
     def after(self, kept: Tensor, step: Step) -> Tensor:
-        """Add averages."""
+        """Add averages to the sum."""
         if self.signal != "reduced":
             return kept
         return namespace(kept).accumulate(kept, step.weighted(step.mean))
@@ -165,7 +165,7 @@ class CompressionError(Evidence):
     key = "errors"
 
     def zeros(self, slot: Any) -> Tensor:
-        """Two sums of squares, of x and of x - C(x)."""
+        """Return two sums of squares, of x and of x - C(x)."""
         return slot.spec.zeros((2,))
 
     def suits(self, compressor: Compressor) -> bool:
@@ -228,7 +228,7 @@ class StepTimes(Evidence):
         self.times, self._last = [], None
 
     def read(self, exchange: Any) -> Reading:
-        """The median; nothing before the second step."""
+        """Return the median; nothing before the second step."""
         yield from ()
         return {self.JOB: statistics.median(self.times)} if self.times else {}
 

@@ -14,7 +14,7 @@ from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
 
 
 class Fixed(Policy):
-    """Always the same compressor; what `compression=TopK(0.01)` means.
+    """One compressor throughout: the meaning of `compression=TopK(0.01)`.
 
     Args:
         compressor: serves every bucket.
@@ -42,7 +42,7 @@ class Fixed(Policy):
             self.features = (PrivacyAccountant(self, compressor),)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """The one compressor."""
+        """Return the one compressor."""
         return (override(self.overrides, name) or self.compressor,)
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,18 +51,18 @@ class Fixed(Policy):
         return super().state_dict() | (budget.state_dict() if budget is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; what has been spent since is not forgotten."""
+        """Restore from `state_dict`; a budget keeps later expenses."""
         super().load_state_dict(state)
         if self.compressor.budget is not None:
             self.compressor.budget.load_state_dict(state)
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         more = f", overrides={self.overrides!r}" if self.overrides else ""
         more += f", gate={self.gate!r}" if self.gate else ""
         return f"Fixed({self.compressor!r}{more})"
 
 
 def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | None:
-    """The compressor of the first pattern that `name` matches."""
+    """Return the compressor of the first pattern that `name` matches."""
     return next((c for pattern, c in overrides.items() if matches(name, [pattern])), None)

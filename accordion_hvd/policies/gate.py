@@ -32,7 +32,7 @@ WANTED, MIX = "wanted", "mixed"
 
 @dataclass
 class Cost:
-    """What a bucket's conversation takes in a step, as the policy wants it.
+    """The cost of a bucket's exchange in a step at the level that the policy wants.
 
     Attributes:
         seconds: in encoding and decoding; 0 where nobody can tell (in a graph).
@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass
 class _Trials:
-    """What is known about one pattern of wanted levels."""
+    """The measurements of one pattern of wanted levels."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # way -> a median for each turn
     skipped: dict[str, float] = field(default_factory=dict)  # way -> seconds it would take at least
@@ -96,7 +96,7 @@ class Gate:
 
     # ----------------------------------------------------------------------- what an exchange asks
     def level(self, name: str, wanted: int, own: int) -> int:
-        """The level that serves bucket `name`: the policy's, or that of a fallback behind them.
+        """Return the level that serves bucket `name`: the policy's, or behind them a fallback's.
 
         Args:
             name: the bucket's.
@@ -107,18 +107,18 @@ class Gate:
         return own + fallback - 1 if fallback else wanted
 
     def due(self, step: int, wanted: Mapping[str, int]) -> bool:
-        """Whether to decide before exchange number `step`; equal on all ranks."""
+        """Return whether to decide before exchange number `step`; equal on all ranks."""
         if self._pattern is None:
             return bool(wanted) and step >= WARM
         return step >= self._until or tuple(wanted.items()) != self._pattern
 
     def probes(self, wanted: Mapping[str, int]) -> bool:
-        """Whether a decision begins with a look at the link; equal on all ranks."""
+        """Return whether a decision begins with a measurement of the link; equal on all ranks."""
         return self._pattern is None or (not self._way and tuple(wanted.items()) == self._pattern)
 
     @property
     def settled(self) -> bool:
-        """Whether a verdict was given and nothing is under trial; equal on all ranks."""
+        """Return whether a verdict was given and no trial is running; equal on all ranks."""
         return self._pattern is not None and not self._way
 
     def restart(self) -> None:
@@ -128,12 +128,12 @@ class Gate:
 
     @property
     def halves(self) -> bool:
-        """Whether a fallback sends nothing but fp16."""
+        """Return whether a fallback sends nothing but fp16."""
         return any(fallback.halves for fallback in self.fallbacks)
 
     @property
     def measuring(self) -> bool:
-        """Whether the present step's costs are wanted."""
+        """Return whether the costs of the present step are needed."""
         return self._way == WANTED
 
     def tick(self, step: int) -> None:
@@ -150,7 +150,7 @@ class Gate:
         link: Link | None,
         settling: int = 0,
     ) -> dict[str, Any]:
-        """What comes next, for all ranks to `apply`.
+        """Choose the next configuration, for all ranks to `apply`.
 
         Args:
             step: number of the exchange that is about to begin.
@@ -199,7 +199,7 @@ class Gate:
         return any(not 1 / CHANGED < ratio < CHANGED for ratio in ratios)
 
     def _trials(self, pattern: tuple[tuple[str, int], ...]) -> _Trials:
-        """What is known of this pattern; fallbacks take the same time in all patterns."""
+        """Return the measurements of this pattern; fallbacks take the same time in all patterns."""
         if pattern not in self._known:
             fresh = _Trials()
             for other in self._known.values():
@@ -225,7 +225,7 @@ class Gate:
         return {"until": until, "way": "", "assignment": assignment, "verdict": verdict}
 
     def _untried(self, trials: _Trials, names: Mapping[str, str]) -> str | None:
-        """The next way to try: each once, near ones twice, then perhaps a mixture."""
+        """Return the next configuration to try: each once, close ones twice, then a mixture."""
         ways = [way for way in map(repr, self.fallbacks) if self._assign(way, trials, names)]
         if not ways:
             return None
@@ -323,7 +323,7 @@ class Gate:
         return ""
 
     def advice(self, names: Mapping[str, str]) -> Advice:
-        """What led to the last verdict (rank 0; empty elsewhere)."""
+        """Return the evidence of the last verdict (rank 0; empty elsewhere)."""
         trials = self._judged
         ways = [
             WayRow(way, min(turns), len(turns), way == trials.best)
@@ -351,7 +351,7 @@ class Gate:
         return Advice(self.verdict, self.link, ways, tensors)
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         if (self.steps, self.every, self.fallbacks) == (4, 1000, (FP16(), Dense())):
             return "'auto'"
         shown = f"steps={self.steps}, every={self.every}, fallbacks={list(self.fallbacks)}"
@@ -359,7 +359,7 @@ class Gate:
 
 
 def _loss(compressor: str) -> int:
-    """How lossy a way is: a gate never makes it lossier than the policy wants."""
+    """Rank configurations by loss: a gate never exceeds the loss that the policy wants."""
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, 2)
 
 
@@ -368,7 +368,7 @@ def _share(way: str) -> float:
 
 
 def as_gate(owner: Any, gate: Any) -> Gate | None:
-    """A gate for a policy from what users write: None, "auto" or a `Gate`.
+    """Return a gate for a policy, given None, "auto" or a `Gate`.
 
     Raises:
         ValueError: it is none of these, or the policy's compressors cannot be left out.
@@ -384,7 +384,7 @@ def as_gate(owner: Any, gate: Any) -> Gate | None:
 
 
 def probe(tensor: Any, xp: Any, ranks: int) -> Any:
-    """A conversation that measures the link; returns a `Link`.
+    """Measure the link, as a generator of collectives; return a `Link`.
 
     Args:
         tensor: fp32 vector, some hundred kB, whose memory may be used.

@@ -54,7 +54,7 @@ class Gating(Observer):
 
     @property
     def measures(self) -> bool:  # type: ignore[override]
-        """Whether the gate wants to know what calls take."""
+        """Return whether the gate wants to measure calls."""
         return self.gate.measuring
 
     def closed(self, exchange: Any, step: Any) -> None:
@@ -72,7 +72,7 @@ class Gating(Observer):
                 self._spent[bucket.name] = (seconds, sent, steps + 1)
 
     def _costs(self, exchange: Any) -> dict[str, Cost]:
-        """What calls took in a step since the last decision, bucket by bucket."""
+        """Return the mean cost of a step since the last decision, bucket by bucket."""
         ranks, costs = exchange.communicator.size, {}
         for slot in _compressed(exchange):
             seconds, sent, steps = self._spent.get(slot.bucket.name, (0.0, 0.0, 1))

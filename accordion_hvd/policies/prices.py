@@ -1,4 +1,4 @@
-"""What a compressor would send for a tensor, before it has sent anything.
+"""The bytes that a compressor will send for a tensor, computed before training.
 
 Its conversation is held in NumPy, with normally distributed values, among ranks that all answer
 what this one says; the packing counts the bytes.

@@ -48,7 +48,7 @@ class PrivacyAccountant(Observer):
         return self.compressor.affords()
 
     def stats(self) -> dict[str, Any]:
-        """What has been spent."""
+        """Return the spent privacy."""
         budget = self.compressor.budget
         return {"privacy": budget.stats() if budget is not None else {}}
 

@@ -52,7 +52,7 @@ class Replay(Policy):
         self._step = 0
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """What served the layer in the recorded run.
+        """Return the compressors that served the layer in the recorded run.
 
         Raises:
             ValueError: the history does not know the layer.
@@ -63,11 +63,11 @@ class Replay(Policy):
         return tuple(self._levels[name])
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """Whether the recorded run decided something at this step."""
+        """Return whether the recorded run decided at this step."""
         return any(row.step == self._step for row in self._rows)
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """The recorded rows of this step."""
+        """Return the recorded rows of this step."""
         now = [row for row in self._rows if row.step == self._step and row.name in self.current]
         return [replace(r, level=self._levels[r.name].index(_read(r.compressor))) for r in now]
 
@@ -76,16 +76,16 @@ class Replay(Policy):
         self._step += 1
 
     def state_dict(self) -> dict[str, object]:
-        """How far the replay is."""
+        """Return the position in the recorded run."""
         return super().state_dict() | {"_step": self._step}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore from `state_dict`."""
         super().load_state_dict(state)
         self._step = int(state["_step"])  # type: ignore[call-overload]
 
     def __repr__(self) -> str:
-        """How much there is to repeat."""
+        """Return the length of the recorded run in a constructor call."""
         return f"Replay(<{len(self._rows)} rows>)"
 
 

@@ -38,11 +38,11 @@ class StepSchedule(Windowed):
         agree(self, list(self.schedule.values()))
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """All compressors, in the order in which they serve."""
+        """Return all compressors, in the order in which they serve."""
         return tuple(self.schedule.values())
 
     def start(self, name: str) -> int:
-        """What the present window's turn is."""
+        """Return the level of the present window."""
         return self._turn(self._epoch)
 
     def due(self, lr: Mapping[str, float]) -> bool:
@@ -50,13 +50,13 @@ class StepSchedule(Windowed):
         return super().due(lr) and self._epoch + 1 in self.schedule
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """A row for each layer."""
+        """Return a row per layer."""
         level = self._turn(self._epoch + 1)
         known = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
         return [Decision(name, *known, lr=lr[name]) for name in self.current]
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         return f"StepSchedule({self.schedule!r}, window={self.window!r})"
 
     def _turn(self, window: int) -> int:

@@ -47,11 +47,11 @@ class WarmUp(Policy):
         self._lr: list[dict[str, float]] = []  # learning rates then
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Both stages."""
+        """Return both stages."""
         return self.first, self.then
 
     def start(self, name: str) -> int:
-        """The first stage, if that has any steps."""
+        """Return the first stage, if that has any steps."""
         return int(self._done)
 
     def due(self, lr: Mapping[str, float]) -> bool:
@@ -67,7 +67,7 @@ class WarmUp(Policy):
         self._step += 1
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """A row for each tensor; norms are sums of v."""
+        """Return a row per tensor; norms are sums of v."""
         norms, reason = seen.get(StateNorms.key, {}), ""
         if self.steps != "auto":
             reason = f"{self.steps} steps"
@@ -91,7 +91,7 @@ class WarmUp(Policy):
         self._lr = [*self._lr[1 - LOOKS :], {row.name: row.lr for row in decisions}]
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the constructor call."""
         return f"WarmUp({self.first!r}, {self.then!r}, steps={self.steps!r})"
 
     def _rising(self, lr: Mapping[str, float]) -> bool:

@@ -44,7 +44,7 @@ class Windowed(Policy):
 
     @property
     def ready(self) -> bool:
-        """Whether a decision may be taken; else the window is prolonged."""
+        """Return whether a decision may be taken; else the window is prolonged."""
         return True
 
     @property
@@ -54,7 +54,7 @@ class Windowed(Policy):
 
     @property
     def over(self) -> bool:
-        """Whether the window has ended."""
+        """Return whether the window has ended."""
         whole = self.window is not None and self._steps >= self.window
         return self._steps > 0 and (self._ended or whole)
 
@@ -82,7 +82,7 @@ class Windowed(Policy):
             )
 
     def end_window(self) -> None:
-        """The window ends here. Before the first step: windows will be ended by hand."""
+        """End the window. Before the first step: windows will be ended by hand."""
         self._by_hand = True
         self._ended = self._steps > 0
 

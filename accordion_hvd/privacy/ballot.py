@@ -41,7 +41,7 @@ class Ballot:
         """Nothing to expect: called before a restore."""
 
     def affords(self, count: int = 1) -> bool:
-        """Whether the budget has room for so many releases."""
+        """Return whether the budget has room for this number of releases."""
         budget = self.method.budget
         return budget is None or budget.left(self.method.mechanism) >= count
 

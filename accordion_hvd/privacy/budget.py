@@ -1,4 +1,4 @@
-"""What private releases cost together, by the accountant of Google's dp-accounting."""
+"""Privacy budgets: the total cost of releases, by Google's dp-accounting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Release:
 
 
 class PrivacyBudget:
-    """How much may be learnt of a record: (epsilon, delta)-differential privacy of all releases.
+    """The (epsilon, delta)-differential privacy that all releases together may spend.
 
     A ledger: `spend` enters a release, and refuses before anything is entered what would exceed
     the budget. Costs are Renyi divergences (Mironov 2017; of Poisson samples, Mironov, Talwar &
@@ -83,7 +83,7 @@ class PrivacyBudget:
         _accounting()
 
     def __repr__(self) -> str:
-        """As it is written; equal on all ranks, whatever has been spent."""
+        """Return the constructor call; equal on all ranks, whatever has been spent."""
         return f"PrivacyBudget(epsilon={self.epsilon!r}, delta={self.delta!r})"
 
     def spent(self, more: Mapping[Release, int] | None = None) -> float:
@@ -94,7 +94,7 @@ class PrivacyBudget:
         return epsilon_of(counts, self.delta)
 
     def left(self, release: Release) -> int:
-        """How many releases of a kind there is room for.
+        """Return how many more releases of a kind fit into the budget.
 
         Raises:
             ValueError: the budget counts under another relation of neighbours.
@@ -134,7 +134,7 @@ class PrivacyBudget:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, in JSON's kinds."""
+        """Return the ledger, in JSON's types."""
         rows = [{**asdict(release), "count": n} for release, n in self.releases.items()]
         return {"privacy": {"epsilon": self.epsilon, "delta": self.delta, "releases": rows}}
 
@@ -202,7 +202,7 @@ def _divergences(release: Release, sampled: bool) -> tuple[Any, Any]:
 def multiplier_for(
     epsilon: float, delta: float, releases: int, rate: float = 1.0, relation: str = "replace"
 ) -> float:
-    """The least noise multiplier (to a thousandth) at which so many releases fit into a budget.
+    """Return the least noise multiplier (to a thousandth) at which `count` releases fit.
 
     Raises:
         ValueError: an argument makes no sense.

@@ -41,7 +41,7 @@ class PoissonSampler:
         return max(1, round(self.size * self.rate))
 
     def draw(self) -> np.ndarray:
-        """The numbers (int64, ascending) of this rank's records in the next lot."""
+        """Return the numbers (int64, ascending) of this rank's records in the next lot."""
         return self.mine[secret.uniform(len(self.mine)) < self.rate]
 
     def __len__(self) -> int:

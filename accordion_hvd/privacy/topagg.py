@@ -135,12 +135,12 @@ class TopAgg(Compressor):
     # -------------------------------------------------------------------------------- what it costs
     @property
     def sensitivity(self) -> float:
-        """How far one record can move the sum of votes, in Euclidean norm."""
+        """Return the largest change of the sum of votes by one record, in Euclidean norm."""
         return math.sqrt(self.k) * (1 if self.unit == "example" else 2)
 
     @property
     def mechanism(self) -> Release:
-        """What a release costs: a Gaussian mechanism, of examples on a Poisson sample."""
+        """Return the mechanism of a release: Gaussian, of examples on a Poisson sample."""
         relation = "add or remove" if self.unit == "example" else "replace"
         return Release(self.sigma / self.sensitivity, float(self.rate), relation)
 
@@ -154,7 +154,7 @@ class TopAgg(Compressor):
             self.budget.spend(self.mechanism)
 
     def affords(self) -> bool:
-        """Whether the budget has room for another release."""
+        """Return whether the budget has room for another release."""
         return self.budget is None or self.budget.left(self.mechanism) >= 1
 
     # --------------------------------------------------------------------------------- what it does
@@ -169,7 +169,7 @@ class TopAgg(Compressor):
         check.integer(self, "k", self.k, least=1, most=size)
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
-        """One release.
+        """Make one release.
 
         `grad` is a rank's gradient in any shape, or (contributors of this rank, elements).
         """
@@ -203,7 +203,7 @@ class TopAgg(Compressor):
         return self._decided(xp, xp.cast(xp.reshape(sums, (releases, size)), "float32"), info.size)
 
     def votes(self, grads: Tensor, info: Info) -> Tensor:
-        """The sum of this rank's votes for `grads` (see `release`): int32, flat, without noise."""
+        """Add up this rank's votes for `grads` (see `release`): int32, flat, without noise."""
         xp = namespace(grads)
         rows, releases, size = xp.shape(grads)
         some = max(1, _CHUNK // (releases * size))
@@ -233,7 +233,7 @@ class TopAgg(Compressor):
     def _draws(
         self, xp: ModuleType, index: Tensor, values: Tensor, size: int, words: tuple[Any, ...]
     ) -> Tensor:
-        """What chances are compared with, one for each of `values`: secret, as the noise is.
+        """Draw the secret random numbers with which chances are compared.
 
         From known seeds (in tests) draws belong to a teacher's place, or to an example's gradient:
         by their place, removing an example would change the signs of all that follow it.
@@ -250,13 +250,13 @@ class TopAgg(Compressor):
         return random.uniform(xp, self.k, seeds[:, None], device)
 
     def wire(self, ranks: int) -> str:
-        """The integers in which votes travel: room for all votes and for the noise."""
+        """Return the dtype of votes on the wire, which has room for all votes and for the noise."""
         votes = self.expected(ranks) * (2 if self.unit == "example" else 1)
         most = votes + _REACH * self.sigma + 1
         return "int8" if most < 2**7 else "int16" if most < 2**15 else "int32"
 
     def expected(self, ranks: int) -> int:
-        """How many contributors count as all."""
+        """Return how many contributors count as all."""
         return ranks if self.contributors is None else self.contributors
 
     def _noise(self, xp: ModuleType, count: int, wire: str, info: Info, device: Any) -> Tensor:

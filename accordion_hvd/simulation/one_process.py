@@ -36,7 +36,7 @@ Key = tuple[str, Group]
 
 
 class Hub:
-    """Where what ranks have sent lies until everybody concerned has sent."""
+    """Storage of sent tensors until all members of a collective have sent."""
 
     def __init__(self, ranks: int, machines: Machines = ()) -> None:
         self.ranks, self.machines = ranks, machines
@@ -45,11 +45,11 @@ class Hub:
         self.events = 0  # things sent and fetched so far
 
     def members(self, group: Group) -> tuple[int, ...]:
-        """The ranks of a group."""
+        """Return the ranks of a group."""
         return tuple(range(self.ranks)) if group is None else group
 
     def fetch(self, key: Key) -> list[Any]:
-        """What each member sent, in rank order; forgotten when all have fetched it."""
+        """Return all members' tensors, in rank order; the last fetch forgets them."""
         self.events += 1
         members = self.members(key[1])
         parts = [self.sent[key][member] for member in members]
@@ -120,12 +120,12 @@ class SimulatedCommunicator(Communicator):
         return self._put(name, group, pieces, combine)
 
     def poll(self, handle: Any) -> bool:
-        """Whether everybody concerned has sent."""
+        """Return whether all members have sent."""
         key = handle[0]
         return len(self.hub.sent[key]) == len(self.hub.members(key[1]))
 
     def wait(self, handle: Any) -> Any:
-        """The combination of what was sent."""
+        """Return the combination of the sent tensors."""
         key, combine = handle
         return combine(self.hub.fetch(key))
 
@@ -167,7 +167,7 @@ class World:
         lr: float = 0.0,
         weights: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[dict[str, Tensor] | None]:
-        """One exchange.
+        """Run one exchange.
 
         Args:
             gradients: for each rank, name to tensor; names and shapes alike on all (but for the
@@ -203,13 +203,13 @@ class World:
         return [self._means(exchange) for exchange in self.exchanges]
 
     def micro_batches(self, lr: float = 0.0) -> int:
-        """How many small batches' gradients the next step wants, averaged; decides what is due."""
+        """Take due decisions; return how many small batches' gradients the next step averages."""
         if self.exchanges:
             self._decide(lr)
         return self._policies[0].observers.accumulated
 
     def end_window(self) -> None:
-        """The window ends here, on all ranks."""
+        """End the window, on all ranks."""
         for exchange in self.exchanges:
             exchange.policy.end_window()
 

@@ -122,7 +122,7 @@ class Link:
         return rounds * self.latency + size / self.bandwidth
 
     def collective(self, request: Request, ranks: int, factor: float) -> float:
-        """What a request takes once all members are there; tensors count `factor` times."""
+        """Return the duration of a request; tensors count `factor` times."""
         cost = traffic_of(request, ranks)
         size = max(cost.sent, cost.received) * factor
         if ranks == 1 or isinstance(request, Neighbours):
@@ -134,7 +134,7 @@ class Link:
 # --------------------------------------------------------------------------------- what is run
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         seconds: from the beginning to the end of the last rank's last step.
@@ -166,7 +166,7 @@ class Noisy:
         self._draw = [np.random.default_rng([seed, rank]) for rank in range(ranks)]
 
     def __call__(self, rank: int, step: int, model: Array) -> Array:
-        """One step of a rank; the noise is that of its next one."""
+        """Take one step of a rank, and draw the noise of its next one."""
         return -self.lr * (model + self._draw[rank].standard_normal(model.shape))
 
 
@@ -237,7 +237,7 @@ class History:
         self._kept = np.zeros((steps, ranks, size)) if keep else None
 
     def add(self, rank: int, step: int, model: Array, now: float) -> None:
-        """A rank has done with a step."""
+        """Record that a rank has finished a step."""
         near = self._near[step]
         if near is None:
             near = self._near[step] = model.copy()
@@ -248,7 +248,7 @@ class History:
             self._kept[step, rank] = model
 
     def outcome(self, times: Array) -> Outcome:
-        """What came of it."""
+        """Return the result of the run."""
         steps, means = len(times), self._sums / self._ranks
         apart = self._squares / self._ranks - (means**2).sum(1)
         seconds = float(self._clock.max())
@@ -264,7 +264,7 @@ class History:
 
 @dataclass(frozen=True)
 class _Job:
-    """What there is to run.
+    """The settings of a run.
 
     Attributes:
         method: how models are averaged.
@@ -309,7 +309,7 @@ class Together:
         self._now = np.zeros(ranks)
 
     def run(self) -> None:
-        """All steps."""
+        """Run all steps."""
         for step, times in enumerate(self._times):
             self._now += times
             exchanges = []
@@ -331,7 +331,7 @@ class Together:
                 one.answer(answers[rank])
 
     def _answers(self, several: dict[int, tuple[Request, ...]]) -> dict[int, list[Any]]:
-        """What each rank that has asked for something gets; moves clocks on."""
+        """Answer each rank's request and move the clocks on."""
         found: dict[int, list[Any]] = {rank: [] for rank in several}
         before = self._now.copy()  # requests of one rank leave together
         for number in range(max(map(len, several.values()), default=0)):
@@ -378,7 +378,7 @@ class WithoutWaiting:
         self.labels: dict[int, int] = {lag: 0 for lag in range(self._period + 1)}  # by their lag
 
     def run(self) -> None:
-        """All events in their order."""
+        """Run all events in their order."""
         for rank in range(len(self._agents)):
             self._after(float(self._times[0, rank]), self._arrive, rank, 0)
         while self._events:
@@ -390,7 +390,7 @@ class WithoutWaiting:
         heapq.heappush(self._events, (when, self._number, what, arguments))
 
     def _arrive(self, now: float, rank: int, step: int) -> None:
-        """A training thread has taken a step."""
+        """Handle a training thread that has taken a step."""
         agent, model = self._agents[rank], self._models[rank]
         model = self._models[rank] = model + self._update(rank, step, model)
         if (step + 1) % self._period == 0:
@@ -430,7 +430,7 @@ class WithoutWaiting:
             self._after(now + wait, self._seed, turn)
 
     def _seed(self, now: float, turn: Turn) -> None:
-        """All members know that all are ready: models are taken, and added up."""
+        """Take and add up the models, once all members know that all are ready."""
         given = [self._agents[rank].seed(turn) for rank in turn.members]
         total = oracle([model for _, model in given])
         many = len(turn.members)

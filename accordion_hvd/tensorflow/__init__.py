@@ -42,7 +42,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever else Horovod has."""
+    """Return other names from Horovod."""
     return getattr(_horovod, name)
 
 

@@ -149,7 +149,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
     def average(
         self, grads: Sequence[Gradient], variables: Sequence[Any], rate: Rate
     ) -> list[Gradient]:
-        """The averages of `grads`, one for each of `variables`; None where no rank has one.
+        """Return the averages of `grads`, one for each of `variables`; None where no rank has one.
 
         Args:
             grads: this rank's; None takes part as zeros.
@@ -202,7 +202,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
         return [mean * self.communicator.size for mean in means] if self.total else list(means)
 
     def _weights(self) -> list[Tensor]:
-        """The variables' values, where some conversation reads them."""
+        """Return the variables' values, where some compressor needs them."""
         if not self.exchange.units.reading:
             return []
         values = {key_of(v): v for v in self.variables()}
@@ -236,7 +236,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
 
     @property
     def _lasting(self) -> bool:
-        """Whether a graph is worth its trace: what it does can be traced, and lasts for a while."""
+        """Return whether a graph is worth its trace: it can be traced, and lasts for a while."""
         return self._traceable and not drifting(self.exchange.slots)
 
     def _run_directly(self, directly: bool) -> None:
@@ -374,5 +374,5 @@ def _scaled(grad: Gradient, factor: float) -> Gradient:
 
 
 def _no_group(variable: Any) -> str:
-    """Of variables that all share their settings."""
+    """Return the group of variables that all share their settings."""
     return ""

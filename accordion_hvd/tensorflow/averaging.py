@@ -53,15 +53,15 @@ class Passing(Parameters):
         self._values = list(values)
 
     def tensors(self) -> list[TensorInfo]:
-        """Nobody asks."""
+        """Refuse: no caller needs it."""
         return []
 
     def read(self) -> list[Tensor]:
-        """As they are now."""
+        """Return the values as they are now."""
         return self._values
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Keep these."""
+        """Keep new values."""
         self._values = list(values)
 
 
@@ -154,7 +154,7 @@ class ModelAverager(Averager):
         return apart
 
     def before(self) -> None:
-        """A step is about to be taken: the first one must find equal models."""
+        """Prepare for a step: the first one must find equal models."""
         refusals.check_context()
         if self.alone:
             return
@@ -181,7 +181,7 @@ class ModelAverager(Averager):
         return done
 
     def after(self, rate: Any) -> None:
-        """A step has been taken, at this learning rate."""
+        """Average after a step, which was taken at this learning rate."""
         if self.alone:
             return
         if tf.executing_eagerly():
@@ -216,6 +216,6 @@ class ModelAverager(Averager):
             parameters.write([tf.ensure_shape(new, old.shape) for new, old in pairs])
 
     def directly(self, directly: bool) -> None:
-        """Whether Horovod is called without graphs of its own (see its communicator)."""
+        """Choose whether to call Horovod without graphs of its own (see its communicator)."""
         if isinstance(self.communicator, HorovodCommunicator):
             self.communicator.directly = directly

@@ -74,5 +74,5 @@ __all__ = sorted({*_horovod.__all__, "TensorFlowKerasState"})
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever else Horovod has."""
+    """Return other names from Horovod."""
     return getattr(_horovod, name)

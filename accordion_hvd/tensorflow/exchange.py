@@ -80,12 +80,12 @@ class TensorFlowExchange(Exchange):
                 self._lost.assign(value)
 
     def info(self, slot: Slot, step: Any = None) -> Info:
-        """What slot's algorithm is told; within a graph the clock is a tensor."""
+        """Return the `Info` for a slot's algorithm; within a graph the clock is a tensor."""
         return super().info(slot, self._now if step is None else step)
 
     @property
     def switching(self) -> bool:
-        """Whether the Python side changes while training: levels, phases."""
+        """Return whether the Python side changes during training: levels, phases."""
         compressors = [level for slot in self.slots for level in slot.levels]
         phases = any(compressor.phases for compressor in compressors)
         decides = type(self.policy).due is not Policy.due
@@ -162,7 +162,7 @@ class TensorFlowExchange(Exchange):
     def traced(
         self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """One exchange as part of a graph, after `settle`; returns the means, tensor by tensor."""
+        """Run one exchange in a graph, after `settle`; return the means by tensor."""
         assert self._clock is not None and self._lost is not None
         kept = [(slot.state or {}, slot.kept, slot.owed) for slot in self.slots]
         self._now = self._clock.read_value()

@@ -1,4 +1,4 @@
-"""What comes before training: the start of Horovod, broadcasts, for Keras 3's variables too."""
+"""Functions before training: the start of Horovod, broadcasts, for Keras 3's variables too."""
 
 from __future__ import annotations
 

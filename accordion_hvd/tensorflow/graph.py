@@ -48,7 +48,7 @@ def when(flag: Any, act: Callable[[], Any]) -> None:
 
 
 def few_threads() -> bool:
-    """Whether Python, called from a graph, holds the only thread on which graphs can run."""
+    """Return whether Python code that a graph calls holds the only thread that can run graphs."""
     word = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     told = int(word) if word.isdecimal() else 0
     chosen = tf.config.threading.get_inter_op_parallelism_threads() or told

@@ -1,4 +1,4 @@
-"""What cannot be done, said in a sentence before anything has happened."""
+"""Refusals of unsupported uses, in one sentence before anything is sent."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     guard: str | None = None,
     guard_every: int | None = None,
 ) -> Any:
-    """A tape whose `gradient` averages over the ranks; Horovod's signature.
+    """Make a tape whose `gradient` averages over the ranks; Horovod's signature.
 
     A tape is made for each step, but what compression remembers (errors, levels) is kept with the
     variables: the same sources with an equal compressor, or the same policy object, find it again.
@@ -99,7 +99,7 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
     scale_local_gradients: bool = True,
     **options: Any,
 ) -> Any:
-    """A `DistributedGradientTape` that leaves the gradients of `local_layers` alone.
+    """Make a `DistributedGradientTape` that leaves the gradients of `local_layers` alone.
 
     Args:
         gradtape: the tape; the other arguments are those of `DistributedGradientTape`.
@@ -134,7 +134,7 @@ class _DistributedTape:
 
     @property
     def process_set(self) -> Any:
-        """The ranks that average."""
+        """Return the ranks that average."""
         return self._wanted[1]
 
     @tf.autograph.experimental.do_not_convert
@@ -146,7 +146,7 @@ class _DistributedTape:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """The averages of the gradients of `target`; see `tf.GradientTape.gradient`."""
+        """Return the averages of the gradients of `target`; see `tf.GradientTape.gradient`."""
         grads = super().gradient(  # type: ignore[misc]
             target, sources, output_gradients, unconnected_gradients
         )
@@ -173,7 +173,7 @@ _averagers: dict[tuple[Any, ...], Averager] = {}  # by compression, settings, va
 
 
 def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
-    """The exchange that tapes with this compression use for these sources (for its `stats()`).
+    """Return the exchange of tapes with this compression for these sources (for its `stats()`).
 
     Raises:
         RuntimeError: there is none yet.

@@ -11,12 +11,12 @@ from accordion_hvd.engine.buckets import TensorInfo
 
 
 def plain(variable: Any) -> Any:
-    """The TensorFlow variable within one of Keras'; itself if it is one."""
+    """Return the TensorFlow variable within one of Keras'; itself if it is one."""
     return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
 
 
 def key_of(variable: Any) -> int:
-    """What tells variables apart, be they Keras' or the TensorFlow variables within."""
+    """Return a key that identifies a variable, be it Keras' or the TensorFlow variable within."""
     return id(plain(variable))
 
 
@@ -34,7 +34,7 @@ def describe(variables: Sequence[Any]) -> list[TensorInfo]:
 
 
 def name_of(variable: Any) -> str:
-    """Its path, which is equal on all ranks that build the same model."""
+    """Return the path, which is equal on all ranks that build the same model."""
     return getattr(variable, "path", variable.name).partition(":")[0]
 
 

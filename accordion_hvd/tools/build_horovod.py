@@ -48,7 +48,7 @@ SETTINGS = re.compile(
 
 
 class BuildError(Exception):
-    """What went wrong, in one sentence that says what to do."""
+    """Raised where the build fails; one sentence says how to repair it."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
 
 
 def framework_versions() -> dict[str, str]:
-    """The installed ones of torch and tensorflow with their versions; imports neither."""
+    """Return the installed torch and tensorflow with their versions; imports neither."""
     found = {}
     for name, distributions in DISTRIBUTIONS.items():
         if importlib.util.find_spec(name) is None:
@@ -144,7 +144,7 @@ def _version(distribution: str) -> str | None:
 
 
 def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -> dict[str, str]:
-    """The build's environment variables: this Python's own tools first, Horovod's switches set."""
+    """Return the build's environment variables: this Python's tools come first."""
     unwanted = ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")  # of a make around us
     env = {name: value for name, value in os.environ.items() if name not in unwanted}
     env["PATH"] = os.pathsep.join([str(bin_dir()), env.get("PATH", os.defpath)])
@@ -161,7 +161,7 @@ def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -
 
 
 def bin_dir() -> Path:
-    """Where this Python's environment keeps its commands."""
+    """Return the folder of the commands of this Python's environment."""
     return Path(sysconfig.get_path("scripts"))
 
 
@@ -196,7 +196,7 @@ def _output(command: Sequence[str], env: Mapping[str, str]) -> str:
 def cache_key(
     frameworks: Mapping[str, str], mpi: str | None, settings: Mapping[str, str] | None = None
 ) -> str:
-    """The name a wheel is kept under: readable versions, then a hash of everything that matters."""
+    """Return the name of a cached wheel: readable versions, then a hash of all that matters."""
     shown = [f"horovod{HOROVOD_VERSION}", f"cp{sys.version_info[0]}{sys.version_info[1]}"]
     shown += [f"{name}{version}" for name, version in sorted(frameworks.items())]
     shown.append((mpi or "nompi").split("@")[0])
@@ -208,7 +208,7 @@ def cache_key(
 
 
 def _cpu_flags() -> list[str]:
-    """The processor's abilities that Horovod compiles for; unlike machines may share a home."""
+    """Return the processor features that Horovod compiles for; unlike machines may share a home."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -354,7 +354,7 @@ _CAUSES = (
 
 
 def explain(text: str) -> str:
-    """The likeliest cause in a failed command's output, in a few words."""
+    """Return the likeliest cause in a failed command's output, in a few words."""
     text = re.sub(r"^\$ .*$", "", text, flags=re.M)  # the command, as the log shows it
     for pattern, cause in _CAUSES:
         if re.search(pattern, text, re.I):
@@ -385,7 +385,7 @@ def _pip(*arguments: str) -> list[str]:
 
 
 def wheel_is_good(wheel: Path, frameworks: Mapping[str, str]) -> bool:
-    """Whether the file is an undamaged wheel with a library for each of ``frameworks``."""
+    """Return whether the file is an undamaged wheel with a library for each of ``frameworks``."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
@@ -396,7 +396,7 @@ def wheel_is_good(wheel: Path, frameworks: Mapping[str, str]) -> bool:
 
 
 def cached_wheel(folder: Path, frameworks: Mapping[str, str]) -> Path | None:
-    """The good wheel in a cache folder; damaged ones are deleted."""
+    """Return the good wheel in a cache folder; damaged ones are deleted."""
     for wheel in sorted(folder.glob("horovod-*.whl")):
         if wheel_is_good(wheel, frameworks):
             return wheel
@@ -551,7 +551,7 @@ def _check_before_build(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m accordion_hvd.build_horovod",
         description=(__doc__ or "").split("\n")[0],

@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a probe's process did: its facts, up to where it got, and how it ended."""
+    """The result of a probe's process: its facts, its progress, and its end."""
 
     facts: Mapping[str, Any]
     error: str = ""
@@ -160,7 +160,7 @@ def probe_all() -> dict[str, Outcome]:
 
 
 def check_python() -> Finding:
-    """The interpreter and the system."""
+    """Check the interpreter and the system."""
     what = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if tuple(sys.version_info[:2]) < (3, 10):
         return Finding("Python", FAIL, what, "use Python 3.10 or newer")
@@ -250,7 +250,7 @@ def _installed(distribution: str) -> str:
 
 
 def built_versions() -> dict[str, str]:
-    """The framework versions that the installed Horovod says it was built for."""
+    """Return the framework versions for which the installed Horovod was built."""
     spec = importlib.util.find_spec("horovod")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         try:
@@ -262,7 +262,7 @@ def built_versions() -> dict[str, str]:
 
 
 def find_command(name: str) -> tuple[str | None, bool]:
-    """A command's path, and whether PATH leads to it (else it is next to this Python)."""
+    """Return a command's path, and whether PATH leads to it (else it is next to this Python)."""
     found = shutil.which(name)
     if found:
         return found, True
@@ -274,7 +274,7 @@ def _off_path(path: str) -> str:
 
 
 def check_horovodrun() -> Finding:
-    """Horovod's launcher."""
+    """Check Horovod's launcher."""
     path, on_path = find_command("horovodrun")
     if path is None:
         return Finding("horovodrun", FAIL, "not found", BUILD)
@@ -313,7 +313,7 @@ def check_mpirun() -> Finding:
 
 
 def check_mpi4py(outcome: Outcome) -> Finding:
-    """Whether mpi4py's MPI may be called by several threads."""
+    """Check whether several threads may call mpi4py's MPI."""
     purpose = "only wait-avoiding averaging (WAGMA's) needs it"
     version = outcome.facts.get("mpi4py")
     if version is None:
@@ -343,7 +343,7 @@ def check_hostname(outcome: Outcome) -> Finding:
 
 
 def usable_cores() -> int:
-    """The processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -369,7 +369,7 @@ TUNABLE = "glibc.malloc.hugetlb=1"
 
 
 def check_memory(tunables: str | None) -> Finding | None:
-    """Whether large tensors on the CPU come in huge pages; ``tunables``: GLIBC_TUNABLES."""
+    """Check whether large CPU tensors use huge pages; ``tunables``: GLIBC_TUNABLES."""
     try:
         system = HUGE_PAGES.read_text()
     except OSError:
@@ -433,7 +433,7 @@ def launch(title: str, command: Sequence[str], framework: str) -> Finding:
 
 
 def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
-    """All findings, and whether the main job can run: a framework, its Horovod and a launcher."""
+    """Return all findings, and whether the main job can run."""
     outcomes = probe_all()
     torch, tensorflow = outcomes["torch"], outcomes["tensorflow"]
     has = {"torch": "torch" in torch.facts, "tensorflow": "tensorflow" in tensorflow.facts}
@@ -468,7 +468,7 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
 
 
 def render(findings: Sequence[Finding], able: bool) -> str:
-    """The report as aligned text."""
+    """Return the report as aligned text."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -485,7 +485,7 @@ def render(findings: Sequence[Finding], able: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 0 if distributed training can run, else 1."""
+    """Run the command line; return 0 if distributed training can run, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m accordion_hvd.doctor", description=(__doc__ or "").split("\n")[0]
     )

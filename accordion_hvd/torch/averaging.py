@@ -43,7 +43,7 @@ def wrap(
     process_set: Any,
     guard: Guard,
 ) -> Any:
-    """An instance of a subclass of the optimizer's class, with its state, that averages models.
+    """Return an optimizer of a subclass, with the same state, that averages models.
 
     Raises:
         ValueError: the method does not suit so many ranks, or Horovod cannot add process sets.
@@ -70,7 +70,7 @@ def averager(
     guard: Guard,
     alternation: Alternation | None = None,
 ) -> Averager:
-    """What averages these parameters, known to checkpoints; raises as `wrap` does."""
+    """Return the averager of these parameters, known to checkpoints; raises as `wrap` does."""
     link = connect(process_set, HorovodCommunicator, xp)
     made = Averager(method, parameters(named), link, guard, process_set.process_set_id, alternation)
     made.set_up()
@@ -79,7 +79,7 @@ def averager(
 
 
 def parameters(named: Named) -> Parameters:
-    """Those of these tensors that are of floating-point numbers."""
+    """Return the floating-point tensors among these."""
     return _Tensors(named)
 
 
@@ -88,7 +88,7 @@ class _Averaged:
     _step_supports_amp_scaling = True  # a rank with infinite gradients must average as well
 
     def step(self: Any, closure: Any = None, **more: Any) -> Any:
-        """The wrapped optimizer's step, then the method's averages.
+        """Take the wrapped optimizer's step, then average.
 
         Under a `GradScaler`, a rank whose gradients are not finite takes no step of its own, but
         averages.
@@ -136,12 +136,12 @@ class _Averaged:
 
     @property
     def averaging(self: Any) -> Averager:
-        """What averages: `stats()`, `state` and `load`."""
+        """Return the averager: `stats()`, `state` and `load`."""
         return self._averager
 
     @property
     def exchange_owner(self: Any) -> Averager:
-        """What `save_state(only=[optimizer])` saves."""
+        """Return the object that `save_state(only=[optimizer])` saves."""
         return self._averager
 
     def synchronize(self: Any) -> None:
@@ -149,12 +149,12 @@ class _Averaged:
 
     @property
     def process_set(self: Any) -> Any:
-        """The ranks that average."""
+        """Return the ranks that average."""
         return self._process_set
 
     @staticmethod
     def _inner() -> Any:
-        """The optimizer that was wrapped, while it is alive."""
+        """Return the wrapped optimizer, while it is alive."""
         return None
 
 
@@ -170,7 +170,7 @@ class _Tensors(Parameters):
         return [TensorInfo(n, tuple(x.shape), xp.dtype(x), str(x.device)) for n, x in self._named]
 
     def read(self) -> list[torch.Tensor]:
-        """The tensors, detached."""
+        """Return the tensors, detached."""
         return [x.detach() for _, x in self._named]
 
     def write(self, values: Sequence[torch.Tensor]) -> None:

@@ -35,5 +35,5 @@ class TorchState(_horovod.TorchState):
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever else Horovod has."""
+    """Return other names from Horovod."""
     return getattr(_horovod, name)

@@ -41,7 +41,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a dtype that Horovod carries (it has no bfloat16)."""
+    """Return the same memory as a dtype that Horovod carries (it has no bfloat16)."""
     if tensor.dtype == torch.bfloat16:
         return tensor.detach().view(torch.int16)
     return tensor

@@ -119,7 +119,7 @@ def _wrap(
     names: Named,
     options: dict[str, Any],
 ) -> Any:
-    """An instance of a subclass of `base` with these attributes; also what unpickling calls.
+    """Return an instance of a subclass of `base` with these attributes; also used by unpickling.
 
     Horovod's helpers know a distributed optimizer by its module and call `super()` of its class,
     so the methods are copied into one class directly below `base`, as Horovod does.
@@ -180,12 +180,12 @@ class _Distributed(Controls):
 
     @property
     def sparse_as_dense(self: Any) -> bool:
-        """Whether sparse gradients are exchanged like dense ones."""
+        """Return whether sparse gradients are exchanged like dense ones."""
         return self._options["sparse_as_dense"]
 
     @property
     def gradient_predivide_factor(self: Any) -> float:
-        """As it was given."""
+        """Return the factor that was given."""
         return self._options["predivide"]
 
     @property
@@ -256,7 +256,7 @@ class _Distributed(Controls):
         return result
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """The wrapped optimizer's; refused while gradients are on their way.
+        """Clear gradients; refused while they are being exchanged.
 
         Nothing happens while a batch is accumulated (`model.zero_grad()` would forget its part).
 
@@ -275,7 +275,7 @@ class _Distributed(Controls):
         self._base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's; the new parameters' gradients are averaged too."""
+        """Add parameters, whose gradients are then averaged, too."""
         self._base.add_param_group(self, param_group)
         index = len(self.param_groups) - 1
         fresh = [
@@ -286,7 +286,7 @@ class _Distributed(Controls):
         self._averager.watch(fresh)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's; what is on its way is forgotten."""
+        """Restore the wrapped optimizer; gradients under way are forgotten."""
         self._averager.reset()
         self._should_synchronize = True
         self._filled, self._counted = 0, False
@@ -295,7 +295,7 @@ class _Distributed(Controls):
     # ------------------------------------------------------------------------------------- ours
     @property
     def full(self: Any) -> bool:
-        """Whether the batch is full, so that the next `step()` takes a step; collective.
+        """Return whether the batch is full, so that the next `step()` takes a step; collective.
 
         To be asked on every rank between backward and `step()`, where batches are accumulated and
         gradients are looked at or clipped before a step; else it always is.
@@ -308,7 +308,7 @@ class _Distributed(Controls):
         return self._filled >= self._averager.batches
 
     def resize(self: Any) -> None:
-        """A loader asks, on every rank before an epoch: from now on batches are as they should be.
+        """Give batches their present size; a loader calls it on every rank before an epoch.
 
         Takes the decision that is due. What has been accumulated goes into the next step.
         """
@@ -344,7 +344,7 @@ class _Distributed(Controls):
         self._models.average(lr)
 
     def _slots(self: Any) -> Named:
-        """What the wrapped optimizer keeps of each parameter, without its counts of steps.
+        """Return the wrapped optimizer's state of each parameter, without its counts of steps.
 
         Raises:
             RanksDisagree: ranks keep different things; on all of them.
@@ -380,7 +380,7 @@ class _Distributed(Controls):
 
     @staticmethod
     def _inner() -> Any:
-        """The optimizer that was wrapped, while it is alive."""
+        """Return the wrapped optimizer, while it is alive."""
         return None
 
     def _averaging(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -194,7 +194,10 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
                 torch._foreach_add_(moved, [p.grad for p in moved], alpha=-lr)
 
     def synchronize(self) -> None:
-        """Refuse. Raises: RuntimeError, as there are no averaged gradients to wait for."""
+        """Refuse: there are no averaged gradients.
+
+        Raises: RuntimeError, as there are no averaged gradients to wait for.
+        """
         raise RuntimeError(
             f"{type(self).__name__} averages no gradients, so there is nothing to synchronize: "
             "clip gradients after backward() (or pass max_grad_norm=), then call step()."
@@ -202,7 +205,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
 
     # ----------------------------------------------------------------------------- parameter groups
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer; its parameters are exchanged from the next step on.
+        """Add parameters, which are exchanged from the next step on.
 
         Raises:
             ValueError: a setting of the group is not what it must be.
@@ -224,7 +227,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer, and "exchange": moments, errors and stage of this rank.
+        """Return the optimizer's state, and "exchange": moments, errors and stage of this rank.
 
         Each rank must save its own to resume exactly; where all load one rank's, errors begin
         anew. `hvd.save_state` and `hvd.load_state` keep them on any number of ranks.
@@ -256,14 +259,17 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         self._averager.doubt()
 
     def __reduce__(self) -> Any:
-        """Refuse. Raises: TypeError, since process sets and policies belong to one process."""
+        """Refuse to be pickled.
+
+        Raises: TypeError, since process sets and policies belong to one process.
+        """
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; use state_dict() and "
             "load_state_dict()."
         )
 
     def __repr__(self) -> str:
-        """The rule, and the groups as PyTorch shows them."""
+        """Return the rule, and the groups as PyTorch shows them."""
         return f"{self._options['policy']!r}: {torch.optim.Optimizer.__repr__(self)}"
 
 

@@ -217,7 +217,7 @@ class Reducer(GradientAverager[Exchange]):
 
     @property
     def in_flight(self) -> bool:
-        """Whether some gradient has left already."""
+        """Return whether some gradient has left already."""
         return self._exchange is not None and self._exchange.running is not None
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
@@ -251,7 +251,7 @@ class Reducer(GradientAverager[Exchange]):
         return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in slots}
 
     def _count(self, watched: Watched) -> None:
-        """One more member of its unit is ready; start the unit with its last."""
+        """Count one more ready member of its unit; start the unit with its last."""
         number = self.number.get(watched.parameter)
         if number is None or per_sample(self.policy):
             return  # sparse gradients, and those of single contributors, come in their own time
@@ -299,7 +299,7 @@ class Reducer(GradientAverager[Exchange]):
         return grad.to_dense() if grad.is_sparse else grad.detach()
 
     def _scale(self) -> Any:
-        """The loss scale; as a tensor where it is one, since reading it would wait for a GPU."""
+        """Return the loss scale; a tensor stays one, because reading it would wait for a GPU."""
         lazily = getattr(self.scaler, "_get_scale_async", None)
         scale = lazily() if lazily is not None else None
         return self.scaler.get_scale() if scale is None else scale

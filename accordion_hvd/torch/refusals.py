@@ -1,4 +1,4 @@
-"""What `DistributedOptimizer` cannot do, said in a sentence before anything has happened."""
+"""Refusals of unsupported uses of `DistributedOptimizer`, before anything is sent."""
 
 from __future__ import annotations
 

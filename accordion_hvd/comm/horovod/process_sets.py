@@ -12,7 +12,7 @@ from accordion_hvd.comm.launcher import started_by_mpi
 
 
 def registered() -> list[Any]:
-    """All that Horovod knows, the global one first."""
+    """Return all process sets that Horovod knows, the global one first."""
     known = [_horovod.global_process_set]
     # Horovod has no public list of them.
     for number, ranks in _horovod._basics._get_process_set_ids_and_ranks().items():
@@ -24,13 +24,13 @@ def registered() -> list[Any]:
 
 
 def of_ranks(ranks: list[int] | None) -> Any:
-    """The registered process set of these ranks; the global one for None or unknown ranks."""
+    """Return the process set of these ranks; the global one for None or unknown ranks."""
     matching = [known for known in registered() if known.ranks == ranks]
     return matching[0] if matching else _horovod.global_process_set
 
 
 def addable() -> bool:
-    """Whether process sets can be added now (as Horovod decides when it starts)."""
+    """Return whether process sets can be added now (Horovod decides at its start)."""
     word = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
     return word.isdecimal() and int(word) > 0
 
@@ -47,7 +47,7 @@ def let_add() -> None:
 
 
 class Members:
-    """How a process set's own numbering of its members, from 0, relates to Horovod's.
+    """Conversion between Horovod's ranks and the ranks within a process set, which count from 0.
 
     Attributes:
         process_set: the process set.
@@ -67,7 +67,7 @@ class Members:
         return ranks[rank] if ranks else rank
 
     def subset(self, group: tuple[int, ...] | None) -> Any:
-        """The process set of some members; all for None.
+        """Return the process set of some members; the whole set for None.
 
         Raises:
             ValueError: nobody has registered one.

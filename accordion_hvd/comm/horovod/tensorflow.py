@@ -42,7 +42,7 @@ class HorovodCommunicator(Communicator):
         self.directly = False
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """One grouped allreduce."""
+        """Start one grouped allreduce."""
         options = self._options(name, group) | {"op": _OPS[op]}
         return self._call(
             ("allreduce", name, op, group),
@@ -51,14 +51,14 @@ class HorovodCommunicator(Communicator):
         )
 
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """One allgather, along the first dimension."""
+        """Start one allgather, along the first dimension."""
         options = self._options(name, group)
         return self._call(
             ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
         )
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """One broadcast; Horovod counts roots globally, also within a process set."""
+        """Start one broadcast; Horovod counts roots globally, also within a process set."""
         options = self._options(name, group) | {"root_rank": self.members.globally(root)}
         return self._call(
             ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
@@ -67,7 +67,7 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """One alltoall; with `splits`, in graphs, nobody knows yet how much came."""
+        """Start one alltoall; with `splits`, graphs do not know the received sizes."""
         options = self._options(name, group)
         if splits is not None:
             came, counts = self._call(
@@ -81,15 +81,15 @@ class HorovodCommunicator(Communicator):
         )
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """As Horovod's process sets."""
+        """Register groups as Horovod's process sets."""
         self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
-        """Always: see the class."""
+        """Return True: see the class."""
         return True
 
     def wait(self, handle: Any) -> Any:
-        """The result, which is the handle."""
+        """Return the result, which is the handle."""
         return handle
 
     def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:

@@ -32,18 +32,18 @@ class HorovodCommunicator(Communicator):
         self.kept = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """One grouped, in-place allreduce."""
+        """Start one grouped, in-place allreduce."""
         tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         return hvd.grouped_allreduce_async_(
             tensors, name=name, op=_OPS[op], process_set=self.members.subset(group)
         )
 
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """One allgather."""
+        """Start one allgather."""
         return hvd.allgather_async(tensor, name=name, process_set=self.members.subset(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """One broadcast; Horovod counts roots globally, also within a process set."""
+        """Start one broadcast; Horovod counts roots globally, also within a process set."""
         return hvd.broadcast_async(
             tensor, self.members.globally(root), name=name, process_set=self.members.subset(group)
         )
@@ -51,18 +51,18 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """One alltoall; Horovod counts parts by int32 on the CPU."""
+        """Start one alltoall; Horovod counts parts by int32 on the CPU."""
         parts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
         return hvd.alltoall_async(
             tensor, splits=parts, name=name, process_set=self.members.subset(group)
         ), splits is None
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """As Horovod's process sets."""
+        """Register groups as Horovod's process sets."""
         self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
-        """Ask Horovod."""
+        """Return whether Horovod has finished the operation."""
         return hvd.poll(handle[0] if isinstance(handle, tuple) else handle)
 
     def wait(self, handle: Any) -> Any:

@@ -77,7 +77,7 @@ class AccordionDataset(keras.utils.PyDataset):
         return self.num_batches
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        """A batch."""
+        """Return a batch."""
         size = self.batch_size
         chosen = self._order[index * size : (index + 1) * size]
         return tuple(array[chosen] for array in self.arrays)

@@ -108,7 +108,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """A window ends; models that are averaged become equal."""
+        """End a window; average models that are averaged."""
         self._average()
         averager = self._averager()
         if averager is not None and not averager.idle and self._ends_windows():
@@ -152,7 +152,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.train_function, self._traced = function, averager.exchange.version
 
     def _stamp(self, version: int | None) -> tuple[Any, ...]:
-        """What a train function was made from: the exchange's levels, what `compile` was told."""
+        """Return a train function's settings: levels, arguments of `compile`."""
         told = ("_compile_loss", "_compile_metrics")
         return version, *(getattr(self.model, name, None) for name in told)
 
@@ -166,7 +166,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return optimizer._averager if ours else None
 
     def _ends_windows(self) -> bool:
-        """Whether the policy wants to be told where windows end, and the user does not say it."""
+        """Return whether the callback must end the policy's windows, because the user does not."""
         return getattr(self._averager().policy, "window", "fixed") is None
 
     def _broadcast(self) -> None:

@@ -18,5 +18,5 @@ __all__ = sorted({*_horovod.__all__, "KerasState", "TensorFlowKerasState"})
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever else Horovod has."""
+    """Return other names from Horovod."""
     return getattr(_horovod, name)

@@ -136,7 +136,7 @@ class Settings:
     used: bool = False
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> Averager:
-        """A new one; from the second on with a policy of its own."""
+        """Make an averager; from the second on with a policy of its own."""
         policy = copy.deepcopy(self.policy) if self.used else self.policy
         self.used = True
         return Averager(
@@ -152,7 +152,7 @@ class Settings:
         )
 
     def models(self, averager: Averager) -> ModelAverager | None:
-        """What averages the models of those variables at times, if the policy does that."""
+        """Make the averager of models, if the policy averages them at times."""
         alternation = averager.policy.observers.find(Alternation)
         if alternation is None:
             return None
@@ -175,16 +175,16 @@ class Averages:
     average_passes: bool
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> ModelAverager:
-        """A new one."""
+        """Make an averager."""
         return ModelAverager(self.method, self.process_set, variables, self.guard)
 
     def models(self, averager: ModelAverager) -> ModelAverager:
-        """The same: there is nothing else."""
+        """Return the same averager: there is no other."""
         return averager
 
 
 def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
-    """An optimizer like `optimizer`, in the same state, that averages (with these `methods`)."""
+    """Return an optimizer like `optimizer`, in the same state, that averages."""
     if is_distributed(optimizer):
         raise ValueError("this optimizer is distributed already; wrap the plain one once.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -211,17 +211,17 @@ def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether `DistributedOptimizer` made `optimizer`."""
+    """Return whether `DistributedOptimizer` made `optimizer`."""
     return isinstance(optimizer, _Distributed)
 
 
 def averages_models(optimizer: Any) -> bool:
-    """Whether `DistributedOptimizer` made `optimizer`, with a method that averages models."""
+    """Return whether `DistributedOptimizer` made it with a method that averages models."""
     return isinstance(optimizer, _Averaged)
 
 
 class _Distributed(Controls):
-    """What it has besides its own class; every path of Keras 3 leads through `apply`."""
+    """Methods of a distributed optimizer; every path of Keras 3 leads through `apply`."""
 
     _settings: Any
 
@@ -248,7 +248,7 @@ class _Distributed(Controls):
         return Variables(lambda: _statistics(model))
 
     def resize(self: Any) -> None:
-        """A loader asks, on every rank before an epoch: from now on batches are as they should be.
+        """Give batches their present size; a loader calls it on every rank before an epoch.
 
         Takes the decision that is due.
         """
@@ -312,7 +312,7 @@ class _Distributed(Controls):
             self._iterations.assign_add(batches - 1)
 
     def _get_current_learning_rate(self: Any) -> Any:
-        """What Keras' step goes by: within one, as many times the rate as there are batches."""
+        """Return the rate of Keras' step: within one, multiplied by the number of batches."""
         rate = super()._get_current_learning_rate()  # type: ignore[misc]
         if self._factor is None:
             return rate
@@ -470,14 +470,14 @@ def _floating(variable: Any) -> bool:
 
 
 def _statistics(model: Any) -> list[Any]:
-    """A model's floating-point variables that are never trained; frozen layers' weights are."""
+    """Return a model's floating-point variables that are never trained; not frozen weights."""
     layers = model._flatten_layers()
     trained = {key_of(v) for layer in layers for v in layer._trainable_variables}
     return [v for v in model.non_trainable_variables if key_of(v) not in trained and _floating(v)]
 
 
 def _exchanged(optimizer: Any) -> list[Any]:
-    """The variables whose gradients a distributed optimizer exchanges."""
+    """Return the variables whose gradients a distributed optimizer exchanges."""
     known = optimizer._trainable_variables if optimizer is not None and optimizer.built else []
     return [variable for variable in known if not _overwritten(variable)]
 

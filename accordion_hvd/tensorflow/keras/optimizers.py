@@ -62,7 +62,7 @@ class Directions(keras.optimizers.Optimizer):
         self.assign(variable, tf.where(good, new, old))
 
     def clip(self, grads: list[Any]) -> list[Any]:
-        """This rank's gradients, clipped as `clipnorm` and its like say."""
+        """Clip this rank's gradients, as `clipnorm` and similar arguments say."""
         return super()._clip_gradients(grads)
 
     def _clip_gradients(self, grads: Any) -> Any:
@@ -73,7 +73,7 @@ class Directions(keras.optimizers.Optimizer):
 
 
 class _Ruled(_Distributed):
-    """What distinguishes it from an optimizer of averages: gradients stay this rank's own."""
+    """Methods of a compressed optimizer: gradients stay local."""
 
     def _remember(self: Any, rule: Rule) -> None:
         inner: Any = getattr(self, "inner_optimizer", self)
@@ -83,7 +83,7 @@ class _Ruled(_Distributed):
             self._averager.group_of = lambda v: "" if inner._use_weight_decay(v) else UNDECAYED
 
     def get_config(self: Any) -> dict[str, Any]:
-        """What the `from_config` of its class takes."""
+        """Return the arguments of `from_config` of its class."""
         passes = self._settings.passes
         own = {"gradient_accumulation_steps": passes if passes > 1 else None}
         plain = Directions.get_config(getattr(self, "inner_optimizer", self))
@@ -108,7 +108,7 @@ class _Ruled(_Distributed):
         store[MARK] = np.frombuffer(json.dumps(saved).encode(), np.uint8)
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """The inverse of `save_own_variables`."""
+        """Restore from `save_own_variables`."""
         rest = {key: store[key] for key in store.keys() if not key.startswith(MARK)}  # noqa: SIM118
         super().load_own_variables(rest)  # type: ignore[misc]
         if MARK not in store.keys():  # noqa: SIM118

@@ -45,7 +45,7 @@ def load_model(
 
 
 def _usable(optimizer: Any, filepath: Any) -> Any:
-    """The optimizer, or one like it if it was built for no variables at all."""
+    """Return the optimizer, or one like it if it was built for no variables at all."""
     if not optimizer.built or optimizer._trainable_variables:
         return optimizer
     warnings.warn(
