@@ -115,7 +115,9 @@ def staged(rule: Rule, policy: Any = None) -> Policy:
     policy = as_policy(policy)
     alternation = policy.observers.find(Alternation)
     if alternation is not None:
-        check.refuse(policy, "high", alternation.method, "an optimizer of ours where it moves one")
+        check.refuse(
+            policy, "high", alternation.method, "a compressed optimizer's stage where it moves one"
+        )
     if policy.observers.find(ByteBudget) is not None:
         check.refuse(policy, "budget", policy, "None where it moves an optimizer")
     if policy.output != "update":
@@ -136,7 +138,7 @@ def default_guard(compression: Any) -> str:
     """Return what the guard does by default: "warn" with Horovod's own compression, else "error".
 
     Horovod compares no replicas, and scripts written for it may never broadcast their weights.
-    Compressors and policies of ours need equal replicas, so training stops without them.
+    Our compressors and policies need equal replicas, so training stops without them.
     """
     none = _is_none(compression)
     ours = os.environ.get(VARIABLE) if none else is_ours(compression)

@@ -108,7 +108,7 @@ def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any
 
 
 def check_adasum(compression: Any) -> None:
-    """Raise ValueError for Adasum with a compression of ours."""
+    """Raise ValueError for Adasum with one of our compressors."""
     if is_ours(compression):
         raise ValueError(
             f"{OWNER}: op=hvd.Adasum cannot be combined with compression={compression!r}: Adasum "

@@ -191,7 +191,7 @@ def test_the_example_of_a_wrapper(framework: Framework) -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
 def test_the_example_averages(framework: str) -> None:
-    """Over many steps, what came out and what is still owed are what went in."""
+    """Over many steps, what came out and what is still carried are what went in."""
     make = {
         "numpy": lambda x: x,
         "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
@@ -207,8 +207,8 @@ def test_the_example_averages(framework: str) -> None:
         means = world.step([{"weight": make(g.copy())} for g in gradients])
         assert means[0] is not None
         got += np.asarray(means[0]["weight"])
-    owed = [np.asarray(e.slots[0].state["error"]).reshape(shape) for e in world.exchanges]
-    np.testing.assert_allclose(got + np.mean(owed, axis=0), given, atol=1e-4)
+    carried = [np.asarray(e.slots[0].state["error"]).reshape(shape) for e in world.exchanges]
+    np.testing.assert_allclose(got + np.mean(carried, axis=0), given, atol=1e-4)
     stats = world.exchanges[0].stats()
     assert stats["ratio"] == pytest.approx(41 * 29 / (41 * 29 // 10), rel=0.02)
 
@@ -216,7 +216,7 @@ def test_the_example_averages(framework: str) -> None:
 def test_an_old_name_in_a_compressor_is_told() -> None:
     """What was written to an earlier CONTRIBUTING works, and learns what to change."""
     with pytest.warns(
-        DeprecationWarning, match=r"Older defines regroup\(\), which is called rescale"
+        DeprecationWarning, match="Older defines regroup, which is called rescale now"
     ):
 
         class Older(example()):  # type: ignore[misc]

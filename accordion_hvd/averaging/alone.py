@@ -49,7 +49,7 @@ def encode(
 
     state = compressor.init(namespace(x).spec(x), info) | kept
     meaning, after = _hold(compressor, x, state, _alone(info, info.rank), answer)
-    return tuple(message), meaning, compressor.park(after)
+    return tuple(message), meaning, compressor.deactivate(after)
 
 
 def decode(

@@ -43,7 +43,7 @@ class Averaging(Compressor):
         """Groups that requests will name, for `size` ranks.
 
         Raises:
-            ValueError: the method does not suit so many ranks.
+            ValueError: the method does not suit this number of ranks.
         """
         return ()
 
@@ -56,12 +56,12 @@ class Averaging(Compressor):
         """Return whether all models are equal after the exchange of this step."""
         return True
 
-    def settle(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def synchronize(self, model: Tensor, state: State, info: Info) -> Conversation:
         """Make all models equal now, for evaluation or a checkpoint: their average."""
         mean = yield Allreduce(model)
-        return mean, self.settled(state, mean)
+        return mean, self.synchronized(state, mean)
 
-    def settled(self, state: State, model: Tensor) -> State:
+    def synchronized(self, state: State, model: Tensor) -> State:
         """Return the state after all ranks have received `model`."""
         return state
 
@@ -103,7 +103,7 @@ def check_compressor(owner: Any, compressor: Any) -> None:
     suits = (
         isinstance(compressor, Compressor)
         and (compressor.target, compressor.output) == ("gradient", "gradient")
-        and not (compressor.by_machine or compressor.private or isinstance(compressor, Shifted))
+        and not (compressor.topology_aware or compressor.private or isinstance(compressor, Shifted))
     )
     if not suits:
         allowed = "None or one that returns the mean of gradients, openly and on any machines, "

@@ -144,7 +144,7 @@ class COLD(Innovations):
         state = super().init(spec, info)
         if self.compressor is None:
             return state
-        return state | named(self.compressor.park(self.compressor.init(spec, info)))
+        return state | named(self.compressor.deactivate(self.compressor.init(spec, info)))
 
     def _message(
         self, innovation: Tensor, state: State, info: Info

@@ -82,9 +82,9 @@ class DiLoCo(Averaging):
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return a state whose common model is `model`."""
-        return self.settled(super().start(model, info), model)
+        return self.synchronized(super().start(model, info), model)
 
-    def settled(self, state: State, model: Tensor) -> State:
+    def synchronized(self, state: State, model: Tensor) -> State:
         """Take an extra average as the common model; the velocity stays."""
         xp = namespace(model)
         return {**state, "common": xp.cast(xp.copy(model), xp.dtype(state["common"]))}

@@ -30,7 +30,7 @@ class Groups:
     Attributes:
         sizes: how many ranks each group has, the larger ones first.
         cycle: steps after which the groups are the same again.
-        reach: after so many steps, begun at any time, everybody's model has reached everybody;
+        reach: the number of steps after which every model has reached every rank;
             None if groups have one member. With s ranks in the smallest group that is
             ceil(log size / log s) for powers of two, and at most two steps more for others.
     """
@@ -89,7 +89,7 @@ def _partitions(size: int, group_size: int, count: int) -> list[Partition]:
 
 @functools.lru_cache(maxsize=64)
 def _best_cycle(size: int, group_size: int) -> list[Partition]:
-    """So many partitions that what follows the last fits the first best; no more than needed."""
+    """Return as many partitions as fit together best when they repeat; no more than needed."""
     smallest = min(_sizes(size, group_size))
     if smallest == 1:
         return _partitions(size, group_size, 1)

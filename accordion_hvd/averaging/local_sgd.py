@@ -32,5 +32,5 @@ class LocalSGD(Averaging):
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
         """Run one allreduce at the end of a period."""
         if self.equal(info.step):
-            return (yield from self.settle(model, state, info))
+            return (yield from self.synchronize(model, state, info))
         return model, state

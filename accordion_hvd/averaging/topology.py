@@ -31,8 +31,8 @@ class Topology:
 
     Args:
         kind: one of these names, or W: a square matrix with a row for each rank, no negative
-            elements, rows and columns that sum to 1, positive ways between any two ranks, and no
-            eigenvalue of -1, under which averaging would not settle.
+            elements, rows and columns that sum to 1, positive paths between any two ranks, and no
+            eigenvalue of -1, under which averages would not converge.
     """
 
     kind: Any = "ring"
@@ -50,7 +50,7 @@ class Topology:
         """W for `size` ranks.
 
         Raises:
-            ValueError: there is no such graph of so many ranks.
+            ValueError: there is no such graph of this number of ranks.
         """
         return _weights(self, size)
 
@@ -124,7 +124,7 @@ def _check_matrix(owner: Topology, matrix: np.ndarray) -> None:
     values = np.sort(np.abs(np.linalg.eigvals(matrix)))
     if len(values) > 1 and values[-2] > 1 - _TOLERANCE:
         wrong = "a matrix with a second eigenvalue of magnitude 1"
-        check.refuse(owner, "kind", wrong, "one whose powers settle (weight on the diagonal)")
+        check.refuse(owner, "kind", wrong, "one whose powers converge (weight on the diagonal)")
 
 
 def _connected(near: np.ndarray) -> bool:

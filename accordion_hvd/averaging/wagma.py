@@ -93,15 +93,15 @@ class WAGMA(Averaging):
         """With a compressor: `reference`, the last global average, and the compressor's own."""
         if self.compressor is None:
             return {}
-        kept = self.compressor.park(self.compressor.init(spec, info))
+        kept = self.compressor.deactivate(self.compressor.init(spec, info))
         reference = spec.zeros(spec.shape, spec.wide)
         return {"reference": reference} | named(kept)
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return a state whose reference is `model`."""
-        return self.settled(super().start(model, info), model)
+        return self.synchronized(super().start(model, info), model)
 
-    def settled(self, state: State, model: Tensor) -> State:
+    def synchronized(self, state: State, model: Tensor) -> State:
         """Take `model` as the reference from now on."""
         if self.compressor is None:
             return state
@@ -111,7 +111,7 @@ class WAGMA(Averaging):
     def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
         """Run one allreduce: over all ranks at the end of a period, else over this rank's group."""
         if self.equal(info.step):
-            return (yield from self.settle(model, state, info))
+            return (yield from self.synchronize(model, state, info))
         group = self.schedule(info.size).of(info.rank, info.step)
         if self.compressor is None:
             mean = yield Allreduce(model, group=group)
@@ -142,7 +142,7 @@ def _sent(
         return xp.reshape(mean, shape), unsent, {}
     state = compressor.init(xp.spec(x), info) | kept
     mean, state = yield from compressor.exchange(x, state, info)
-    return mean, compressor.residual(state), compressor.park(state)
+    return mean, compressor.residual(state), compressor.deactivate(state)
 
 
 def weight(members: int, on_time: bool) -> float:

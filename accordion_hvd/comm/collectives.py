@@ -51,8 +51,8 @@ class Collectives(abc.ABC):
     ) -> Any:
         """Start sending equal parts of a vector to everybody; the result has the same length.
 
-        With `splits`, so many rows of a matrix to each; the result is what came, one after the
-        other, and how many rows from each.
+        With `splits`, send that many rows of a matrix to each; the result is the received rows, in
+        rank order, and the number of rows from each.
         """
 
     @abc.abstractmethod

@@ -26,7 +26,7 @@ class Communicator(Collectives):
     """Carries requests from one process among `size` to the others, and their results back."""
 
     def pause(self, waited: float) -> None:
-        """Called between two looks at what is under way, after `waited` seconds of looking.
+        """Sleep between two polls of the pending operations, after `waited` seconds of polling.
 
         Sleeps, since engines' own waits spin and take cores from ranks that still compute; longer
         after long waits, so that looking costs next to nothing and delays by a twentieth.
@@ -60,7 +60,7 @@ class Communicator(Collectives):
 
 
 class Pending:
-    """Requests under way; `ready()` moves them on without waiting, `result()` waits."""
+    """Pending requests; `ready()` moves them on without waiting, `result()` waits."""
 
     def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
         self.traffic = Traffic()
@@ -116,7 +116,7 @@ class Pending:
         return xp.insist(results, xp.concat(doubts), senders) if doubts else results
 
     def _move(self, members: list[int], program: Running) -> None:
-        """Go on with a program until an operation is under way that it waits for."""
+        """Advance a program until it waits for a pending operation."""
         while not program.done:
             if not self._communicator.poll(program.asked):
                 self._running.append((members, program))

@@ -18,7 +18,7 @@ VARIABLE = "ACCORDION_HVD_LOCAL_SIZE"
 
 
 def meet(communicator: Communicator, wanted: bool, device: Any = None) -> None:
-    """Learn who shares a machine, if that is `wanted` (`Policy.by_machine`); collective, once.
+    """Learn who shares a machine, if that is `wanted` (`Policy.topology_aware`); collective, once.
 
     All groups that requests will name are registered here: every rank registers all of them, in
     one order, also those that it is not part of.

@@ -48,7 +48,7 @@ class LocalCommunicator(Communicator):
         return copied if splits is None else (copied, list(splits))
 
     def poll(self, handle: Any) -> bool:
-        """Return True: nothing is ever under way."""
+        """Return True: no operation is ever pending."""
         return True
 
     def wait(self, handle: Any) -> Any:

@@ -18,7 +18,7 @@ class Neighbourhood:
     """Carries `Neighbours` requests, which always name the same ranks.
 
     Args:
-        pause: called between two looks at what is under way, with the seconds waited so far.
+        pause: called between two polls, with the seconds waited so far.
         comm: ranks as MPI knows them, with whose messages ours are not confused; by default all.
     """
 

@@ -144,7 +144,7 @@ def _reduce_half(
         kept[name] = flat
     theirs = yield communicator.alltoall(f"{name}.parts", flat, group)
     mean = xp.mean_of_wire(theirs, wire, ranks)
-    del theirs, flat  # or they would stay as long as the rest is under way
+    del theirs, flat  # or they would stay until the rest has arrived
     flat = yield communicator.allgather(f"{name}.means", mean, group)
     likes = [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]
     return xp.from_wire(flat, wire, likes)

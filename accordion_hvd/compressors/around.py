@@ -31,9 +31,9 @@ class Around(Compressor):
         return self.compressor.phases
 
     @property
-    def settling(self) -> int:
+    def startup_steps(self) -> int:
         """Return the inner compressor's warm-up steps."""
-        return self.compressor.settling
+        return self.compressor.startup_steps
 
     def plain(self) -> Compressor | None:
         """Return the compressor that the inner one uses for exempt tensors."""
@@ -51,9 +51,9 @@ class Around(Compressor):
         """Return the inner compressor's report, where it has a state."""
         return self.compressor.report(state) if state else {}
 
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """Return the state that the inner compressor keeps while another level serves."""
-        return self.compressor.park(state)
+        return self.compressor.deactivate(state)
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return the inner compressor's state on another number of ranks."""

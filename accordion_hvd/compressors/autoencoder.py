@@ -164,7 +164,7 @@ DECODER = (*_HIDDEN, Layer(32, 1, 1, 1, leaky=False))
 
 
 def code_length(values: int) -> int:
-    """Positions of a code: the fewest that decode to at least so many values."""
+    """Positions of a code: the fewest that decode to at least this number of values."""
     return max(1, -(-(values - 31) // 16) + 1)
 
 

@@ -20,7 +20,7 @@ class AllElements(Codec):
         wire: the dtype of 16 bits, or None.
     """
 
-    stacks: ClassVar[str] = "any"
+    batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
     wire: ClassVar[str | None] = None
 

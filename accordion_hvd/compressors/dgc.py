@@ -63,7 +63,7 @@ class DGC(Sparsifier):
         check.integer(self, "warmup", self.warmup, least=0)
         if self.clip is not None and (not check.is_number(self.clip) or self.clip <= 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
-        object.__setattr__(self, "stacks", "alike" if self.clip is None else "")
+        object.__setattr__(self, "batching", "alike" if self.clip is None else "")
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: the paper's v; `momentum`: its u. Vectors with the gradient's elements."""
@@ -108,7 +108,7 @@ class DGC(Sparsifier):
         """Plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over another DGC's u."""
         if "momentum" not in state or "momentum" not in other_state:
             return state

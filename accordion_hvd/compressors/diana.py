@@ -13,8 +13,9 @@ class Diana(Shifted):
     """DIANA (Mishchenko, Gorbunov, Takac & Richtarik, 2019): unbiased codecs of differences.
 
     Algorithm 1 of "Distributed Learning with Compressed Gradient Differences": Delta_i =
-    Q(g_i - h_i), the result is h + mean Delta_i, and then h_i <- h_i + alpha Delta_i and h
-    likewise. The result is as unbiased as Q, and its variance goes to zero where gradients settle.
+    Q(g_i - h_i), the result is h + mean Delta_i, and then h_i <- h_i + alpha Delta_i and h <- h +
+    alpha mean Delta_i. The result is as unbiased as Q, and its variance goes to zero where
+    gradients converge.
 
     Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
     of `RandomK`. Kept: two tensors.

@@ -14,9 +14,9 @@ class EF21(Shifted):
 
     Algorithm 2 of "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
     Feedback": c_i = C(g_i - h_i), h_i <- h_i + c_i, h <- h + mean c_i, and h is the result. Where
-    gradients settle, so do messages, and h tends to the exact mean; with `ErrorFeedback` the last
+    gradients converge, so do messages, and h tends to the exact mean; with `ErrorFeedback` the last
     gradients are compressed as coarsely as the first. The first results are small, as h begins at
-    zero (the paper begins with whole gradients). Nothing is owed at a change of levels.
+    zero (the paper begins with whole gradients). There is no residual at a change of levels.
 
     Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
     of `RandomK`. Kept: two tensors, where `ErrorFeedback` has one.

@@ -29,9 +29,9 @@ class ErrorFeedback(Wrapper):
     local: ClassVar[tuple[str, ...]] = ("error",)
 
     @property
-    def contracts(self) -> bool:  # type: ignore[override]
+    def contractive(self) -> bool:  # type: ignore[override]
         """Return whether the codec is contractive."""
-        return self.codec.contracts
+        return self.codec.contractive
 
     def init(self, spec: Spec, info: Info) -> State:
         """`error`: what was not sent yet, in the codec's layout."""

@@ -23,9 +23,9 @@ class Gathered(Wrapper):
     """
 
     @property
-    def stacks(self) -> str:  # type: ignore[override]
+    def batching(self) -> str:  # type: ignore[override]
         """Any tensors may share a call, if the codec takes them so."""
-        return self.codec.stacks if self.codec.stacks == "any" else ""
+        return self.codec.batching if self.codec.batching == "any" else ""
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Run one allgather of messages."""

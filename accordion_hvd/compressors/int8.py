@@ -33,8 +33,8 @@ class Int8(Codec):
         block: how many elements have a scale in common.
     """
 
-    stacks: ClassVar[str] = "alike"
-    contracts: ClassVar[bool] = True
+    batching: ClassVar[str] = "alike"
+    contractive: ClassVar[bool] = True
 
     block: int = 256
 

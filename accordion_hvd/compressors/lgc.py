@@ -24,7 +24,7 @@ _MEMORY = (0.9, 0.999)  # Adam's
 
 @dataclass(frozen=True)
 class LGC(Sparsifier):
-    """Top-k values at common positions, coded by an autoencoder that is trained on the way.
+    """Top-k values at common positions, coded by an autoencoder that is trained meanwhile.
 
     Three phases: the plain average; then top-k, whose values train the autoencoder; then codes.
     At each step the ranks take turns as leader: it chooses the `ratio` of each tensor that is
@@ -89,7 +89,7 @@ class LGC(Sparsifier):
         return TRAINING if left > 1 else SHIPPING if left == 1 else CODED
 
     @property
-    def settling(self) -> int:
+    def startup_steps(self) -> int:
         """Until there are codes."""
         return self.dense + self.training
 
@@ -110,10 +110,10 @@ class LGC(Sparsifier):
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Run one allreduce; or broadcast the leader's positions, then exchange values or codes."""
-        xp, owed = namespace(grad), state["error"]
+        xp, error = namespace(grad), state["error"]
         if self._innovates and info.phase == CODED:
-            owed = xp.copy(owed)  # innovations, which come last, may not decode
-        total = xp.accumulate(owed, xp.reshape(grad, (-1,)))
+            error = xp.copy(error)  # innovations, which come last, may not decode
+        total = xp.accumulate(error, xp.reshape(grad, (-1,)))
         if info.phase == DENSE:
             mean = yield Allreduce(total)
             return xp.reshape(mean, xp.shape(grad)), {**state, "error": xp.emptied(total)}

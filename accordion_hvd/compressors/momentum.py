@@ -38,7 +38,7 @@ class Momentum(Around):
     def __post_init__(self) -> None:
         """Raises: ValueError when the compressor does not average gradients, or by momentum."""
         inner: Any = self.compressor
-        suits = isinstance(inner, Compressor) and not (inner.private or inner.in_parts)
+        suits = isinstance(inner, Compressor) and not (inner.private or inner.sharded)
         if not suits or (inner.target, inner.output) != ("gradient", "gradient"):
             check.refuse(self, "compressor", inner, "one that returns the mean of whole gradients")
         check.below_one(self, "momentum", self.momentum)
@@ -49,9 +49,9 @@ class Momentum(Around):
         return self.compressor.scope
 
     @property
-    def stacks(self) -> str:  # type: ignore[override]
+    def batching(self) -> str:  # type: ignore[override]
         """Tensors of one shape may share a call, if for the compressor."""
-        return "alike" if self.compressor.stacks else ""
+        return "alike" if self.compressor.batching else ""
 
     @property
     def halves(self) -> bool:  # type: ignore[override]
@@ -84,10 +84,10 @@ class Momentum(Around):
         """Plain momentum, for tensors that are not compressed."""
         return Momentum(self.compressor.plain() or Dense(), self.momentum)
 
-    def park(self, state: State) -> State:
-        """Return the inner compressor's parked state, and the momentum."""
+    def deactivate(self, state: State) -> State:
+        """Return the inner compressor's inactive state, and the momentum."""
         own = {key: value for key, value in state.items() if key == "momentum"}
-        return super().park(_without_momentum(state)) | own
+        return super().deactivate(_without_momentum(state)) | own
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return the ranks' mean momentum, and the inner compressor's state."""
@@ -101,7 +101,7 @@ class Momentum(Around):
         own = {"momentum": 0 * state["momentum"]} if "momentum" in state else {}
         return super().foreign(_without_momentum(state), spec, info) | own
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over the momentum of another one."""
         if "momentum" not in state or "momentum" not in other_state:
             return state

@@ -26,7 +26,7 @@ class Natural(Codec):
     it is less than fp32's.
     """
 
-    stacks: ClassVar[str] = "any"
+    batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
 
     def encode(self, x: Tensor, info: Info) -> Message:

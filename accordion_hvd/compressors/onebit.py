@@ -27,8 +27,8 @@ class OneBit(Codec):
     Sent: an allgather of n m / 8 + 8 m bytes a matrix, so traffic grows with the ranks.
     """
 
-    stacks: ClassVar[str] = "alike"
-    contracts: ClassVar[bool] = True
+    batching: ClassVar[str] = "alike"
+    contractive: ClassVar[bool] = True
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return (n, m)."""

@@ -39,8 +39,8 @@ class PowerSGD(Compressor):
         rank: the rank of the approximation, at least 1; at most min(n, m) of it is used.
     """
 
-    stacks: ClassVar[str] = "alike"
-    contracts: ClassVar[bool] = True
+    batching: ClassVar[str] = "alike"
+    contractive: ClassVar[bool] = True
     checks: ClassVar[bool] = True
 
     rank: int = 2
@@ -82,11 +82,11 @@ class PowerSGD(Compressor):
         nothing = xp.zeros(xp.shape(p), "float32", xp.device(p))
         return super().with_residual({**state, "p": nothing}, residual)
 
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """`q`, to start from."""
         return {"q": state["q"]}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over another PowerSGD's `q`: cut, or completed with rows of our own."""
         if not isinstance(other, PowerSGD):
             return state

@@ -34,7 +34,7 @@ class QSGD(Codec):
         norm: "max" or "l2".
     """
 
-    stacks: ClassVar[str] = "any"
+    batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
 
     bits: int = 4

@@ -28,9 +28,9 @@ class RandomK(Ratio, Codec):
         ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
     """
 
-    stacks: ClassVar[str] = "alike"
+    batching: ClassVar[str] = "alike"
     summed: ClassVar[bool] = True
-    contracts: ClassVar[bool] = True
+    contractive: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return the chosen values."""

@@ -14,7 +14,7 @@ from accordion_hvd.core.base import Allreduce, Broadcast, Conversation, Info, St
 from accordion_hvd.ops import indices, namespace
 
 _GUIDE = ((196.0, 25), (128.0, 50), (0.0, 400))
-"""FLOPs per gradient from which the paper compresses a layer so many times."""
+"""FLOPs per gradient from which the paper compresses a layer this strongly."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ScaleCom(Sparsifier):
             "exact": the largest of the tensor.
     """
 
-    stacks: ClassVar[str] = "alike"
+    batching: ClassVar[str] = "alike"
 
     beta: float = 1.0
     selection: str = "bins"
@@ -58,7 +58,7 @@ class ScaleCom(Sparsifier):
 
     @classmethod
     def guided(cls, flops: float, **options: Any) -> ScaleCom:
-        """For a layer with so many FLOPs per gradient element and step of a rank.
+        """For a layer with this number of FLOPs per gradient element and step of a rank.
 
         The paper's guide: a layer with much computation for each weight, as convolutions of large
         images have, is compressed 25 times (from 196) or 50 times (from 128), others 400 times.
@@ -82,35 +82,35 @@ class ScaleCom(Sparsifier):
         """Broadcast the leader's positions, then average the values there."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        fresh, owed = xp.reshape(grad, shape), state["error"]
-        index = yield from self._chosen(fresh, owed, info)
+        fresh, error = xp.reshape(grad, shape), state["error"]
+        index = yield from self._chosen(fresh, error, info)
         values = xp.cast(xp.take(xp.reshape(fresh, (-1,)), index), "float32")
-        values = values + xp.take(xp.reshape(owed, (-1,)), index) * self.beta
-        total = xp.reshape(xp.accumulate(owed, fresh), (-1,))
+        values = values + xp.take(xp.reshape(error, (-1,)), index) * self.beta
+        total = xp.reshape(xp.accumulate(error, fresh), (-1,))
         error = xp.add_at(total, index, -values)
         values = yield Allreduce(values, reuse=True)
         return mean_of([(index, values)], grad), {"error": xp.reshape(error, shape)}
 
-    def _chosen(self, fresh: Tensor, owed: Tensor, info: Info) -> Generator[Any, Any, Tensor]:
-        xp, shape = namespace(fresh), namespace(fresh).shape(owed)
+    def _chosen(self, fresh: Tensor, error: Tensor, info: Info) -> Generator[Any, Any, Tensor]:
+        xp, shape = namespace(fresh), namespace(fresh).shape(error)
         size, count = math.prod(shape), math.prod(shape[:-1]) * self.kept(shape[-1])
         leader = info.step % info.size
         read = partial(_decode, count=count, size=size)
         if not check.is_integer(leader):  # in a graph
-            mine = xp.pack_index(self._choice(fresh, owed), size)
+            mine = xp.pack_index(self._choice(fresh, error), size)
             mine = _words(mine) * xp.cast(leader == info.rank, "int32")
             return (yield Allreduce(mine, op="sum", sender=leader, decode=read))
         if leader == info.rank:
-            mine = xp.pack_index(self._choice(fresh, owed), size)
+            mine = xp.pack_index(self._choice(fresh, error), size)
         else:
             length = indices.packed_length(count, size)
             mine = xp.zeros((length,), "uint8", xp.device(fresh))
         return (yield Broadcast(mine, root=leader, decode=read))
 
-    def _choice(self, fresh: Tensor, owed: Tensor) -> Tensor:
+    def _choice(self, fresh: Tensor, error: Tensor) -> Tensor:
         """Choose the positions where this rank's p = m + g is large."""
         xp = namespace(fresh)
-        large = owed * self.beta + xp.cast(fresh, "float32")
+        large = error * self.beta + xp.cast(fresh, "float32")
         if self.selection == "bins":
             return xp.largest_of_bins(large, self.width)
         return xp.largest_index(large, self.kept(xp.shape(large)[-1]))

@@ -45,7 +45,7 @@ class SignSGD(Compressor):
 
     output: ClassVar[str] = "update"
     local: ClassVar[tuple[str, ...]] = ("momentum",)
-    stacks: ClassVar[str] = "alike"
+    batching: ClassVar[str] = "alike"
 
     momentum: float = 0.0
 
@@ -121,8 +121,8 @@ class EFSignSGD(Codec):
     less than fp32's.
     """
 
-    stacks: ClassVar[str] = "alike"
-    contracts: ClassVar[bool] = True
+    batching: ClassVar[str] = "alike"
+    contractive: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Signs, and for each tensor the step from -scale to scale."""

@@ -63,7 +63,7 @@ class SketchedSGD(Sparsifier):
         check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`: v, a vector with the gradient's elements; `momentum`: u, likewise."""
+        """`error`: v, a vector with the gradient's elements; `momentum`: u, another one."""
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros((spec.size,))} if self.momentum else {})
 

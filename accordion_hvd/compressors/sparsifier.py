@@ -47,7 +47,7 @@ class Sparsifier(Ratio, Compressor):
 class SparseCodec(Codec):
     """Parses messages as positions and values; what is elsewhere is zero."""
 
-    stacks: ClassVar[str] = "alike"
+    batching: ClassVar[str] = "alike"
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Encode with an error of zeros."""

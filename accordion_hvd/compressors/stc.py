@@ -31,7 +31,7 @@ class STC(Ratio, SparseCodec):
             paper's experiments use 1/400.
     """
 
-    contracts: ClassVar[bool] = True
+    contractive: ClassVar[bool] = True
 
     ratio: float = 0.0025
 

@@ -32,7 +32,7 @@ class TopK(Ratio, SparseCodec):
         wire: the dtype in which values travel, "float32" or "float16".
     """
 
-    contracts: ClassVar[bool] = True
+    contractive: ClassVar[bool] = True
 
     wire: str = "float32"
 

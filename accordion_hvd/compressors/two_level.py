@@ -50,8 +50,8 @@ class TwoLevel(Around):
     """
 
     compressor: Compressor = PowerSGD()
-    by_machine: ClassVar[bool] = True
-    in_parts: ClassVar[bool] = True
+    topology_aware: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Raises: ValueError when `compressor` is none."""
@@ -62,8 +62,8 @@ class TwoLevel(Around):
             check.refuse(self, "compressor", self.compressor, "one that is not private")
         for aspect in ("target", "output", "scope", "halves"):
             object.__setattr__(self, aspect, getattr(self.compressor, aspect))
-        stacks = "any" if self.compressor.stacks == "any" else ""
-        object.__setattr__(self, "stacks", stacks)
+        batching = "any" if self.compressor.batching == "any" else ""
+        object.__setattr__(self, "batching", batching)
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the inner state for this rank's slice; nothing where all ranks share a host.
@@ -101,7 +101,7 @@ class TwoLevel(Around):
 
         It counts once a machine: L times as much.
 
-        On another number of ranks all that slices owe is owed so.
+        On another number of ranks, all residuals of slices become such residuals.
         """
         here = _place(info)
         if len(here.near) == 1:
@@ -112,11 +112,11 @@ class TwoLevel(Around):
         slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
         return _joined(slices, spec.shape)
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Let the inner compressor take over its predecessor's state, if both have slices."""
         if not state or not isinstance(other, TwoLevel):
             return state
-        return self.compressor.inherit(state, other.compressor, other_state)
+        return self.compressor.warm_start(state, other.compressor, other_state)
 
 
 def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ class Alltoall(Request):
     The first dimension must be the number of ranks taking part.
 
     Attributes:
-        splits: so many rows go to each rank instead, in rank order; their sum is the first
+        splits: the number of rows for each rank instead, in rank order; their sum is the first
             dimension. The result is then a tuple with what each rank has sent. The other
             dimensions must be alike on all ranks. Not in graphs.
     """
@@ -109,9 +109,23 @@ class Neighbours(Request):
 
 
 Requests = Request | tuple[Request, ...]
-"""What a conversation may yield: a request, or several that leave together (results likewise)."""
+"""A request, or several that leave together, as their results arrive together."""
 
 Conversation = Generator[Requests, Any, tuple[Tensor, State]]
+
+
+RENAMED = {
+    "by_machine": "topology_aware",
+    "contracts": "contractive",
+    "in_parts": "sharded",
+    "inherit": "warm_start",
+    "park": "deactivate",
+    "regroup": "rescale",
+    "settling": "startup_steps",
+    "several": "per_sample",
+    "stacks": "batching",
+}
+"""Old names of what a compressor may define, and the new ones."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,7 @@ class Info:
         name: the bucket's name, equal on all ranks; the root of its random seeds.
         lr: the learning rate now.
         machines: who shares a machine with whom; () means that nobody asked or nobody does. Only
-            told where a compressor is `by_machine`.
+            told where a compressor is `topology_aware`.
         phase: what `Compressor.variant` says now; an integer, in a graph too.
         sizes: elements of each tensor, where the conversation's vector is several side by side;
             () where that is not known.
@@ -161,7 +175,7 @@ class NotForStockHorovod:
         raise TypeError(
             f"{self!r} was given to Horovod's own wrapper, which cannot run it. Write "
             f"`import accordion_hvd.{framework} as hvd` instead of "
-            f"`import horovod.{framework} as hvd` (likewise for horovod.tensorflow.keras)."
+            f"`import horovod.{framework} as hvd` (and the same for horovod.tensorflow.keras)."
         )
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
@@ -182,7 +196,7 @@ class Compressor(NotForStockHorovod):
         scope: "tensor" (called with one tensor in its own shape), "flat" (with vectors that may
             hold several tensors side by side), "joint" (with one such vector of all tensors that
             are large enough and not exempt) or "model" (the whole model as one vector).
-        stacks: which small tensors may share one call of `exchange`, so that many cost little
+        batching: which small tensors may share one call of `exchange`, so that many cost little
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
             "" (none). `info.name` is then that of the first, and `info.lr` not that of all.
@@ -193,9 +207,9 @@ class Compressor(NotForStockHorovod):
         local: keys of the state that are of use to this rank alone.
         contracts: whether what it keeps of x = error + gradient is always shorter than x by some
             factor, at least in expectation, and what it sends depends on that sum alone.
-        by_machine: whether it asks who shares a machine.
+        topology_aware: whether it asks who shares a machine.
         halves: whether it sends nothing but fp16, which some engines add better than others.
-        in_parts: whether its state is then that of a part of the tensor (`whole`), and what other
+        sharded: whether its state is then that of a part of the tensor (`whole`), and what other
             levels owe reaches it with the next gradient.
         private: whether only what it returns may become known of gradients. It then serves a whole
             model as one vector, alone: under no policy but `Fixed`, with nothing beside it. It
@@ -208,16 +222,16 @@ class Compressor(NotForStockHorovod):
     target: ClassVar[str] = "gradient"
     output: ClassVar[str] = "gradient"
     scope: ClassVar[str] = "tensor"
-    stacks: ClassVar[str] = ""
+    batching: ClassVar[str] = ""
     checks: ClassVar[bool] = False
     reads: ClassVar[bool] = False
     local: ClassVar[tuple[str, ...]] = ("error",)
-    contracts: ClassVar[bool] = False
-    by_machine: ClassVar[bool] = False
+    contractive: ClassVar[bool] = False
+    topology_aware: ClassVar[bool] = False
     halves: ClassVar[bool] = False
-    in_parts: ClassVar[bool] = False
+    sharded: ClassVar[bool] = False
     private: ClassVar[bool] = False
-    several: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = False
     budget: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -225,13 +239,13 @@ class Compressor(NotForStockHorovod):
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
-        if "regroup" in vars(cls):
+        for old in RENAMED.keys() & vars(cls).keys():
             warnings.warn(
-                f"{cls.__name__} defines regroup(), which is called rescale() now; rename it.",
+                f"{cls.__name__} defines {old}, which is called {RENAMED[old]} now; rename it.",
                 DeprecationWarning,
                 stacklevel=2,
             )
-            cls.rescale = cls.regroup  # type: ignore[attr-defined, method-assign]
+            setattr(cls, RENAMED[old], vars(cls)[old])
 
     def accept(self, spec: Spec, name: str) -> None:
         """See that a tensor like `spec` can be served; asked before anything is exchanged.
@@ -287,7 +301,7 @@ class Compressor(NotForStockHorovod):
         return type(self).variant is not Compressor.variant
 
     @property
-    def settling(self) -> int:
+    def startup_steps(self) -> int:
         """Steps that it serves before it costs what it will cost; a `Gate` judges it after them."""
         return 0
 
@@ -329,18 +343,18 @@ class Compressor(NotForStockHorovod):
         """Return whether `spend` would not be refused."""
         return True
 
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """Return the state to keep while another level serves, which has taken the residual."""
         return {key: value for key, value in state.items() if key != "error"}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what the level that served before has learned; by default nothing."""
         return state
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return the state with which a rank goes on where there were other ranks before.
 
-        By default each rank's `error` is an equal part of what all ranks owe together. Of the
+        By default each rank's `error` is an equal part of the sum of all residuals. Of the
         rest, what is equal on all ranks stays, and what is not, or is in `local`, is their mean.
 
         Args:

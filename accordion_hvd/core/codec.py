@@ -44,7 +44,7 @@ class Codec(Compressor):
     def layout(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in which a tensor is encoded: a vector, unless a subclass says more.
 
-        Where small tensors share a call (`stacks = "alike"`), there is one more dimension before.
+        Where small tensors share a call (`batching = "alike"`), there is one more dimension before.
         """
         return (math.prod(shape),)
 
@@ -159,7 +159,7 @@ def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Co
     """Average what is left of gradients; the rest is lost."""
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.cast(grad, "float32")
-    x = x if codec.stacks == "any" else xp.reshape(x, codec.layout(shape))
+    x = x if codec.batching == "any" else xp.reshape(x, codec.layout(shape))
     mean, _ = yield from average(codec, codec.encode(x, info), x, info)
     return xp.reshape(mean, shape), state
 
@@ -192,9 +192,9 @@ class Wrapper(Compressor):
             check.refuse(self, "codec", self.codec, "a Codec, such as TopK(0.01) or QSGD(4)")
 
     @property
-    def stacks(self) -> str:  # type: ignore[override]
+    def batching(self) -> str:  # type: ignore[override]
         """Tensors of one shape may share a call, as there is a state for each, if for the codec."""
-        return "alike" if self.codec.stacks else ""
+        return "alike" if self.codec.batching else ""
 
     def accept(self, spec: Spec, name: str) -> None:
         """Refuse tensors that compressors in general, or the codec, refuse."""

@@ -1,4 +1,4 @@
-"""Conversations made of other conversations: the same, asked of others or in another way."""
+"""Exchanges made of other exchanges, with other members or other collectives."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from accordion_hvd.core.base import Request
 
 
 class Running:
-    """A generator under way: holds its last request, and in the end its result.
+    """A running generator: holds its last request, and in the end its result.
 
     Args:
         generator: runs to its first request at once.

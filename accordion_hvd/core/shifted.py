@@ -42,7 +42,7 @@ class Shifted(Wrapper):
         found = xp.copy(after) if self.ahead else before + moved  # the optimizer may write into it
         return xp.reshape(found, shape), {"local": local + mine * self.alpha, "mean": after}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Go on from another codec's h_i and h."""
         if not isinstance(other, Shifted):
             return state

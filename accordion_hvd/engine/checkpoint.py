@@ -2,8 +2,8 @@
 
 One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
 the residuals over ranks is kept: each new rank gets an equal part of it; what becomes of the
-errors of an optimizer of ours, that one says (`Compressor.rescale`). Residuals of parts of
-tensors (`TwoLevel`) are then, or on other machines, owed as those of whole tensors.
+errors of a compressed optimizer, its rule says (`Compressor.rescale`). Residuals of parts of
+tensors (`TwoLevel`) are then, or on other machines, carried as those of whole tensors.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
 
 def shared(exchange: Exchange) -> dict[str, Any]:
     """Return what a rank that joins takes over from this one, as NumPy arrays and plain values."""
-    mine = [replace(one.owing(0), kept={}) for one in saved_of(exchange)]
+    mine = [replace(one.scaled(0), kept={}) for one in saved_of(exchange)]
     return {"ranks": exchange.communicator.size, "about": describe(exchange), "buckets": mine}
 
 
@@ -211,7 +211,7 @@ def move(exchange: Exchange, link: Communicator) -> None:
     exchange.units.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
-    mine = [one.owing(link.size / before.size) for one in mine]
+    mine = [one.scaled(link.size / before.size) for one in mine]
     restore(exchange, _foreign(exchange, mine), about)
 
 

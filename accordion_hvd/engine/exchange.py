@@ -77,7 +77,7 @@ class Exchange:
         self.evidence = Collecting(self)
         self.decisions = Decisions(self)
         self.accounts = Accounts()
-        self.running: Step | None = None  # the step under way
+        self.running: Step | None = None  # the current step
         self.results: dict[int, Tensor] = {}
         self._lr: dict[str, float] = {}
         self.extend(tensors)
@@ -132,7 +132,7 @@ class Exchange:
         if observers.weight != 1:  # which is the rate that this step will be taken with
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
         guarded = bool(self.evidence.followed)
-        guarded |= any(s.compressor.stacks != "any" or s.owed is not None for s in self.slots)
+        guarded |= any(s.compressor.batching != "any" or s.carried is not None for s in self.slots)
         plan, number = self.units.refresh(), self.units.number()
         step = Step(self.communicator, plan.groups, self.name, number, guarded)
         step.measuring = observers.any("measures")
@@ -153,7 +153,7 @@ class Exchange:
         assert self.running is not None
         memory = self.units.memory[index]
         first, wanted = memory.slots[0], self.evidence.wanted(memory.slots[0])
-        checks = first.compressor.checks and memory.owed() is None
+        checks = first.compressor.checks and memory.carried() is None
         checks = checks and not any(one.looks_before for one in wanted)
         opening = functools.partial(self._opening, memory, wanted, parameter)
         self.running.start(index, grad, opening, checks)
@@ -167,9 +167,9 @@ class Exchange:
         memory.open(info, wanted)
         if wanted:
             self.evidence.before(memory, wanted, grad)
-        owed = memory.owed()
-        if owed is not None:
-            grad = grad + self.xp.cast(owed, first.bucket.dtype)
+        carried = memory.carried()
+        if carried is not None:
+            grad = grad + self.xp.cast(carried, first.bucket.dtype)
         return first.compressor.exchange(grad, memory.state, info)
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
@@ -228,7 +228,7 @@ class Exchange:
         return self.running.advance()
 
     def abort(self) -> None:
-        """Forget a step that was begun and cannot be finished (an error on the way).
+        """Forget a step that was begun and cannot be finished (after an error).
 
         Errors and sums are as before it, unless later rounds had begun.
         """

@@ -198,7 +198,7 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     def discover(self) -> None:
         """Find out about hosts and link what the policy needs to know; collective, once."""
-        hosts.meet(self.communicator, self.policy.by_machine, self.device)
+        hosts.meet(self.communicator, self.policy.topology_aware, self.device)
         halves.meet(self.communicator, self.policy, self.device)
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:

@@ -24,7 +24,7 @@ def meet(communicator: Communicator, policy: Policy, device: Any = None) -> None
     """Measure the link once, if a level of `policy`, or its gate, sends halves; collective.
 
     Engines that are known to add halves well are not asked. A link that one rank has seen quick is
-    quick: whoever had to wait for others has measured that.
+    quick: a rank that had to wait for others has measured the waiting.
     """
     known = communicator.half_allreduce is not None or communicator.size == 1
     if known or not _sends_halves(policy):

@@ -102,7 +102,7 @@ class Averager(checkpoint.Keeper):
         """Choose between groups that wait and averaging without waiting; register all groups.
 
         Raises:
-            ValueError: the method does not suit so many ranks, or groups cannot be added.
+            ValueError: the method does not suit this number of ranks, or groups cannot be added.
             RuntimeError: averaging without waiting was asked for and is not possible here; or the
                 job is elastic; or ranks were set up differently.
         """
@@ -236,7 +236,7 @@ class Averager(checkpoint.Keeper):
             self.equal = self.method.equal(self.steps)
             self._hold(self.method.exchange, lr, model)
         if self.alternation is not None and self.alternation.over and not self.method.meets:
-            self._hold(self.method.settle, 0.0, model)
+            self._hold(self.method.synchronize, 0.0, model)
             self.equal = True
         self._inform()
         self.steps += 1
@@ -257,7 +257,7 @@ class Averager(checkpoint.Keeper):
         if self._engine is not None:
             self._over_mpi(self._engine.average_now, self.parameters)
         else:
-            self._hold(self.method.settle, 0.0, self.parameters)
+            self._hold(self.method.synchronize, 0.0, self.parameters)
         self.equal = True
         self._inform()
         if statistics is not None:
@@ -265,7 +265,7 @@ class Averager(checkpoint.Keeper):
 
     def _inform(self) -> None:
         if self.alternation is not None:
-            self.alternation.settled = self.equal
+            self.alternation.equal = self.equal
 
     def level(self, tensors: Parameters) -> None:
         """Average these over the ranks, over Horovod; all ranks have the same ones."""

@@ -61,7 +61,7 @@ def make_plan(
 
     Args:
         buckets: what is exchanged.
-        alike: for each bucket how it may be stacked (`Compressor.stacks`) and what it must have in
+        alike: how each bucket may be stacked (`Compressor.batching`), and what else it must have in
             common with others besides its shape.
         payloads: for each bucket, about how many bytes its first requests have.
         limit: bytes after which a group is closed; by default a part of all of them.

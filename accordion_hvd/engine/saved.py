@@ -19,18 +19,18 @@ class Saved:
     Attributes:
         level: the level that serves.
         states: of this level and of those that have served before.
-        owed: what a level without error feedback must add to the next gradient.
+        carried: the residual of a level without error feedback, for the next gradient.
         kept: for the policy's evidence.
     """
 
     level: int
     states: dict[int, State] = field(default_factory=dict)
-    owed: Tensor | None = None
+    carried: Tensor | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, as files have them; `read` is the inverse."""
-        found = {} if self.owed is None else {"owed": self.owed}
+        found = {} if self.carried is None else {"owed": self.carried}
         found |= {f"kept/{key}": value for key, value in self.kept.items()}
         for level, state in self.states.items():
             place = "state" if level == self.level else f"parked/{level}"
@@ -45,7 +45,7 @@ class Saved:
             level: the level that served.
             tensors: by name. Files of version 0.1.0 have "seen" for sums of gradients.
         """
-        made = cls(level, owed=tensors.get("owed"))
+        made = cls(level, carried=tensors.get("owed"))
         for name, tensor in tensors.items():
             place, _, key = name.partition("/")
             if place == "state":
@@ -61,17 +61,19 @@ class Saved:
         """Return the same with all tensors converted."""
         return Saved.read(self.level, {k: convert(x) for k, x in self.tensors().items()})
 
-    def owing(self, factor: float) -> Saved:
-        """Return the same with all errors, and what is owed, multiplied."""
+    def scaled(self, factor: float) -> Saved:
+        """Return the same with all residuals multiplied."""
         states = {
             number: {k: (x * factor).astype(x.dtype) if k == "error" else x for k, x in s.items()}
             for number, s in self.states.items()
         }
-        owed = None if self.owed is None else (self.owed * factor).astype(self.owed.dtype)
-        return replace(self, states=states, owed=owed)
+        carried = self.carried
+        if carried is not None:
+            carried = (carried * factor).astype(carried.dtype)
+        return replace(self, states=states, carried=carried)
 
     def of_whole(self, levels: Sequence[Compressor], spec: Spec, made: Info) -> Saved:
-        """Return the same without states of parts of tensors, but owing what these owe.
+        """Return the same with residuals of whole tensors in place of states of their parts.
 
         Args:
             levels: of the bucket.
@@ -80,17 +82,17 @@ class Saved:
         """
         if not (made.machines and of_parts(levels)):
             return self
-        level, owed = levels[self.level], self.owed
+        level, carried = levels[self.level], self.carried
         residual = level.residual(self.states.get(self.level, {}))
         if residual is not None:
             spec = replace(spec, xp=namespace(residual))
-            owed = level.whole(residual, spec, made) + (0.0 if owed is None else owed)
-        return Saved(self.level, {}, owed, self.kept)
+            carried = level.whole(residual, spec, made) + (0.0 if carried is None else carried)
+        return Saved(self.level, {}, carried, self.kept)
 
 
 def of_parts(levels: Sequence[Compressor]) -> bool:
     """Return whether states may belong to parts of a tensor."""
-    return any(level.in_parts for level in levels)
+    return any(level.sharded for level in levels)
 
 
 def rescaled(
@@ -105,9 +107,9 @@ def rescaled(
         info: of the rank that goes on.
     """
     found = Saved(everyone[0].level, kept=everyone[0].kept if info.rank == 0 else {})
-    owed = [one.owed for one in everyone if one.owed is not None]
-    if owed:
-        found.owed = sum(owed) / info.size
+    carried = [one.carried for one in everyone if one.carried is not None]
+    if carried:
+        found.carried = sum(carried) / info.size
     for number in _lasting(everyone[0], levels):
         states = [one.states[number] for one in everyone]
         found.states[number] = levels[number].rescale(states, spec, info)

@@ -37,8 +37,8 @@ class Slot:
         levels: the compressors that may serve it.
         spec: what its conversations are told of its gradients.
         level: which of the levels serves now.
-        parked: other levels' states, by level.
-        owed: what a level without error feedback must add to the next gradient.
+        inactive: other levels' states, by level.
+        carried: the residual of a level without error feedback, for the next gradient.
         made: what was told when `state` was made; None if it was loaded without saying.
         turns: exchanges that other levels have served, by level.
         name: what its conversations are told, the root of their random numbers; kept from job to
@@ -52,8 +52,8 @@ class Slot:
     ) -> None:
         self.bucket, self.levels, self.spec, self.level = bucket, levels, spec, level
         self.name = bucket.name
-        self.parked: dict[int, State] = {}
-        self.owed: Tensor | None = None
+        self.inactive: dict[int, State] = {}
+        self.carried: Tensor | None = None
         self.turns: dict[int, int] = {}
         self.since = 0
         self._state: State | None = None
@@ -111,7 +111,7 @@ class Slot:
     def prepare(self, info: Info) -> None:
         """Make the state, if there is none yet or the rank has moved to another machine."""
         before = self.made
-        if before is not None and any(level.in_parts for level in self.levels):
+        if before is not None and any(level.sharded for level in self.levels):
             if (before.machines, before.rank) != (info.machines, info.rank):
                 self._move(before)
         if self._stack is None and self._state is None:
@@ -120,21 +120,21 @@ class Slot:
             self.made = info
 
     def _move(self, before: Info) -> None:
-        """Owe, of the whole tensor, what states that belong to parts of it have owed."""
-        self.owed = self._debt(self.compressor, self.state or {}, before)
-        self.state, self.parked, self.made = None, {}, None
+        """Carry the residual of the whole tensor in place of states of its parts."""
+        self.carried = self._debt(self.compressor, self.state or {}, before)
+        self.state, self.inactive, self.made = None, {}, None
 
     def _debt(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
         """Return the residual of the whole tensor, of levels without error feedback, too."""
         residual = compressor.residual(state)
         if residual is None:
-            return self.owed
+            return self.carried
         xp, shape = self.spec.xp, self.spec.shape
         residual = xp.reshape(compressor.whole(residual, self.spec, info), shape)
-        return residual if self.owed is None else residual + xp.reshape(self.owed, shape)
+        return residual if self.carried is None else residual + xp.reshape(self.carried, shape)
 
     def residual(self, info: Info) -> Tensor | None:
-        """Return all that this rank owes of the bucket, in its shape; None without feedback."""
+        """Return this rank's residual of the bucket, in its shape; None without error feedback."""
         return self._debt(self.compressor, self.state or {}, self.made or info)
 
     def turn(self, level: int, counted: int) -> None:
@@ -143,7 +143,7 @@ class Slot:
         self.since = counted - self.turns.pop(level, 0)
 
     def switch(self, level: int, info: Info) -> None:
-        """Let another level serve: what the old one owes is handed over, the rest is parked."""
+        """Let another level serve: the new one takes over the residual of the old one."""
         if level == self.level:
             return
         old, old_level, old_state = self.compressor, self.level, self.state
@@ -151,24 +151,24 @@ class Slot:
         if old_state is None:
             return
         new = self.compressor
-        state = new.init(self.spec, info) | self.parked.pop(level, {})
-        state = new.inherit(state, old, old_state)
+        state = new.init(self.spec, info) | self.inactive.pop(level, {})
+        state = new.warm_start(state, old, old_state)
         self.state = self._charge(state, old, old_state, info)
-        self.parked[old_level] = old.park(old_state)
+        self.inactive[old_level] = old.deactivate(old_state)
 
     def _charge(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
-        """Return the new level's state with the old one's residual, or put it in `owed`."""
+        """Return the new level's state with the old one's residual, or put it in `carried`."""
         new, part = self.compressor, old.residual(old_state)
-        owes = new.residual(state) is not None
-        if owes and part is not None and new.in_parts and old.in_parts:
+        keeps = new.residual(state) is not None
+        if keeps and part is not None and new.sharded and old.sharded:
             return new.with_residual(state, part)  # the same part of the tensor, in the same units
         residual = self._debt(old, old_state, info)
-        self.owed = None
+        self.carried = None
         if residual is None:
             return state
-        if owes and not new.in_parts:
+        if keeps and not new.sharded:
             return new.with_residual(state, residual)
-        self.owed = residual
+        self.carried = residual
         return state
 
     def saved(self) -> Saved:
@@ -176,26 +176,27 @@ class Slot:
 
         Its tensors may be views of memory that the next step writes into.
         """
-        states = dict(self.parked)
+        states = dict(self.inactive)
         state = self.state
         if state:
             residual = self.compressor.residual(state)
-            settled = state if residual is None else self.compressor.with_residual(state, residual)
-            states[self.level] = settled
-        return Saved(self.level, states, self.owed, dict(self.kept))
+            combined = state if residual is None else self.compressor.with_residual(state, residual)
+            states[self.level] = combined
+        return Saved(self.level, states, self.carried, dict(self.kept))
 
     def load(self, saved: Saved) -> None:
         """Go on from what was saved."""
         states = dict(saved.states)
-        self.level, self.owed, self.made = saved.level, saved.owed, None
-        self.state, self.parked, self.kept = states.pop(saved.level, None), states, dict(saved.kept)
+        self.level, self.carried, self.made = saved.level, saved.carried, None
+        self.state, self.kept = states.pop(saved.level, None), dict(saved.kept)
+        self.inactive = states
 
 
 class Memory:
     """The memory of slots that share a conversation, as that conversation sees it.
 
     Attributes:
-        before: what was kept for the policy before the step under way, should it be taken back.
+        before: the policy's evidence before the current step, should that be undone.
         buffer: what the gradients of the last step were brought together in.
     """
 
@@ -209,7 +210,7 @@ class Memory:
 
     def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
         """Make what is missing; bring together what is not."""
-        if not self._together() or any(level.in_parts for level in self.slots[0].levels):
+        if not self._together() or any(level.sharded for level in self.slots[0].levels):
             for slot in self.slots:
                 slot.prepare(replace(info, name=slot.name) if self.stacked else info)
             if self.stacked and not self._together():
@@ -257,15 +258,15 @@ class Memory:
         else:
             self.slots[0].kept = kept
 
-    def owed(self) -> Tensor | None:
+    def carried(self) -> Tensor | None:
         """Return the residual of earlier levels that this gradient must include."""
-        if not any(slot.owed is not None for slot in self.slots):
+        if not any(slot.carried is not None for slot in self.slots):
             return None
         return self.combine(
             [
                 slot.spec.zeros(slot.bucket.shape)
-                if slot.owed is None
-                else self._xp.reshape(slot.owed, slot.bucket.shape)
+                if slot.carried is None
+                else self._xp.reshape(slot.carried, slot.bucket.shape)
                 for slot in self.slots
             ]
         )
@@ -273,7 +274,7 @@ class Memory:
     def keep(self, state: State) -> None:
         """Keep the state that a finished step has returned, and clear the residual beside it."""
         for slot in self.slots:
-            slot.owed = None
+            slot.carried = None
         if self._stack is None:
             self.slots[0].state = state
             return
@@ -286,6 +287,6 @@ class Memory:
             place += slot.bucket.size if self._stack.flat else 1
 
     def take_back(self) -> None:
-        """Keep for the policy what was kept before the step under way."""
+        """Restore the policy's evidence from before the current step."""
         if self.before is not None:
             self.kept, self.before = self.before, None

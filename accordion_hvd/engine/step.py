@@ -80,7 +80,7 @@ class Step:
         self._talks: dict[int, Talk] = {}
         self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}
         self._missing = [len(members) for members in groups]
-        self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, what is under way)
+        self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
         self._bad: list[Tensor] = []  # one flag for each group
         self._judged = False

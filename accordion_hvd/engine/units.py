@@ -1,4 +1,4 @@
-"""The units of an exchange: which buckets share a call, and tensors on their way in and out."""
+"""Units: the buckets that share a call, and the packing and unpacking of their tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Units:
         if self._plan is None:
             exchange, slots = self._exchange, self._exchange.slots
             buckets = [slot.bucket for slot in slots]
-            kinds = [(s.compressor.stacks, self._common(s)) for s in slots]
+            kinds = [(s.compressor.batching, self._common(s)) for s in slots]
             self._plan = make_plan(buckets, kinds, self._sizes(), self._limit)
             evidence = [one for one in exchange.policy.evidence if one.follows]
             self.memory = [
@@ -122,7 +122,7 @@ class Units:
 
     def _packed(self, index: int, parts: Sequence[Tensor], buffer: Tensor = None) -> Tensor:
         xp, unit, first = self._exchange.xp, self.plan.units[index], self.first(index)
-        if first.compressor.several:
+        if first.compressor.per_sample:
             return xp.concat([_rows(xp, part) for part in parts], 1)
         if unit.stacked == "alike":
             return xp.stack(parts, buffer)

@@ -32,7 +32,7 @@ Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
-_NAP = 1e-4  # seconds between looks at messages that are on their way
+_NAP = 1e-4  # seconds between polls of pending messages
 _QUIET = 0.1  # seconds between looks at other messages meanwhile
 _GRACE = 5.0  # seconds in which a rank that lives tells so
 _DTYPES = ("float32", "float64")
@@ -126,7 +126,7 @@ class WaitAvoiding:
         comm: an mpi4py communicator; by default the world.
         timeout: seconds to wait for a rank before giving it up for lost.
         steps: those of an earlier one that is gone on with, the same on all ranks.
-        version: likewise.
+        version: that of the first average; 0 for a new one.
 
     Attributes:
         steps: how often `average` was called.
@@ -522,7 +522,7 @@ class WaitAvoiding:
         return [(rank, why) for rank, why in enumerate(told) if why]
 
     def _say_goodbye(self) -> None:
-        """Messages keep their order: after a neighbour's last one, nothing of it is on its way."""
+        """Messages keep their order: after a neighbour's last one, no other is pending."""
         from mpi4py import MPI
 
         for rank in self._tell:

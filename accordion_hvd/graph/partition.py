@@ -76,7 +76,7 @@ def partition(graph: Graph, parts: int, method: str = "metis", seed: int = 0) ->
 
     Args:
         graph: the graph.
-        parts: to so many ranks.
+        parts: the number of ranks.
         method: "metis": parts of nearly equal size with few edges between them (Karypis & Kumar,
             SIAM J. Sci. Comput., 1998; needs the package pymetis); "random": parts of equal size,
             by `seed`; "hash": by a hash of the node's number, which everybody can compute. The last

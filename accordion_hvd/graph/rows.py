@@ -32,7 +32,7 @@ class Wire:
         return self.kind.__name__.lower()
 
     def width(self, features: int) -> int:
-        """Bytes of a row of so many features."""
+        """Return the bytes of a row with this number of features."""
         return sum(part.nbytes for part in self._of_one(features))
 
     def encode(self, rows: Array) -> Array:

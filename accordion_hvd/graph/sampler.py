@@ -1,8 +1,8 @@
 """Neighbours for a mini-batch: base samplers, and one that prefers local nodes without a bias.
 
-`Sampler` draws as GraphSAGE does (`fanout`: so many neighbours of each node) or as LADIES does
-(`layer_size`: so many nodes for a whole layer). `SkewedSampler` makes nodes that this rank owns
-likelier and weights every node by the probability with which it was really drawn.
+`Sampler` draws as GraphSAGE does (`fanout`: neighbours of each node) or as LADIES does
+(`layer_size`: nodes for a whole layer). `SkewedSampler` makes nodes that this rank owns likelier
+and weights every node by the probability with which it was really drawn.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class SkewedSampler(Sampler):
         budget: D, at least 1, for all hops or for each from the batch outwards. Most traffic is
             at the last: a larger D there and 1 before is a sound choice. Keep it equal on all
             ranks, or the average of gradients is dominated by the noisiest.
-        skew: a constant s instead of a budget; likewise.
+        skew: a constant s instead of a budget; one, or one per layer.
         rule: how s follows from D: "measured" (by the weights of A, as if all features had the same
             norm), "tight" (the same, as if p were also proportional to a: where it is not, as with
             both bases here, the budget may be exceeded), "worst" (holds for any features).
@@ -382,7 +382,7 @@ class SkewedSampler(Sampler):
 
         Args:
             local: c; any shape.
-            moment: the local share of M(p), if features have the same norm; likewise.
+            moment: the local share of M(p), if features have the same norm; for each node, too.
             hop: from the batch outwards.
             epoch: from 0.
         """

@@ -30,8 +30,8 @@ class FeatureStore:
 
     A fetch is two alltoalls of uneven shares: the numbers of the nodes that are wanted, each once,
     to their owners, and their rows back. All ranks must fetch equally often, in the same order;
-    whoever needs nothing fetches no nodes. What a rank cannot do (a node that does not exist, say)
-    raises on all ranks. Before the first fetch ranks compare what they hold.
+    a rank that needs nothing fetches no nodes. An error on one rank (a node that does not exist,
+    say) raises on all ranks. Before the first fetch ranks compare their graphs.
 
     Args:
         rows: (owned, features), the rows of this rank's nodes by ascending node; floating point,
@@ -46,7 +46,7 @@ class FeatureStore:
 
     Attributes:
         features: of a row.
-        width: bytes of a row on its way.
+        width: bytes of a row on the wire.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class FeatureStore:
             future, nodes = jobs.get()
             try:
                 future.set_result(self._fetched(nodes, behind=True))
-            except BaseException as error:  # it belongs to whoever asks for the result
+            except BaseException as error:  # it is raised where the result is asked for
                 future.set_exception(error)
 
     def _fetched(self, nodes: Any, behind: bool = False) -> Array:

@@ -19,7 +19,7 @@ class Rule(Compressor):
     moments, errors, and what ranks tell each other. State is fp32, or fp64 for fp64 weights.
 
     A rule may have two stages, a `dense` one and itself; a policy says which serves when, and
-    at a change the moments go along (`inherit`) while errors wait (`park`).
+    at a change the moments go along (`warm_start`) while errors wait (`deactivate`).
 
     Attributes:
         GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
@@ -35,7 +35,7 @@ class Rule(Compressor):
     """
 
     output: ClassVar[str] = "update"
-    stacks: ClassVar[str] = "alike"
+    batching: ClassVar[str] = "alike"
     local: ClassVar[tuple[str, ...]] = ()
 
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
@@ -69,11 +69,11 @@ class Rule(Compressor):
         """None: errors are not in units of the gradient, so no other method can take them up."""
         return None
 
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """Return the per-rank state, which waits here; the rest goes to the next stage."""
         return {key: value for key, value in state.items() if key in self.local}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what is alike on all ranks."""
         shared = [key for key in state if key in other_state and key not in self.local]
         return {**state, **{key: other_state[key] for key in shared}}

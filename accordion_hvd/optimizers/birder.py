@@ -23,7 +23,7 @@ from accordion_hvd.core.places import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_eps
-from accordion_hvd.optimizers.signs import Chunks, check_bits, settled, speaks
+from accordion_hvd.optimizers.signs import Chunks, check_bits, joint_residual, speaks
 
 WITHIN = (None, "bits", "half")
 
@@ -127,8 +127,8 @@ class Birder(Rule):
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
         object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
-        object.__setattr__(self, "stacks", "" if own else "alike")
-        object.__setattr__(self, "by_machine", self.within is not None and not alone)
+        object.__setattr__(self, "batching", "" if own else "alike")
+        object.__setattr__(self, "topology_aware", self.within is not None and not alone)
 
     def dense(self) -> Birder:
         """Return the exact mean of u."""
@@ -168,14 +168,14 @@ class Birder(Rule):
         room = grad if info.size > 1 else xp.copy(grad)  # alone, taking back needs the gradient
         if self.shared or info.size == 1:
             draw = self._draw(replace(info, rank=0), "owner", info.size)
-            signs, owed = draw.of(u, state, "error")
+            signs, errors = draw.of(u, state, "error")
         elif info.phase == SILENT:
             yield ()
             return xp.reshape(xp.emptied(room), xp.shape(grad)), {**state, "m": m, "b": b}
         else:
-            signs, owed = yield from self._averaged(u, state, info)
+            signs, errors = yield from self._averaged(u, state, info)
             draw = self._draw(info, "owner", info.size)
-        return draw.values(xp, signs, room), {**state, **owed, "m": m, "b": b}
+        return draw.values(xp, signs, room), {**state, **errors, "m": m, "b": b}
 
     def _scale(self, b: Tensor, m: Tensor, magnitude: Tensor, info: Info) -> Tensor:
         """Return the new b, at least |m|."""
@@ -195,14 +195,14 @@ class Birder(Rule):
     ) -> Generator[Any, Any, tuple[list[Tensor], State]]:
         """Signs whose mean is the ranks' mean of `u`, packed; what draws lacked.
 
-        Rank r owns chunk r, whoever shares its machine. Within a machine, each averages the chunks
+        Rank r owns chunk r, on any host. Within a machine, each averages the chunks
         of all ranks that have its place.
         """
         xp, width = namespace(u), math.prod(namespace(u).shape(u))
         whole = Chunks(width, info.size).length * info.size
         dtype = xp.dtype(state["m"])
-        owed: State = {}
-        plan = Places.of(info.machines if self.by_machine else (), info)
+        errors: State = {}
+        plan = Places.of(info.machines if self.topology_aware else (), info)
         if plan.neighbours > 1 and self.within == "half":
             u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), whole)
             theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.near)
@@ -210,7 +210,7 @@ class Birder(Rule):
             mean = sum(parts[1:], parts[0]) * (1 / len(parts))
         else:
             draw = self._draw(info, "worker", 1)
-            signs, owed = draw.of(u, state, "error")
+            signs, errors = draw.of(u, state, "error")
             signs = [xp.padded(packed, whole // 8) for packed in signs]
             if plan.neighbours > 1:
                 rows = [plan.arranged(xp, packed, plan.neighbours) for packed in signs]
@@ -231,26 +231,26 @@ class Birder(Rule):
                 packed = xp.concat(list(parts))
         packed = xp.swapped(xp.reshape(packed, (info.size, bits, -1)))
         signs = [plan.restored(xp, row) for row in xp.unstack(xp.reshape(packed, (bits, -1)))]
-        return [x[: math.ceil(width / 8)] for x in signs], {**owed, **lacked}
+        return [x[: math.ceil(width / 8)] for x in signs], {**errors, **lacked}
 
-    def inherit(self, state: State, other: Any, other_state: State) -> State:
+    def warm_start(self, state: State, other: Any, other_state: State) -> State:
         """Take over the moments of this optimizer's other stage."""
         if not isinstance(other, Birder):
             return state
         return {**state, **{key: other_state[key] for key in MOMENTS}}
 
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """Errors wait here; moments go along."""
         return {key: x for key, x in state.items() if key in self.local and key not in MOMENTS}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Means of the ranks' m and b, which keep |m| <= b; all that draws owed as everyone's."""
+        """Means of the ranks' m and b, which keep |m| <= b; all errors as every rank's."""
         if self.shared:
             return super().rescale(states, spec, info)
         number, made = len(states), self.init(spec, info)
         made |= {key: sum(state[key] for state in states) / number for key in MOMENTS}
         if "error" in made and number > 1:
-            made["error"] = settled(states, spec.size)
+            made["error"] = joint_residual(states, spec.size)
         return made
 
 
@@ -327,10 +327,10 @@ class Draw:
     inner: float = 1.0
 
     def of(
-        self, u: Tensor, state: State | None = None, owed: str = ""
+        self, u: Tensor, state: State | None = None, key: str = ""
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Signs for `u`, packed. With `owed` in the state: for both together; and what lacks."""
-        xp, error = namespace(u), (state or {}).get(owed)
+        """Signs for `u`, packed. With `key`, for that error, too; and the new error."""
+        xp, error = namespace(u), (state or {}).get(key)
         if error is not None:
             u = u + xp.reshape(error, xp.shape(u))
         if self.inner == 1:
@@ -341,7 +341,7 @@ class Draw:
             signs.append(xp.pack_random_signs(rest, self.seed, self.turn))
         if error is None:
             return signs, {}
-        return signs, {owed: xp.reshape(self._less(u, signs), xp.shape(error))}
+        return signs, {key: xp.reshape(self._less(u, signs), xp.shape(error))}
 
     def values(self, xp: ModuleType, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """Decode the signs and add them up, in the shape of `like`, which it consumes; fp32.

@@ -14,7 +14,14 @@ from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import AMSGrad
 from accordion_hvd.optimizers.onebit_adam import floored
-from accordion_hvd.optimizers.signs import Chunks, averaged, check_bits, chunk, settled, speaks
+from accordion_hvd.optimizers.signs import (
+    Chunks,
+    averaged,
+    check_bits,
+    chunk,
+    joint_residual,
+    speaks,
+)
 
 SIGNS, EXACT, NOTHING = range(3)
 """Phases: what travels in an exchange."""
@@ -69,9 +76,9 @@ class ExactCDAdam(AMSGrad):
         state = self.moments(self._decayed(grad, info), state, info)
         return self.direction(state, info, room), state
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over moments; vmax begins at v, for that of compressed gradients is far larger."""
-        state = super().inherit(state, other, other_state)
+        state = super().warm_start(state, other, other_state)
         if not isinstance(other, CDAdam):
             return state
         return {**state, "vmax": namespace(state["v"]).copy(state["v"])}
@@ -108,7 +115,7 @@ class CDAdam(ExactCDAdam):
        v <- b2 v + (1 - b2) G^2, vmax <- max(vmax, v), u = m' / (sqrt(vmax') + eps).
 
     If C is a contraction, |C(x) - x|^2 <= pi |x|^2 with pi < 1, then h_i and G differ from what
-    they stand for by about how much gradients change, which vanishes as training settles; with
+    they stand for by about how much gradients change, which vanishes as training converges; with
     minibatches their noise is part of that change, so large local batches help. There is no
     warm-up, and no error goes through the root.
 
@@ -167,7 +174,7 @@ class CDAdam(ExactCDAdam):
         betas: b1 and b2, in [0, 1).
         eps: at least 0; the paper's nu, where it is inside the root.
         bias_correction: whether moments that began at zero are scaled up.
-        compressor: C; None for scaled signs, or a compressor that `contracts`, such as TopK(0.01),
+        compressor: C; None for scaled signs, or a `contractive` compressor, such as TopK(0.01),
             of which 100 messages tell all of a gradient that stays.
         exact_first: whether gradients travel as they are in the first exchange.
         refresh: after how many exchanges they do so again; 0: never.
@@ -209,7 +216,7 @@ class CDAdam(ExactCDAdam):
         if self.pace != 1:
             check.refuse(self, "pace", self.pace, "1 with a compressor, which has its own errors")
         object.__setattr__(self, "local", self.compressor.local)
-        object.__setattr__(self, "stacks", self.compressor.stacks)
+        object.__setattr__(self, "batching", self.compressor.batching)
 
     def dense(self) -> ExactCDAdam:
         """Return the stage that averages exactly."""
@@ -230,8 +237,8 @@ class CDAdam(ExactCDAdam):
     def init(self, spec: Spec, info: Info) -> State:
         """Return the state of `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of a chunk.
 
-        With a `compressor` its own state, in which -h_i is what it owes, and no `server`. With a
-        `pace` below 1 `estimate`: H; `error`: e_i; `server`: what this rank's chunk owes;
+        With a `compressor` its own state, in which -h_i is its residual, and no `server`. With a
+        `pace` below 1 `estimate`: H; `error`: e_i; `server`: the residual of this rank's chunk;
         `replica`: h_i; `behind`: h - H of the chunk.
         """
         state = super().init(spec, info) | {"estimate": spec.zeros((spec.size,), spec.wide)}
@@ -339,7 +346,7 @@ class CDAdam(ExactCDAdam):
     def _compressed(
         self, grad: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
-        """Likewise by the compressor, which owes -h_i, and so sends C(g_i - h_i)."""
+        """Estimate by the compressor, whose residual is -h_i, so that it sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
         if isinstance(inner, Codec):
@@ -379,15 +386,15 @@ class CDAdam(ExactCDAdam):
             return {**state, "replica": xp.copy(replica)}
         if self.compressor is None:
             return {**state, "error": -replica}
-        owed = xp.cast(-replica, xp.dtype(state["error"]))
-        return self.compressor.with_residual(state, owed)
+        residual = xp.cast(-replica, xp.dtype(state["error"]))
+        return self.compressor.with_residual(state, residual)
 
     # ----------------------------------------------------------------------- stages and other ranks
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """G, replicas, and all that the compressor has learned."""
         return {key: value for key, value in state.items() if key not in MOMENTS}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Moments of another CDAdam; and G with replicas, where these mean the same."""
         if not isinstance(other, CDAdam):
             return state
@@ -400,9 +407,9 @@ class CDAdam(ExactCDAdam):
         state["estimate"] = copied(other_state["estimate"])
         if self.compressor is None or other.compressor is None:
             return {**state, **{key: copied(other_state[key]) for key in self.local}}
-        state = self.compressor.inherit(state, other.compressor, other_state)
-        owed = copied(other.compressor.residual(other_state))
-        return self.compressor.with_residual(state, owed)
+        state = self.compressor.warm_start(state, other.compressor, other_state)
+        residual = copied(other.compressor.residual(other_state))
+        return self.compressor.with_residual(state, residual)
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Preserve equal tensors; set all replicas to the mean of the old ones."""
@@ -413,7 +420,7 @@ class CDAdam(ExactCDAdam):
             mean = sum(-old["error"] for old in states) / len(states)
             return self._settled(state, mean, info)
         mean = sum(old["replica"] for old in states) / len(states)
-        return self._settled(state, mean, info) | {"error": settled(states, spec.size)}
+        return self._settled(state, mean, info) | {"error": joint_residual(states, spec.size)}
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """Preserve equal tensors; set all replicas to G (or H). Every rank must do so."""
@@ -451,12 +458,12 @@ def _unfit(compressor: Any) -> str:
         return "is no compressor"
     if compressor.output != "gradient" or compressor.target != "gradient":
         return "returns no averaged gradients"
-    if compressor.scope != "tensor" or compressor.by_machine:
-        return "does not keep what it owes tensor by tensor, rank by rank"
+    if compressor.scope != "tensor" or compressor.topology_aware:
+        return "does not keep its residual tensor by tensor, rank by rank"
     state = compressor.init(Spec((8, 8), "float32", backend("numpy")), Info())
     if "error" not in state:
         return "keeps nothing of what it does not send"
-    if not compressor.contracts:
+    if not compressor.contractive:
         return "does not say that it contracts"
     if compressor.phases:
         return "changes with the step"

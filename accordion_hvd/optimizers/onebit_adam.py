@@ -16,8 +16,8 @@ from accordion_hvd.optimizers.signs import (
     Chunks,
     advanced,
     averaged,
+    joint_residual,
     norms,
-    settled,
     xp_shape,
 )
 from accordion_hvd.policies.warmup import WarmUp
@@ -52,13 +52,13 @@ class OnebitAdam(Adam):
         bias_correction: whether moments that began at zero are scaled up.
         scale: "l2" keeps the norm of what is sent; "l1" is the least squares one, and better where
             few elements are large.
-        floor: in stage 2 an element's variance counts as at least so many times the mean of its
+        floor: in stage 2 an element's variance counts as at least this multiple of the mean of its
             tensor's, in [0, 1]. A sign moves all elements by the same momentum, which is divided
             by a root: elements that hardly ever had a gradient in stage 1 are thrown far away,
             and with them the loss (ours; 0 is the reference).
     """
 
-    RESCALED: ClassVar[str] = "the mean of what ranks owed is every rank's error"
+    RESCALED: ClassVar[str] = "the mean of the ranks' residuals is every rank's error"
     local: ClassVar[tuple[str, ...]] = ("error", "server")
     decoupled_weight_decay: ClassVar[bool] = True
 
@@ -123,7 +123,7 @@ class OnebitAdam(Adam):
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Give every rank the errors' mean: the worker errors' and the server errors."""
         made = super().rescale(states, spec, info)
-        return made if len(states) == 1 else made | {"error": settled(states, spec.size)}
+        return made if len(states) == 1 else made | {"error": joint_residual(states, spec.size)}
 
 
 def floored(v: Tensor, floor: float) -> Tensor:

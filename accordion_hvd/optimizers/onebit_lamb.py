@@ -133,9 +133,9 @@ class OnebitLamb(OnebitAdam, Lamb):
         own = {"fresh": spec.zeros((spec.size,), spec.wide), "since": spec.zeros((1,), spec.wide)}
         return made | own | {"factor": made["coeff"] + 1}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what is alike on all ranks; v~ begins at v."""
-        state = super().inherit(state, other, other_state)
+        state = super().warm_start(state, other, other_state)
         if "fresh" in other_state or "v" not in other_state:
             return state
         fresh = namespace(state["v"]).copy(state["v"])

@@ -88,7 +88,7 @@ def averaged(
 
     Args:
         total: (size,), or (tensors, size) for several; consumed after the first `yield`.
-        server: what this rank's chunk owes, (length,) or (tensors, length) of `Chunks`.
+        server: the residual of this rank's chunk, (length,) or (tensors, length) of `Chunks`.
         info: rank and number of ranks.
         scale: "l2" or "l1".
         room: like `total`; memory that may hold the result, consumed after the first `yield`.
@@ -235,11 +235,11 @@ def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
     return x if held == width else xp.padded(x[..., :held], width)
 
 
-def settled(states: Sequence[State], size: int) -> Tensor:
+def joint_residual(states: Sequence[State], size: int) -> Tensor:
     """Return the residuals of all ranks: the worker errors' mean and server errors (NumPy)."""
-    owed = sum(state["error"] for state in states) / len(states)
-    server = namespace(owed).concat([state["server"] for state in states])
-    return owed + server[:size]
+    workers = sum(state["error"] for state in states) / len(states)
+    server = namespace(workers).concat([state["server"] for state in states])
+    return workers + server[:size]
 
 
 def advanced(count: Tensor) -> Tensor:

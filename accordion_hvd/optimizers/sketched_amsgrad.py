@@ -38,7 +38,7 @@ class FlooredAMSGrad(Rule):
     """
 
     scope: ClassVar[str] = "flat"
-    stacks: ClassVar[str] = ""
+    batching: ClassVar[str] = ""
 
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
@@ -134,7 +134,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
     """
 
-    RESCALED: ClassVar[str] = "momentum and what is owed are the ranks' means"
+    RESCALED: ClassVar[str] = "momentum and residual are the ranks' means"
     local: ClassVar[tuple[str, ...]] = ("m", "error")
 
     ratio: float = 0.0022
@@ -225,19 +225,21 @@ class SketchedAMSGrad(FlooredAMSGrad):
         if not self.width(xp.shape(new["m"])[0]):
             return direction, new
         _, inverse, still = _rates(xp, info.lr, xp.dtype(new["m"]))
-        owed = xp.reshape(new["error"] * inverse / new["vmax"] ** 0.5, xp.shape(grad))
-        return direction + owed, new | {"error": new["error"] * still}
+        waiting = xp.reshape(new["error"] * inverse / new["vmax"] ** 0.5, xp.shape(grad))
+        return direction + waiting, new | {"error": new["error"] * still}
 
-    def park(self, state: State) -> State:
+    def deactivate(self, state: State) -> State:
         """Errors wait; all else, this rank's momentum too, goes along."""
         return {"error": state["error"]}
 
-    def inherit(self, state: State, other: Compressor, other_state: State) -> State:
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over moments."""
-        return super().inherit(state, other, other_state) | {"m": other_state.get("m", state["m"])}
+        return super().warm_start(state, other, other_state) | {
+            "m": other_state.get("m", state["m"])
+        }
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Ranks' means of momentum and of what they owe, on every rank."""
+        """Give every rank the means of the momentum and of the residuals."""
         means = {key: sum(state[key] for state in states) / len(states) for key in self.local}
         return super().rescale(states, spec, info) | means
 

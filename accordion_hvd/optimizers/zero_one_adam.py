@@ -16,7 +16,7 @@ from accordion_hvd.optimizers.signs import (
     Chunks,
     advanced,
     averaged,
-    settled,
+    joint_residual,
     xp_shape,
 )
 
@@ -51,7 +51,7 @@ class ZeroOneAdam(Adam):
 
     Between two `SYNC`s ranks have different weights, and `synchronous` says so. To get back to
     equal ones, bit for bit, the new weights come out (`ASSIGNS`), and y is kept. Weights saved
-    between two `SYNC`s are one rank's; whoever goes on from them gets y - U / (...) at the next.
+    between two `SYNC`s are one rank's; a resumed training gets y - U / (...) at the next.
 
     It has no stages for a policy to choose from (levels would change while weights differ); small
     and exempt tensors are served by `Adam`. Skipped steps do not count in the schedules.
@@ -221,7 +221,7 @@ class ZeroOneAdam(Adam):
         """Means over the old ranks of m, u and errors, those of servers included, on all ranks."""
         both = {key: sum(state[key] for state in states) / len(states) for key in ("m", "u")}
         if len(states) > 1:
-            both |= {"error": settled(states, spec.size)}
+            both |= {"error": joint_residual(states, spec.size)}
         return super().rescale(states, spec, info) | both
 
 

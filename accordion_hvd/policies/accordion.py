@@ -40,7 +40,7 @@ class Accordion(Windowed):
     large batch and, by the rule of linear scaling, large / small times the optimizer's learning
     rate, which schedules and users go on to see as they have set it. The gradients of as many small
     batches are accumulated for that; or loaders give large ones (`AccordionBatchSampler` in
-    PyTorch, `AccordionDataset` in Keras). Windows are counted in small batches either way.
+    PyTorch, `AccordionDataset` in Keras). Windows are counted in small batches in both cases.
 
     With a method that averages models as `high` (`Accordion(low=Dense(), high=WAGMA(4))`; ours),
     that norm decides for the whole model at once: in critical regimes all ranks average their
@@ -63,7 +63,7 @@ class Accordion(Windowed):
         signal: "local": rank 0's own uncompressed gradients, as in the paper (costs rank 0 a
             gradient copy); "reduced": the averages that every rank has anyway. A window in which
             a layer's level changed is then no evidence about it, since the new level first sends
-            what the old one still owed.
+            what the old one still carried.
         lr_drop: a learning rate falls when it is at most `lr_drop` times what it was a window
             before; None for the authors' rule, any fall (a schedule that falls at every step
             would then be critical for ever).
@@ -196,7 +196,7 @@ class Accordion(Windowed):
     @property
     def ready(self) -> bool:
         """Return whether models are equal, as decisions need them."""
-        return self.alternation is None or self.alternation.settled
+        return self.alternation is None or self.alternation.equal
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """See the class; a row for each layer concerned, and once for each override."""
@@ -246,7 +246,7 @@ class Accordion(Windowed):
             self.growth.resize()
         if self.alternation is not None:
             self.alternation.apart = state["apart"]
-            self.alternation.settled = True  # as models were when they were saved
+            self.alternation.equal = True  # as models were when they were saved
 
     def __repr__(self) -> str:
         """Return the constructor call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,17 +25,17 @@ class Link:
 
 
 @dataclass(frozen=True)
-class WayRow:
-    """A way for all tensors.
+class Option:
+    """A configuration for all tensors, and its measurements.
 
     Attributes:
-        way: "wanted", "mixed" or a fallback.
+        name: "wanted", "mixed" or a fallback.
         seconds: of a step: measured, or, if never tried, what its bytes would take at least.
         turns: how often it was tried.
         chosen: whether it is in force.
     """
 
-    way: str
+    name: str
     seconds: float
     turns: int
     chosen: bool
@@ -70,24 +71,32 @@ class Advice:
     Attributes:
         verdict: in one line.
         link: as measured; None before.
-        ways: what was tried.
+        options: the measured configurations.
         tensors: bucket by bucket.
     """
 
     verdict: str
     link: Link | None
-    ways: Sequence[WayRow]
+    options: Sequence[Option]
     tensors: Sequence[TensorRow]
+
+    @property
+    def ways(self) -> Sequence[Option]:
+        """Return `options`, by their old name."""
+        warnings.warn("Advice.ways is called options now.", DeprecationWarning, stacklevel=2)
+        return self.options
 
     def __str__(self) -> str:
         """Return two tables under the verdict."""
-        if not self.ways:
+        if not self.options:
             return self.verdict or "the gate has not measured anything yet (rank 0 knows)."
-        ways = [["way", "ms a step", "turns", ""]]
-        for way in self.ways:
-            least = "" if way.turns else "over "
-            mark = "chosen" if way.chosen else ""
-            ways.append([way.way, f"{least}{1e3 * way.seconds:.1f}", str(way.turns), mark])
+        options = [["configuration", "ms a step", "turns", ""]]
+        for option in self.options:
+            least = "" if option.turns else "over "
+            mark = "chosen" if option.chosen else ""
+            options.append(
+                [option.name, f"{least}{1e3 * option.seconds:.1f}", str(option.turns), mark]
+            )
         rows = [["tensor", "wanted", "work ms", "spares ms", "kB sent", "kB dense", "served by"]]
         for row in self.tensors:
             rows.append(
@@ -101,7 +110,7 @@ class Advice:
                     row.served,
                 ]
             )
-        return "\n".join([self.verdict, "", *_table(ways), "", *_table(rows)])
+        return "\n".join([self.verdict, "", *_table(options), "", *_table(rows)])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -22,7 +22,7 @@ class Alternation(Observer):
     Attributes:
         apart: whether models are averaged now, so that ranks' may differ.
         turned: whether `apart` has changed since `turn` was called.
-        settled: whether ranks' models are equal now; else no decision is due. To be kept up to
+        equal: whether ranks' models are equal now; else no decision is due. To be kept up to
             date by what averages them.
     """
 
@@ -32,7 +32,7 @@ class Alternation(Observer):
     def __init__(self, policy: Any, method: Averaging) -> None:
         self.policy, self.method = policy, method
         self.apart = self.turned = False
-        self.settled = True
+        self.equal = True
 
     @property
     def withholds(self) -> bool:  # type: ignore[override]

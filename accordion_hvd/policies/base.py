@@ -31,11 +31,11 @@ class Policy(NotForStockHorovod, abc.ABC):
         evidence: what it decides by; see `accordion_hvd.policies.evidence`.
         features: what follows its exchange besides; see `Observer`.
         target, output, scope: what its levels declare (`Compressor`), all alike.
-        by_machine: whether one of its levels asks who shares a machine.
+        topology_aware: whether one of its levels asks who shares a machine.
         halves: whether one sends nothing but fp16.
         fixed: whether one level serves all the time.
         history: all decisions so far.
-        gate: lets it have its way only where that saves time; None: always.
+        gate: applies its levels only where that saves time; None: always.
         KEPT: attributes that checkpoints hold besides; subclasses add theirs.
     """
 
@@ -44,7 +44,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     target: str = "gradient"
     output: str = "gradient"
     scope: str = "tensor"
-    by_machine: bool = False
+    topology_aware: bool = False
     halves: bool = False
     fixed: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
@@ -203,7 +203,7 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
         setattr(owner, aspect, getattr(choosy[0], aspect))
     _compare(owner, "what serves exempt tensors", {repr(x): x.plain() or Dense() for x in levels})
     owner._plain = levels[0].plain()
-    owner.by_machine = any(level.by_machine for level in levels)
+    owner.topology_aware = any(level.topology_aware for level in levels)
     owner.halves = any(level.halves for level in levels)
 
 
@@ -223,4 +223,4 @@ def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:
 
 
 def _takes_any_vector(level: Compressor) -> bool:
-    return level.stacks == "any" and level.scope == "tensor"
+    return level.batching == "any" and level.scope == "tensor"

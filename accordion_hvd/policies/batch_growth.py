@@ -25,7 +25,7 @@ class BatchGrowth(Observer):
 
     Attributes:
         large: whether batches are large from now on.
-        micro_batches: small batches in the exchange under way, and by how much the learning rate
+        micro_batches: small batches in the current exchange, and by how much the learning rate
             is multiplied in its step.
         loader: whether a loader gives batches of these sizes; else small ones are accumulated.
 
@@ -54,7 +54,7 @@ class BatchGrowth(Observer):
 
     @property
     def weight(self) -> int:  # type: ignore[override]
-        """Small batches in the exchange under way."""
+        """Return the number of small batches in the current exchange."""
         return self.micro_batches
 
     @property

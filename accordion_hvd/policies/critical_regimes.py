@@ -53,7 +53,7 @@ class CriticalRegimes:
         Args:
             row: has `window`, `norm` and `previous`.
             unclear: whether the level changed within the window, so that its norm, of averages
-                that pay what the old level owed, is no evidence.
+                that pay what the old level carried, is no evidence.
             current: the level that stays where the norm is no evidence.
         """
         norm, previous = row.norm, row.previous

@@ -23,9 +23,9 @@ COLUMNS = 256
 class RelativeResidual(Evidence):
     """The norm of the ranks' mean error, relative to that of the weights, bucket by bucket.
 
-    What a rank owes alone says little: with PowerSGD, its deviation from the mean is never sent and
-    walks at random. So the ranks average count sketches of their errors: 256 numbers a bucket, from
-    which the norm is known to about 4 %.
+    A single rank's residual says little: with PowerSGD, its deviation from the mean is never sent
+    and walks at random. So the ranks average count sketches of their residuals: 256 numbers per
+    bucket, from which the norm is known to about 4 %.
     """
 
     key = "relative residuals"
@@ -45,7 +45,7 @@ class RelativeResidual(Evidence):
         return {n: _ratio(norm, weights[n]) for n, norm in zip(names, norms, strict=True)}
 
     def _sketch(self, exchange: Any, slot: Any) -> Any:
-        """Return the sketch of what this rank owes of a bucket."""
+        """Return the sketch of this rank's residual of a bucket."""
         xp, size, device = exchange.xp, slot.bucket.size, slot.spec.device
         residual = slot.residual(exchange.info(slot))
         if residual is None:

@@ -170,7 +170,7 @@ class CompressionError(Evidence):
 
     def suits(self, compressor: Compressor) -> bool:
         """Return whether it may have error feedback, of whole tensors."""
-        return compressor.stacks != "any" and not compressor.in_parts
+        return compressor.batching != "any" and not compressor.sharded
 
     def before(self, kept: Tensor, step: Step) -> Tensor:
         """Add |error + gradient|^2."""

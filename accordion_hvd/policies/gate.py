@@ -3,7 +3,7 @@
 Saving bytes and losing time is compression's usual failure: on a fast link, encoding costs more
 than the bytes it spares. The gate lets the first steps of training run in turn as the policy wants
 them and uncompressed (in 16 bits, and as they are), times them, and from then on lets the policy
-have its way only where that is faster: for all tensors, for some, or for none.
+have its levels only where that is faster: for all tensors, for some, or for none.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.half import FP16
 from accordion_hvd.core.base import Allreduce, Compressor
-from accordion_hvd.policies.advice import Advice, Link, TensorRow, WayRow
+from accordion_hvd.policies.advice import Advice, Link, Option, TensorRow
 from accordion_hvd.policies.evidence import StepTimes
 
-WARM = 3  # steps before the first trial: caches fill, frameworks settle
-MARGIN = 1.03  # how much faster than dense a lossy way must be
-CLOSE = 2.0  # ways this near to the fastest are tried a second time: machines are noisy
-HOPELESS = 2.0  # a way whose bytes alone take so many times a measured step is not tried
+WARM = 3  # steps before the first trial: caches fill, frameworks warm up
+MARGIN = 1.03  # how much faster than dense a lossy option must be
+CLOSE = 2.0  # options this near to the fastest are tried a second time: machines are noisy
+HOPELESS = 2.0  # an option whose bytes take this many measured steps is not tried
 CHANGED = 1.5  # factor by which a link or a step has changed enough to try everything again
 WANTED, MIX = "wanted", "mixed"
 
@@ -49,8 +49,8 @@ class Cost:
 class _Trials:
     """The measurements of one pattern of wanted levels."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # way -> a median for each turn
-    skipped: dict[str, float] = field(default_factory=dict)  # way -> seconds it would take at least
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # option -> medians of turns
+    skipped: dict[str, float] = field(default_factory=dict)  # option -> least seconds
     costs: dict[str, Cost] = field(default_factory=dict)
     mix: dict[str, int] = field(default_factory=dict)
     best: str = ""
@@ -59,11 +59,11 @@ class _Trials:
 class Gate:
     """Decides, at first and now and then, where compression pays.
 
-    Ways are tried in turns of a few steps: as wanted, with each fallback for all tensors, and then
-    a mixture that keeps the compressor where the bytes it spares cost more time than it takes. A
-    lossy way is chosen only if it is 3 % faster than a less lossy one. Rank 0 measures and decides;
-    all ranks follow at the same step. What has phases (`LGC`) is judged by its last one: its first
-    turn lasts until then (`Compressor.settling`).
+    The gate tries configurations in turns of a few steps: the wanted levels, each fallback for all
+    tensors, and then a mixture that keeps the compressor where the spared bytes cost more time than
+    compressing. A lossy configuration is chosen only if it is 3 % faster than a less lossy one.
+    Rank 0 measures and decides; all ranks follow at the same step. A method with phases (`LGC`) is
+    judged by its last one: its first turn lasts until then (`Compressor.startup_steps`).
 
     Args:
         steps: that are timed in a turn, at least 2; one more comes before and is not.
@@ -86,7 +86,7 @@ class Gate:
         self.verdict = ""
         self.link: Link | None = None
         self.assignment: dict[str, int] = {}  # bucket -> 1 + number of the fallback that serves it
-        self._way = ""  # under trial
+        self._option = ""  # under trial
         self._until = 0  # the step of the next decision
         self._pattern: tuple[tuple[str, int], ...] | None = None  # None: nothing decided yet
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
@@ -114,17 +114,19 @@ class Gate:
 
     def probes(self, wanted: Mapping[str, int]) -> bool:
         """Return whether a decision begins with a measurement of the link; equal on all ranks."""
-        return self._pattern is None or (not self._way and tuple(wanted.items()) == self._pattern)
+        return self._pattern is None or (
+            not self._option and tuple(wanted.items()) == self._pattern
+        )
 
     @property
-    def settled(self) -> bool:
+    def decided(self) -> bool:
         """Return whether a verdict was given and no trial is running; equal on all ranks."""
-        return self._pattern is not None and not self._way
+        return self._pattern is not None and not self._option
 
     def restart(self) -> None:
         """Try everything anew from the next step on; to be called on all ranks together."""
         self._known.clear()
-        self._pattern, self._way, self.link = None, "", None
+        self._pattern, self._option, self.link = None, "", None
 
     @property
     def halves(self) -> bool:
@@ -134,7 +136,7 @@ class Gate:
     @property
     def measuring(self) -> bool:
         """Return whether the costs of the present step are needed."""
-        return self._way == WANTED
+        return self._option == WANTED
 
     def tick(self, step: int) -> None:
         """Exchange number `step` is about to begin."""
@@ -148,7 +150,7 @@ class Gate:
         names: Mapping[str, str],
         costs: Mapping[str, Cost],
         link: Link | None,
-        settling: int = 0,
+        startup_steps: int = 0,
     ) -> dict[str, Any]:
         """Choose the next configuration, for all ranks to `apply`.
 
@@ -156,25 +158,25 @@ class Gate:
             step: number of the exchange that is about to begin.
             wanted: bucket -> the policy's level.
             names: bucket -> the wanted compressor.
-            costs: bucket -> what it took in the trial that ends, if that was of the wanted way.
+            costs: bucket -> what it took in the trial that ends, if that was of the wanted option.
             link: as measured just now, if it was.
-            settling: steps for which the wanted compressors must yet serve to be judged fairly.
+            startup_steps: steps that the wanted compressors still need before a fair measurement.
         """
         pattern = tuple(wanted.items())
         if link is not None and self._has_changed(link):
             self._known.clear()
-        elif not self._way and self._pattern == pattern:
+        elif not self._option and self._pattern == pattern:
             return {"until": step + self.every, "keep": True}
         self.link = link or self.link
         if pattern != self._pattern:
-            self._way = ""
+            self._option = ""
         trials = self._trials(pattern)
-        if self._way and not (self._way == WANTED and settling):
+        if self._option and not (self._option == WANTED and startup_steps):
             times = self._clock.times[-self.steps :]
-            trials.seconds.setdefault(self._way, []).append(statistics.median(times))
-            if self._way == WANTED:
+            trials.seconds.setdefault(self._option, []).append(statistics.median(times))
+            if self._option == WANTED:
                 trials.costs = dict(costs)
-        return self._next(step, trials, names, settling)
+        return self._next(step, trials, names, startup_steps)
 
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
         """Put a decision into force; whether levels may change."""
@@ -183,7 +185,7 @@ class Gate:
         if decision.get("keep"):
             return False
         self._pattern = tuple(wanted.items())
-        self._way = decision["way"]
+        self._option = decision["option"]
         self.assignment = dict(decision["assignment"])
         self.verdict = decision["verdict"] or self.verdict
         return True
@@ -203,61 +205,63 @@ class Gate:
         if pattern not in self._known:
             fresh = _Trials()
             for other in self._known.values():
-                for way in map(repr, self.fallbacks):
-                    if way in other.seconds:
-                        fresh.seconds[way] = other.seconds[way]
+                for option in map(repr, self.fallbacks):
+                    if option in other.seconds:
+                        fresh.seconds[option] = other.seconds[option]
             self._known[pattern] = fresh
         return self._known[pattern]
 
     def _next(
-        self, step: int, trials: _Trials, names: Mapping[str, str], settling: int
+        self, step: int, trials: _Trials, names: Mapping[str, str], startup_steps: int
     ) -> dict[str, Any]:
-        way = self._untried(trials, names)
-        if way is not None:
-            assignment = self._assign(way, trials, names)
-            until = step + self.steps + 2 + (settling if way == WANTED else 0)
-            return {"until": until, "way": way, "assignment": assignment, "verdict": ""}
+        option = self._untried(trials, names)
+        if option is not None:
+            assignment = self._assign(option, trials, names)
+            until = step + self.steps + 2 + (startup_steps if option == WANTED else 0)
+            return {"until": until, "option": option, "assignment": assignment, "verdict": ""}
         trials.best, self._judged = self._choose(trials), trials
         self._usual = min(trials.seconds.get(trials.best, [math.nan]))
         verdict = self._line(trials, names) if trials.seconds else ""
         assignment = self._assign(trials.best, trials, names)
         until = step + self.every
-        return {"until": until, "way": "", "assignment": assignment, "verdict": verdict}
+        return {"until": until, "option": "", "assignment": assignment, "verdict": verdict}
 
     def _untried(self, trials: _Trials, names: Mapping[str, str]) -> str | None:
         """Return the next configuration to try: each once, close ones twice, then a mixture."""
-        ways = [way for way in map(repr, self.fallbacks) if self._assign(way, trials, names)]
-        if not ways:
+        options = [
+            option for option in map(repr, self.fallbacks) if self._assign(option, trials, names)
+        ]
+        if not options:
             return None
-        for way in (WANTED, *ways):
-            if way not in trials.seconds and way not in trials.skipped:
-                least = self._least(way, trials)
-                if way == WANTED or least < HOPELESS * min(trials.seconds[WANTED]):
-                    return way
-                trials.skipped[way] = least
+        for option in (WANTED, *options):
+            if option not in trials.seconds and option not in trials.skipped:
+                least = self._least(option, trials)
+                if option == WANTED or least < HOPELESS * min(trials.seconds[WANTED]):
+                    return option
+                trials.skipped[option] = least
         least = min(map(min, trials.seconds.values()))
-        near = [way for way, turns in trials.seconds.items() if min(turns) < CLOSE * least]
-        for way in near:
-            if len(near) > 1 and len(trials.seconds[way]) < 2 and way != MIX:
-                return way
+        near = [option for option, turns in trials.seconds.items() if min(turns) < CLOSE * least]
+        for option in near:
+            if len(near) > 1 and len(trials.seconds[option]) < 2 and option != MIX:
+                return option
         if MIX not in trials.seconds:
             trials.mix = self._mixture(trials, names)
-            if trials.mix and trials.mix not in [self._assign(w, trials, names) for w in ways]:
+            if trials.mix and trials.mix not in [self._assign(w, trials, names) for w in options]:
                 return MIX
         return None
 
-    def _least(self, way: str, trials: _Trials) -> float:
+    def _least(self, option: str, trials: _Trials) -> float:
         """Seconds that a fallback's bytes take at least."""
-        if way == WANTED or self.link is None:
+        if option == WANTED or self.link is None:
             return 0.0
         dense = sum(cost.dense for cost in trials.costs.values())
-        return _share(way) * dense / self.link.bandwidth
+        return _share(option) * dense / self.link.bandwidth
 
     def _mixture(self, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
         """Buckets for which bytes cost less than what it takes to spare them -> their fallback."""
         fallback = min(
-            (way for way in map(repr, self.fallbacks) if way in trials.seconds),
-            key=lambda way: min(trials.seconds[way]),
+            (option for option in map(repr, self.fallbacks) if option in trials.seconds),
+            key=lambda option: min(trials.seconds[option]),
             default=None,
         )
         if fallback is None:
@@ -271,7 +275,7 @@ class Gate:
         }
 
     def _price(self, fallback: str, trials: _Trials) -> float:
-        """Seconds that a byte costs in this job, overlap and all: from two ways' times."""
+        """Seconds that a byte costs in this job, overlap and all: from two options' times."""
         costs = trials.costs.values()
         spared = sum(_share(fallback) * cost.dense - cost.sent for cost in costs)
         worked = sum(cost.seconds for cost in costs)
@@ -280,20 +284,20 @@ class Gate:
 
     def _choose(self, trials: _Trials) -> str:
         order = [WANTED, MIX, *map(repr, self.fallbacks)]
-        found = [way for way in order if way in trials.seconds]
+        found = [option for option in order if option in trials.seconds]
         if not found:
             return WANTED
-        least = min(min(trials.seconds[way]) for way in found)
+        least = min(min(trials.seconds[option]) for option in found)
         return next(w for w in reversed(found) if min(trials.seconds[w]) <= MARGIN * least)
 
-    def _assign(self, way: str, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
-        if way == MIX:
+    def _assign(self, option: str, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
+        if option == MIX:
             return trials.mix
-        if way == WANTED:
+        if option == WANTED:
             return {}
-        ways = [repr(fallback) for fallback in self.fallbacks]
-        lossier = {name for name, wanted in names.items() if _loss(wanted) > _loss(way)}
-        return dict.fromkeys(sorted(lossier), 1 + ways.index(way))
+        options = [repr(fallback) for fallback in self.fallbacks]
+        lossier = {name for name, wanted in names.items() if _loss(wanted) > _loss(option)}
+        return dict.fromkeys(sorted(lossier), 1 + options.index(option))
 
     # ------------------------------------------------------------------------------ what users read
     def _line(self, trials: _Trials, names: Mapping[str, str]) -> str:
@@ -301,7 +305,7 @@ class Gate:
         pays, all_ = len(names) - len(served), len(names)
         wanted = " and ".join(sorted(set(names.values())))
         rest = {repr(self.fallbacks[number - 1]) for number in served.values()}
-        words = " or ".join("dense" if way == "Dense()" else way for way in sorted(rest))
+        words = " or ".join("dense" if option == "Dense()" else option for option in sorted(rest))
         if pays == all_:
             what = f"{wanted} pays on all {all_} tensors"
         elif pays:
@@ -313,23 +317,23 @@ class Gate:
         link = f"{self.link}; " if self.link else ""
         return f"accordion_hvd: {link}{what}: {dense}{chosen:.0f} ms a step"
 
-    def _estimate(self, way: str, trials: _Trials) -> str:
-        if way == trials.best:
+    def _estimate(self, option: str, trials: _Trials) -> str:
+        if option == trials.best:
             return ""
-        if way in trials.seconds:
-            return f"{1000 * min(trials.seconds[way]):.0f} -> "
-        if way in trials.skipped:
-            return f"over {1000 * trials.skipped[way]:.0f} -> "
+        if option in trials.seconds:
+            return f"{1000 * min(trials.seconds[option]):.0f} -> "
+        if option in trials.skipped:
+            return f"over {1000 * trials.skipped[option]:.0f} -> "
         return ""
 
     def advice(self, names: Mapping[str, str]) -> Advice:
         """Return the evidence of the last verdict (rank 0; empty elsewhere)."""
         trials = self._judged
-        ways = [
-            WayRow(way, min(turns), len(turns), way == trials.best)
-            for way, turns in trials.seconds.items()
+        options = [
+            Option(option, min(turns), len(turns), option == trials.best)
+            for option, turns in trials.seconds.items()
         ]
-        ways += [WayRow(way, least, 0, False) for way, least in trials.skipped.items()]
+        options += [Option(option, least, 0, False) for option, least in trials.skipped.items()]
         price = 0.0
         measured = [w for w in map(repr, self.fallbacks) if w in trials.seconds]
         if measured and trials.costs:
@@ -348,7 +352,7 @@ class Gate:
             )
             for name, cost in trials.costs.items()
         ]
-        return Advice(self.verdict, self.link, ways, tensors)
+        return Advice(self.verdict, self.link, options, tensors)
 
     def __repr__(self) -> str:
         """Return the constructor call."""
@@ -363,8 +367,8 @@ def _loss(compressor: str) -> int:
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, 2)
 
 
-def _share(way: str) -> float:
-    return 0.5 if _loss(way) else 1.0
+def _share(option: str) -> float:
+    return 0.5 if _loss(option) else 1.0
 
 
 def as_gate(owner: Any, gate: Any) -> Gate | None:

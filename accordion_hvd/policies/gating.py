@@ -45,7 +45,7 @@ class Gating(Observer):
             seen = yield from probe(vector, exchange.xp, link.size)
         decision = None
         if link.rank == 0:
-            known = names(exchange), self._costs(exchange), seen, settling(exchange)
+            known = names(exchange), self._costs(exchange), seen, startup(exchange)
             decision = gate.decide(exchange.steps, levels, *known)
         decision = yield from share(link, decision, exchange.device)
         if gate.apply(decision, levels) and decision["verdict"] and link.rank == 0:
@@ -58,8 +58,8 @@ class Gating(Observer):
         return self.gate.measuring
 
     def closed(self, exchange: Any, step: Any) -> None:
-        """Add up what a step's calls took, once all has settled."""
-        if not step.measuring or settling(exchange):
+        """Add up what a step's calls took, after the start-up steps."""
+        if not step.measuring or startup(exchange):
             return
         for index, unit in enumerate(exchange.units.plan.units):
             buckets = [exchange.slots[i].bucket for i in unit.buckets]
@@ -97,13 +97,13 @@ def names(exchange: Any) -> dict[str, str]:
     return {name: repr(levels(name)[level]) for name, level in wanted(exchange).items()}
 
 
-def settling(exchange: Any) -> int:
-    """Return the steps until all that the policy wants has settled (`Compressor.settling`)."""
+def startup(exchange: Any) -> int:
+    """Return the steps that the wanted compressors still need (`Compressor.startup_steps`)."""
     levels, left = wanted(exchange), [0]
     for slot in _compressed(exchange):
         level = levels[slot.bucket.name]
         served = exchange.counted - slot.since if slot.level == level else slot.turns.get(level, 0)
-        left.append(slot.levels[level].settling - served)
+        left.append(slot.levels[level].startup_steps - served)
     return max(left)
 
 

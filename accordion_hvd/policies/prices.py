@@ -21,7 +21,7 @@ LONGEST, SAMPLE = 10_000, 4096
 
 
 def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks: int) -> float:
-    """Bytes that a rank sends for a tensor in a step, once the compressor has settled.
+    """Return the bytes that a rank sends for a tensor in a step, after the start-up steps.
 
     What depends on the values is that of normally distributed ones, and no two ranks are taken to
     share a machine.
@@ -29,8 +29,8 @@ def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks
     if ranks == 1:
         return 0.0
     dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has none
-    phase = compressor.variant(compressor.settling) if compressor.phases else 0
-    info = Info(step=compressor.settling, size=ranks, name="price", phase=phase)
+    phase = compressor.variant(compressor.startup_steps) if compressor.phases else 0
+    info = Info(step=compressor.startup_steps, size=ranks, name="price", phase=phase)
     spec, traffic = Spec(shape, dtype, xp), Traffic()
     grad = xp.cast(xp.asarray(normal(shape, "price")), dtype)
     with np.errstate(all="ignore"):

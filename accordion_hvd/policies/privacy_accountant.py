@@ -56,4 +56,4 @@ class PrivacyAccountant(Observer):
 def per_sample(policy: Any) -> bool:
     """Return whether a rank gives the gradients of several contributors, one by one."""
     accountant = policy.observers.find(PrivacyAccountant)
-    return accountant is not None and accountant.compressor.several
+    return accountant is not None and accountant.compressor.per_sample

@@ -172,7 +172,7 @@ class PrivacyBudget:
 
 
 def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
-    """Epsilon of so many releases of each kind; infinite where nothing is protected."""
+    """Return the epsilon of these releases of each kind; infinite where nothing is protected."""
     if not any(counts.values()):
         return 0.0
     if any(count and release.noise_multiplier < 1e-6 for release, count in counts.items()):

@@ -49,5 +49,5 @@ class PoissonSampler:
         return max(1, round(1 / self.rate))
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """So many lots."""
+        """Return the number of lots."""
         return (self.draw() for _ in range(len(self)))

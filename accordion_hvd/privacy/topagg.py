@@ -38,8 +38,8 @@ class TopAgg(Compressor):
     Compression and Aggregation"; read in the authors' code, recalled from the paper). B is taken
     for each contributor, never across them: else the proof fails.
 
-    What it protects. Whoever changes one record changes one contributor's vote, so that the sums
-    differ by at most 2 sqrt(k) in Euclidean norm (the authors'); whoever adds or removes a whole
+    Protection: a change of one record changes one contributor's vote, so that the sums
+    differ by at most 2 sqrt(k) in Euclidean norm (the authors'); adding or removing a whole
     vote, as an example in a Poisson sample, changes them by at most sqrt(k) (ours). That is all
     the Gaussian mechanism needs, whatever signs chance has drawn for the others. Contributors' data
     must be disjoint. Not protected are ranks from each other: each sees its data, and partial sums
@@ -62,8 +62,8 @@ class TopAgg(Compressor):
         threshold: a fraction of the contributors in [0, 1), the paper's beta; None: no threshold,
             the result is the noisy mean of the votes.
         unit: who votes: "rank" (each with its gradient), "teacher" (several on each rank, whose
-            gradients come along a new first dimension) or "example" (likewise, sampled anew for
-            each step, as in DP-SGD; that form is ours).
+            gradients come along a new first dimension) or "example" (stacked, too, and sampled
+            anew for each step, as in DP-SGD; that form is ours).
         contributors: how many vote in a step, over all ranks; of examples, how many are expected.
             It must not depend on data. For ranks: None.
         rate: with which probability an example takes part in a step, each on its own.
@@ -74,7 +74,7 @@ class TopAgg(Compressor):
     """
 
     scope = "model"
-    stacks = "any"
+    batching = "any"
     private = True
 
     k: int
@@ -175,7 +175,7 @@ class TopAgg(Compressor):
         """
         xp = namespace(grad)
         shape = xp.shape(grad)
-        rows, shape = (shape[0], shape[1:]) if self.several else (1, shape)
+        rows, shape = (shape[0], shape[1:]) if self.per_sample else (1, shape)
         grads = xp.reshape(grad, (rows, 1, math.prod(shape)))
         votes = yield from self.release(grads, info)
         return xp.reshape(votes, shape), state

@@ -111,14 +111,14 @@ class Link:
 
     Args:
         latency: seconds a message takes besides its bytes.
-        bandwidth: bytes a second, each way.
+        bandwidth: bytes a second, in each direction.
     """
 
     latency: float = 20e-6
     bandwidth: float = 1.25e9
 
     def seconds(self, rounds: int, size: float) -> float:
-        """Rounds of messages in which a rank sends so many bytes."""
+        """Return the time of rounds of messages in which a rank sends these bytes."""
         return rounds * self.latency + size / self.bandwidth
 
     def collective(self, request: Request, ranks: int, factor: float) -> float:
@@ -295,7 +295,7 @@ class _Job:
 
 
 class Together:
-    """Conversations: whoever is named in a request waits for all others that are."""
+    """Exchanges in which all ranks that a request names wait for each other."""
 
     def __init__(self, job: _Job) -> None:
         self._method, self._ranks, self._times = job.method, job.ranks, job.times

@@ -36,7 +36,7 @@ Weights = Sequence[Any]
 class Averager(GradientAverager[TensorFlowExchange]):
     """Average the gradients of variables over the ranks.
 
-    Three ways lead through an exchange. Eagerly it runs as a function that is traced once for
+    There are three paths through an exchange. Eagerly it runs as a function that is traced once for
     each choice of levels. Within a graph the same function is called, which freezes the levels,
     so this is only done where they never change or where somebody (`managed`) makes the graph
     anew when they do. Otherwise the graph calls Python (`tf.py_function`), which runs it eagerly.
@@ -217,7 +217,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
             return _scaled(grad, 1.0 / self.communicator.size)
         return grad
 
-    # ---------------------------------------------------------------------------- the three ways
+    # -------------------------------------------------------------------------- the three paths
     def _eagerly(
         self, grads: Sequence[Tensor], lr: float, weights: Weights, directly: bool = False
     ) -> list[Tensor]:
@@ -271,7 +271,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
 
     def _ready(self) -> bool:
         exchange = self.exchange
-        exchange.settle()
+        exchange.prepare_trace()
         if self._traced_version == exchange.version:
             return True
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
@@ -346,7 +346,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
 
     def _guard_within(self) -> None:
         with tf.init_scope():
-            self.exchange.settle()
+            self.exchange.prepare_trace()
         assert self.exchange._clock is not None
         clock = self.exchange._clock.read_value()
         asked = [tf.equal(clock, step) for step in guards.EARLY]

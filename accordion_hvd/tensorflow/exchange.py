@@ -93,7 +93,7 @@ class TensorFlowExchange(Exchange):
         return phases or decides or others
 
     # ---------------------------------------------------------------------------- between the steps
-    def settle(self) -> None:
+    def prepare_trace(self) -> None:
         """Put all state into variables; eager. Afterwards `version` says whether to trace anew."""
         with tf.init_scope():
             if self._clock is None:
@@ -101,7 +101,7 @@ class TensorFlowExchange(Exchange):
                 self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
             for index in range(len(self.slots)):
                 self._settle(index)
-            now = [(s.level, self.phase(s), sorted(s.kept), s.owed is None) for s in self.slots]
+            now = [(s.level, self.phase(s), sorted(s.kept), s.carried is None) for s in self.slots]
             outline = [self.policy.observers.weight, *now]
             if outline != self._outline:
                 self.version += 1
@@ -127,13 +127,13 @@ class TensorFlowExchange(Exchange):
         self._ticked = self.steps
         self._rates = self.rates(lr)
         self.decide(lr)
-        self.settle()
+        self.prepare_trace()
 
     def load_slot(self, slot: Slot, saved: Saved, made: Info | None = None) -> None:
         """Put a slot back as it was, in the variables that graphs know."""
         super().load_slot(slot, saved, made)
         if self._clock is not None:
-            self.settle()
+            self.prepare_trace()
 
     def _settle(self, index: int) -> None:
         slot = self.slots[index]
@@ -141,11 +141,11 @@ class TensorFlowExchange(Exchange):
         slot.kept = {x.key: x.zeros(slot) for x in self.evidence.wanted(slot)} | slot.kept
         assert slot.state is not None
         for key in [k for k in self._held if k[0] == index and k[1] not in (slot.level, None)]:
-            del self._held[key]  # another level's: what it still needs is parked
+            del self._held[key]  # another level's: what it still needs is inactive
         held = {k: self._hold((index, slot.level, k), value) for k, value in slot.state.items()}
         slot.state = held
         slot.kept = {k: self._hold((index, None, k), value) for k, value in slot.kept.items()}
-        slot.owed = self._hold((index, None, "owed"), slot.owed)
+        slot.carried = self._hold((index, None, "carried"), slot.carried)
 
     def _hold(self, key: Any, value: Any) -> tf.Variable | None:
         known = self._held.get(key)
@@ -162,9 +162,9 @@ class TensorFlowExchange(Exchange):
     def traced(
         self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """Run one exchange in a graph, after `settle`; return the means by tensor."""
+        """Run one exchange in a graph, after `prepare_trace`; return the means by tensor."""
         assert self._clock is not None and self._lost is not None
-        kept = [(slot.state or {}, slot.kept, slot.owed) for slot in self.slots]
+        kept = [(slot.state or {}, slot.kept, slot.carried) for slot in self.slots]
         self._now = self._clock.read_value()
         with tf.control_dependencies([self._now]):  # after the step before
             grads = [tf.identity(grad) for grad in grads]
@@ -172,7 +172,7 @@ class TensorFlowExchange(Exchange):
             for slot in self.slots:
                 slot.state = {key: tf.identity(value) for key, value in (slot.state or {}).items()}
                 slot.kept = {key: tf.identity(value) for key, value in slot.kept.items()}
-                slot.owed = None if slot.owed is None else tf.identity(slot.owed)
+                slot.carried = None if slot.carried is None else tf.identity(slot.carried)
             bad = self._trace_step(grads, lr, weights)
             means = self.units.means()
             with tf.control_dependencies(means):  # what does not decode changes nothing
@@ -186,8 +186,8 @@ class TensorFlowExchange(Exchange):
         finally:
             self._now = None
             self.abort()
-            for slot, (state, evidence, owed) in zip(self.slots, kept, strict=True):
-                slot.state, slot.kept, slot.owed = state, evidence, owed
+            for slot, (state, evidence, carried) in zip(self.slots, kept, strict=True):
+                slot.state, slot.kept, slot.carried = state, evidence, carried
 
     def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Any:
         step = self.open(self.rates(lr))
@@ -226,13 +226,13 @@ class TensorFlowExchange(Exchange):
         return super().stats()
 
 
-def _store(slot: Slot, state: Any, kept: Any, owed: Any, bad: Any) -> None:
+def _store(slot: Slot, state: Any, kept: Any, carried: Any, bad: Any) -> None:
     assert slot.state is not None
     for key, variable in state.items():
         variable.assign(slot.state[key])
     for key, variable in kept.items():
         new = slot.kept[key]
         variable.assign(new if bad is False else xp.either(bad, variable, new))
-    if owed is not None:
-        nothing = tf.zeros_like(owed)
-        owed.assign(nothing if bad is False else xp.either(bad, owed, nothing))
+    if carried is not None:
+        nothing = tf.zeros_like(carried)
+        carried.assign(nothing if bad is False else xp.either(bad, carried, nothing))

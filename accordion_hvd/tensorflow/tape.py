@@ -49,11 +49,11 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         device_dense: accepted for compatibility; gradients stay where they are.
         device_sparse: accepted for compatibility.
         compression: see `accordion_hvd.tensorflow.keras.DistributedOptimizer`.
-        sparse_as_dense: likewise.
+        sparse_as_dense: see there, too.
         op: hvd.Average, hvd.Sum, or hvd.Adasum with Horovod's own compression.
-        gradient_predivide_factor: accepted, likewise.
-        num_groups: accepted, likewise.
-        groups: accepted, likewise.
+        gradient_predivide_factor: accepted for compatibility.
+        num_groups: accepted for compatibility.
+        groups: accepted for compatibility.
         process_set: the ranks that average.
         scale_local_gradients: divide gradients of local sources by the number of ranks.
         skip: patterns (as of file names) of variables that travel uncompressed.

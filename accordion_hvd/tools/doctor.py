@@ -401,7 +401,7 @@ _REPORT = (
 
 
 def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Names and commands of the ways to start two ranks that could work here."""
+    """Return names and commands that could start two ranks here."""
     horovodrun, _ = find_command("horovodrun")
     mpirun, _ = find_command("mpirun")
     if horovodrun and facts.get("gloo"):
@@ -458,13 +458,15 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
     findings = [finding for finding in found if finding is not None]
     working = [name for name, finding in horovods.items() if finding and finding.status != FAIL]
     facts = {"torch": torch, "tensorflow": tensorflow}[working[0]].facts if working else {}
-    ways = list(launchers(facts))
+    commands = list(launchers(facts))
     if really_launch:
-        results = [launch(title, command, working[0]) for title, command in ways]
+        results = [launch(title, command, working[0]) for title, command in commands]
         findings += results or [Finding("2 ranks", FAIL, "no launcher to try", BUILD)]
-        ways = [way for way, result in zip(ways, results, strict=True) if result.status == OK]
+        commands = [
+            tried for tried, result in zip(commands, results, strict=True) if result.status == OK
+        ]
     basics = all(f.status != FAIL for f in findings if f.name in ("Python", "NumPy"))
-    return findings, bool(basics and working and ways)
+    return findings, bool(basics and working and commands)
 
 
 def render(findings: Sequence[Finding], able: bool) -> str:

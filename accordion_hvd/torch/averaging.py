@@ -6,7 +6,7 @@ optimizer = hvd.DistributedOptimizer(
     named_parameters=model.named_parameters(),
     compression=WAGMA(),
 )
-for data, target in loader:  # as ever
+for data, target in loader:  # as before
     ...
 optimizer.average_now(model)  # before evaluation and checkpoints
 ```
@@ -46,7 +46,8 @@ def wrap(
     """Return an optimizer of a subclass, with the same state, that averages models.
 
     Raises:
-        ValueError: the method does not suit so many ranks, or Horovod cannot add process sets.
+        ValueError: the method does not suit the number of ranks, or Horovod cannot add process
+            sets.
         RuntimeError: averaging without waiting was asked for and is not possible here; or ranks
             were set up differently.
     """
@@ -145,7 +146,7 @@ class _Averaged:
         return self._averager
 
     def synchronize(self: Any) -> None:
-        """Nothing is under way between backward and `step()`: gradients stay this rank's own."""
+        """Do nothing: gradients stay local between backward and `step()`."""
 
     @property
     def process_set(self: Any) -> Any:

@@ -69,8 +69,7 @@ def broadcast_optimizer_state(
     outline = _outline(optimizer.state_dict(), tensors)
     outline = hvd.broadcast_object(outline, root_rank, name="accordion.optimizer_state")
     mine = hvd.rank() == root_rank
-    received = tensors if mine else [torch.empty(0)] * _count(outline)
-    state = _fill(outline, received, root_rank, mine)
+    state = _fill(outline, tensors if mine else None, root_rank)
     if not mine:
         optimizer.load_state_dict(state)
     elif hasattr(optimizer, "doubt"):
@@ -78,6 +77,8 @@ def broadcast_optimizer_state(
 
 
 class _Place:
+    """Where a tensor belongs: its number, shape, dtype and device type."""
+
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number, self.shape, self.dtype = number, tuple(tensor.shape), tensor.dtype
         self.device = tensor.device.type
@@ -95,21 +96,15 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, _Place):
-        return 1
-    items = value.values() if isinstance(value, dict) else value
-    return sum(_count(i) for i in items) if isinstance(value, (dict, list, tuple)) else 0
-
-
-def _fill(value: Any, tensors: list[torch.Tensor], root: int, mine: bool) -> Any:
+def _fill(value: Any, tensors: list[torch.Tensor] | None, root: int) -> Any:
+    """`value` with its tensors put back, as `root` has them; `tensors` are known there only."""
     if isinstance(value, _Place):
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        tensor = tensors[value.number] if mine else empty
+        tensor = empty if tensors is None else tensors[value.number]
         name = f"accordion.optimizer_state.{value.number}"
         return hvd.broadcast(_carried(tensor), root, name=name).view(value.dtype)
     if isinstance(value, dict):
-        return {key: _fill(item, tensors, root, mine) for key, item in value.items()}
+        return {key: _fill(item, tensors, root) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_fill(item, tensors, root, mine) for item in value)
+        return type(value)(_fill(item, tensors, root) for item in value)
     return value

@@ -286,7 +286,7 @@ class _Distributed(Controls):
         self._averager.watch(fresh)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer; gradients under way are forgotten."""
+        """Restore the wrapped optimizer; pending gradients are forgotten."""
         self._averager.reset()
         self._should_synchronize = True
         self._filled, self._counted = 0, False

@@ -197,7 +197,7 @@ class Reducer(GradientAverager[Exchange]):
         self.reset()
 
     def finish(self) -> None:
-        """Exchange what is not under way yet, wait for everything and write the means.
+        """Exchange the remaining gradients, wait for everything and write the means.
 
         Raises:
             RanksDisagree: at the first call, ranks were set up differently.
@@ -226,7 +226,7 @@ class Reducer(GradientAverager[Exchange]):
         super().adopt(saved)
 
     def reset(self) -> None:
-        """Forget what is under way."""
+        """Forget pending gradients."""
         if self._exchange is not None:
             self._exchange.abort()
         self.pending = False
@@ -360,7 +360,7 @@ class Reducer(GradientAverager[Exchange]):
 
 
 def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
-    """Tell `reducer` of the parameter's gradients; whoever wrapped it before hears no more."""
+    """Tell `reducer` of the parameter's gradients; an earlier reducer hears no more."""
     if parameter in _listening:
         _listening[parameter].remove()
     handle = parameter.register_post_accumulate_grad_hook(lambda p: _arrived(reducer, p))

@@ -77,7 +77,7 @@ class Bench:
 
         Where ranks take turns as leader, this one always leads.
         """
-        machines = consecutive(RANKS, 2) if compressor.by_machine else ()
+        machines = consecutive(RANKS, 2) if compressor.topology_aware else ()
         spec = self.xp.spec(self.xp.asarray(self.values))
         state = compressor.init(spec, Info(size=RANKS, name="w", machines=machines))
         kept = sum(_bytes(self.xp, x) for x in state.values()) / self.values.nbytes

@@ -100,7 +100,7 @@ class Torch:
         gate.restart()
         for _ in range(count):
             self.steps(way, 1)
-            if gate.settled:
+            if gate.decided:
                 return gate.verdict
         raise RuntimeError(f"the gate of {way!r} has given no verdict after {count} steps.")
 

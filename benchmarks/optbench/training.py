@@ -184,10 +184,10 @@ def accuracy(team: Team, task: str) -> float | None:
 
 
 def state_bytes(exchange: Exchange) -> int:
-    """What the exchange keeps between steps, all stages' parked state included."""
+    """What the exchange keeps between steps, all stages' inactive state included."""
     total = 0
     for slot in exchange.slots:
-        for state in (slot.state or {}, *slot.parked.values()):
+        for state in (slot.state or {}, *slot.inactive.values()):
             total += sum(x.nbytes for x in state.values())
     return total
 

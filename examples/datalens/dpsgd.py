@@ -38,7 +38,7 @@ class DPSGD(Compressor):
     """
 
     scope = "model"
-    stacks = "any"
+    batching = "any"
     private = True
     several = True
 

@@ -169,7 +169,7 @@ def test_states_keep_their_keys_and_all_settle(method: Averaging) -> None:
     keys = [sorted(state) for state in world.states]
     for _ in range(4):
         before = world.take(noise)
-    after = world.settle()
+    after = world.synchronize()
     assert [sorted(state) for state in world.states] == keys
     assert (after == after[0]).all()
     np.testing.assert_allclose(after[0], before.mean(0), atol=1e-12)

@@ -32,13 +32,13 @@ def paper(r: np.ndarray, g: np.ndarray, width: int) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize(("size", "width"), [(1200, 50), (137, 50), (30, 50), (9, 1), (1000, 500)])
 def test_it_follows_the_paper(size: int, width: int, framework: Framework) -> None:
-    ours, owed = Ranks(AdaComp(width), 2, framework), [np.zeros(size, np.float32)] * 2
+    ours, carried = Ranks(AdaComp(width), 2, framework), [np.zeros(size, np.float32)] * 2
     for gradients in normals((size,), 2, steps=5):
-        found = [paper(r, g, width) for r, g in zip(owed, gradients, strict=True)]
-        owed = [r for _, r in found]
+        found = [paper(r, g, width) for r, g in zip(carried, gradients, strict=True)]
+        carried = [r for _, r in found]
         mean = ours.step(gradients)[0]
         np.testing.assert_allclose(mean, np.mean([s for s, _ in found], 0), atol=1e-6)
-        for r, wanted in zip(ours.residuals(), owed, strict=True):
+        for r, wanted in zip(ours.residuals(), carried, strict=True):
             np.testing.assert_allclose(r, wanted, atol=1e-6)
 
 

@@ -115,7 +115,7 @@ def test_a_graph_makes_updates_and_is_traced_anew_for_each_stage() -> None:
 
     exchange, rate = exchange_of(DGC(1.0)), tf.constant(0.1)
     assert not exchange.switching
-    exchange.settle()
+    exchange.prepare_trace()
     run = tf.function(exchange.traced, autograph=False)
     ours, theirs = tf.Variable(tf.ones(SHAPE)), tf.Variable(tf.ones(SHAPE))
     plain, momentum = tf.keras.optimizers.SGD(0.1), tf.keras.optimizers.SGD(0.1, momentum=0.9)
@@ -129,7 +129,7 @@ def test_a_graph_makes_updates_and_is_traced_anew_for_each_stage() -> None:
     oracle = Ranks(DGC(0.01, warmup=8), 1)
     functions: dict[int, Any] = {}
     for (gradient,) in normals(SHAPE, 1, steps=10):
-        exchange.settle()
+        exchange.prepare_trace()
         versions.add(exchange.version)
         if exchange.version not in functions:
             functions[exchange.version] = tf.function(exchange.traced, autograph=False)
@@ -160,7 +160,7 @@ def test_gradients_are_clipped_before_all_else() -> None:
         gradients = [np.float32(g * scale) for g in gradients]
         wanted = [g * min(1.0, 1.0 / np.linalg.norm(g)) for g in gradients]
         np.testing.assert_allclose(ours.step(gradients)[0], np.mean(wanted, 0), atol=1e-6)
-    assert DGC(clip=1.0).stacks == "" and DGC().stacks == "alike"
+    assert DGC(clip=1.0).batching == "" and DGC().batching == "alike"
 
 
 def test_without_momentum_it_is_topk() -> None:

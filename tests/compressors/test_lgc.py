@@ -211,7 +211,7 @@ def test_phases_wait_while_another_level_serves(form: str) -> None:
         if number == 3:
             assert np.abs(total).max() < 1e-5, "Dense pays what was owed"
         if 3 <= number < 6:
-            assert same_bits(slot.parked[0]["weights"], learned)
+            assert same_bits(slot.inactive[0]["weights"], learned)
     assert served == [0, 1, 1, 0, 0, 0, 2, 3, 3, 3]
     assert not same_bits(slot.state["weights"], learned)
 
@@ -266,8 +266,8 @@ def test_reconstruction_improves_and_is_reported(form: str) -> None:
     assert error[0] == 1.0 and error[1] > 0.7
     assert np.mean(error[training - 10 : training]) < 0.1
     assert (error[training:] == error[training]).all()
-    owed = [np.linalg.norm(e.slots[0].state["error"]) for e in world.exchanges]
-    assert max(owed) < 10 * np.sqrt(20_000 * training)
+    carried = [np.linalg.norm(e.slots[0].state["error"]) for e in world.exchanges]
+    assert max(carried) < 10 * np.sqrt(20_000 * training)
 
 
 @FORMS
@@ -297,8 +297,8 @@ def test_with_all_for_innovation_it_is_exact(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Autoencoder, "decode", lambda self, weights, codes, news: news)
     world = Ranks(LGC(0.1, "server", dense=0, training=1, innovation=1.0), 3)
     for number, gradients in enumerate(normals((300,), 3, steps=5)):
-        owed = [np.zeros(300)] * 3 if number == 0 else world.residuals()
-        totals = np.float64(gradients) + np.stack(owed)
+        carried = [np.zeros(300)] * 3 if number == 0 else world.residuals()
+        totals = np.float64(gradients) + np.stack(carried)
         index = np.argsort(-np.abs(totals[number % 3]))[:30]
         mean = np.zeros(300)
         mean[index] = totals[:, index].mean(0)
@@ -378,7 +378,7 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="number of ranks is 3, but must be"):
                 step(other, NUMPY, gradients)
             continue
-        owed = sum(e.slots[0].state["error"].astype(float) for e in world.exchanges)
+        carried = sum(e.slots[0].state["error"].astype(float) for e in world.exchanges)
         means = step(other, NUMPY, gradients)
         assert means[0] is not None
         given = np.concatenate([exact_mean([g[k] for g in gradients]).reshape(-1) for k in "wv"])
@@ -386,7 +386,7 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
         left = exact_mean([e.slots[0].state["error"] for e in other.exchanges])
         unsent = found == 0
         assert unsent.sum() == 2400 - 120 and not left[~unsent].any()
-        np.testing.assert_allclose(left[unsent], (given + owed / 3)[unsent], atol=1e-4)
+        np.testing.assert_allclose(left[unsent], (given + carried / 3)[unsent], atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- in a graph
@@ -405,7 +405,7 @@ def test_graphs_are_traced_anew_for_each_phase(form: str) -> None:
     stream = [g[0] for g in normals((40, 50), 1, steps=9)]
     stream[1] = stream[1] * np.nan
     for gradient in stream:
-        exchange.settle()
+        exchange.prepare_trace()
         if not versions or versions[-1] != exchange.version:
             run = tf.function(exchange.traced, autograph=False)
         versions.append(exchange.version)

@@ -219,7 +219,7 @@ def test_a_graph_refuses_too(method: Compressor) -> None:
     policy = as_policy(Spoiled(method, spoil, rank=0))
     link = SimulatedCommunicator(Hub(1), 0, TENSORFLOW.xp)
     exchange = TensorFlowExchange(link, policy, [TensorInfo("w", (24, 50), "float32")])
-    exchange.settle()
+    exchange.prepare_trace()
     run = tf.function(exchange.traced, autograph=False)
     rng = np.random.default_rng(0)
     for number in range(BAD_STEP + 1):

@@ -47,8 +47,8 @@ def test_it_follows_the_paper(beta: float, selection: str, framework: Framework)
         means = ours.step(gradients)
         np.testing.assert_allclose(means[2].reshape(-1), wanted, atol=1e-5)
         np.testing.assert_array_equal(means[0].reshape(-1) != 0, mask)
-        for owed, m in zip(ours.residuals(), residues, strict=True):
-            np.testing.assert_allclose(owed * beta, m, atol=2e-5)
+        for carried, m in zip(ours.residuals(), residues, strict=True):
+            np.testing.assert_allclose(carried * beta, m, atol=2e-5)
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
@@ -58,10 +58,10 @@ def test_nothing_is_lost_on_any_rank(beta: float) -> None:
     for gradients in normals(SHAPE, 1, steps=60):
         total += gradients[0].reshape(-1)
         sent += ours.step(gradients)[0].reshape(-1)
-        owed = ours.residuals()[0]
-        assert owed is not None
-        scale = max(1.0, np.abs(owed).max())
-        np.testing.assert_allclose(sent + owed, total, atol=2e-5 * scale)
+        carried = ours.residuals()[0]
+        assert carried is not None
+        scale = max(1.0, np.abs(carried).max())
+        np.testing.assert_allclose(sent + carried, total, atol=2e-5 * scale)
 
 
 def test_alone_and_without_a_filter_it_is_topk() -> None:
@@ -76,10 +76,10 @@ def test_the_residue_is_filtered() -> None:
     ours = Ranks(scalecom, 1)
     for number in range(1, 5):  # the first of each two is always larger
         ours.step([np.array([100.0, 1.0], np.float32)])
-        owed = ours.residuals()[0]
-        assert owed is not None and owed.shape == (size,)
-        np.testing.assert_allclose(owed[1] * 0.25, 0.25 * number)
-        assert owed[0] == 0
+        carried = ours.residuals()[0]
+        assert carried is not None and carried.shape == (size,)
+        np.testing.assert_allclose(carried[1] * 0.25, 0.25 * number)
+        assert carried[0] == 0
     before = ours.residuals()[0]
     assert before is not None
     ours.step([np.array([0.0, 0.0], np.float32)])
@@ -91,8 +91,8 @@ def test_the_residue_is_filtered() -> None:
 def test_each_bin_gives_one_and_the_largest_is_among_them() -> None:
     ours = Ranks(ScaleCom(1 / 48), 2)
     for number, gradients in enumerate(normals((23, 53), 2, steps=4)):
-        owed = ours.residuals()[number % 2] if ours.states else 0.0
-        large = np.abs(gradients[number % 2].reshape(-1) + owed)
+        carried = ours.residuals()[number % 2] if ours.states else 0.0
+        large = np.abs(gradients[number % 2].reshape(-1) + carried)
         mean = ours.step(gradients)[0].reshape(-1)
         assert mean[large.argmax()] != 0
         counts = [np.count_nonzero(mean[s : s + 48]) for s in range(0, mean.size, 48)]
@@ -103,8 +103,8 @@ def test_alike_ranks_stay_alike() -> None:
     ours = Ranks(ScaleCom(0.1, 0.1), 3)
     for (gradient,) in normals(SHAPE, 1, steps=5):
         ours.step([gradient] * 3)
-    owed = ours.residuals()
-    assert all(same_bits(x, owed[0]) for x in owed[1:])
+    carried = ours.residuals()
+    assert all(same_bits(x, carried[0]) for x in carried[1:])
 
 
 def moved(compressor: Compressor, ranks: int) -> tuple[float, float]:

@@ -86,8 +86,8 @@ def test_the_variable_is_checked(word: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(VARIABLE, word)
     communicator = SimulatedCommunicator(Hub(2), 0, NUMPY.xp)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}', but must be an integer"):
-        meet(communicator, as_policy(TwoLevel()).by_machine)
-    meet(communicator, as_policy(TopK()).by_machine)  # does not ask, so nobody is asked
+        meet(communicator, as_policy(TwoLevel()).topology_aware)
+    meet(communicator, as_policy(TopK()).topology_aware)  # does not ask, so nobody is asked
 
 
 # ------------------------------------------------------------------------------------- the slices
@@ -172,9 +172,9 @@ def test_it_declares_what_the_compressor_declares() -> None:
     assert (ours.target, ours.output, ours.scope) == ("gradient", "update", "flat")
     assert ours.variant(25) == 2 and ours.phases
     assert not TwoLevel(TopK()).phases
-    assert as_policy(ours).by_machine and as_policy(ours).scope == "flat"
-    assert Accordion(low=Dense(), high=TwoLevel(PowerSGD(1))).by_machine
-    assert not Accordion(low=Dense(), high=PowerSGD(1)).by_machine
+    assert as_policy(ours).topology_aware and as_policy(ours).scope == "flat"
+    assert Accordion(low=Dense(), high=TwoLevel(PowerSGD(1))).topology_aware
+    assert not Accordion(low=Dense(), high=PowerSGD(1)).topology_aware
 
 
 def test_words() -> None:
@@ -190,13 +190,13 @@ def debts(world: World, name: str) -> np.ndarray:
     found = []
     for exchange in world.exchanges:
         (slot,) = [slot for slot in exchange.slots if slot.bucket.name == name]
-        residual, owed = slot.compressor.residual(slot.state), np.zeros(slot.bucket.shape)
+        residual, carried = slot.compressor.residual(slot.state), np.zeros(slot.bucket.shape)
         if residual is not None:
             whole = slot.compressor.whole(residual, slot.spec, exchange.info(slot))
-            owed += NUMPY.array(slot.spec.xp.reshape(whole, slot.bucket.shape))
-        if slot.owed is not None:
-            owed += NUMPY.array(slot.spec.xp.reshape(slot.owed, slot.bucket.shape))
-        found.append(owed)
+            carried += NUMPY.array(slot.spec.xp.reshape(whole, slot.bucket.shape))
+        if slot.carried is not None:
+            carried += NUMPY.array(slot.spec.xp.reshape(slot.carried, slot.bucket.shape))
+        found.append(carried)
     return np.mean(found, 0)
 
 

@@ -123,7 +123,7 @@ def test_without_feedback_the_rest_is_lost() -> None:
 class Rounded(Codec):
     """As short as a codec can be: integers, decoded one message at a time."""
 
-    contracts: ClassVar[bool] = True
+    contractive: ClassVar[bool] = True
 
     def encode(self, x: Any, info: Info) -> Message:
         return (np.rint(x).astype(np.int8),)
@@ -138,9 +138,9 @@ def test_a_codec_needs_no_more_than_two_methods() -> None:
         world, total = Ranks(compressor, 3), np.zeros(laws.SHAPE)
         for gradients in normals(laws.SHAPE, 3, steps=6):
             total += exact_mean(gradients) - world.step(gradients)[0]
-        owed = world.mean_residual(total.size)
-        np.testing.assert_allclose(total.reshape(-1), owed, atol=1e-5)
-        assert np.abs(owed).max() <= 0.5 + 1e-6
+        carried = world.mean_residual(total.size)
+        np.testing.assert_allclose(total.reshape(-1), carried, atol=1e-5)
+        assert np.abs(carried).max() <= 0.5 + 1e-6
     shifted = Ranks(EF21(Rounded()), 2)
     for gradients in normals(laws.SHAPE, 2, steps=3):
         assert np.abs(shifted.step(gradients)[0] - exact_mean(gradients)).max() <= 0.5 + 1e-5
@@ -230,7 +230,7 @@ def shifts(world: World) -> list[tuple[np.ndarray, np.ndarray]]:
 def test_levels_of_ef21_hand_their_shifts_over() -> None:
     """At every change, h goes on, and is the mean of all h_i."""
     world = simulate(Alternating(EF21(TopK(0.5)), EF21(TopK(0.05)), [2, 4, 7]), 3)
-    for number, gradients in enumerate(laws.several(3, 9)):
+    for number, gradients in enumerate(laws.per_sample(3, 9)):
         before = shifts(world) if number else []
         laws.step(world, NUMPY, gradients)
         if number in (2, 4, 7):  # another level: h has moved by its messages alone

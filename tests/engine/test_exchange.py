@@ -333,8 +333,8 @@ def test_sharing_a_conversation_changes_nothing(
             assert np.abs(alone - together).max() <= case.apart * 5  # of normal numbers
         else:
             np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
-    stacks = case.compressor.stacks
-    units = {"alike": 2, "any": 1, "": len(TWINS)}[stacks]
+    batching = case.compressor.batching
+    units = {"alike": 2, "any": 1, "": len(TWINS)}[batching]
     assert len(shared.exchanges[0].units.plan.units) == units
 
 

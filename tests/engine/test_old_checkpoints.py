@@ -372,28 +372,28 @@ def test_others_pay_what_all_have_owed(name: str, ranks: int) -> None:
     """Without gradients, the next exact mean is of that alone."""
     kind, folder = KINDS[name], SAVED / name
     world = resumed(kind, folder, ranks)
-    owed = np.sum([arrays["0/0/owed"] for arrays in ranks_files(folder)], 0)
+    carried = np.sum([arrays["0/0/owed"] for arrays in ranks_files(folder)], 0)
     nothing = {name: np.zeros(shape, np.float32) for name, shape in kind.shapes.items()}
     for means in world.step([copy.deepcopy(nothing) for _ in range(ranks)], LR):
-        assert means is not None and np.abs(owed).max() > 0.1
-        np.testing.assert_allclose(means["w"], owed.reshape(32, 32) / ranks, atol=1e-6)
+        assert means is not None and np.abs(carried).max() > 0.1
+        np.testing.assert_allclose(means["w"], carried.reshape(32, 32) / ranks, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("name", ["topk", "ef_signsgd", "powersgd", "accordion"])
 def test_others_keep_the_sum_of_the_residuals(name: str, ranks: int) -> None:
-    """Without gradients, all of it comes in the end, or what has not come is owed still."""
+    """Without gradients, all of it comes in the end, or what has not come is carried still."""
     kind, folder = KINDS[name], SAVED / name
     world = resumed(kind, folder, ranks)
-    owed = np.sum([arrays["0/0/state/error"] for arrays in ranks_files(folder)], 0)
+    carried = np.sum([arrays["0/0/state/error"] for arrays in ranks_files(folder)], 0)
     nothing = {name: np.zeros(shape, np.float32) for name, shape in kind.shapes.items()}
     came = np.zeros((32, 32))
     for _ in range(30):
         means = world.step([copy.deepcopy(nothing) for _ in range(ranks)], LR)[0]
-        assert means is not None and np.abs(owed).max() > 0.1
+        assert means is not None and np.abs(carried).max() > 0.1
         came += means["w"]
     found = ranks * came + residuals(world).reshape(32, 32)
-    np.testing.assert_allclose(found, owed.reshape(32, 32), atol=1e-4)
+    np.testing.assert_allclose(found, carried.reshape(32, 32), atol=1e-4)
 
 
 # --------------------------------------------------------------------------------- what is averaged

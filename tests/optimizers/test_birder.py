@@ -437,9 +437,9 @@ def test_rescaled_moments() -> None:
         for key in ("m", "b"):
             np.testing.assert_allclose(state[key], np.mean([s[key] for s in world.states], 0))
         assert (np.abs(state["m"]) <= state["b"]).all()
-    owed = np.mean([s["error"] for s in world.states], 0)
-    owed += np.concatenate([s["server"] for s in world.states])[:100]
-    np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), owed)
+    carried = np.mean([s["error"] for s in world.states], 0)
+    carried += np.concatenate([s["server"] for s in world.states])[:100]
+    np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), carried)
     alone = rule.foreign(world.states[1], spec, Info(rank=0, size=1))
     assert same_bits(alone["m"], world.states[1]["m"]) and not alone["error"].any()
 

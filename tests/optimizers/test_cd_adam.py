@@ -43,7 +43,7 @@ INNER = (TopK(0.1), RandomK(0.2), PowerSGD(1), OneBit(), Int8(32), EFSignSGD())
 class Whole(Compressor):
     """Sends all, and keeps nothing: in fp64, so that only the optimizer's own rounding is left."""
 
-    contracts: ClassVar[bool] = True
+    contractive: ClassVar[bool] = True
 
     def init(self, spec: Any, info: Info) -> Any:
         return {"error": spec.zeros((spec.size,), spec.wide)}
@@ -118,9 +118,9 @@ def test_with_a_pace_steps_lack_only_what_is_owed(
             for exchange in world.exchanges
         ]
         lacks += np.mean(now, 0) - states[0]["m"].reshape(lacks.shape)  # m is what they go by
-        owed = np.mean([s["error"] for s in states], 0)
-        owed += np.concatenate([s["server"] for s in states])[: owed.size]
-        np.testing.assert_allclose(owed.reshape(lacks.shape), lacks, atol=1e-10)
+        carried = np.mean([s["error"] for s in states], 0)
+        carried += np.concatenate([s["server"] for s in states])[: carried.size]
+        np.testing.assert_allclose(carried.reshape(lacks.shape), lacks, atol=1e-10)
     assert np.abs(lacks).max() > 0.01, "something must have been owed"
 
 
@@ -210,9 +210,9 @@ def test_top_k_tells_all_of_a_steady_gradient_in_time() -> None:
 
 def test_the_shelf_says_what_contracts() -> None:
     shelf = [getattr(compressors, name) for name in compressors.__all__]
-    assert {kind for kind in shelf if kind.contracts is True} == {type(x) for x in INNER}
-    assert compressors.ErrorFeedback(TopK(0.1)).contracts
-    assert not compressors.ErrorFeedback(compressors.Natural()).contracts
+    assert {kind for kind in shelf if kind.contractive is True} == {type(x) for x in INNER}
+    assert compressors.ErrorFeedback(TopK(0.1)).contractive
+    assert not compressors.ErrorFeedback(compressors.Natural()).contractive
 
 
 @pytest.mark.parametrize("inner", [*INNER, PowerSGD(3), TopK(0.01, "float16")], ids=repr)
@@ -227,11 +227,11 @@ def test_what_contracts_is_a_contraction(inner: Compressor) -> None:
         x, ratios = x.astype(np.float32), []
         for trial in range(4):
             kept = []
-            for owed in (np.zeros_like(x), x * np.float32(0.25), x):
+            for carried in (np.zeros_like(x), x * np.float32(0.25), x):
                 world = Ranks(inner, 1, name=f"w{trial}")
                 state = world.init(x)[0]
-                world.states = [inner.with_residual(state, owed.reshape(-1).copy())]
-                world.step([x - owed])
+                world.states = [inner.with_residual(state, carried.reshape(-1).copy())]
+                world.step([x - carried])
                 kept.append(world.residuals()[0])
             scale = np.abs(x).max()
             for other in kept[1:]:
@@ -246,8 +246,8 @@ def test_threshold_is_none() -> None:
     world = Ranks(Threshold(1.0), 1)
     x = np.full(SHAPE, 0.3, np.float32)
     world.step([x])
-    owed = world.residuals()[0]
-    assert owed is not None and np.array_equal(owed, x.reshape(-1))
+    carried = world.residuals()[0]
+    assert carried is not None and np.array_equal(carried, x.reshape(-1))
 
 
 # -------------------------------------------------------------------------------- what it comes to
@@ -295,7 +295,7 @@ class ErrorFeedback(CDOracle):
 RANKS, SIZE, STEPS = 3, 24, 1500
 
 
-def settled(direction: Callable[[np.ndarray], np.ndarray]) -> float:
+def joint_residual(direction: Callable[[np.ndarray], np.ndarray]) -> float:
     """The norm of the gradient after training on quadratics that differ from rank to rank."""
     rng = np.random.default_rng(0)
     curvature, centre = rng.uniform(0.5, 2, (RANKS, SIZE)), rng.normal(size=(RANKS, SIZE))
@@ -313,15 +313,15 @@ def of_rule(rule: CDAdam) -> Callable[[np.ndarray], np.ndarray]:
 
 def test_it_settles_where_error_feedback_stalls() -> None:
     """Signs of changes tell all in the end; errors fed back through a root do not, nor do signs."""
-    assert settled(of_rule(CDAdam())) < 1e-6
-    assert settled(of_rule(CDAdam(pace=0.1))) < 1e-6
+    assert joint_residual(of_rule(CDAdam())) < 1e-6
+    assert joint_residual(of_rule(CDAdam(pace=0.1))) < 1e-6
     naive, feedback = Naive(RANKS, SIZE), ErrorFeedback(RANKS, SIZE)
-    assert settled(lambda grads: naive.step(grads, 0.0)) > 1
-    assert settled(lambda grads: feedback.step(grads, 0.0)) > 1e-3
+    assert joint_residual(lambda grads: naive.step(grads, 0.0)) > 1
+    assert joint_residual(lambda grads: feedback.step(grads, 0.0)) > 1e-3
 
 
 def test_top_k_settles_too() -> None:
-    assert settled(of_rule(CDAdam(compressor=TopK(0.05)))) < 1e-5
+    assert joint_residual(of_rule(CDAdam(compressor=TopK(0.05)))) < 1e-5
 
 
 def test_the_largest_moment_never_falls_and_is_what_divides() -> None:
@@ -488,8 +488,8 @@ def test_decay_without_weights_is_refused() -> None:
 # -------------------------------------------------------------------- other ranks and other stages
 def owed_by(world: Ranks) -> Any:
     """What all that ranks and servers owe comes to."""
-    owed = np.mean([s["error"] for s in world.states], 0)
-    return owed + np.concatenate([s["server"] for s in world.states])[: owed.size]
+    carried = np.mean([s["error"] for s in world.states], 0)
+    return carried + np.concatenate([s["server"] for s in world.states])[: carried.size]
 
 
 @pytest.mark.parametrize(
@@ -516,8 +516,8 @@ def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> 
     wanted = mean if how == "rescale" and inner is None else estimate
     np.testing.assert_allclose(held(after)[0], wanted, atol=1e-6)
     if rule.pace != 1:
-        owed = owed_by(before) if how == "rescale" else 0.0
-        np.testing.assert_allclose(owed_by(after), owed, atol=1e-6)
+        carried = owed_by(before) if how == "rescale" else 0.0
+        np.testing.assert_allclose(owed_by(after), carried, atol=1e-6)
     for now in gradients_of(new, 5, seed=3, dtype="float32"):
         after.step(now)
         found, known, _ = held(after)

@@ -97,7 +97,7 @@ def test_variance_begins_anew_with_each_second_stage() -> None:
     rule, spec = OnebitLamb(), NUMPY.xp.spec(np.zeros((32, 40)))
     rng = np.random.default_rng(0)
     dense = {k: rng.normal(size=x.shape) for k, x in rule.dense().init(spec, Info()).items()}
-    state = rule.inherit(rule.init(spec, Info()), rule.dense(), dense)
+    state = rule.warm_start(rule.init(spec, Info()), rule.dense(), dense)
     assert np.array_equal(state["fresh"], dense["v"]) and state["fresh"] is not dense["v"]
     assert state["factor"] == 1 and state["since"] == 0
     for key in ("m", "v", "count", "coeff", "weight"):

@@ -142,7 +142,7 @@ def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None
             assert one is not None
             if not row.random:
                 np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
-    shared = row.rule.stacks or row.rule.scope == "flat"
+    shared = row.rule.batching or row.rule.scope == "flat"
     assert len(together.exchanges[0].units.plan.units) == (1 if shared else 3)
 
 
@@ -168,7 +168,7 @@ def test_moments_go_along_when_stages_change(row: Row) -> None:
         slot = exchange.slots[0]
         own = {key: slot.state[key].copy() for key in row.rule.local}
         exchange.switch(slot, 0)
-        assert slot.owed is None
+        assert slot.carried is None
         exchange.switch(slot, 1)
         for key, value in own.items():
             assert np.array_equal(slot.state[key], value), key
@@ -203,10 +203,10 @@ def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
         directions(world, NUMPY, gradients, "float64", 0.1)
     states = [exchange.slots[0].state for exchange in world.exchanges]
     size = int(np.prod(SHAPE))
-    owed = np.mean([s["error"] for s in states], 0)
-    owed += np.concatenate([s["server"] for s in states])[:size]
+    carried = np.mean([s["error"] for s in states], 0)
+    carried += np.concatenate([s["server"] for s in states])[:size]
     made = [rule.rescale(states, NUMPY.xp.spec(np.zeros(SHAPE)), Info(0, r, 3)) for r in range(3)]
-    np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), owed, atol=1e-15)
+    np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), carried, atol=1e-15)
     assert not any(s["server"].any() for s in made)
 
 

@@ -40,7 +40,7 @@ class Averages:
         found, self.errors, self.servers = (list(x) for x in zip(*results, strict=True))
         return found
 
-    def owed(self) -> np.ndarray:
+    def carried(self) -> np.ndarray:
         server = np.concatenate(self.servers)
         assert not server[self.size :].any(), "positions behind the end owe something"
         return np.mean(self.errors, 0, dtype=np.float64) + server[: self.size]
@@ -52,7 +52,7 @@ class Averages:
     combined({NUMPY: (2, 3, 5), POISONED: (2,), TORCH: (3,), TENSORFLOW: (2,)}),
 )
 def test_conservation(framework: Framework, ranks: int, scale: str) -> None:
-    """What comes out and what is owed is what went in, in total over many steps of any size."""
+    """What comes out and what is carried is what went in, in total over many steps of any size."""
     steps = 40 if framework is NUMPY else 8
     for size in SIZES:
         rng, total = np.random.default_rng(size), 0.0
@@ -62,7 +62,7 @@ def test_conservation(framework: Framework, ranks: int, scale: str) -> None:
             found = world.step(vectors)
             assert all(same_bits(mine, found[0]) for mine in found)
             total = total + vectors.mean(0, dtype=np.float64) - found[0]
-            np.testing.assert_allclose(total, world.owed(), atol=2e-6 * steps)
+            np.testing.assert_allclose(total, world.carried(), atol=2e-6 * steps)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -115,7 +115,7 @@ class Training:
     def become(self, rule: Rule) -> None:
         old, self.rule = self.rule, rule
         self.states = [
-            rule.inherit(rule.init(self.spec, self.info(r)), old, state)
+            rule.warm_start(rule.init(self.spec, self.info(r)), old, state)
             for r, state in enumerate(self.states)
         ]
 
@@ -160,8 +160,8 @@ def test_errors_stay_bounded_and_dead_elements_still(rule: Rule, steps: int) -> 
     early, late = max(largest[steps // 5 : 2 * steps // 5]), max(largest[4 * steps // 5 :])
     assert 0 < late < 1.5 * early
     assert (training.x[:, ~alive] == 1).all()
-    owed = np.array([state["error"][~alive] for state in training.states])
-    assert owed.any(), "signs are sent for them: it is the mask that holds them"
+    carried = np.array([state["error"][~alive] for state in training.states])
+    assert carried.any(), "signs are sent for them: it is the mask that holds them"
     if rule.dense() != rule:
         training.become(rule.dense())
         training.step(gradients, 1e-3)

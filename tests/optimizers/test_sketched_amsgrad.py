@@ -77,18 +77,18 @@ def test_it_is_amsgrad_if_all_elements_move(
 
 
 def test_one_rank_takes_the_step_that_it_owes() -> None:
-    """What ranks owed together moves the weights that are one rank's now, whatever its rate."""
+    """What ranks carried together moves the weights that are one rank's now, whatever its rate."""
     states_before = run_for(3, 6)[1]
     spec, info = XP.spec(np.zeros(SIZE)), Info(size=1)
     state = RULE.rescale(states_before, spec, info)
     twin = {**state, "error": 0 * state["error"]}
-    owed = np.mean([s["error"] for s in states_before], 0)
+    carried = np.mean([s["error"] for s in states_before], 0)
     alone = Ranks(RULE, 1)
     for number, gradient in enumerate(gradients_of(1, 3, (SIZE,), seed=5)[:, 0]):
         (ours, state), (theirs, twin) = (
             alone.exchange([gradient.copy()], [x])[0] for x in (state, twin)
         )
-        wanted = owed / np.sqrt(twin["vmax"]) / 0.1 * (number == 0)  # the rate of `Ranks`
+        wanted = carried / np.sqrt(twin["vmax"]) / 0.1 * (number == 0)  # the rate of `Ranks`
         np.testing.assert_allclose(ours - theirs, wanted, atol=1e-12)
         assert not state["error"].any()
 
@@ -135,13 +135,13 @@ def test_a_fall_of_the_learning_rate_discards_nothing() -> None:
     """All that waited moves the weights later, at the rate at which it was made."""
     rule = SketchedAMSGrad((0.0, 0.9), 10.0, 0.05, columns=4.0, rows=3, warmup_steps=0)
     world, before = run_for(3, 5, rule)
-    owed = np.mean([s["error"] for s in before], 0) / np.sqrt(before[0]["vmax"])
+    carried = np.mean([s["error"] for s in before], 0) / np.sqrt(before[0]["vmax"])
     moved = np.zeros(SIZE)
     for number in range(100):
         lr = 0.0 if number == 3 else 1e-3
         moved += lr * step(world, np.zeros((3, *SHAPE)), lr)
     assert not any(state["error"].any() for state in states(world))
-    np.testing.assert_allclose(moved, owed, atol=1e-12)
+    np.testing.assert_allclose(moved, carried, atol=1e-12)
 
 
 def test_tables_are_those_of_a_server_that_holds_the_error() -> None:

@@ -109,7 +109,7 @@ def test_schedules() -> None:
 
 
 def test_ranks_get_the_average_of_what_they_have_become() -> None:
-    """What is owed accounts for the difference, weight decay between synchronisations included."""
+    """Residuals account for the difference, weight decay between synchronisations included."""
     ranks, decay, lr = 3, 0.3, 0.01
     world = simulate(SHORT, ranks)
     for step, now in enumerate(gradients_of(ranks, 40)):
@@ -126,8 +126,8 @@ def test_ranks_get_the_average_of_what_they_have_become() -> None:
         m = np.array([0.9 * s["m"] for s in before]) + 0.1 * now.reshape(ranks, -1)
         alone = (1 - lr * decay) * old - lr * first * m / root
         after = [exchange.slots[0].state for exchange in world.exchanges]
-        owed = owes(after) - owes(before)
-        np.testing.assert_allclose(found - owed / root, alone.mean(0), atol=1e-12)
+        carried = owes(after) - owes(before)
+        np.testing.assert_allclose(found - carried / root, alone.mean(0), atol=1e-12)
 
 
 def owes(states: list[Any]) -> np.ndarray:

@@ -576,14 +576,14 @@ def check_a_broken_payload_names_its_sender(a: Adapter) -> None:
     odd, switch = a.hvd.size() - 1, a.switch()
     job = a.job(Spoiled(TopK(0.05), odd, switch))
     train(a, job, 3)
-    weights, owed = job.weights(), residuals(a, job)
+    weights, carried = job.weights(), residuals(a, job)
     switch.assign(1.0)
     with refused((PayloadError, *a.failed), "sent does not", str(odd)):
         train(a, job, 1, start=3)
     switch.assign(0.0)
     a.gather(np.zeros(1))
     assert_close(job.weights(), weights, atol=0)
-    for mine, was in zip(residuals(a, job), owed, strict=True):
+    for mine, was in zip(residuals(a, job), carried, strict=True):
         np.testing.assert_allclose(mine, was, rtol=0, atol=1e-6)
     train(a, job, 2, start=4)
     assert_equal_ranks(a, job)

@@ -516,13 +516,13 @@ def test_equal_levels_are_the_static_compressor(
         assert {row["level"] for row in world.exchanges[0].policy.history} == {LOW, HIGH}
 
 
-def owed(world: World, framework: Framework, name: str) -> np.ndarray:
+def carried(world: World, framework: Framework, name: str) -> np.ndarray:
     """The ranks' mean of all that bucket `name` still owes."""
     parts = []
     for exchange in world.exchanges:
         (slot,) = [slot for slot in exchange.slots if slot.bucket.name == name]
-        debts = [slot.compressor.residual(slot.state), slot.owed]
-        debts += [state.get("error") for state in slot.parked.values()]
+        debts = [slot.compressor.residual(slot.state), slot.carried]
+        debts += [state.get("error") for state in slot.inactive.values()]
         parts.append(
             sum(framework.array(x).astype(float).reshape(-1) for x in debts if x is not None)
             + np.zeros(slot.bucket.size)
@@ -538,7 +538,7 @@ LEVELS = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(1), PowerSGD(4)]
 def test_nothing_is_lost_at_a_switch(
     low: Compressor, high: Compressor, framework: Framework
 ) -> None:
-    """Sum of means + mean of what is owed = sum of gradients, across changes of level, also when
+    """Sum of means + mean of what is carried = sum of gradients, across changes of level, also when
     a step in between is taken back.
     """
     world = simulate(Alternating(low, high, [2, 4, 5, 6, 9]), 2)
@@ -554,7 +554,7 @@ def test_nothing_is_lost_at_a_switch(
             if means[0] is not None:
                 mean = np.mean([g[name] for g in gradients], 0) - means[0][name]
                 total[name] = total[name] + mean.reshape(-1)
-            difference = np.abs(total[name] - owed(world, framework, name)).max()
+            difference = np.abs(total[name] - carried(world, framework, name)).max()
             if not (bad and stateless):
                 assert difference <= loss * 20, f"{name} at step {number}"
         if bad and stateless:
@@ -608,7 +608,7 @@ def test_nothing_is_lost_of_halves(framework: Framework, dtype: str) -> None:
             assert mean is not None
             total = total + (exact - framework.array(mean["w"])).reshape(-1)
             lost += ulp * np.abs(framework.array(mean["w"])).max()
-        gap = np.abs(total - owed(world, framework, "w")).max()
+        gap = np.abs(total - carried(world, framework, "w")).max()
         assert gap <= lost < 0.3, (low, high, gap, lost)
 
 

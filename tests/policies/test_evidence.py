@@ -37,7 +37,7 @@ class Norms(Evidence):
 
     def suits(self, compressor: Any) -> bool:
         """Not for tensors that are brought together in one vector."""
-        return compressor.stacks != "any"
+        return compressor.batching != "any"
 
     def after(self, kept: Any, step: Step) -> Any:
         """The larger norm."""
@@ -93,8 +93,8 @@ def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> 
         with framework.running():
             world.step([{k: framework.tensor(x) for k, x in rank.items()} for rank in mine], 0.1)
         slots = [slot for slot in world.exchanges[0].slots if slot.bucket.compress]
-        owed = {s.bucket.name: s.compressor.residual(s.state) for s in slots}
-        errors.append({k: framework.array(x).copy() for k, x in owed.items() if x is not None})
+        carried = {s.bucket.name: s.compressor.residual(s.state) for s in slots}
+        errors.append({k: framework.array(x).copy() for k, x in carried.items() if x is not None})
     return world, history, errors
 
 

@@ -108,16 +108,16 @@ def test_only_some_tensors(clocked: Callable[..., World]) -> None:
 
 def test_a_restart_judges_anew(clocked: Callable[..., World]) -> None:
     world = clocked([1e-3] * 6, 0.02, 1e11)
-    assert not world.gate.settled
+    assert not world.gate.decided
     world.run(90)
-    assert world.gate.settled and world.served() == ["Dense()"] * 6
+    assert world.gate.decided and world.served() == ["Dense()"] * 6
     world.bandwidth = 1e6
     world.gate.restart()
-    assert not world.gate.settled
+    assert not world.gate.decided
     world.run(3)
-    assert not world.gate.settled  # trials are under way
+    assert not world.gate.decided  # trials are under way
     world.run(60)
-    assert world.gate.settled and world.served() == ["wanted"] * 6
+    assert world.gate.decided and world.served() == ["wanted"] * 6
 
 
 def test_a_fast_link_gets_dense(clocked: Callable[..., World]) -> None:
@@ -192,7 +192,7 @@ def test_never_lossier_than_wanted(clocked: Callable[..., World]) -> None:
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 def test_ranks_follow_and_nothing_is_lost(framework: Framework, signal: str) -> None:
-    """Ways change while training; sums of averages and what is owed are sums of gradients."""
+    """Ways change while training; sums of averages and what is carried are sums of gradients."""
     policy = Accordion(
         low=TopK(0.5), high=TopK(0.1), window=9, interval=1, signal=signal,
         gate=Gate(steps=2, every=7),
@@ -212,14 +212,14 @@ def test_ranks_follow_and_nothing_is_lost(framework: Framework, signal: str) -> 
         assert len({repr(exchange.levels()) for exchange in world.exchanges}) == 1
         levels |= set(world.exchanges[0].levels().values())
     assert {"TopK(ratio=0.5)", "FP16()", "Dense()"} <= levels
-    owed = np.zeros((24, 50))
+    carried = np.zeros((24, 50))
     for exchange in world.exchanges:
         slot = exchange.slots[0]
-        if slot.owed is not None:
-            owed += framework.array(slot.owed).reshape(24, 50) / 2
+        if slot.carried is not None:
+            carried += framework.array(slot.carried).reshape(24, 50) / 2
         elif slot.state:
-            owed += framework.array(slot.state["error"]).reshape(24, 50) / 2
-    np.testing.assert_allclose(averaged + owed, given, atol=2e-2)  # fp16 loses what it rounds
+            carried += framework.array(slot.state["error"]).reshape(24, 50) / 2
+    np.testing.assert_allclose(averaged + carried, given, atol=2e-2)  # fp16 loses what it rounds
     text = str(world.exchanges[0].advice())
     assert "tensor" in text and "w " in text and "link" in text
 
@@ -244,7 +244,7 @@ def test_words_and_refusals() -> None:
 def test_what_has_to_settle_is_judged_when_it_has(clocked: Callable[..., World]) -> None:
     """For its first steps the compressor sends all; over slow links it pays all the same."""
     verdicts = []
-    for settling in (40, 0):
+    for startup_steps in (40, 0):
         world = clocked([1e-3] * 6, 0.02, 125e6)
         world.served_so_far = 0  # type: ignore[attr-defined]
         plain, decide = world.seconds, world.gate.decide
@@ -255,7 +255,7 @@ def test_what_has_to_settle_is_judged_when_it_has(clocked: Callable[..., World])
             return plain(served) + (0.98 * 6e6 / world.bandwidth if early else 0.0)
 
         def decided(*args: Any, world: Any = world, decide: Any = decide, **more: Any) -> Any:
-            left = max(0, settling - world.served_so_far) if settling else 0  # noqa: B023
+            left = max(0, startup_steps - world.served_so_far) if startup_steps else 0  # noqa: B023
             return decide(*args, left, **more)
 
         world.seconds, world.gate.decide = seconds, decided  # type: ignore[method-assign]

@@ -357,7 +357,7 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
     for _ in range(200):
         rates = {"w": 0.1, "v": 0.1}
         if policy.due(rates):
-            assert policy.alternation.settled
+            assert policy.alternation.equal
             now = next(told, None)
             if now is None:
                 break
@@ -368,7 +368,7 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
         policy.tick(rates)
         models = policy.alternation
         own += models.apart
-        models.settled = not models.apart or own % period == 0
+        models.equal = not models.apart or own % period == 0
     rows = [row for row in policy.history if row["name"] == MODEL]
     assert len(rows) == len(policy.history) == len(expected)
     assert [row["level"] for row in rows] == expected

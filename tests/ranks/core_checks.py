@@ -193,7 +193,7 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
     ours = communicator()
     policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1)
     exchange = Exchange(ours, policy, [TensorInfo("w", (40, 50), "float32")], name="core.accordion")
-    owed = 0.0
+    carried = 0.0
     for step in range(8):
         mine = values(harness.RANK, (40, 50), step // 2) * (
             1.0 + harness.RANK * 10.0 ** (step // 2)
@@ -204,7 +204,9 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
         mean = exchange.units.unpack(0)[0]
         scales = [1.0 + r * 10.0 ** (step // 2) for r in range(ours.size)]
         parts = everybody((40, 50), step // 2)
-        owed = owed + np.mean([p * s for p, s in zip(parts, scales, strict=True)], 0) - mean.numpy()
+        carried = (
+            carried + np.mean([p * s for p, s in zip(parts, scales, strict=True)], 0) - mean.numpy()
+        )
         sums = ours.run("core.compare", gather(ours, ours.xp.checksum(mean).reshape(1)))
         assert len({int(x[0]) for x in sums}) == 1, "ranks hold different means"
     levels = [row["level"] for row in policy.history]
@@ -213,7 +215,7 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
     error = slot.compressor.residual(slot.state)
     mean_error = ours.run("core.error", gather(ours, error))
     scale = np.abs(np.mean(mean_error, 0)).max()
-    np.testing.assert_allclose(np.mean(mean_error, 0), owed, atol=1e-5 * scale)
+    np.testing.assert_allclose(np.mean(mean_error, 0), carried, atol=1e-5 * scale)
 
 
 def check_plans_that_differ_are_noticed() -> None:

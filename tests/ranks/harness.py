@@ -48,7 +48,7 @@ def _open(kind: str) -> TextIO:
 
 
 _record = _open("jsonl") if _FOLDER else None
-_stacks = _open("stacks") if _FOLDER else sys.stderr
+_stacks = _open("batching") if _FOLDER else sys.stderr
 faulthandler.enable(_stacks)
 faulthandler.register(signal.SIGUSR1, _stacks)  # launch.py asks when its patience ends
 if _FOLDER:

@@ -413,16 +413,16 @@ def check_loss_scaling() -> None:
         run = in_graph(graph, scaled_stepper(opt, variable))
         grad = np.random.default_rng(1).standard_normal((40, 40)).astype("f")
         run(tf.constant(grad))
-        first, owed = variable.numpy(), opt.exchange.slots[0].state["error"].numpy()
-        np.testing.assert_allclose(first.ravel() - owed, -grad.ravel(), rtol=1e-5, atol=1e-6)
+        first, carried = variable.numpy(), opt.exchange.slots[0].state["error"].numpy()
+        np.testing.assert_allclose(first.ravel() - carried, -grad.ravel(), rtol=1e-5, atol=1e-6)
         bad = np.where(hvd.rank() == 0, np.inf, 1.0) * grad
         run(tf.constant(bad.astype("f")))
         assert (variable.numpy() == first).all()
         assert float(opt.dynamic_scale) == 4.0
-        assert (opt.exchange.slots[0].state["error"].numpy() == owed).all()
+        assert (opt.exchange.slots[0].state["error"].numpy() == carried).all()
         run(tf.constant(np.zeros((40, 40), "f")))
         assert (everywhere(variable.numpy()) == variable.numpy()).all()
-        np.testing.assert_allclose(  # the scale has changed, what is owed has not
+        np.testing.assert_allclose(  # the scale has changed, what is carried has not
             variable.numpy().ravel() - opt.exchange.slots[0].state["error"].numpy(),
             -grad.ravel(), rtol=1e-5, atol=1e-6,
         )  # fmt: skip

@@ -107,7 +107,7 @@ def check_other_methods_and_levels() -> None:
             now = optimizer.exchange.policy
             rows = rows_of(model.flat())
             equal = (rows == rows[0]).all()
-            assert equal == (not now.alternation.apart or now.alternation.settled), (high, step)
+            assert equal == (not now.alternation.apart or now.alternation.equal), (high, step)
             assert equal or now.alternation.apart
             assert was or not now.alternation.apart or len(now.history) >= 2
         levels = [row["level"] for row in now.history if row["name"] == MODEL]
@@ -156,7 +156,7 @@ def check_without_waiting() -> None:
     for step in range(60):
         take(model, optimizer, step)
         now, rows = optimizer.exchange.policy, rows_of(model.flat())
-        assert (rows == rows[0]).all() or (now.alternation.apart and not now.alternation.settled)
+        assert (rows == rows[0]).all() or (now.alternation.apart and not now.alternation.equal)
         if all(engine is not optimizer.averaging._engine for engine in engines):
             engines.append(optimizer.averaging._engine)
     mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ
@@ -180,7 +180,7 @@ def check_resuming_equals_not_stopping() -> None:
         for step in range(stop):
             take(model, optimizer, step)
         folder = hvd.broadcast_object(tempfile.mkdtemp(), 0)
-        if not optimizer.exchange.policy.alternation.settled:
+        if not optimizer.exchange.policy.alternation.equal:
             try:
                 hvd.save_state(folder, only=[optimizer])
             except RuntimeError as error:

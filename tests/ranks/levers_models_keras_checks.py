@@ -148,7 +148,7 @@ def check_other_methods_and_levels() -> None:
             now = optimizer.exchange.policy
             rows = rows_of(model.layers[0].w)
             equal = bool((rows == rows[0]).all())
-            assert equal == (not now.alternation.apart or now.alternation.settled), (high, step)
+            assert equal == (not now.alternation.apart or now.alternation.equal), (high, step)
         levels = [row["level"] for row in now.history if row["name"] == MODEL]
         assert levels[:2] == [0, 1] and 0 in levels[2:], (high, levels)
         optimizer.averaging.close()

@@ -133,13 +133,13 @@ class Ranks:
 
     def residuals(self) -> list[np.ndarray | None]:
         """What each rank owes of the whole tensor, as a vector."""
-        owed: list[np.ndarray | None] = []
+        carried: list[np.ndarray | None] = []
         for rank, state in enumerate(self.states):
             x = self.compressor.residual(state)
             if x is not None:
                 x = self.framework.array(self.compressor.whole(x, self.spec, self.info(rank)))
-            owed.append(None if x is None else x.reshape(-1))
-        return owed
+            carried.append(None if x is None else x.reshape(-1))
+        return carried
 
     def mean_residual(self, size: int) -> np.ndarray:
         """The ranks' mean of what they owe; zeros without error feedback."""

@@ -43,7 +43,7 @@ class Report:
         command: as it was started.
         ranks: how many were asked for.
         outcomes: check -> rank -> outcome.
-        stacks: rank -> where its threads were when a limit passed.
+        batching: rank -> where its threads were when a limit passed.
         status: the launcher's; None if it had to be killed.
         output: the last characters of stdout and stderr.
         seconds: the whole launch.
@@ -52,7 +52,7 @@ class Report:
     command: list[str]
     ranks: int
     outcomes: dict[str, dict[int, Outcome]] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
+    batching: dict[int, str] = field(default_factory=dict)
     status: int | None = None
     output: str = ""
     seconds: float = 0.0
@@ -76,8 +76,8 @@ class Report:
         for rank in range(self.ranks):
             state = told[rank].status if rank in told else "not reached"
             lines.append(f"rank {rank}: {state}; last in {self.last(rank)}")
-            if rank in self.stacks and not failed:
-                lines.append(f"--- rank {rank} was here:\n{self.stacks[rank][-_TAIL:]}")
+            if rank in self.batching and not failed:
+                lines.append(f"--- rank {rank} was here:\n{self.batching[rank][-_TAIL:]}")
         return "\n".join([*lines, "--- output:", self.output[-_TAIL:]])
 
     def culprits(self) -> list[str]:
@@ -96,8 +96,8 @@ class Report:
         if self.status is None:
             return f"the launch was ended after {self.seconds:.0f} s"
         waiting = [rank for rank, o in sorted(told.items()) if o.status == "begin"]
-        if waiting and any(rank in self.stacks for rank in waiting):
-            return f"took too long on rank(s) {[r for r in waiting if r in self.stacks]}"
+        if waiting and any(rank in self.batching for rank in waiting):
+            return f"took too long on rank(s) {[r for r in waiting if r in self.batching]}"
         return f"the launcher ended with status {self.status}"
 
 
@@ -241,13 +241,13 @@ def _find(launcher: str) -> str | None:
 
 def _read(report: Report, folder: Path) -> None:
     for rank in range(report.ranks):
-        record, stacks = folder / f"rank{rank}.jsonl", folder / f"rank{rank}.stacks"
+        record, batching = folder / f"rank{rank}.jsonl", folder / f"rank{rank}.batching"
         for line in record.read_text().splitlines() if record.exists() else []:
             row = json.loads(line)
             outcome = Outcome(row["status"], row["text"], row["seconds"])
             report.outcomes.setdefault(row["check"], {})[rank] = outcome
-        if stacks.exists() and stacks.stat().st_size:
-            report.stacks[rank] = stacks.read_text(errors="replace")
+        if batching.exists() and batching.stat().st_size:
+            report.batching[rank] = batching.read_text(errors="replace")
 
 
 def _started(folder: str) -> Iterator[int]:

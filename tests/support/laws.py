@@ -61,7 +61,7 @@ def check_conservation(
     With feedback and a loss, what is sent may lose that much.
     """
     world, size = Ranks(case.compressor, ranks, framework), int(np.prod(shape))
-    owed, lost = np.zeros(size), 0.0
+    carried, lost = np.zeros(size), 0.0
     for step, gradients in enumerate(normals(shape, ranks, seed=len(shape), steps=steps)):
         if dtype:
             gradients = [framework.array(framework.tensor(g, dtype)) for g in gradients]
@@ -70,15 +70,15 @@ def check_conservation(
             assert mean.shape == tuple(shape)
             assert np.isfinite(mean).all()
             assert same_bits(mean, means[0]), "ranks hold different means"
-        owed += (case.wanted(gradients, step) - means[0].astype(np.float64)).reshape(-1)
+        carried += (case.wanted(gradients, step) - means[0].astype(np.float64)).reshape(-1)
         largest = max(np.abs(g).max() for g in gradients)
         if not case.feedback:
-            assert np.abs(owed).max() <= max(case.loss, rounding) * largest
-            owed[:] = 0
+            assert np.abs(carried).max() <= max(case.loss, rounding) * largest
+            carried[:] = 0
         lost += case.loss * largest * case.feedback
     if case.momentum:
         return  # of updates, `test_dgc.py` says what is conserved
-    error = np.abs(owed - world.mean_residual(size)).max()
+    error = np.abs(carried - world.mean_residual(size)).max()
     scale = max(1.0, np.abs(world.mean_residual(size)).max())
     assert error <= rounding * scale * steps + lost, f"{error} of the gradient is lost or made up"
 
@@ -123,7 +123,7 @@ def full_level_is_exact(case: Case, framework: Framework, ranks: int) -> None:
 
 @law
 def frameworks_agree(case: Case, framework: Framework, ranks: int) -> None:
-    """NumPy is the oracle: of means and of what is owed."""
+    """NumPy is the oracle: of means and of what is carried."""
     ours = Ranks(case.compressor, ranks, framework)
     oracle = Ranks(case.compressor, ranks, NUMPY)
     for gradients in normals(SHAPE, ranks, seed=3, steps=8):

@@ -46,9 +46,9 @@ class Ranks:
         ]
         return self._hold(talks)
 
-    def settle(self) -> np.ndarray:
+    def synchronize(self) -> np.ndarray:
         talks = [
-            self.method.settle(model, state, self.info(rank))
+            self.method.synchronize(model, state, self.info(rank))
             for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
         ]
         return self._hold(talks)

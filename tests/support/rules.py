@@ -190,22 +190,22 @@ class PacedOracle(CDOracle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.errors, self.owed = np.zeros((self.ranks, self.size)), np.zeros(self.size)
+        self.errors, self.carried = np.zeros((self.ranks, self.size)), np.zeros(self.size)
 
     def step(self, gradients: Array, lr: float) -> Array:
         if self.ranks == 1 or self.steps + 1 in self.exact:
             return super().step(gradients, lr)
         if self.steps in self.silent:
             self.errors += gradients - self.replicas
-            self.owed += self.mean - self.estimate
+            self.carried += self.mean - self.estimate
             return AdamOracle.step(self, self.estimate[None], lr)
         unit, shared = self.unit(), self.estimate
         wanted = gradients - self.replicas + self.errors
         sent = np.array([unit * coded(x, self.bits) for x in wanted / unit])
-        news = (self.mean + sent.mean(0) - shared + self.owed) / unit
+        news = (self.mean + sent.mean(0) - shared + self.carried) / unit
         pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
         told = unit * np.concatenate([coded(x, self.bits) for x in pieces])
-        self.errors, self.owed = wanted - sent, news * unit - told
+        self.errors, self.carried = wanted - sent, news * unit - told
         self.replicas = self.replicas + self.pace * sent
         self.mean = self.mean + self.pace * sent.mean(0)
         self.estimate = shared + self.pace * told

@@ -16,7 +16,7 @@ def same_in_a_graph(case: Case) -> None:
     """
     import tensorflow as tf
 
-    ranks, traces = 4 if case.compressor.by_machine else 2, []
+    ranks, traces = 4 if case.compressor.topology_aware else 2, []
     ours, oracle = Ranks(case.compressor, ranks, TENSORFLOW), Ranks(case.compressor, ranks, NUMPY)
 
     @tf.function(autograph=False)

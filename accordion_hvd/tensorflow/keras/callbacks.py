@@ -19,7 +19,7 @@ from accordion_hvd.tensorflow.variables import key_of
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Give every rank the weights and the optimizer state of `root_rank`, once, before training.
 
-    With a distributed optimizer of ours it also minds what `fit` alone cannot: it turns XLA off
+    With our distributed optimizers it also does what `fit` alone cannot: it turns XLA off
     (Horovod's operations cannot be compiled), ends `Accordion`'s windows with the epochs, lets
     decisions be taken between batches, has the train function made anew when levels have changed,
     compares the replicas, and stops training when a privacy budget has no room for another step.

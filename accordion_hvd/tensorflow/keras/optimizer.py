@@ -334,7 +334,7 @@ class _Distributed(Controls):
             return self.growth.micro_batches
         with tf.init_scope():
             self._follow()
-        if averager.managed:  # whoever does so decides between steps
+        if averager.managed:  # the manager decides between steps
             return self._small.read_value()
 
         def decided(lr: Any) -> Any:
