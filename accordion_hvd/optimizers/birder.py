@@ -41,49 +41,15 @@ class Birder(Rule):
     came of its chunk and sends Q of that average to all. What all then hold is the step; its mean
     is the ranks' mean of u_i. There is no warm-up, no scale, and on one rank the step is Q(u).
 
-    The squared length of a step is lr^2 times its elements, however many ranks there are: the
-    learning rate is one for Adam, or smaller, and must fall in the end. Weight decay is decoupled:
-    the same share of each weight, which is added to no gradient.
-
-    Recalled, for the paper's full text was not at hand: the update, both randomisations, how the
-    hierarchical exchange is built, `beta`. Ours: what follows.
-
-    - Two steps in a row (2 k and 2 k + 1) read the same random numbers r as r and as 1 - r. Each
-      step has the mean that it must, and over the two an element of u = 0 on all ranks (one whose
-      gradient is always zero) returns to where it was; independent bits let it walk at random.
-    - An element with few gradients has u = +-1 long after the last one, for u knows no scale:
-      `eps`, in units of the gradient, ends that.
-    - `beta_b`: b as it is remembers as little as m, and follows the noise of a few batches. With a
-      decay rate of its own, nearer to 1, it is b <- max(beta_b b + (1 - beta_b) |g|, |m|), for
-      |m| <= b must hold. Small batches want that. Elements with few gradients come to rest, too.
-    - `shared`: a rank's b weighs its own gradients, so that where shards of data differ between
-      ranks training ends where the sum of m_i / b_i is zero, and not the sum of gradients. Shuffle
-      the data, or share: then gradients and their magnitudes are averaged before m and b are
-      made, u is the same everywhere, and so are the random numbers. Only the step is still one
-      bit; exchanging costs twice as much as for Adam.
-    - `within`: the hierarchical exchange. With L ranks on each of N machines each rank averages
-      1 / L of its neighbours' u, and sends signs of that to the ranks of its place on the other
-      machines. Neighbours send fp16 values ("half", less noise: signs are drawn once less) or
-      packed bits ("bits"). Machines must have equally many ranks.
-    - `feedback`: what a draw has lacked is added before the next one, by senders and owners of
-      chunks (not for the mean over a machine). Steps are then not unbiased one by one, but their
-      sum stays within a few lr of the sum of u: less noise, for 4 more bytes an element.
-    - `bits` = 2: noisy gradients have small u, of which a sign is nearly all chance. A draw of two
-      bits is one of -1, -a, a, 1, without bias (of the two next to u, by the same random number).
-      a = sqrt((1 - beta) / (1 + beta)), at most 1/2, is the deviation that averaging leaves of
-      noise; for a mean over k ranks it is a / sqrt(k). The step of an element is lr or a lr long,
-      up or down. A fraction is met by turns: of 1.9 bits two are sent in 19 exchanges of 20; in
-      the other nothing is sent and no element steps. That u is left out (what errors took of it
-      would come on top of the next one, beyond 1), its gradient stays in m and b.
+    Weight decay is decoupled. The learning rate is one for Adam, or smaller, and must fall in the
+    end. The update, both randomisations, the hierarchical exchange and `beta` are recalled, as the
+    paper's full text was not at hand; the other arguments are ours, and so are antithetic draws in
+    pairs of steps. docs/optimizer-details.md explains them, and the behaviour under policies.
 
     Sent, of d elements on n ranks: an alltoall of d / 8 bytes, an allgather of d / (8 n), times
     `bits`. With `within`, over the network: these of d / L elements among N ranks; in a machine, an
     alltoall of d / 8 (2 d for "half") bytes and an allgather of d / (8 L). With `shared`: two
     allreduces.
-
-    Under `Accordion` critical regimes are in the stage `dense`, where the mean of u is exact
-    (fp32, an allreduce of 4 d bytes) and nothing is random; there are small and exempt tensors
-    too. m and b go along. This does not remove what `shared` removes.
 
     State: m and b, each rank's own: 8 bytes an element.
 

@@ -104,66 +104,21 @@ class ExactCDAdam(AMSGrad):
 
 @dataclass(frozen=True)
 class CDAdam(ExactCDAdam):
-    """AMSGrad on a gradient that all ranks know by what has changed in it, compressed both ways.
+    """AMSGrad on an estimate of the mean gradient, updated by compressed differences.
 
-    Each rank i and the server keep a replica h_i of rank i's gradient, and all ranks the same
-    estimate G of the mean gradient. In each exchange, with a compressor C (Algorithm 1):
+    CD-AMSGrad, Algorithm 1 of its paper. Each rank i and the server keep a replica h_i of rank i's
+    gradient, and all ranks the same estimate G of the mean gradient. With a compressor C:
 
     1. rank i sends c_i = C(g_i - h_i), and h_i <- h_i + c_i;
     2. the server, which keeps h = mean of h_i, has h <- h + mean of c_i, sends c = C(h - G) to all;
     3. all have G <- G + c, and take an AMSGrad step on G: m <- b1 m + (1 - b1) G,
        v <- b2 v + (1 - b2) G^2, vmax <- max(vmax, v), u = m' / (sqrt(vmax') + eps).
 
-    If C is a contraction, |C(x) - x|^2 <= pi |x|^2 with pi < 1, then h_i and G differ from what
-    they stand for by about how much gradients change, which vanishes as training converges; with
-    minibatches their noise is part of that change, so large local batches help. There is no
-    warm-up, and no error goes through the root.
-
     The paper's: all this, b2 = 0.99, and without `bias_correction` u = m / sqrt(vmax + eps). The
     authors' code, and the default: m' and vmax' are divided by 1 - b1^t and 1 - b2^t. Scaled signs
-    (the default C) are |x|_1 / d sgn(x) with sgn(0) = 1; the paper's server is spread over the
-    ranks (ours): each serves one chunk of the vector, whose signs have a scale of their own.
-    Another `compressor` has its own conversation in which all ranks get the mean of c_i; no server
-    then sends anything, so that C acts once and G is h itself (ours). What it keeps and sends is
-    fp32. On one rank nothing is compressed: AMSGrad.
-
-    In PyTorch weight decay is coupled by default, as in the authors' code: it is added to G from
-    the weights that all share, and so never compressed. Clip gradients before they come here, or
-    not at all. vmax never falls: a bad first estimate (G is zero before it) damps all later steps,
-    which `exact_first` avoids; so does b2 well below 0.999.
-
-    Replicas are sums of all that was sent, of which each addition is rounded. `refresh` makes
-    them what they stand for.
-
-    One scale for a whole tensor leaves what is large in it behind for many steps, and shakes what
-    is small. With `whitened` signs stand for elements in units of sqrt(vmax), which all ranks know:
-    c = D (|x / D|_1 / d) sgn(x), D = diag(sqrt(vmax)) (ours; C contracts in these units). Training
-    then bears higher learning rates, and ends lower.
-
-    Signs of one size follow what is large but slowly. With `bits` = 2 (ours) magnitudes have two
-    values, the means of those above 1.2 times the mean of all, and of the others: of normal numbers
-    12 % of the square are left, in place of 36 %. With minibatches that is worth more than anything
-    else. A fraction is met by turns: of 1.9 bits two are sent in 19 exchanges of 20, and nothing in
-    the other, where ranks take their step by G as it is.
-
-    Replicas follow all of a message, its noise too: g_i - h_i then has the noise of two
-    minibatches. With `pace` = p below 1 (ours; EC-SGD-DIANA of Gorbunov et al., NeurIPS 2020, does
-    this for SGD) replicas follow slowly, and what a message lacks goes with the next one:
-    c_i = C(g_i - h_i + e_i), e_i <- what C left, h_i <- h_i + p c_i; likewise the server, whose
-    c all add to what they share, H, for the step by G = H + c, and H <- H + p c. What steps go by
-    then lacks of gradients, summed up over all of them, no more than C has left of the last. Where
-    gradients stay replicas still come to them. In a silent exchange steps go by H.
-
-    Under `Accordion` critical regimes are exact (`ExactCDAdam`). Replicas and G wait meanwhile, and
-    catch up later as after any change of the gradient (or at once, with `exact_first`). Moments
-    begin anew then: exact gradients are so much quieter than estimates that steps by their vmax
-    would be several times too long, and take back what training has gained. When exact gradients
-    follow, moments go along, but for vmax, which begins at v. Between two CDAdams moments go along,
-    and where both have a `compressor`, or both signs, or both signs and a `pace`, replicas too.
-
-    On another number of ranks all replicas become the mean of the old ones, and all that messages
-    lacked everyone's error; where only another rank's state is at hand, replicas are G, and errors
-    dropped. h = mean of h_i then holds, as it must, if all ranks do so.
+    (the default C) are |x|_1 / d sgn(x) with sgn(0) = 1; the server is spread over the ranks, each
+    of which serves one chunk (ours). The arguments from `compressor` on are ours:
+    docs/optimizer-details.md explains them, weight decay, and the behaviour under policies.
 
     Sent with signs, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
     allgather of d / (8 n), and two scales: a 32nd of fp32's, times `bits`. State: m, v, vmax, G,

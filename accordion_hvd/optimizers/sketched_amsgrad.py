@@ -87,39 +87,13 @@ class SketchedAMSGrad(FlooredAMSGrad):
     elsewhere; vmax <- max(vmax, v). The k candidates J with the largest p / sqrt(vmax) are moved by
     that, exactly; e <- p, and 0 at J.
 
-    Of the paper (of which the body could not be read: this is a reconstruction from its abstract
-    and formulas quoted elsewhere): the sketch of momentum with error, preconditioned heavy hitters,
-    v by the gradients found, `eps` as where v begins. Recalled or ours: the second round (as in
-    Sketched-SGD); the error before the division, so that a later vmax does not distort it; the
-    error times its learning rate, which is the paper's factor a_before / a_now and holds at a = 0
-    too, where errors wait and nothing moves: a fall of the learning rate discards nothing; new
-    hashes at each step, by blocks (`ops.count_sketch`); the dense stage's length. The sketch is
-    fp32 for fp64 weights too: it says what is sent, never how large that is.
-
-    Stage 1 is `FlooredAMSGrad`, AMSGrad in this form, for `warmup_steps`; small and exempt tensors
-    stay there, and so does what a sketch would not make smaller, and everything on one rank (which
-    takes the step that it still owes, should it have been of several). Under `Accordion` critical
-    regimes are in stage 1: m, v and vmax go on through both stages, errors wait for the next
-    compressed regime.
-
-    Mind the delay: an element moves about every size / k steps, by all that has gathered since,
-    over a vmax that has seen single gradients. While a * (size / k) * curvature / sqrt(vmax) is
-    well below 1 that is what AMSGrad does; beyond it steps overshoot and the loss stays high, or
-    goes up at once where `eps` is small and no warm-up has given vmax its size. Then lower the
-    learning rate, or raise `ratio`, `eps` or `warmup_steps`, or say `bounded=True` (ours): h is
-    then the mean of g + e / a, all that an element has gathered, so that no step is much larger
-    than a / sqrt(1 - b2); training is slower then, but does not run away.
-
-    Mind the noise: a sketch of c columns is wrong by about |p| / sqrt(c) everywhere, and where
-    vmax is still `eps` (elements that hardly ever have a gradient) that looks large. If training
-    stalls, raise `eps` towards the squares of usual gradients, or `columns`. `report` says how far
-    all that waits would move the weights: it must not go on growing.
+    Stage 1, for `warmup_steps`, is `FlooredAMSGrad`: AMSGrad in this form. Small and exempt tensors
+    stay there. The paper's body was not at hand: this is a reconstruction from its abstract and
+    from formulas quoted elsewhere. docs/optimizer-details.md says which parts are ours, what delay
+    and noise do to training, and which arguments help.
 
     Sent in stage 2, for k = ratio * size: an allreduce of 4 rows columns k bytes, and one of
     8 candidates k (fp64: 16). At the defaults that is a 16th of the gradient.
-
-    In PyTorch weight decay is coupled by default: each rank adds it to its gradient, as in
-    Sketched-SGD. Decoupled decay also moves the elements that a step has not chosen.
 
     State: as stage 1, and `error`.
 

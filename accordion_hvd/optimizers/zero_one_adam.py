@@ -40,21 +40,11 @@ class ZeroOneAdam(Adam):
     u <- 0 (`SYNC`). The interval between these is 1 step at first, and doubles every
     `local_step_scaler` steps until it is `local_step_clipper`.
 
-    The paper's (and DeepSpeed's; recalled): all this, and the defaults. There, weight decay is part
-    of u and hence of m. Here it is decoupled: with f = 1 - lr weight_decay, each step also
-    multiplies x, u, the sum of lr, and a factor p of y by f, so that x_i = p y - u_i / (...) holds
-    throughout, the average of the ranks' weights is what they get back, and m is an average of
-    momenta. Ours, too: bias corrections of m and v (`bias_correction=False` is the reference);
-    elements whose variance is zero move by weight decay alone; a rank that is alone
-    never compresses and never resynchronises: it is Adam whose variance follows the schedule. At a
-    drop of the learning rate, errors of larger steps make m larger for about 1 / (1 - b1) steps.
-
-    Between two `SYNC`s ranks have different weights, and `synchronous` says so. To get back to
-    equal ones, bit for bit, the new weights come out (`ASSIGNS`), and y is kept. Weights saved
-    between two `SYNC`s are one rank's; a resumed training gets y - U / (...) at the next.
-
-    It has no stages for a policy to choose from (levels would change while weights differ); small
-    and exempt tensors are served by `Adam`. Skipped steps do not count in the schedules.
+    The paper's (and DeepSpeed's; recalled): all this, and the defaults. Ours: decoupled weight
+    decay, bias corrections of m and v (`bias_correction=False` is the reference), elements whose
+    variance is zero move by weight decay alone, and a single rank never compresses. Between two
+    `SYNC`s the ranks' weights differ, so no policy can move it between stages. See
+    docs/optimizer-details.md.
 
     Sent, of a tensor with d elements on n ranks: as an allreduce (`EXACT`); an alltoall of d / 8
     bytes, an allgather of d / (8 n), and two scales (`SIGNS`, `SYNC`); nothing, but for the flags
