@@ -100,7 +100,7 @@ class TopAgg(Compressor):
                 check.refuse(self, "threshold", self.threshold, "a number in [0, 1), or None")
         self._check_unit()
         self._check_protection()
-        object.__setattr__(self, "several", self.unit != "rank")
+        object.__setattr__(self, "per_sample", self.unit != "rank")
 
     def _check_unit(self) -> None:
         check.one_of(self, "unit", self.unit, UNITS)

@@ -230,7 +230,7 @@ def shifts(world: World) -> list[tuple[np.ndarray, np.ndarray]]:
 def test_levels_of_ef21_hand_their_shifts_over() -> None:
     """At every change, h goes on, and is the mean of all h_i."""
     world = simulate(Alternating(EF21(TopK(0.5)), EF21(TopK(0.05)), [2, 4, 7]), 3)
-    for number, gradients in enumerate(laws.per_sample(3, 9)):
+    for number, gradients in enumerate(laws.several(3, 9)):
         before = shifts(world) if number else []
         laws.step(world, NUMPY, gradients)
         if number in (2, 4, 7):  # another level: h has moved by its messages alone

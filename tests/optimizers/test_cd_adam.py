@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import laws
 import numpy as np
 import pytest
+from cases import CASES
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, Ranks, installed, parameters, same_bits
 from rules import AdamOracle, CDOracle, PacedOracle, signed
 
@@ -36,7 +37,10 @@ from accordion_hvd.optimizers import AMSGrad, CDAdam
 from accordion_hvd.simulation.one_process import World, simulate
 
 SHAPE = (9, 11)
-INNER = (TopK(0.1), RandomK(0.2), PowerSGD(1), OneBit(), Int8(32), EFSignSGD())
+OURS = (TopK(0.1), RandomK(0.2), PowerSGD(1), OneBit(), Int8(32), EFSignSGD())
+FOUND = {type(case.compressor): case.compressor for case in reversed(CASES)}
+NEW = [kind for kind in FOUND if kind.contractive is True and kind not in map(type, OURS)]
+INNER = (*OURS, *(FOUND[kind] for kind in NEW))
 
 
 @dataclass(frozen=True)
