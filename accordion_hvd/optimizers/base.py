@@ -92,7 +92,7 @@ class Rule(Compressor):
         own = states[0].keys() & self.local
         for key in own.intersection(self.AVERAGED):
             made[key] = sum(state[key] for state in states) / len(states)
-        if "server" in own and len(states) > 1:
+        if {"error", "server"} <= own and len(states) > 1:
             made["error"] = settled(states, spec.size)
         return self.init(spec, info) | made
 
