@@ -46,9 +46,8 @@ class Lists:
 
     def chosen(self, index: Array) -> Lists:
         """Some of the lists."""
-        start, degree, skew, local = (
-            x[index] for x in (self.start, self.degree, self.skew, self.local)
-        )
+        columns = self.start, self.degree, self.skew, self.local
+        start, degree, skew, local = (column[index] for column in columns)
         return Lists(start, degree, skew, local, self.near)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import queue
 import threading
@@ -18,9 +17,10 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, Alltoall
 from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.rows import wire_of
-from accordion_hvd.graph.structure import Array, Graph
+from accordion_hvd.graph.structure import Array, Graph, digest
 
 FRAMEWORKS = ("torch", "tensorflow")
+COUNTED = ("fetches", "rows", "remote", "served", "sent", "received")
 REFUSED = -1
 """Sent instead of nodes' numbers by a rank that cannot go on, so that nobody waits for it."""
 
@@ -63,9 +63,7 @@ class FeatureStore:
         self.name, self.rank, self.size = name, self.communicator.rank, self.communicator.size
         self.wire = wire_of(compression)
         self._agreed, self._problem = False, ""
-        self._counts = dict.fromkeys(
-            ("fetches", "rows", "remote", "served", "sent", "received"), 0
-        ) | {"seconds": 0.0, "waited": 0.0}
+        self._counts = dict.fromkeys(COUNTED, 0) | {"seconds": 0.0, "waited": 0.0}
         self._queue: queue.SimpleQueue[tuple[Future[Array], Any]] | None = None
         try:
             self._take(rows, part, graph)
@@ -100,7 +98,7 @@ class FeatureStore:
         self._row[mine] = np.arange(len(mine))
         self._number = np.int32 if nodes < 2**31 else np.int64
         self._prints = [nodes, self.features, sum(self.wire.name.encode())]
-        self._prints += [_print(self.owner), graph.fingerprint() if graph is not None else 0]
+        self._prints += [digest(self.owner), graph.fingerprint() if graph is not None else 0]
 
     def _check_coded(self, mine: Array) -> None:
         """16 bits may overflow."""
@@ -257,16 +255,10 @@ class FeatureStore:
         return bool(inside.all()) and bool((self.owner[numbers] == self.rank).all())
 
     def _count(self, rows: int, remote: int, served: int) -> None:
-        number = np.dtype(self._number).itemsize
-        news = {
-            "fetches": 1,
-            "rows": rows,
-            "remote": remote,
-            "served": served,
-            "sent": number * remote + self.width * served,
-            "received": number * served + self.width * remote,
-        }
-        for key, value in news.items():
+        number, width = np.dtype(self._number).itemsize, self.width
+        sent, received = number * remote + width * served, number * served + width * remote
+        news = 1, rows, remote, served, sent, received
+        for key, value in zip(COUNTED, news, strict=True):
             self._counts[key] += value
 
 
@@ -280,10 +272,6 @@ def communicator_of(wanted: str | Communicator) -> Communicator:
 
 
 _WHAT = ("number of nodes", "number of features", "compression", "partition", "graph")
-
-
-def _print(owner: Array) -> int:
-    return int.from_bytes(hashlib.blake2b(owner.tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def _stop_together(requests: list[Array], problem: str) -> None:

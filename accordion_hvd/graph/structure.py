@@ -59,17 +59,11 @@ class Graph:
         degrees = np.bincount(rows, minlength=nodes)
         indptr = np.concatenate([[0], np.cumsum(degrees)])
         inverse = 1.0 / (degrees + 1)
-        if normalization == "symmetric":
-            weights = np.sqrt(inverse[rows] * inverse[indices])
-        else:
-            weights = inverse[rows]
-        narrow = np.int32 if nodes < 2**31 else np.int64
-        return cls(
-            indptr.astype(np.int64),
-            indices.astype(narrow),
-            weights.astype(np.float32),
-            inverse.astype(np.float32),
-        )
+        symmetric = normalization == "symmetric"
+        weights = np.sqrt(inverse[rows] * inverse[indices]) if symmetric else inverse[rows]
+        indices = indices.astype(np.int32 if nodes < 2**31 else np.int64)
+        weights, own = weights.astype(np.float32), inverse.astype(np.float32)
+        return cls(indptr.astype(np.int64), indices, weights, own)
 
     @property
     def nodes(self) -> int:
@@ -88,10 +82,15 @@ class Graph:
 
     def fingerprint(self) -> int:
         """Return a number of 63 bits that differs where graphs differ."""
-        digest = hashlib.blake2b(digest_size=8)
-        for part in (self.indptr, self.indices, self.weights, self.own):
-            digest.update(part.tobytes())
-        return int.from_bytes(digest.digest(), "little") >> 1
+        return digest(self.indptr, self.indices, self.weights, self.own)
+
+
+def digest(*arrays: Array) -> int:
+    """Return a number of 63 bits that tells arrays from others."""
+    found = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        found.update(array.tobytes())
+    return int.from_bytes(found.digest(), "little") >> 1
 
 
 def _checked(edges: Any, nodes: int) -> Array:

@@ -58,8 +58,7 @@ class Adam(Rule):
         xp, betas = namespace(grad), self.setting(info, "betas")
         m = xp.momentum(state["m"], betas[0], grad)
         v = xp.second_moment(state["v"], betas[1], grad)
-        state = {**state, "m": m, "v": v, "count": state["count"] + 1}
-        return state | self._largest(state)
+        return {**state, "m": m, "v": v, "count": state["count"] + 1}
 
     def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
         """Return the direction for these moments; in the memory of `room`, if that fits.
@@ -74,9 +73,6 @@ class Adam(Rule):
     def rates(self, count: Tensor, betas: tuple[float, float], dtype: str) -> list:
         """Inverse bias corrections of both moments."""
         return corrections(count, betas, dtype) if self.bias_correction else [1.0, 1.0]
-
-    def _largest(self, state: State) -> State:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -99,6 +95,7 @@ class AMSGrad(Adam):
         """Return the state of `Adam`, and `vmax`."""
         return super().init(spec, info) | {"vmax": spec.zeros((spec.size,), spec.wide)}
 
-    def _largest(self, state: State) -> State:
-        xp = namespace(state["v"])
-        return {"vmax": xp.maximum(state["vmax"], state["v"])}
+    def moments(self, grad: Tensor, state: State, info: Info) -> State:
+        """Return the moments of `Adam`, and `vmax`."""
+        state = super().moments(grad, state, info)
+        return {**state, "vmax": namespace(grad).maximum(state["vmax"], state["v"])}

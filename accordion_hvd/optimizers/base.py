@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Compressor, Info, State
+from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
+from accordion_hvd.optimizers.signs import joint_residual
 
 
 class Rule(Compressor):
@@ -24,6 +25,7 @@ class Rule(Compressor):
     Attributes:
         GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
         RESCALED: what `rescale` does with what ranks had of their own, in words.
+        AVERAGED: what of it becomes the ranks' mean there.
         DECAYS: whether decoupled weight decay (`decay`) is in what comes out, so that whoever
             takes the step must not apply any.
         ASSIGNS: whether what comes out are the new weights themselves, to be assigned, instead
@@ -40,6 +42,7 @@ class Rule(Compressor):
 
     GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
     RESCALED: ClassVar[str] = "nothing is lost"
+    AVERAGED: ClassVar[tuple[str, ...]] = ()
     DECAYS: ClassVar[bool] = False
     ASSIGNS: ClassVar[bool] = False
     decoupled_weight_decay: ClassVar[bool] = False
@@ -81,11 +84,17 @@ class Rule(Compressor):
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return this rank's state, given the `states` of another number of ranks (NumPy arrays).
 
-        What is alike on all ranks is kept, what a rank had of its own is dropped, unless a method
-        knows better.
+        Equal tensors are preserved. Per-rank tensors become their mean if they are `AVERAGED`, and
+        are dropped otherwise, unless a method knows better. Where chunks have servers, the
+        residual of all ranks becomes every rank's error.
         """
-        kept = {key: value for key, value in states[0].items() if key not in self.local}
-        return self.init(spec, info) | kept
+        made = {key: value for key, value in states[0].items() if key not in self.local}
+        own = states[0].keys() & self.local
+        for key in own.intersection(self.AVERAGED):
+            made[key] = sum(state[key] for state in states) / len(states)
+        if {"error", "server"} <= own and len(states) > 1:
+            made["error"] = joint_residual(states, spec.size)
+        return self.init(spec, info) | made
 
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """Return this rank's state, given only that of another rank (NumPy arrays)."""
@@ -103,6 +112,12 @@ def check_eps(owner: Any, eps: Any) -> None:
     """Refuse what is not a number of at least 0."""
     if not check.is_number(eps) or eps < 0:
         check.refuse(owner, "eps", eps, "a number of at least 0")
+
+
+def shaped(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` in the shape and dtype of `like`."""
+    xp = namespace(like)
+    return xp.cast(xp.reshape(x, xp.shape(like)), xp.dtype(like))
 
 
 def corrections(count: Any, betas: Sequence[float], dtype: str) -> list[Any]:

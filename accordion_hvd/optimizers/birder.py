@@ -23,8 +23,9 @@ from accordion_hvd.core.places import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import Rule, check_eps
-from accordion_hvd.optimizers.signs import Chunks, check_bits, joint_residual, speaks
+from accordion_hvd.optimizers.signs import Chunks, check_bits, speaks
 
+MOMENTS = ("m", "b")
 WITHIN = (None, "bits", "half")
 
 SPEAKS, SILENT = range(2)
@@ -65,6 +66,7 @@ class Birder(Rule):
     """
 
     RESCALED: ClassVar[str] = "m and b are the ranks' means"
+    AVERAGED: ClassVar[tuple[str, ...]] = MOMENTS  # which keeps |m| <= b
     GROUP: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
     decoupled_weight_decay: ClassVar[bool] = True
 
@@ -209,19 +211,6 @@ class Birder(Rule):
         """Errors wait here; moments go along."""
         return {key: x for key, x in state.items() if key in self.local and key not in MOMENTS}
 
-    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Means of the ranks' m and b, which keep |m| <= b; all errors as every rank's."""
-        if self.shared:
-            return super().rescale(states, spec, info)
-        number, made = len(states), self.init(spec, info)
-        made |= {key: sum(state[key] for state in states) / number for key in MOMENTS}
-        if "error" in made and number > 1:
-            made["error"] = joint_residual(states, spec.size)
-        return made
-
-
-MOMENTS = ("m", "b")
-
 
 @dataclass(frozen=True)
 class Places:
@@ -299,10 +288,9 @@ class Draw:
         xp, error = namespace(u), (state or {}).get(key)
         if error is not None:
             u = u + xp.reshape(error, xp.shape(u))
-        if self.inner == 1:
-            signs = [xp.pack_random_signs(u, self.seed, self.turn)]
-        else:
-            signs = [xp.pack_random_signs(u * (1 / self.inner), self.seed, self.turn)]
+        scaled = u if self.inner == 1 else u * (1 / self.inner)
+        signs = [xp.pack_random_signs(scaled, self.seed, self.turn)]
+        if self.inner != 1:
             rest = self._less(u, signs) * (2 / (1 - self.inner))
             signs.append(xp.pack_random_signs(rest, self.seed, self.turn))
         if error is None:

@@ -13,6 +13,7 @@ from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import AMSGrad
+from accordion_hvd.optimizers.base import shaped
 from accordion_hvd.optimizers.onebit_adam import floored
 from accordion_hvd.optimizers.signs import (
     Chunks,
@@ -39,6 +40,9 @@ OWN = ("error", "server")
 
 SLOW = ("replica", "behind")
 """What else they have with a pace below 1."""
+
+Talk = Generator[Any, Any, tuple[Tensor, State, Tensor]]
+"""A part of a conversation; of what it returns, the last is memory that nobody needs."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,9 @@ class ExactCDAdam(AMSGrad):
         decay = self.decay(info, decoupled=False)
         if not decay:
             return grad
-        xp = namespace(grad)
         if info.parameter is None:
             check.refuse(self, "parameter of " + info.name, None, "told where weights decay")
-        weights = xp.cast(xp.reshape(info.parameter, xp.shape(grad)), xp.dtype(grad))
-        return grad + decay * weights
+        return grad + decay * shaped(info.parameter, grad)
 
 
 @dataclass(frozen=True)
@@ -210,16 +212,13 @@ class CDAdam(ExactCDAdam):
         xp, shape = namespace(grad), namespace(grad).shape(grad)
         if info.size == 1:
             yield ()  # moments are consumed only once the gradient is known to be finite
-            room = xp.reshape(grad, xp.shape(state["m"]))
-            direction, state = self.stepped(room, state, info, room)
+            mean = room = xp.reshape(grad, xp.shape(state["m"]))
         else:
             mean, state, room = yield from self._estimated(grad, state, info)
-            direction, state = self.stepped(mean, state, info, room)
+        direction, state = self.stepped(mean, state, info, room)
         return xp.reshape(direction, shape), state
 
-    def _estimated(
-        self, grad: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+    def _estimated(self, grad: Tensor, state: State, info: Info) -> Talk:
         """Return the estimate for the step, the state with new replicas, and free memory."""
         xp = namespace(grad)
         if info.phase == NOTHING:
@@ -228,7 +227,7 @@ class CDAdam(ExactCDAdam):
                 state = self._waited(grad, state)
             return state["estimate"], state, xp.reshape(grad, xp.shape(state["m"]))
         if info.phase == EXACT:
-            fresh = _wide(grad, state)
+            fresh = shaped(grad, state["m"])
             mean = yield Allreduce(fresh)
             state = self._exactly(state, xp.copy(mean), fresh)
             return state["estimate"], state, mean
@@ -239,9 +238,7 @@ class CDAdam(ExactCDAdam):
         state = {**state, "estimate": xp.accumulate(state["estimate"], news)}
         return state["estimate"], state, room
 
-    def _signed(
-        self, grad: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+    def _signed(self, grad: Tensor, state: State, info: Info) -> Talk:
         """Return the servers' messages for all chunks; new replicas; free memory.
 
         What the server lacks of its own h - G when it has sent C of that, is h - G then. So are
@@ -263,20 +260,18 @@ class CDAdam(ExactCDAdam):
         if not self.whitened:
             return (yield from averaged(total, server, info, "l1", bits=bits))
         unit, mine = _units(state["vmax"], info)
-        talk = averaged(total / unit, server / mine, info, "l1", bits=bits)
-        news, rest, server = yield from talk
+        residual = total / unit, server / mine
+        news, rest, server = yield from averaged(*residual, info, "l1", bits=bits)
         return news * unit, rest * unit, server * mine
 
-    def _paced(
-        self, grad: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
-        """With a pace below 1: what steps go by, the new state, free memory.
+    def _paced(self, grad: Tensor, state: State, info: Info) -> Talk:
+        """With a pace below 1: what steps go by, and the new state.
 
         As the server's h is H + `behind`, and c what the mean of c_i was with that and what it
         owed, less what it owes now, h - H changes by p times what the latter has grown by.
         """
         xp, pace = namespace(grad), self.pace
-        fresh = _wide(grad, state)
+        fresh = shaped(grad, state["m"])
         ahead = fresh - state["replica"]
         wanted = ahead + state["error"], state["server"] + state["behind"]
         news, rest, server = yield from self._told(*wanted, state, info)
@@ -293,14 +288,12 @@ class CDAdam(ExactCDAdam):
     def _waited(self, grad: Tensor, state: State) -> State:
         """Return the state after a step by H, whose missing part stays in the errors."""
         xp = namespace(grad)
-        fresh = _wide(grad, state)
-        error = xp.accumulate(state["error"], fresh - state["replica"])
+        ahead = shaped(grad, state["m"]) - state["replica"]
+        error = xp.accumulate(state["error"], ahead)
         server = xp.accumulate(state["server"], state["behind"])
         return {**state, "error": error, "server": server}
 
-    def _compressed(
-        self, grad: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
+    def _compressed(self, grad: Tensor, state: State, info: Info) -> Talk:
         """Estimate by the compressor, whose residual is -h_i, so that it sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
@@ -354,9 +347,8 @@ class CDAdam(ExactCDAdam):
         if not isinstance(other, CDAdam):
             return state
         state = {**state, **{key: other_state[key] for key in MOMENTS if key in other_state}}
-        if (other.compressor is None) != (self.compressor is None):
-            return state
-        if (other.pace == 1) != (self.pace == 1):
+        kinds = {(rule.compressor is None, rule.pace == 1) for rule in (self, other)}
+        if len(kinds) > 1:
             return state
         copied = namespace(state["m"]).copy
         state["estimate"] = copied(other_state["estimate"])
@@ -368,9 +360,9 @@ class CDAdam(ExactCDAdam):
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Preserve equal tensors; set all replicas to the mean of the old ones."""
-        state = super().rescale(states, spec, info)
         if self.compressor is not None or "estimate" not in states[0]:
-            return self._settled(state, state["estimate"], info)
+            return self.foreign(states[0], spec, info)
+        state = super().rescale(states, spec, info)
         if self.pace == 1:
             mean = sum(-old["error"] for old in states) / len(states)
             return self._settled(state, mean, info)
@@ -393,12 +385,6 @@ class CDAdam(ExactCDAdam):
 
 CDAMSGrad = CDAdam
 """Another name of it."""
-
-
-def _wide(grad: Tensor, state: State) -> Tensor:
-    """Return the gradient in the shape and dtype of moments."""
-    xp, m = namespace(grad), state["m"]
-    return xp.cast(xp.reshape(grad, xp.shape(m)), xp.dtype(m))
 
 
 def _units(vmax: Tensor, info: Info) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,15 +11,7 @@ from accordion_hvd.core.base import Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.signs import (
-    SCALES,
-    Chunks,
-    advanced,
-    averaged,
-    joint_residual,
-    norms,
-    xp_shape,
-)
+from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged, norms
 from accordion_hvd.policies.warmup import WarmUp
 
 
@@ -91,14 +83,12 @@ class OnebitAdam(Adam):
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Stage 2: two rounds, signs to those who average them, and signs of averages to all."""
-        xp, betas = namespace(grad), self.setting(info, "betas")
+        xp = namespace(grad)
         m, own, room = yield from self.shared(grad, state, info, into=state["m"])
-        count = advanced(state["count"])
-        eps, rates = self.setting(info, "eps"), self.rates(count, betas, xp.dtype(m))
+        state = {**state, **own, "m": m, "count": advanced(state["count"])}
         v = floored(state["v"], self.floor) if info.size > 1 else state["v"]
-        direction = xp.preconditioned(m, v, rates, eps, room)
-        direction = xp.masked(direction, state["v"])
-        return xp.reshape(direction, xp.shape(grad)), {**state, "m": m, "count": count} | own
+        direction = xp.masked(self.direction({**state, "v": v}, info, room), state["v"])
+        return xp.reshape(direction, xp.shape(grad)), state
 
     def shared(
         self, grad: Tensor, state: State, info: Info, into: Tensor = None
@@ -115,21 +105,17 @@ class OnebitAdam(Adam):
             return xp.masked(m, state["v"]), {}, xp.copy(room)
         room = xp.mixed(room, beta, state["m"])
         total = xp.accumulate(state["error"], room)
-        own = total, state["server"], info, self.scale
-        m, error, server = yield from averaged(*own, room=into)
+        talk = averaged(total, state["server"], info, self.scale, into)
+        m, error, server = yield from talk
         m = xp.masked(m, state["v"])  # else it would be divided by eps in a stage 1 to come
         return m, {"error": error, "server": server}, room
-
-    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Give every rank the errors' mean: the worker errors' and the server errors."""
-        made = super().rescale(states, spec, info)
-        return made if len(states) == 1 else made | {"error": joint_residual(states, spec.size)}
 
 
 def floored(v: Tensor, floor: float) -> Tensor:
     """`v`, each element at least `floor` times the mean of its vector (the last dimension)."""
     if not floor:
         return v
-    xp, shape = namespace(v), xp_shape(v)
-    means = xp.reshape(norms(v, "l1"), (*shape[:-1], 1)) * (1 / shape[-1])
+    xp = namespace(v)
+    *front, width = xp.shape(v)
+    means = xp.reshape(norms(v, "l1"), (*front, 1)) * (1 / width)
     return xp.maximum(v, xp.cast(means * floor, xp.dtype(v)))

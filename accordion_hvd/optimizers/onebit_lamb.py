@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tenso
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
+from accordion_hvd.optimizers.base import shaped
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
 from accordion_hvd.optimizers.signs import advanced, norms
 
@@ -150,21 +152,17 @@ class OnebitLamb(OnebitAdam, Lamb):
         guess = (m - betas[0] * before) * (1 / (1 - betas[0]))
         fresh = betas[1] * state["fresh"] + (1 - betas[1]) * guess * guess
         own |= {"m": m, "fresh": fresh, "since": state["since"] + 1}
-        own |= {"count": advanced(state["count"])}
-        state = {**state, **own}
-        eps, rates = self.setting(info, "eps"), self.rates(state["count"], betas, xp.dtype(m))
-        direction = xp.preconditioned(m, state["v"], rates, eps, room)
-        direction = xp.masked(direction, state["v"])
+        state = {**state, **own, "count": advanced(state["count"])}
+        direction = xp.masked(self.direction(state, info, room), state["v"])
         whole = decayed(direction, self.decay(info), info)
-        factor = self._factor(direction, whole, rates[1], state, info)
+        factor = self._factor(direction, whole, state, info)
         scale = spread(factor * self._coeff(state), info.sizes)
         return xp.reshape(scale * whole, xp.shape(grad)), {**state, "factor": factor}
 
-    def _factor(
-        self, direction: Tensor, whole: Tensor, rate: Any, state: State, info: Info
-    ) -> Tensor:
-        """r, from the direction without weight decay and with it, and v's bias correction."""
-        xp, eps = namespace(whole), self.setting(info, "eps")
+    def _factor(self, direction: Tensor, whole: Tensor, state: State, info: Info) -> Tensor:
+        """r, from the direction without weight decay and with it."""
+        xp, eps, betas = namespace(whole), self.setting(info, "eps"), self.setting(info, "betas")
+        _, rate = self.rates(state["count"], betas, xp.dtype(whole))
         below = (state["fresh"] * self._fresh_rate(state, info)) ** 0.5 + eps
         quotient = xp.masked(((state["v"] * rate) ** 0.5 + eps) / below, state["v"])
         factor = each(quotient, info.sizes, "max")
@@ -198,19 +196,13 @@ class OnebitLamb(OnebitAdam, Lamb):
 
 def decayed(direction: Tensor, decay: float, info: Info) -> Tensor:
     """`direction` with weight decay in it, in memory of its own if there is some."""
-    return direction + decay * weights(direction, info) if decay else direction
-
-
-def weights(like: Tensor, info: Info) -> Tensor:
-    """Return the weights in the shape and dtype of `like`."""
-    xp = namespace(like)
-    return xp.cast(xp.reshape(info.parameter, xp.shape(like)), xp.dtype(like))
+    return direction + decay * shaped(info.parameter, direction) if decay else direction
 
 
 def trust(whole: Tensor, info: Info, low: float, high: float) -> Tensor:
     """LAMB's ratio of each tensor."""
     xp = namespace(whole)
-    weight = each(weights(whole, info), info.sizes, "l2")
+    weight = each(shaped(info.parameter, whole), info.sizes, "l2")
     size = each(whole, info.sizes, "l2")
     dtype = xp.dtype(size)
     known = xp.cast(weight > 0, dtype) * xp.cast(size > 0, dtype)
@@ -233,11 +225,10 @@ def each(x: Tensor, sizes: Sequence[int], kind: str) -> Tensor:
     front = xp.shape(x)[:-1]
     if len(sizes) < 2:
         return xp.reshape(norms(x, kind), (*front, 1))
-    parts, start = [], 0
-    for size in sizes:
-        part = xp.reshape(x[..., start : start + size], (*front, size))
+    parts = []
+    for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+        part = xp.reshape(x[..., end - size : end], (*front, size))
         parts.append(xp.reshape(norms(part, kind), front or (1,)))
-        start += size
     return xp.transpose(xp.stack(parts)) if front else xp.concat(parts)
 
 

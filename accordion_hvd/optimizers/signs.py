@@ -47,9 +47,10 @@ class Chunks:
 
 def chunk(x: Tensor, info: Info) -> Tensor:
     """Return this rank's chunk of vectors that all ranks have; zeros complete the last one."""
-    chunks = Chunks(xp_shape(x)[-1], info.size)
+    xp = namespace(x)
+    chunks = Chunks(xp.shape(x)[-1], info.size)
     start = info.rank * chunks.length
-    whole = namespace(x).padded(x, info.size * chunks.length)
+    whole = xp.padded(x, info.size * chunks.length)
     return whole[..., start : start + chunks.length]
 
 
@@ -98,7 +99,7 @@ def averaged(
         What all ranks have then, like `total`; what this rank's total lacks of it, likewise; what
         its chunk owes now.
     """
-    xp, shape = namespace(total), xp_shape(total)
+    xp, shape = namespace(total), namespace(total).shape(total)
     chunks = Chunks(shape[-1], info.size)
     signs, steps, vectors = _coded(total, chunks.size, scale, bits)
     sent = [_cut(xp, *both, chunks) for both in zip(signs, vectors, strict=True)]
@@ -107,7 +108,7 @@ def averaged(
     parts = xp.unstack(xp.reshape(theirs, (info.size * bits, -1)))
     factors = xp.unstack(xp.reshape(xp.concat(list(factors)), (len(parts), -1)))
     factors = [factor / info.size for factor in factors]
-    mine = _values(xp, parts, factors, chunks.length, xp_shape(server), server)
+    mine = _values(xp, parts, factors, chunks.length, xp.shape(server), server)
     held = chunks.held(info.rank)
     mine = _within(xp, mine + server, held)
     signs, steps, _ = _coded(mine, max(held, 1), scale, bits)
@@ -127,14 +128,14 @@ def _coded(
     Returns:
         Signs, packed; steps for each row of `x`; the vectors that have these signs.
     """
-    xp, width = namespace(x), xp_shape(x)[-1]
-    signs, steps = [xp.pack_signs(x)], _steps(x, count, scale if bits == 1 else "l1")
+    xp, signs = namespace(x), [namespace(x).pack_signs(x)]
     if bits == 1:
-        return signs, [steps], [x]
+        return signs, [norms(x, scale) * (2 / (math.sqrt(count) if scale == "l2" else count))], [x]
+    width, steps = xp.shape(x)[-1], norms(x, "l1") * (2 / count)
     rest = _minus(xp, xp.copy(x), signs, [steps * BOUND], width)
     signs.append(xp.pack_signs(rest))
-    one = xp.full(xp_shape(steps), 1.0, xp.dtype(steps), xp.device(steps))
-    large = norms(_values(xp, signs, [one, one], width, xp_shape(x), x), "l1")  # how many are
+    one = xp.full(xp.shape(steps), 1.0, xp.dtype(steps), xp.device(steps))
+    large = norms(_values(xp, signs, [one, one], width, xp.shape(x), x), "l1")  # how many are
     whole, apart = norms(x, "l1"), norms(rest, "l1")
     apart = apart + steps * (BOUND / 2) * (2 * large - width)  # sum of the large less the others
     high = (whole + apart) / (2 * xp.maximum(large, one))
@@ -142,19 +143,10 @@ def _coded(
     return signs, [high + low, high - low], [x, rest]
 
 
-def xp_shape(x: Tensor) -> tuple[int, ...]:
-    """Return the static shape."""
-    return namespace(x).shape(x)
-
-
-def _steps(x: Tensor, count: int, scale: str) -> Tensor:
-    """For each row of `x` twice its scale, the distance of its two values; of `count` elements."""
-    return norms(x, scale) * (2 / (math.sqrt(count) if scale == "l2" else count))
-
-
 def norms(x: Tensor, kind: str) -> Tensor:
     """Return the "l1", "l2" or "max" norm of each row of `x` (or of the vector), as a vector."""
-    xp, width = namespace(x), xp_shape(x)[-1]
+    xp = namespace(x)
+    width = xp.shape(x)[-1]
     if xp.dtype(x) != "float64":
         return xp.bucket_norms(x, width, kind)
     rows = xp.reshape(x, (-1, 1, width))
@@ -168,7 +160,7 @@ def norms(x: Tensor, kind: str) -> Tensor:
 
 def _cut(xp: ModuleType, signs: Tensor, total: Tensor, chunks: Chunks) -> Tensor:
     """Packed signs as (ranks, bytes): what goes to whom."""
-    number = math.prod(xp_shape(total)[:-1])
+    number = math.prod(xp.shape(total)[:-1])
     width = chunks.ranks * chunks.length
     if number > 1 and chunks.size % 8:  # a tensor's signs end within a byte
         signs = xp.pack_signs(xp.padded(total, width))
@@ -186,9 +178,9 @@ def _joined(
     room: Tensor,
 ) -> Tensor:
     """Join vectors from their chunks' signs and steps; `room` as in `averaged`."""
-    shape = xp_shape(like)
+    shape = xp.shape(like)
     tensors, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
-    vectors = xp_shape(steps[0])[0]  # of each tensor as many as an element has bits
+    vectors = xp.shape(steps[0])[0]  # of each tensor as many as an element has bits
     rows = xp.reshape(xp.concat(list(parts)), (chunks.ranks, vectors, -1))
     signs = xp.unstack(xp.reshape(xp.swapped(rows), (vectors // tensors, -1)))
     factors = xp.transpose(xp.stack(list(steps)))
@@ -223,7 +215,7 @@ def _minus(
 ) -> Tensor:
     """`x` without what its signs and steps stand for. Consumes `x`."""
     if xp.dtype(x) == "float64":
-        return x - _values(xp, signs, steps, bucket, xp_shape(x), x)
+        return x - _values(xp, signs, steps, bucket, xp.shape(x), x)
     for packed, step in zip(signs, steps, strict=True):
         x = xp.subtract_quantized(x, packed, step, bucket, 1, 0.5)
     return x
@@ -231,7 +223,7 @@ def _minus(
 
 def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
     """`x` with zeros behind the first `held` elements of each row."""
-    width = xp_shape(x)[-1]
+    width = xp.shape(x)[-1]
     return x if held == width else xp.padded(x[..., :held], width)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -109,7 +109,8 @@ class SketchedAMSGrad(FlooredAMSGrad):
     """
 
     RESCALED: ClassVar[str] = "momentum and residual are the ranks' means"
-    local: ClassVar[tuple[str, ...]] = ("m", "error")
+    AVERAGED: ClassVar[tuple[str, ...]] = ("m", "error")
+    local: ClassVar[tuple[str, ...]] = AVERAGED
 
     ratio: float = 0.0022
     rows: int = 5
@@ -170,7 +171,8 @@ class SketchedAMSGrad(FlooredAMSGrad):
         index = xp.take(candidates, chosen)
         kept = xp.take(total, index) * still
         error = xp.add_at(xp.clear(total, index), index, kept)
-        room = _zeros(xp, gradient, wide)
+        narrow, device = wide == "float32", xp.device(gradient)
+        room = xp.emptied(gradient) if narrow else xp.zeros((size,), wide, device)
         direction = xp.add_at(room, index, xp.take(steps, chosen) * inverse)
         new = {"m": m, "v": v, "vmax": vmax, "error": error, "count": state["count"] + 1}
         return xp.reshape(direction, xp.shape(grad)), new | {"apart": state["apart"] * 0 + 1}
@@ -212,11 +214,6 @@ class SketchedAMSGrad(FlooredAMSGrad):
             "m": other_state.get("m", state["m"])
         }
 
-    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Give every rank the means of the momentum and of the residuals."""
-        means = {key: sum(state[key] for state in states) / len(states) for key in self.local}
-        return super().rescale(states, spec, info) | means
-
     def foreign(self, state: State, spec: Spec, info: Info) -> State:
         """Return the other rank's momentum, without its residual."""
         return self.rescale([{**state, "error": 0 * state["error"]}], spec, info)
@@ -247,10 +244,3 @@ def _rates(xp: ModuleType, lr: Any, dtype: str) -> tuple[Any, Any, Any]:
     rate = xp.cast(lr, dtype)
     still = xp.cast(rate == 0, dtype)
     return rate, (1 - still) / (rate + still), still
-
-
-def _zeros(xp: ModuleType, room: Tensor, dtype: str) -> Tensor:
-    """Zeros like `room`, in its memory where possible. Consumes it."""
-    if dtype == "float32":
-        return xp.emptied(room)
-    return xp.zeros(xp.shape(room), dtype, xp.device(room))

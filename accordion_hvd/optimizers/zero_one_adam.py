@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,14 +11,8 @@ from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.signs import (
-    SCALES,
-    Chunks,
-    advanced,
-    averaged,
-    joint_residual,
-    xp_shape,
-)
+from accordion_hvd.optimizers.base import shaped
+from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged
 
 EXACT, SIGNS, LOCAL, SYNC, FIRST = range(5)
 """Phases: what a step of each exchanges, see `ZeroOneAdam.variant`."""
@@ -67,6 +61,7 @@ class ZeroOneAdam(Adam):
     ASSIGNS: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = True
     RESCALED: ClassVar[str] = "momentum, steps and errors are the ranks' means"
+    AVERAGED: ClassVar[tuple[str, ...]] = ("m", "u")
     local: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
 
     var_freeze_step: int = 100_000
@@ -78,10 +73,9 @@ class ZeroOneAdam(Adam):
     def __post_init__(self) -> None:
         """Raises: ValueError when an argument is not what it must be."""
         super().__post_init__()
-        for name in ("freeze_step", "update_scaler"):
-            check.integer(self, f"var_{name}", getattr(self, f"var_{name}"), least=1)
-        for name in ("scaler", "clipper"):
-            check.integer(self, f"local_step_{name}", getattr(self, f"local_step_{name}"), least=1)
+        names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+        for name in names:
+            check.integer(self, name, getattr(self, name), least=1)
         check.one_of(self, "scale", self.scale, SCALES)
 
     def plain(self) -> Adam:
@@ -120,25 +114,20 @@ class ZeroOneAdam(Adam):
 
         `anchor`: y; `rates`: the sum of lr since then; `kept`: p.
         """
-        length = Chunks(spec.size, info.size).length
-        vectors = ("error", "u", "anchor")
-        own = {key: spec.zeros((spec.size,), spec.wide) for key in vectors}
-        own |= {key: spec.zeros((1,), spec.wide) for key in ("rates", "kept")}
-        own |= {"server": spec.zeros((length,), spec.wide)}
+        sizes = dict.fromkeys(("error", "u", "anchor"), spec.size) | {"rates": 1, "kept": 1}
+        sizes |= {"server": Chunks(spec.size, info.size).length}
+        own = {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
         return super().init(spec, info) | own
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
         """Run the phase of this step; return the new weights."""
-        xp, shape = namespace(grad), xp_shape(state["m"])
-        grad, weights = xp.reshape(grad, shape), xp.reshape(info.parameter, shape)
-        weights = xp.cast(weights, xp.dtype(state["m"]))
+        xp, weights = namespace(grad), shaped(info.parameter, state["m"])
         step = self._together if info.phase in (EXACT, SIGNS) else self._apart
+        grad = xp.reshape(grad, xp.shape(state["m"]))
         found, state = yield from step(grad, weights, state, info)
         return xp.reshape(found, xp.shape(info.parameter)), state
 
-    def _together(
-        self, grad: Tensor, weights: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State]]:
+    def _together(self, grad: Tensor, weights: Tensor, state: State, info: Info) -> Conversation:
         """Gradients are averaged, exactly or at one bit, and all ranks take the same step."""
         lr = self._lr(weights, info)
         if info.phase == EXACT:
@@ -170,9 +159,7 @@ class ZeroOneAdam(Adam):
         xp, eps = namespace(m), self.setting(info, "eps")
         return xp.masked(xp.preconditioned(m, state["v"], rates, eps, room), state["v"])
 
-    def _apart(
-        self, grad: Tensor, weights: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State]]:
+    def _apart(self, grad: Tensor, weights: Tensor, state: State, info: Info) -> Conversation:
         """Take a local step; at a `SYNC`, combine the steps of all ranks since the last one."""
         if info.phase == FIRST:
             state = _begun(weights, state)
@@ -189,7 +176,7 @@ class ZeroOneAdam(Adam):
 
     def _synchronised(
         self, rates: Sequence[Any], room: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[Tensor, State]]:
+    ) -> Conversation:
         """Return equal weights on all ranks. Consumes `room`."""
         xp = namespace(room)
         total = xp.accumulate(state["error"], state["u"])
@@ -205,14 +192,6 @@ class ZeroOneAdam(Adam):
         """Return the learning rate, in a form to be multiplied with `like`."""
         xp = namespace(like)
         return xp.cast(info.lr, xp.dtype(like)) if hasattr(info.lr, "dtype") else info.lr
-
-    # -------------------------------------------------------------------- another number of ranks
-    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Means over the old ranks of m, u and errors, those of servers included, on all ranks."""
-        both = {key: sum(state[key] for state in states) / len(states) for key in ("m", "u")}
-        if len(states) > 1:
-            both |= {"error": joint_residual(states, spec.size)}
-        return super().rescale(states, spec, info) | both
 
 
 def _begun(weights: Tensor, state: State) -> State:

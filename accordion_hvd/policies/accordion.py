@@ -14,7 +14,7 @@ from accordion_hvd.policies.alternation import MODEL, Alternation
 from accordion_hvd.policies.base import Seen, agree
 from accordion_hvd.policies.batch_growth import BATCH, BatchGrowth
 from accordion_hvd.policies.byte_budget import OVER, ByteBudget
-from accordion_hvd.policies.critical_regimes import FELL, HIGH, LOW, CriticalRegimes
+from accordion_hvd.policies.critical_regimes import HIGH, LOW, CriticalRegimes
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.evidence import GradientSums
 from accordion_hvd.policies.fixed import override
@@ -270,10 +270,7 @@ class Accordion(Windowed):
             once = override(self.overrides, name) is not None and not self._epoch
             row.reason = "override" if once else ""  # for the record
             return row
-        if self.regimes.checks(self._epoch):
-            self.regimes.judge(row, self._unclear([name]), current)
-        if self.regimes.fell(row):
-            row.level, row.reason = LOW, FELL
+        self.regimes.judge(row, self._unclear([name]), current)
         return row
 
     def _about_batch(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Decision]:
@@ -289,15 +286,12 @@ class Accordion(Windowed):
             return []
         current = HIGH if self.alternation.apart else LOW
         row = self._row_of_model(MODEL, norms, current, lr)
-        if self.regimes.checks(self._epoch):
-            self.regimes.judge(row, self._unclear(self.current), current)
-        if self.regimes.fell(row):
-            row.level, row.reason = LOW, FELL
-        level = (
-            row.level if self.byte_budget is None else self.byte_budget.allowed(row.level, to_come)
-        )
-        if row.reason and level != row.level:
-            row.level, row.reason = level, f"{row.reason}, but {OVER}"
+        self.regimes.judge(row, self._unclear(self.current), current)
+        wanted = row.level
+        if row.reason and self.byte_budget is not None:
+            row.level = self.byte_budget.allowed(wanted, to_come)
+        if row.level != wanted:
+            row.reason = f"{row.reason}, but {OVER}"
         row.compressor = repr((self.low, self.high)[row.level])
         return [row] if row.reason else []
 
@@ -312,16 +306,10 @@ class Accordion(Windowed):
     def _row(
         self, name: str, norm: float, level: int, lr: Mapping[str, float], whose: str
     ) -> Decision:
-        return Decision(
-            name,
-            level,
-            self._step,
-            self._epoch,
-            norm=norm,
-            previous=self.regimes.norms.get(name, math.nan),
-            lr=lr.get(whose, math.nan),
-            previous_lr=self._lr.get(whose, math.nan),
-        )
+        row = Decision(name, level, self._step, self._epoch, norm=norm)
+        row.previous = self.regimes.norms.get(name, math.nan)
+        row.lr, row.previous_lr = lr.get(whose, math.nan), self._lr.get(whose, math.nan)
+        return row
 
     def _unclear(self, names: Any) -> bool:
         """Return whether averages of these buckets are no evidence; see `signal`."""

@@ -123,20 +123,11 @@ class AdaQS(Windowed):
         elif ratio < self.drop * before:
             reason = FELL if level + 1 < len(self._levels) else MILDEST
             level = min(level + 1, len(self._levels) - 1)
-        return Decision(
-            name,
-            level,
-            self._step,
-            self._epoch,
-            repr(self._levels[level]),
-            reason,
-            norm,
-            before,
-            change=1 - ratio / before if before else math.nan,
-            lr=lr,
-            previous_lr=self._lr[name],
-            ratio=ratio,
-        )
+        compressor = repr(self._levels[level])
+        row = Decision(name, level, self._step, self._epoch, compressor, reason, norm, before)
+        row.lr, row.previous_lr, row.ratio = lr, self._lr[name], ratio
+        row.change = 1 - ratio / before if before else math.nan
+        return row
 
     def _ratio(self, energy: float, norm: float) -> float:
         """|m| / s, from the sums of |gradient|^2 and of gradients; NaN if they do not tell.

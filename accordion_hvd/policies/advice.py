@@ -99,17 +99,9 @@ class Advice:
             )
         rows = [["tensor", "wanted", "work ms", "spares ms", "kB sent", "kB dense", "served by"]]
         for row in self.tensors:
-            rows.append(
-                [
-                    row.name,
-                    row.wanted,
-                    f"{1e3 * row.work:.2f}",
-                    f"{1e3 * row.spares:.2f}",
-                    f"{row.sent / 1e3:.1f}",
-                    f"{row.dense / 1e3:.1f}",
-                    row.served,
-                ]
-            )
+            times = [f"{1e3 * seconds:.2f}" for seconds in (row.work, row.spares)]
+            sizes = [f"{size / 1e3:.1f}" for size in (row.sent, row.dense)]
+            rows.append([row.name, row.wanted, *times, *sizes, row.served])
         return "\n".join([self.verdict, "", *_table(options), "", *_table(rows)])
 
 

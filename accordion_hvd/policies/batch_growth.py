@@ -7,7 +7,7 @@ from typing import Any
 from accordion_hvd import check
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.byte_budget import OVER
-from accordion_hvd.policies.critical_regimes import FELL, HIGH, LOW, CriticalRegimes
+from accordion_hvd.policies.critical_regimes import HIGH, LOW, CriticalRegimes
 from accordion_hvd.policies.decision import Decision
 
 BATCH = "(batch size)"
@@ -99,10 +99,8 @@ class BatchGrowth(Observer):
             return []
         if self.large:
             row.level, row.reason = HIGH, OVER
-        elif regimes.checks(row.window):
+        else:
             regimes.judge(row, unclear, LOW)
-        if not self.large and regimes.fell(row):
-            row.level, row.reason = LOW, FELL
         row.compressor = f"{self.sizes[row.level]} examples"
         return [row] if row.reason else []
 

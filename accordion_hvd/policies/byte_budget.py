@@ -136,7 +136,9 @@ def affordable(
         urgency: bucket -> the larger, the earlier it is served.
         room: bytes that all together may take.
     """
-    chosen = {name: _cheapest(prices[name], level) for name, level in wanted.items()}
+    chosen = {}
+    for name, level in wanted.items():  # which stays where nothing is cheaper
+        chosen[name] = min((level, *range(len(prices[name]))), key=prices[name].__getitem__)
     room -= sum(prices[name][level] for name, level in chosen.items())
     for name in sorted(wanted, key=lambda name: -urgency.get(name, math.inf)):
         more = prices[name][wanted[name]] - prices[name][chosen[name]]
@@ -144,8 +146,3 @@ def affordable(
             chosen[name] = wanted[name]
             room -= more
     return chosen
-
-
-def _cheapest(prices: Sequence[float], level: int) -> int:
-    found = min(range(len(prices)), key=prices.__getitem__)
-    return level if prices[level] <= prices[found] else found

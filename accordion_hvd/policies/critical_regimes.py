@@ -48,14 +48,20 @@ class CriticalRegimes:
         return window % self.interval == 0
 
     def judge(self, row: Decision, unclear: bool, current: int) -> None:
-        """Fill in level, reason and change from the norms of a row.
+        """Fill in level, reason and change of a row, if its window is checked or its rate fell.
 
         Args:
-            row: has `window`, `norm` and `previous`.
+            row: has `window`, `norm` and `previous`, `lr` and `previous_lr`.
             unclear: whether the level changed within the window, so that its norm, of averages
                 that pay what the old level carried, is no evidence.
             current: the level that stays where the norm is no evidence.
         """
+        if self.checks(row.window):
+            self._compare(row, unclear, current)
+        if self.fell(row):
+            row.level, row.reason = LOW, FELL
+
+    def _compare(self, row: Decision, unclear: bool, current: int) -> None:
         norm, previous = row.norm, row.previous
         if row.window == 0:
             row.level, row.reason = LOW, "first window"

@@ -178,15 +178,12 @@ class CompressionError(Evidence):
         if residual is None:
             return kept
         x = xp.cast(step.grad, "float32") + xp.reshape(residual, xp.shape(step.grad))
-        return kept + _beside(xp, kept, _squares(x, step.buckets), first=True)
+        return _added(kept, x, step.buckets, place=0)
 
     def after(self, kept: Tensor, step: Step) -> Tensor:
         """Add |new error|^2."""
         residual = step.compressor.residual(step.state)
-        if residual is None:
-            return kept
-        xp = namespace(kept)
-        return kept + _beside(xp, kept, _squares(residual, step.buckets), first=False)
+        return kept if residual is None else _added(kept, residual, step.buckets, place=1)
 
     def read(self, exchange: Any) -> Reading:
         """Relative errors; 0 where all gradients were zero."""
@@ -216,12 +213,13 @@ class StepTimes(Evidence):
     def note(self, step: int) -> None:
         """Note that exchange number `step` is about to begin; repeated calls count once."""
         now = time.perf_counter()
-        if self._last is not None and step > self._last[0]:
+        if self._last is not None:
             done = step - self._last[0]
+            if done <= 0:
+                return
             self.times += [(now - self._last[1]) / done] * done
             del self.times[: -self.longest]
-        if self._last is None or step > self._last[0]:
-            self._last = (step, now)
+        self._last = (step, now)
 
     def restart(self) -> None:
         """Forget all times; the next step that counts begins after the next `note`."""
@@ -259,15 +257,10 @@ def numbers(exchange: Any, scalars: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in zip(scalars, values, strict=True)}
 
 
-def _squares(x: Tensor, buckets: int) -> Tensor:
-    """Return the sums of squares of stacked buckets, or of one: (buckets, 1) or (1,)."""
+def _added(kept: Tensor, x: Tensor, buckets: int, place: int) -> Tensor:
+    """Add the sums of squares of stacked buckets, or of one, at a place of their pairs."""
     xp = namespace(x)
     rows = xp.reshape(x, (buckets or 1, -1))
     sums = xp.bucket_norms(rows, xp.shape(rows)[1], "l2") ** 2
-    return xp.reshape(sums, (buckets, 1) if buckets else (1,))
-
-
-def _beside(xp: Any, kept: Tensor, values: Tensor, first: bool) -> Tensor:
-    """Return `values` in the first or second place of pairs."""
-    places = np.array([first, not first], np.float32)
-    return values * xp.asarray(places, xp.device(kept))
+    sums = xp.reshape(sums, (buckets, 1) if buckets else (1,))
+    return kept + sums * xp.asarray(np.eye(2, dtype=np.float32)[place], xp.device(kept))

@@ -203,11 +203,9 @@ class Gate:
     def _trials(self, pattern: tuple[tuple[str, int], ...]) -> _Trials:
         """Return the measurements of this pattern; fallbacks take the same time in all patterns."""
         if pattern not in self._known:
-            fresh = _Trials()
+            fallbacks, fresh = [repr(fallback) for fallback in self.fallbacks], _Trials()
             for other in self._known.values():
-                for option in map(repr, self.fallbacks):
-                    if option in other.seconds:
-                        fresh.seconds[option] = other.seconds[option]
+                fresh.seconds |= {w: x for w, x in other.seconds.items() if w in fallbacks}
             self._known[pattern] = fresh
         return self._known[pattern]
 
@@ -334,24 +332,14 @@ class Gate:
             for option, turns in trials.seconds.items()
         ]
         options += [Option(option, least, 0, False) for option, least in trials.skipped.items()]
-        price = 0.0
         measured = [w for w in map(repr, self.fallbacks) if w in trials.seconds]
-        if measured and trials.costs:
-            price = self._price(measured[-1], trials)
-        tensors = [
-            TensorRow(
-                name,
-                names.get(name, ""),
-                cost.seconds,
-                cost.sent,
-                cost.dense,
-                price * (cost.dense - cost.sent),
-                repr(self.fallbacks[self.assignment[name] - 1])
-                if self.assignment.get(name)
-                else names.get(name, ""),
-            )
-            for name, cost in trials.costs.items()
-        ]
+        price = self._price(measured[-1], trials) if measured and trials.costs else 0.0
+        served = {name: repr(self.fallbacks[i - 1]) for name, i in self.assignment.items() if i}
+        tensors = []
+        for name, cost in trials.costs.items():
+            known = cost.seconds, cost.sent, cost.dense, price * (cost.dense - cost.sent)
+            wanted = names.get(name, "")
+            tensors.append(TensorRow(name, wanted, *known, served.get(name, wanted)))
         return Advice(self.verdict, self.link, options, tensors)
 
     def __repr__(self) -> str:
@@ -395,19 +383,17 @@ def probe(tensor: Any, xp: Any, ranks: int) -> Any:
         xp: the operations that serve it.
         ranks: how many take part.
     """
-    small = tensor[:1]
-    times = []
-    for _ in range(6):
-        began = time.perf_counter()
-        yield Allreduce(xp.copy(small))
-        times.append(time.perf_counter() - began)
-    latency = statistics.median(times[1:])
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        yield Allreduce(xp.copy(tensor))
-        times.append(time.perf_counter() - began)
+
+    def seconds(x: Any, count: int) -> Any:
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            yield Allreduce(xp.copy(x))
+            times.append(time.perf_counter() - began)
+        return times
+
+    latency = statistics.median((yield from seconds(tensor[:1], 6))[1:])
+    whole = statistics.median((yield from seconds(tensor, 3)))
     moved = 2 * (ranks - 1) / ranks * 4 * xp.shape(tensor)[0]
-    whole = statistics.median(times)
     busy = max(whole - latency, whole / 5)  # the two are hard to tell apart on a fast link
     return Link(moved / busy, latency)

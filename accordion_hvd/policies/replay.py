@@ -28,6 +28,8 @@ class Replay(Policy):
         ValueError: the history is empty or a row lacks a key.
     """
 
+    KEPT = ("_step",)
+
     def __init__(self, history: Iterable[Any]) -> None:
         super().__init__()
         rows = [dict(row) for row in history]
@@ -74,15 +76,6 @@ class Replay(Policy):
     def tick(self, lr: Mapping[str, float]) -> None:
         """Count an exchange."""
         self._step += 1
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position in the recorded run."""
-        return super().state_dict() | {"_step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore from `state_dict`."""
-        super().load_state_dict(state)
-        self._step = int(state["_step"])  # type: ignore[call-overload]
 
     def __repr__(self) -> str:
         """Return the length of the recorded run in a constructor call."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from accordion_hvd import check
 from accordion_hvd.comm.communicator import Communicator
@@ -42,8 +41,7 @@ class Ballot:
 
     def affords(self, count: int = 1) -> bool:
         """Return whether the budget has room for this number of releases."""
-        budget = self.method.budget
-        return budget is None or budget.left(self.method.mechanism) >= count
+        return self.method.affords(count)
 
     def vote(self, gradients: Tensor) -> Tensor:
         """Release the votes on several vectors; collective.
@@ -65,18 +63,12 @@ class Ballot:
         if len(xp.shape(gradients)) != 3 or not xp.shape(gradients)[1]:
             wanted = "(contributors, releases, elements), with at least one release"
             check.refuse(self, "the gradients' shape", xp.shape(gradients), wanted)
-        if self.method.budget is not None:
-            self.method.budget.spend(self.method.mechanism, xp.shape(gradients)[1])
-        traffic, release = Traffic(), self.method.release(gradients, self._info())
-        votes = self.communicator.run(self.name, release, traffic)
-        self._count(traffic, 4.0 * xp.shape(gradients)[1] * xp.shape(gradients)[2])
-        return votes
-
-    def _info(self) -> Info:
-        whole = Info(rank=self.communicator.rank, size=self.communicator.size, name=self.name)
-        return replace(whole, step=self.exchange.steps)
-
-    def _count(self, traffic: Traffic, dense: float) -> None:
-        self.exchange.accounts.traffic.add(traffic)
-        self.exchange.accounts.dense_bytes += dense
+        self.method.spend(xp.shape(gradients)[1])
+        link, accounts, step = self.communicator, self.exchange.accounts, self.exchange.steps
+        info = Info(rank=link.rank, size=link.size, name=self.name, step=step)
+        traffic, release = Traffic(), self.method.release(gradients, info)
+        votes = link.run(self.name, release, traffic)
+        accounts.traffic.add(traffic)
+        accounts.dense_bytes += 4.0 * xp.shape(gradients)[1] * xp.shape(gradients)[2]
         self.exchange.steps += 1
+        return votes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Mapping
@@ -126,12 +127,8 @@ class PrivacyBudget:
     def stats(self) -> dict[str, float]:
         """Epsilon spent, the budget's epsilon and delta, and the number of releases."""
         number = sum(self.releases.values())
-        return {
-            "epsilon": self.spent(),
-            "budget": self.epsilon,
-            "delta": self.delta,
-            "releases": number,
-        }
+        known = {"epsilon": self.spent(), "budget": self.epsilon, "delta": self.delta}
+        return known | {"releases": number}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger, in JSON's types."""
@@ -156,19 +153,10 @@ class PrivacyBudget:
             )
 
     def _search(self, release: Release) -> int:
-        fits = lambda count: self.spent({release: count}) <= self.epsilon  # noqa: E731
         if self.epsilon == math.inf:
             return _MOST
-        if not fits(1):
-            return 0
-        low = 1
-        while low < _MOST and fits(2 * low):
-            low *= 2
-        high = 2 * low
-        while high - low > 1 and low < _MOST:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        spent = lambda count: self.spent({release: count})  # noqa: E731
+        return bisect.bisect(range(1, _MOST + 1), self.epsilon, key=spent)
 
 
 def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:

@@ -144,18 +144,18 @@ class TopAgg(Compressor):
         relation = "add or remove" if self.unit == "example" else "replace"
         return Release(self.sigma / self.sensitivity, float(self.rate), relation)
 
-    def spend(self) -> None:
-        """Enter a release in the budget.
+    def spend(self, count: int = 1) -> None:
+        """Enter releases in the budget.
 
         Raises:
-            BudgetSpent: there is no room for it.
+            BudgetSpent: there is no room for them.
         """
         if self.budget is not None:
-            self.budget.spend(self.mechanism)
+            self.budget.spend(self.mechanism, count)
 
-    def affords(self) -> bool:
+    def affords(self, count: int = 1) -> bool:
         """Return whether the budget has room for another release."""
-        return self.budget is None or self.budget.left(self.mechanism) >= 1
+        return self.budget is None or self.budget.left(self.mechanism) >= count
 
     # --------------------------------------------------------------------------------- what it does
     def accept(self, spec: Spec, name: str) -> None:

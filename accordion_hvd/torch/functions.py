@@ -77,8 +77,6 @@ def broadcast_optimizer_state(
 
 
 class _Place:
-    """Where a tensor belongs: its number, shape, dtype and device type."""
-
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number, self.shape, self.dtype = number, tuple(tensor.shape), tensor.dtype
         self.device = tensor.device.type
@@ -97,7 +95,6 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _fill(value: Any, tensors: list[torch.Tensor] | None, root: int) -> Any:
-    """`value` with its tensors put back, as `root` has them; `tensors` are known there only."""
     if isinstance(value, _Place):
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         tensor = empty if tensors is None else tensors[value.number]
