@@ -573,7 +573,9 @@ def _on_host(
     Of `given`, the values of tensors (and of lists of them) arrive, those of whole numbers as
     integers, and fresh memory for a `_room`; anything else as it is.
     """
-    parts = [x if isinstance(x, (list, tuple)) else [x] for x in given]
+    # copies, since callers may change their lists before the graph runs
+    given = [list(x) if isinstance(x, (list, tuple)) else x for x in given]
+    parts = [x if isinstance(x, list) else [x] for x in given]
     tensors = [x for part in parts for x in part if tf.is_tensor(x)]
     # NumPy has no bfloat16
     tensors = [tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x for x in tensors]
@@ -587,7 +589,7 @@ def _on_host(
 
 def _told(x: Any, values: Iterator[np.ndarray]) -> Any:
     """Return the argument that stands for `x`: for each tensor, the next of `values`."""
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, list):
         return [_told(part, values) for part in x]
     if isinstance(x, tf.TensorSpec):
         return np.empty(x.shape, np.float32)

@@ -499,6 +499,25 @@ def test_doubts_name_their_senders(framework: Framework) -> None:
         framework.xp.insist([], doubts, [0, 7, 1, 3, 7])
 
 
+def test_graphs_keep_lists_as_they_were() -> None:
+    """A list changed after tracing changes nothing in the graph."""
+    tf = pytest.importorskip("tensorflow")
+    levels = V[:32]
+    steps = NUMPY.xp.bucket_norms(levels, 8, "max")
+    packed = NUMPY.xp.quantize(levels, steps, 8, 4)
+
+    @tf.function
+    def total(packed: Any, steps: Any) -> Any:
+        parts, scales = [packed, packed], [steps, steps]
+        result = TENSORFLOW.xp.sum_quantized(parts, scales, 8, 4, 8.0, tf.zeros(32))
+        parts.clear()
+        scales.append(steps)
+        return result
+
+    wanted = NUMPY.xp.sum_quantized([packed] * 2, [steps] * 2, 8, 4, 8.0, levels)
+    np.testing.assert_array_equal(total(packed, steps).numpy(), wanted)
+
+
 @pytest.mark.parametrize("size", [1, 63, 1000, 300_007])
 def test_bins_in_blocks(size: int) -> None:
     """Long vectors are gone through block by block; the result is that of a plain loop."""
