@@ -29,7 +29,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test coverage check bench bench-network bench-accuracy bench-optimizers \
-	bench-kernels bench-shelf bench-graph bench-averaging doctor clean
+	bench-kernels bench-compressors bench-graph bench-averaging doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -77,7 +77,7 @@ bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy
 
 bench-optimizers: setup ## compressed optimizers against Adam, for docs/optimizers.md (links: root)
 	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py run --output $(OPTBENCH)/accuracy.json
-	@test "$$(id -u)" != 0 || $(IN_VENV) $(RUN) scripts/netbench.py bench --ways 'optimizer .*' \
+	@test "$$(id -u)" != 0 || $(IN_VENV) $(RUN) scripts/netbench.py bench --methods 'optimizer .*' \
 		--rates 50mbit 200mbit --output $(OPTBENCH)/links.json
 	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py report $(OPTBENCH)/*.json
 
@@ -85,8 +85,8 @@ bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (f
 	@$(IN_VENV) GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(RUN) scripts/kernels.py \
 		--output docs/kernels.md
 
-bench-shelf: setup ## train with each compressor, for docs/shelf.md (three hours)
-	@$(IN_VENV) $(RUN) scripts/train_shelf.py --output docs/shelf.md
+bench-compressors: setup ## train with each compressor, for docs/compressor-accuracy.md (three hours)
+	@$(IN_VENV) $(RUN) scripts/train_compressors.py --output docs/compressor-accuracy.md
 
 bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (root; half an hour)
 	@for data in cora citeseer blocks; do $(IN_VENV) $(VENV)/bin/horovodrun --gloo -np 4 $(RUN) \

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import warnings
 from typing import Any
 
 from accordion_hvd._moved import Finder
@@ -18,7 +19,7 @@ __version__ = "0.1.0"
 
 sys.meta_path.insert(0, Finder)
 
-_SHELVES = ("compressors", "policies", "averaging")  # their own `__all__` says what is public
+_CATALOGS = ("compressors", "policies", "averaging")  # their own `__all__` says what is public
 _HOME = {
     "core.base": (
         "Allgather",
@@ -26,7 +27,7 @@ _HOME = {
         "Alltoall",
         "Broadcast",
         "Compressor",
-        "Conversation",
+        "ExchangeGenerator",
         "Info",
         "Neighbours",
         "State",
@@ -39,19 +40,26 @@ _HOME = {
     "resolve": ("as_policy", "parse"),
 }
 
+_RENAMED = {"Conversation": "ExchangeGenerator"}
+
 
 @functools.cache
 def _homes() -> dict[str, str]:
     """Public names and the modules that define them; found when the first is asked for."""
     homes = {name: module for module, names in _HOME.items() for name in names}
-    for shelf in _SHELVES:
-        homes |= dict.fromkeys(importlib.import_module(f"{__name__}.{shelf}").__all__, shelf)
+    for catalog in _CATALOGS:
+        homes |= dict.fromkeys(importlib.import_module(f"{__name__}.{catalog}").__all__, catalog)
     return homes
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_homes())
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        message = f"accordion_hvd.{name} is called {new} now."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[__name__], new)
     if name.startswith("_") or _is_module(name) or name not in _homes():
         raise AttributeError(f"module 'accordion_hvd' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_homes()[name]}"), name)

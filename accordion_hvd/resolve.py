@@ -16,7 +16,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.compressors.horovod_compression import HorovodCompression
 from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
-from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Accordion, Fixed, Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.byte_budget import ByteBudget
@@ -90,7 +90,7 @@ def as_policy(compression: Any) -> Policy:
     )
 
 
-def staged(rule: Rule, policy: Any = None) -> Policy:
+def staged(rule: UpdateRule, policy: Any = None) -> Policy:
     """Return the policy that moves a compressed optimizer between its stages.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.batch_growth import BatchGrowth
@@ -146,7 +146,7 @@ def _check_levels(policy: Policy, use: Use) -> None:
         check.refuse(use.owner, "compression", policy, "one whose target is the gradient")
     if policy.output != "update":
         return
-    rules = [level for level in policy.levels("") if isinstance(level, Rule)]
+    rules = [level for level in policy.levels("") if isinstance(level, UpdateRule)]
     if rules:  # a rule needs the weights and settings, which a wrapper does not pass on
         name = type(rules[-1]).__name__
         raise ValueError(

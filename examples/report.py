@@ -33,14 +33,14 @@ Runs = Mapping[tuple[str, str], Row]
 """Results by framework and configuration, whose names are the keys of `COLOURS`."""
 
 
-def label(way: str, result: Row) -> str:
+def label(method: str, result: Row) -> str:
     """Return the name of a configuration, for tables and legends."""
     wanted = result["settings"]["compression"]
-    if way == "accordion":
+    if method == "accordion":
         return "Accordion: low or high for each layer"
-    if way == "schedule":
+    if method == "schedule":
         return f"schedule: low for {max(parse(wanted).schedule)} epochs, then high"
-    return "uncompressed" if way == "uncompressed" else f"always {way}: {_call(wanted)}"
+    return "uncompressed" if method == "uncompressed" else f"always {method}: {_call(wanted)}"
 
 
 def _call(word: str) -> str:
@@ -49,14 +49,14 @@ def _call(word: str) -> str:
 
 
 def table(runs: Runs) -> list[list[str]]:
-    """Head and rows: framework, way, test accuracy, MB sent by each worker, ratio, seconds."""
+    """Head and rows: framework, method, test accuracy, MB sent by each worker, ratio, seconds."""
     rows = [["framework", "compression", "test accuracy", "MB sent/worker", "ratio", "seconds"]]
-    for (framework, way), result in runs.items():
+    for (framework, method), result in runs.items():
         last, stats = result["epochs"][-1], result["stats"]
         rows.append(
             [
                 FRAMEWORKS[framework],
-                label(way, result),
+                label(method, result),
                 f"{last['accuracy']:.1%}",
                 f"{stats['sent'] / 1e6:.2f}",
                 f"{stats['ratio']:.1f}" if stats["ratio"] else "-",
@@ -104,7 +104,7 @@ def picture(runs: Runs, path: Path) -> None:
         height_ratios=[1.45, 1, 1], layout="constrained",
     )  # fmt: skip
     for column, framework in enumerate(frameworks):
-        mine = {way: result for (which, way), result in runs.items() if which == framework}
+        mine = {method: result for (which, method), result in runs.items() if which == framework}
         _curves(axes[0][column], FRAMEWORKS[framework], mine)
         _ends(axes[1][column], mine)
         if "accordion" in mine:
@@ -121,13 +121,13 @@ def picture(runs: Runs, path: Path) -> None:
 
 def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
     """Test accuracy after each epoch against the megabytes sent until then."""
-    for way, result in results.items():
+    for method, result in results.items():
         sent = [row["sent"] / 1e6 for row in result["epochs"]]
         accuracy = [100 * row["accuracy"] for row in result["epochs"]]
-        line, marker = STYLES[way]
-        text = f"{label(way, result)}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
+        line, marker = STYLES[method]
+        text = f"{label(method, result)}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
         axis.plot(
-            sent, accuracy, ls=line, color=COLOURS[way], lw=1.6, label=text, marker=marker,
+            sent, accuracy, ls=line, color=COLOURS[method], lw=1.6, label=text, marker=marker,
             markevery=[len(sent) - 1], ms=9, mec="white", clip_on=False,
         )  # fmt: skip
     axis.set(xscale="log", ylim=(0, 101))
@@ -141,17 +141,17 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
 
 def _ends(axis: Any, results: Mapping[str, Row]) -> None:
     """Draw the last epoch of each run; uncompressed, which is far to the right, as a line."""
-    for way, result in results.items():
-        last, (line, marker) = result["epochs"][-1], STYLES[way]
+    for method, result in results.items():
+        last, (line, marker) = result["epochs"][-1], STYLES[method]
         sent, accuracy = last["sent"] / 1e6, 100 * last["accuracy"]
-        if way == "uncompressed":
-            axis.axhline(accuracy, ls=line, color=COLOURS[way], lw=1.6)
+        if method == "uncompressed":
+            axis.axhline(accuracy, ls=line, color=COLOURS[method], lw=1.6)
             axis.annotate(
                 f"uncompressed: {sent:.0f} MB", (0, accuracy), xytext=(5, 4),
-                textcoords="offset points", fontsize=9, color=COLOURS[way],
+                textcoords="offset points", fontsize=9, color=COLOURS[method],
             )  # fmt: skip
         else:
-            axis.plot(sent, accuracy, marker, color=COLOURS[way], ms=11, mec="white", zorder=5)
+            axis.plot(sent, accuracy, marker, color=COLOURS[method], ms=11, mec="white", zorder=5)
     axis.margins(0.12)
     axis.set_xlim(left=0)
     axis.set_xlabel("MB sent by each worker in the whole training")

@@ -1,6 +1,7 @@
 """Time and bytes of a step on this machine: plain Horovod against this package, in PyTorch.
 
-`python scripts/bench.py [-np RANKS] [--width N] [--rounds N] [--steps N]`. All ways take turns, so
+`python scripts/bench.py [-np RANKS] [--width N] [--rounds N] [--steps N]`. All methods take turns,
+so
 that what else the machine does hits them alike; each is compared with plain Horovod within the same
 round. Ranks talk through this machine's memory, which is faster than any network: the slower the
 network, the more the last column counts and the less the time that compression takes.
@@ -34,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(". All")[0])
     parser.add_argument("-np", type=int, default=2, help="ranks")
     parser.add_argument("--width", type=int, default=768, help="units of each hidden layer")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each method")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps in a turn")
     parser.add_argument("--output", default="runs/bench", help="folder for results and table")
     parser.add_argument(
@@ -86,26 +87,26 @@ ALONE = "no exchange"
 
 
 def contestants(width: int, count: int = 0) -> dict[str, tuple[Any, Any]]:
-    """Way -> (network, distributed optimizer)."""
+    """Method -> (network, distributed optimizer)."""
     import horovod.torch as horovod
     import torch
 
     import accordion_hvd.torch as ours
 
     found = {}
-    for way in (*((ALONE,) if count else ()), *STOCK, *OURS):
+    for method in (*((ALONE,) if count else ()), *STOCK, *OURS):
         torch.manual_seed(1)
         net = bag(width, count) if count else model(width)
         plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        named = [(f"{way}.{count}.{name}", p) for name, p in net.named_parameters()]
-        if way == ALONE:
+        named = [(f"{method}.{count}.{name}", p) for name, p in net.named_parameters()]
+        if method == ALONE:
             optimizer = plain
-        elif way in STOCK:
-            wire = getattr(horovod.Compression, STOCK[way])
+        elif method in STOCK:
+            wire = getattr(horovod.Compression, STOCK[method])
             optimizer = horovod.DistributedOptimizer(plain, named, compression=wire)
         else:
-            optimizer = ours.DistributedOptimizer(plain, named, compression=way, guard="off")
-        found[way] = (net, optimizer)
+            optimizer = ours.DistributedOptimizer(plain, named, compression=method, guard="off")
+        found[method] = (net, optimizer)
     return found
 
 
@@ -134,27 +135,31 @@ def by_tensors(options: argparse.Namespace) -> None:
     for count in options.tensors:
         found = contestants(options.width, count)
         for round_ in range(options.rounds + 1):
-            for way, (net, optimizer) in found.items():
+            for method, (net, optimizer) in found.items():
                 spent = turn(net, optimizer, options.steps)
                 if round_:
-                    rows.setdefault(way, {}).setdefault(str(count), []).append(spent)
+                    rows.setdefault(method, {}).setdefault(str(count), []).append(spent)
     if horovod.rank() == 0:
         head = {"ranks": horovod.size(), "parameters": 2 * options.width**2, **vars(options)}
-        results.write_json(Path(options.output) / "tensors.json", {"settings": head, "ways": rows})
+        results.write_json(
+            Path(options.output) / "tensors.json", {"settings": head, "methods": rows}
+        )
 
 
 def table_by_tensors(found: results.Row) -> list[list[str]]:
     """Head and rows: milliseconds, and microseconds that each further tensor costs."""
     counts = found["settings"]["tensors"]
     first, last = str(counts[0]), str(counts[-1])
-    rows = [["way", *(f"{count} tensors" for count in counts), "us a tensor", "over no exchange"]]
+    rows = [
+        ["method", *(f"{count} tensors" for count in counts), "us a tensor", "over no exchange"]
+    ]
     base = 0.0
-    for way, row in found["ways"].items():
+    for method, row in found["methods"].items():
         medians = {count: statistics.median(times) for count, times in row.items()}
         slope = 1000 * (medians[last] - medians[first]) / max(counts[-1] - counts[0], 1)
-        base = slope if way == ALONE else base
+        base = slope if method == ALONE else base
         times = [f"{medians[str(count)]:.1f} ms" for count in counts]
-        rows.append([way, *times, f"{slope:.0f}", f"{slope - base:.0f}"])
+        rows.append([method, *times, f"{slope:.0f}", f"{slope - base:.0f}"])
     return rows
 
 
@@ -169,38 +174,38 @@ def work(options: argparse.Namespace) -> None:
         by_tensors(options)
         return
     found = contestants(options.width)
-    times: dict[str, list[float]] = {way: [] for way in found}
+    times: dict[str, list[float]] = {method: [] for method in found}
     for round_ in range(options.rounds + 1):
-        for way, (net, optimizer) in found.items():
+        for method, (net, optimizer) in found.items():
             spent = turn(net, optimizer, options.steps)
             if round_:  # the first one warms up
-                times[way].append(spent)
+                times[method].append(spent)
     net, _ = found["Horovod"]
     ring = 2 * (horovod.size() - 1) / horovod.size()
     dense = ring * sum(4 * parameter.numel() for parameter in net.parameters())
     rows = {}
-    for way, (_, optimizer) in found.items():
-        if way in STOCK:
-            sent = dense / (2 if STOCK[way] == "fp16" else 1)
+    for method, (_, optimizer) in found.items():
+        if method in STOCK:
+            sent = dense / (2 if STOCK[method] == "fp16" else 1)
         else:
             stats = optimizer.exchange.stats()
             sent = stats["sent"] / stats["steps"]
-        ratios = [a / b for a, b in zip(times[way], times["Horovod"], strict=True)]
-        rows[way] = {
-            "ms": statistics.median(times[way]),
+        ratios = [a / b for a, b in zip(times[method], times["Horovod"], strict=True)]
+        rows[method] = {
+            "ms": statistics.median(times[method]),
             "time_ratio": statistics.median(ratios),
             "time_ratio_range": [min(ratios), max(ratios)],
             "sent": sent,
             "bytes_ratio": dense / sent,
-            "all_ms": times[way],
+            "all_ms": times[method],
         }
     if horovod.rank() == 0:
         head = {"ranks": horovod.size(), "parameters": int(dense / ring / 4), **vars(options)}
-        results.write_json(Path(options.output) / "bench.json", {"settings": head, "ways": rows})
+        results.write_json(Path(options.output) / "bench.json", {"settings": head, "methods": rows})
 
 
 COLUMNS = {
-    "way": "{way}",
+    "method": "{method}",
     "": "{whose}",
     "ms/step": "{ms:.1f}",
     "time / Horovod's": "{time_ratio:.2f}",
@@ -213,9 +218,9 @@ COLUMNS = {
 def table(found: results.Row) -> list[list[str]]:
     """Head and rows."""
     rows = []
-    for way, row in found["ways"].items():
-        whose = "" if way in STOCK else "ours"
-        rows.append({**row, "way": way, "whose": whose, "megabytes": row["sent"] / 1e6})
+    for method, row in found["methods"].items():
+        whose = "" if method in STOCK else "ours"
+        rows.append({**row, "method": method, "whose": whose, "megabytes": row["sent"] / 1e6})
     return report.tabulate(COLUMNS, rows)
 
 

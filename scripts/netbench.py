@@ -1,4 +1,4 @@
-"""Training on limited links, within this machine: `run` a command, `bench` ways, `report` them.
+"""Training on limited links, within this machine: `run` a command, `bench` methods, `report` them.
 
 `python scripts/netbench.py run --hosts 4 --rate 200mbit -- python train.py` runs any Horovod
 command on four hosts whose links carry 200 Mbit/s; `python scripts/netbench.py bench` measures

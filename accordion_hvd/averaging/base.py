@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd import _renamed, check
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
 
 Group = tuple[int, ...]
+
+
+RENAMED = {"meets": "synchronizes", "neighbourly": "neighbours_only", "of_means": "only_means"}
+"""Old names of members that an averaging method may define, and the new ones."""
 
 
 class Averaging(Compressor):
@@ -23,17 +27,22 @@ class Averaging(Compressor):
     Attributes:
         inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
             where the method needs to know what one step is.
-        neighbourly: whether ranks only tell their neighbours something, always the same ones.
-        meets: whether it makes all models equal now and then, by itself.
+        neighbours_only: whether ranks only tell their neighbours something, always the same ones.
+        synchronizes: whether it makes all models equal now and then, by itself.
         shared: keys of the state that are equal on all ranks and outlast a change of their number.
     """
 
     target: ClassVar[str] = "parameter"
     scope: ClassVar[str] = "model"
     inner: ClassVar[str] = "any"
-    neighbourly: ClassVar[bool] = False
-    meets: ClassVar[bool] = True
+    neighbours_only: ClassVar[bool] = False
+    synchronizes: ClassVar[bool] = True
     shared: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Accept members by their old names."""
+        super().__init_subclass__(**options)
+        _renamed.members(cls, RENAMED)
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return the state before the first step, when all ranks have `model`."""
@@ -48,7 +57,7 @@ class Averaging(Compressor):
         return ()
 
     @property
-    def of_means(self) -> bool:
+    def only_means(self) -> bool:
         """Return whether groups only compute means, which `by_shares` can compute as well."""
         return True
 
@@ -56,7 +65,7 @@ class Averaging(Compressor):
         """Return whether all models are equal after the exchange of this step."""
         return True
 
-    def synchronize(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def synchronize(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Make all models equal now, for evaluation or a checkpoint: their average."""
         mean = yield Allreduce(model)
         return mean, self.synchronized(state, mean)
@@ -75,23 +84,23 @@ def periodic(owner: Any, period: Any) -> None:
     check.integer(owner, "period", period, least=1)
 
 
-def whole(step: int, period: int) -> bool:
+def ends_period(step: int, period: int) -> bool:
     """Return whether a step, counted from 0, is the last of a period."""
     return (step + 1) % period == 0
 
 
-def inside(info: Info, group: Group) -> Info:
+def group_info(info: Info, group: Group) -> Info:
     """Return the `Info` for an exchange `among` the members of a group."""
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 
-def named(kept: State) -> State:
+def prefixed(kept: State) -> State:
     """Return a compressor's state under the names that the averaging method uses."""
     return {f"compressor/{key}": value for key, value in kept.items()}
 
 
-def unnamed(state: State) -> State:
-    """Invert `named`; other keys are left out."""
+def unprefixed(state: State) -> State:
+    """Invert `prefixed`; other keys are left out."""
     parts = ((key.partition("compressor/"), value) for key, value in state.items())
     return {key: value for (_, found, key), value in parts if found}
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.averaging import alone
-from accordion_hvd.averaging.base import Averaging, check_compressor, named, unnamed
+from accordion_hvd.averaging import point_to_point
+from accordion_hvd.averaging.base import Averaging, check_compressor, prefixed, unprefixed
 from accordion_hvd.averaging.topology import topology
 from accordion_hvd.core.base import (
     Allreduce,
     Compressor,
-    Conversation,
+    ExchangeGenerator,
     Info,
     Neighbours,
     State,
@@ -42,7 +42,7 @@ class Innovations(Averaging, abc.ABC):
     """
 
     inner: ClassVar[str] = "sgd"
-    neighbourly: ClassVar[bool] = True
+    neighbours_only: ClassVar[bool] = True
 
     topology: Any = "ring"
     gamma: float = 1.0
@@ -70,7 +70,7 @@ class Innovations(Averaging, abc.ABC):
         names = ("dual", "mine", "theirs")
         return {n: spec.zeros(spec.shape, spec.wide) for n in names}
 
-    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Send one message to all neighbours; `info.lr` is the step size that made `model`."""
         if not info.lr > 0:
             check.refuse(self, "learning rate", info.lr, "above 0")
@@ -93,17 +93,17 @@ class Innovations(Averaging, abc.ABC):
     @abc.abstractmethod
     def _message(
         self, innovation: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[alone.Message, Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
         """Return the message, its meaning, and the state."""
 
     @abc.abstractmethod
     def _meaning(
-        self, message: alone.Message, like: Tensor, state: State, info: Info, sender: int
+        self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         """Decode a neighbour's message."""
 
 
-def _unpacked(flat: Tensor, like: alone.Message) -> alone.Message:
+def _unpacked(flat: Tensor, like: point_to_point.Message) -> point_to_point.Message:
     """Parse a neighbour's message from bytes; `like` is this rank's message."""
     xp = namespace(flat)
     sizes = [xp.shape(xp.to_bytes(part))[0] for part in like]
@@ -144,25 +144,25 @@ class COLD(Innovations):
         state = super().init(spec, info)
         if self.compressor is None:
             return state
-        return state | named(self.compressor.deactivate(self.compressor.init(spec, info)))
+        return state | prefixed(self.compressor.deactivate(self.compressor.init(spec, info)))
 
     def _message(
         self, innovation: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[alone.Message, Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
         yield from ()
         if self.compressor is None:
             return (innovation,), innovation, state
         xp = namespace(innovation)
         x = xp.copy(xp.cast(innovation, "float32"))
-        message, meaning, kept = alone.encode(self.compressor, x, unnamed(state), info)
-        return message, meaning, {**state, **named(kept)}
+        message, meaning, kept = point_to_point.encode(self.compressor, x, unprefixed(state), info)
+        return message, meaning, {**state, **prefixed(kept)}
 
     def _meaning(
-        self, message: alone.Message, like: Tensor, state: State, info: Info, sender: int
+        self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         if self.compressor is None:
             return message[0]
-        return alone.decode(self.compressor, message, like, info, sender)
+        return point_to_point.decode(self.compressor, message, like, info, sender)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class DynaCOLD(Innovations):
 
     def _message(
         self, innovation: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[alone.Message, Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
         xp = namespace(innovation)
         x = xp.copy(xp.cast(innovation, "float32"))
         largest = xp.bucket_norms(x, max(1, xp.shape(x)[0]), "max")
@@ -227,7 +227,7 @@ class DynaCOLD(Innovations):
         return message, self._meaning(message, x, state, info, info.rank), state
 
     def _meaning(
-        self, message: alone.Message, like: Tensor, state: State, info: Info, sender: int
+        self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         xp, (signs, doublings) = namespace(like), message
         size = xp.shape(like)[0]

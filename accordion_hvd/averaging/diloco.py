@@ -9,12 +9,12 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import (
     Averaging,
     check_compressor,
-    named,
+    ends_period,
     periodic,
-    unnamed,
-    whole,
+    prefixed,
+    unprefixed,
 )
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -72,13 +72,13 @@ class DiLoCo(Averaging):
 
     def equal(self, step: int) -> bool:
         """After an outer step."""
-        return whole(step, self.period)
+        return ends_period(step, self.period)
 
     def init(self, spec: Spec, info: Info) -> State:
         """`common`: the model after the last outer step; `velocity`; and the compressor's state."""
         zeros = [spec.zeros(spec.shape, spec.wide) for _ in range(2)]
         own = self.compressor.init(spec, info) if self.compressor else {}
-        return {"common": zeros[0], "velocity": zeros[1]} | named(own)
+        return {"common": zeros[0], "velocity": zeros[1]} | prefixed(own)
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return a state whose common model is `model`."""
@@ -89,13 +89,13 @@ class DiLoCo(Averaging):
         xp = namespace(model)
         return {**state, "common": xp.cast(xp.copy(model), xp.dtype(state["common"]))}
 
-    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """At a period's end, the mean delta and an outer step."""
         if not self.equal(info.step):
             return model, state
         xp, common = namespace(model), state["common"]
         delta = common - xp.cast(model, xp.dtype(common))
-        own = unnamed(state)
+        own = unprefixed(state)
         if self.compressor is None:
             mean = yield Allreduce(delta)
         else:
@@ -105,4 +105,4 @@ class DiLoCo(Averaging):
         velocity = state["velocity"] * self.outer.momentum + mean
         common = common - (mean + velocity * self.outer.momentum) * self.outer.lr
         moved = xp.cast(xp.copy(common), xp.dtype(model))
-        return moved, {"common": common, "velocity": velocity} | named(own)
+        return moved, {"common": common, "velocity": velocity} | prefixed(own)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.topology import topology
-from accordion_hvd.core.base import Conversation, Info, Neighbours, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, Info, Neighbours, State, Tensor
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class DPSGD(Averaging):
         topology: a `Topology`, the name of one, or a doubly stochastic matrix.
     """
 
-    neighbourly: ClassVar[bool] = True
-    meets: ClassVar[bool] = False
+    neighbours_only: ClassVar[bool] = True
+    synchronizes: ClassVar[bool] = False
 
     topology: Any = "ring"
 
@@ -43,7 +43,7 @@ class DPSGD(Averaging):
         self.topology.weights(size)
         return ()
 
-    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Exchange models with the neighbours."""
         graph, weights = self.topology, self.topology.weights(info.size)[info.rank]
         of = graph.of(info.rank, info.size)

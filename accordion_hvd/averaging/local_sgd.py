@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion_hvd.averaging.base import Averaging, periodic, whole
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
+from accordion_hvd.averaging.base import Averaging, ends_period, periodic
+from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class LocalSGD(Averaging):
 
     def equal(self, step: int) -> bool:
         """After an average."""
-        return whole(step, self.period)
+        return ends_period(step, self.period)
 
-    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allreduce at the end of a period."""
         if self.equal(info.step):
             return (yield from self.synchronize(model, state, info))

@@ -12,16 +12,16 @@ from accordion_hvd.averaging.base import (
     Averaging,
     Group,
     check_compressor,
-    inside,
-    named,
+    ends_period,
+    group_info,
     periodic,
-    unnamed,
-    whole,
+    prefixed,
+    unprefixed,
 )
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Codec, average
-from accordion_hvd.core.conversations import among
+from accordion_hvd.core.composition import within_group
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -81,13 +81,13 @@ class WAGMA(Averaging):
         return self.schedule(size).all() if self.period > 1 else ()
 
     @property
-    def of_means(self) -> bool:
+    def only_means(self) -> bool:
         """Not with a compressor."""
         return self.compressor is None
 
     def equal(self, step: int) -> bool:
         """After a global average."""
-        return whole(step, self.period)
+        return ends_period(step, self.period)
 
     def init(self, spec: Spec, info: Info) -> State:
         """With a compressor: `reference`, the last global average, and the compressor's own."""
@@ -95,7 +95,7 @@ class WAGMA(Averaging):
             return {}
         kept = self.compressor.deactivate(self.compressor.init(spec, info))
         reference = spec.zeros(spec.shape, spec.wide)
-        return {"reference": reference} | named(kept)
+        return {"reference": reference} | prefixed(kept)
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return a state whose reference is `model`."""
@@ -108,7 +108,7 @@ class WAGMA(Averaging):
         xp = namespace(model)
         return {**state, "reference": xp.cast(xp.copy(model), xp.dtype(state["reference"]))}
 
-    def exchange(self, model: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allreduce: over all ranks at the end of a period, else over this rank's group."""
         if self.equal(info.step):
             return (yield from self.synchronize(model, state, info))
@@ -121,12 +121,12 @@ class WAGMA(Averaging):
         reference = state["reference"]
         xp, kind = namespace(model), namespace(model).dtype(reference)
         difference = xp.cast(xp.cast(model, kind) - reference, "float32")
-        talk = _sent(self.compressor, difference, unnamed(state), inside(info, group))
-        mean, unsent, kept = yield from among(group, talk)
+        talk = _sent(self.compressor, difference, unprefixed(state), group_info(info, group))
+        mean, unsent, kept = yield from within_group(group, talk)
         moved = reference + xp.cast(mean, kind)
         if unsent is not None:
             moved = moved + xp.cast(xp.reshape(unsent, xp.shape(model)), kind)
-        return xp.cast(moved, xp.dtype(model)), {"reference": reference} | named(kept)
+        return xp.cast(moved, xp.dtype(model)), {"reference": reference} | prefixed(kept)
 
 
 def _sent(

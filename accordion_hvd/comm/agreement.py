@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allgather, Broadcast, Conversation, Tensor
+from accordion_hvd.core.base import Allgather, Broadcast, ExchangeGenerator, Tensor
 
 
 class RanksDisagree(RuntimeError):
@@ -20,7 +20,7 @@ class RanksDisagree(RuntimeError):
     __init__ = Exception.__init__
 
 
-def gather(communicator: Communicator, values: Tensor) -> Conversation:
+def gather(communicator: Communicator, values: Tensor) -> ExchangeGenerator:
     """Everybody's `values` as NumPy arrays, in rank order."""
     parts = yield Allgather(values)
     return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
@@ -53,7 +53,7 @@ def require_agreement(communicator: Communicator, description: str, device: Any 
     raise RanksDisagree(explain_disagreement(texts))
 
 
-def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Conversation:
+def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> ExchangeGenerator:
     parts = yield Allgather(communicator.xp.asarray(text, device), uneven=True)
     decoded = [communicator.xp.to_numpy(part).tobytes().decode() for part in parts]
     return decoded  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd.core.base import Machines, Tensor
+from accordion_hvd.core.base import Hosts, Tensor
 
 Group = tuple[int, ...] | None
 
@@ -17,20 +17,20 @@ class Collectives(abc.ABC):
 
     Attributes:
         xp: the operations of the framework whose tensors it carries.
-        half_allreduce: whether the engine should add fp16, as NCCL does well; None while nobody
-            has asked (`halves.meet`), and it does not.
-        machines: who shares a machine; () as long as nobody has asked (`hosts.meet`).
+        native_fp16_allreduce: whether the engine should add fp16, as NCCL does well; None while
+            nobody has asked (`fp16_reduction.choose_reduction`), and it does not.
+        hosts: who shares a host; () as long as nobody has asked (`hosts.discover_hosts`).
         extensible: whether `register` can add groups that the engine does not know.
-        kept: memory that serves again at the next step, by name; None where nothing can be kept.
+        scratch: memory that serves again at the next step, by name; None where nothing can be kept.
     """
 
     rank: int
     size: int
     xp: ModuleType
-    half_allreduce: bool | None = None
-    machines: Machines = ()
+    native_fp16_allreduce: bool | None = None
+    hosts: Hosts = ()
     extensible: bool = True
-    kept: dict[str, Tensor] | None = None
+    scratch: dict[str, Tensor] | None = None
 
     # ------------------------------------------------- the engine: return a handle without waiting
     @abc.abstractmethod
@@ -68,10 +68,10 @@ class Collectives(abc.ABC):
         """Return the number of members of `group`."""
         return self.size if group is None else len(group)
 
-    def near(self, group: Group) -> bool:
+    def within_host(self, group: Group) -> bool:
         """Return whether all members of `group` are known to share a host."""
         members = range(self.size) if group is None else group
-        return any(set(members) <= set(machine) for machine in self.machines)
+        return any(set(members) <= set(host) for host in self.hosts)
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Tell the engine of groups that requests will name; all ranks do so together."""

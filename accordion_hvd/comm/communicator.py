@@ -113,7 +113,7 @@ class Pending:
                 doubts.append(doubt)
                 senders.append(rank)
             results[i] = tuple(read) if several else read[0]
-        return xp.insist(results, xp.concat(doubts), senders) if doubts else results
+        return xp.raise_on_invalid(results, xp.concat(doubts), senders) if doubts else results
 
     def _move(self, members: list[int], program: Running) -> None:
         """Advance a program until it waits for a pending operation."""

@@ -11,35 +11,35 @@ import numpy as np
 
 from accordion_hvd.comm.agreement import gather
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.places import groups, require_equal
+from accordion_hvd.core.placement import groups, require_equal
 
 VARIABLE = "ACCORDION_HVD_LOCAL_SIZE"
-"""The environment variable that says how many consecutive ranks pass for a machine."""
+"""The environment variable that says how many consecutive ranks pass for a host."""
 
 
-def meet(communicator: Communicator, wanted: bool, device: Any = None) -> None:
-    """Learn who shares a machine, if that is `wanted` (`Policy.topology_aware`); collective, once.
+def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None) -> None:
+    """Learn who shares a host, if that is `wanted` (`Policy.topology_aware`); collective, once.
 
     All groups that requests will name are registered here: every rank registers all of them, in
     one order, also those that it is not part of.
 
     Raises:
-        ValueError: on every rank: machines have different numbers of ranks, or the engine does
+        ValueError: on every rank: hosts have different numbers of ranks, or the engine does
             not know the groups and cannot learn them.
     """
-    if not wanted or communicator.machines or communicator.size == 1:
+    if not wanted or communicator.hosts or communicator.size == 1:
         return
     mine = np.array([_key(communicator.rank), communicator.extensible], np.int64)
     conversation = gather(communicator, communicator.xp.asarray(mine, device))
-    table = communicator.run("accordion.machines", conversation)
+    table = communicator.run("accordion.hosts", conversation)
     members: dict[int, list[int]] = {}
     for rank, row in enumerate(table):
         members.setdefault(int(row[0]), []).append(rank)
-    machines = tuple(tuple(ranks) for ranks in members.values())
-    require_equal(machines)
+    hosts = tuple(tuple(ranks) for ranks in members.values())
+    require_equal(hosts)
     communicator.extensible = all(bool(row[1]) for row in table)
-    communicator.register(groups(machines))
-    communicator.machines = machines
+    communicator.register(groups(hosts))
+    communicator.hosts = hosts
 
 
 def _key(rank: int) -> int:

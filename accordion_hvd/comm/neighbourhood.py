@@ -10,7 +10,7 @@ import numpy as np
 
 from accordion_hvd.comm.traffic import Traffic, traffic_of
 from accordion_hvd.core.base import Neighbours, Tensor
-from accordion_hvd.core.conversations import Talk, translated
+from accordion_hvd.core.composition import RequestGenerator, intercept
 from accordion_hvd.ops import namespace
 
 
@@ -29,16 +29,16 @@ class Neighbourhood:
         self._named: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._graph: Any = None
 
-    def serving(self, conversation: Talk, traffic: Traffic) -> Talk:
+    def serving(self, conversation: RequestGenerator, traffic: Traffic) -> RequestGenerator:
         """Wrap an exchange: carry its `Neighbours` requests and count them in `traffic`."""
 
-        def serve(asked: Any) -> Talk:
+        def serve(asked: Any) -> RequestGenerator:
             if not isinstance(asked, Neighbours):
                 return (yield asked)
             traffic.add(traffic_of(asked, self._world.Get_size()))
             return self.exchange(asked)
 
-        return translated(conversation, serve)
+        return intercept(conversation, serve)
 
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
         """Return the result of the request; all ranks call it together."""

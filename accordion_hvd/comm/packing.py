@@ -59,7 +59,7 @@ def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
             return "alone", group
         dtype = request.wire or communicator.xp.dtype(request.tensor)
         half = dtype in ("float16", "bfloat16") and request.op == "mean"
-        if half and not (communicator.half_allreduce and dtype == "float16"):
+        if half and not (communicator.native_fp16_allreduce and dtype == "float16"):
             return "half", dtype, group
         if dtype in _SMALL and request.op == "sum":
             return "small", dtype, group
@@ -84,7 +84,7 @@ def _count(
     for i, request in enumerate(requests):
         ranks = communicator.ranks(request.group)
         cost = traffic_of(request, ranks, gathered[i] if gathered else None)
-        if communicator.near(request.group):
+        if communicator.within_host(request.group):
             cost.within = cost.sent
         traffic.add(cost)
 
@@ -138,7 +138,7 @@ def _reduce_half(
     tensors = [request.tensor for request in requests]
     wire = requests[0].wire or xp.dtype(tensors[0])
     part = -(-sum(_elements(xp, tensor) for tensor in tensors) // ranks)
-    kept = communicator.kept
+    kept = communicator.scratch
     flat = xp.to_wire(tensors, wire, part * ranks, kept.get(name) if kept else None)
     if kept is not None:
         kept[name] = flat
@@ -163,7 +163,7 @@ def _reduce_small(
     sizes = [_elements(xp, request.tensor) for request in requests]
     part = -(-sum(sizes) // ranks)
     flat = xp.concat([xp.reshape(request.tensor, (-1,)) for request in requests])
-    flat = xp.to_bytes(xp.padded(flat, part * ranks))
+    flat = xp.to_bytes(xp.pad_last(flat, part * ranks))
     theirs = yield communicator.alltoall(f"{name}.parts", flat, group)
     rows = xp.unstack(xp.from_bytes(theirs, kind, (ranks, part)))
     total = sum(rows[1:], rows[0])
@@ -287,7 +287,7 @@ def _shares(
         rows = xp.reshape(xp.to_bytes(request.tensor), (shape[0], width))
         came, counts = yield communicator.alltoall(f"{name}.{i}", rows, group, splits)
         sent, received = (width * (sum(x) - x[mine]) for x in (splits, counts))
-        near = communicator.near(group)
+        near = communicator.within_host(group)
         traffic.add(Traffic(width * sum(splits), sent, received, sent if near else 0.0))
         results.append(
             tuple(

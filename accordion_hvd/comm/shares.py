@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from accordion_hvd.core.base import Allreduce, Alltoall, Tensor
-from accordion_hvd.core.conversations import Talk, translated
+from accordion_hvd.core.composition import RequestGenerator, intercept
 from accordion_hvd.ops import namespace
 
 
-def by_shares(conversation: Talk, rank: int, size: int) -> Talk:
+def by_shares(conversation: RequestGenerator, rank: int, size: int) -> RequestGenerator:
     """Wrap an exchange: compute means over groups by two alltoalls among all ranks.
 
     As many bytes as a ring allreduce. All ranks must ask for means of groups at the same points,
@@ -26,15 +26,15 @@ def by_shares(conversation: Talk, rank: int, size: int) -> Talk:
         size: how many ranks there are.
     """
 
-    def serve(asked: Any) -> Talk:
+    def serve(asked: Any) -> RequestGenerator:
         if isinstance(asked, Allreduce) and asked.group is not None:
             return (yield from _mean(asked, rank, size))
         return (yield asked)
 
-    return translated(conversation, serve)
+    return intercept(conversation, serve)
 
 
-def _mean(asked: Allreduce, rank: int, size: int) -> Talk:
+def _mean(asked: Allreduce, rank: int, size: int) -> RequestGenerator:
     """Each member adds up one part of all members' vectors, and deals the mean out."""
     group, tensor = asked.group or (), asked.tensor
     assert asked.op == "mean" and rank in group
@@ -43,7 +43,7 @@ def _mean(asked: Allreduce, rank: int, size: int) -> Talk:
     count = xp.shape(flat)[0]
     part = -(-count // len(group))
     splits = [part if other in group else 0 for other in range(size)]
-    theirs = yield Alltoall(xp.padded(flat, part * len(group)), splits=tuple(splits))
+    theirs = yield Alltoall(xp.pad_last(flat, part * len(group)), splits=tuple(splits))
     mine = [theirs[other] for other in group]
     mean: Tensor = sum(mine[1:], mine[0]) / len(group)
     theirs = yield Alltoall(xp.concat([mean] * len(group)), splits=tuple(splits))

@@ -62,6 +62,6 @@ class AdaComp(SparseCodec):
             scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
             index, signs = xp.unpack_bins(payload[4 * rows :], shape, self.bin)
             values = signs * xp.take(scale, index // shape[-1])
-            return (index, values), xp.misplaced(index, math.prod(shape))
+            return (index, values), xp.invalid_index(index, math.prod(shape))
 
         return (read,)

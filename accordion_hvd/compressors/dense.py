@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Codec, Message
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
@@ -40,7 +40,7 @@ class AllElements(Codec):
             return xp.from_wire(message[0], self.wire, [xp.cast(like, "float32")])[0]
         return xp.reshape(message[0], xp.shape(like))
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allreduce of the gradient; there is no state, so rounding errors are lost."""
         mean = yield Allreduce(grad, wire=self.wire, reuse=True)
         return mean, state

@@ -9,7 +9,7 @@ from typing import ClassVar
 from accordion_hvd import check
 from accordion_hvd.compressors.sparsifier import Sparsifier
 from accordion_hvd.compressors.topk import TopK
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import average
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
@@ -49,7 +49,7 @@ class DGC(Sparsifier):
     """
 
     output: ClassVar[str] = "update"
-    local: ClassVar[tuple[str, ...]] = ("error", "momentum")
+    per_rank_state: ClassVar[tuple[str, ...]] = ("error", "momentum")
 
     ratio: float = 0.001
     momentum: float = 0.9
@@ -83,7 +83,7 @@ class DGC(Sparsifier):
         """Return the part of the elements that is sent in a stage."""
         return self.ratio if stage >= STAGES else max(self.ratio, 0.25 ** (stage + 1))
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allgather of positions and values; at ratio 1 an allreduce."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
@@ -94,7 +94,7 @@ class DGC(Sparsifier):
         if ratio == 1:
             total = xp.accumulate(state["error"], fresh)
             mean = yield Allreduce(total)
-            error = xp.emptied(total)
+            error = xp.zeros_reusing(total)
             return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
         codec = TopK(ratio)
         message, total = codec.encode_accumulating(state["error"], fresh, info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Wrapper, with_feedback
 from accordion_hvd.ops.spec import Spec
 
@@ -26,7 +26,7 @@ class ErrorFeedback(Wrapper):
         codec: what compresses, such as `Natural()`.
     """
 
-    local: ClassVar[tuple[str, ...]] = ("error",)
+    per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
 
     @property
     def contractive(self) -> bool:  # type: ignore[override]
@@ -37,6 +37,6 @@ class ErrorFeedback(Wrapper):
         """`error`: what was not sent yet, in the codec's layout."""
         return super().init(spec, info) | {"error": spec.zeros(self.codec.layout(spec.shape))}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allgather of messages."""
         return with_feedback(self.codec, grad, state, info)

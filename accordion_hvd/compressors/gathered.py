@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Wrapper, without_feedback
 
 
@@ -27,6 +27,6 @@ class Gathered(Wrapper):
         """Any tensors may share a call, if the codec takes them so."""
         return self.codec.batching if self.codec.batching == "any" else ""
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allgather of messages."""
         return without_feedback(self.codec, grad, state, info)

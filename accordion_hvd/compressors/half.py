@@ -17,7 +17,7 @@ class FP16(AllElements):
     sums, too, are infinite beyond 65504.
     """
 
-    halves: ClassVar[bool] = True
+    fp16_reduction: ClassVar[bool] = True
     wire: ClassVar[str | None] = "float16"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State
 from accordion_hvd.ops.spec import Spec
 
 
@@ -24,7 +24,7 @@ class HorovodCompression(Compressor):
     def accept(self, spec: Spec, name: str) -> None:
         """Accept every tensor that Horovod accepts."""
 
-    def exchange(self, grad: Any, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Any, state: State, info: Info) -> ExchangeGenerator:
         """Compress, allreduce once, decompress."""
         small, context = self.compression.compress(grad)
         mean = yield Allreduce(small)

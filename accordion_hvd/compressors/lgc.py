@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from accordion_hvd import check
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
 from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
-from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, Conversation, Info, State
+from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, ExchangeGenerator, Info, State
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
@@ -108,7 +108,7 @@ class LGC(Sparsifier):
             "reconstruction": spec.zeros((1,)) + 1.0,
         }
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allreduce; or broadcast the leader's positions, then exchange values or codes."""
         xp, error = namespace(grad), state["error"]
         if self._innovates and info.phase == CODED:
@@ -116,7 +116,7 @@ class LGC(Sparsifier):
         total = xp.accumulate(error, xp.reshape(grad, (-1,)))
         if info.phase == DENSE:
             mean = yield Allreduce(total)
-            return xp.reshape(mean, xp.shape(grad)), {**state, "error": xp.emptied(total)}
+            return xp.reshape(mean, xp.shape(grad)), {**state, "error": xp.zeros_reusing(total)}
         index, scale, code = yield from self._follow(total, state, info)
         values = xp.take(total, index)
         if info.phase == CODED and code is None:
@@ -259,7 +259,9 @@ def _said(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], T
     """Parse a leader's message: `count` different positions below `size`, a scale, and the rest."""
     xp, index = namespace(payload), payload[:count]
     floats = _seen_as("float32", payload[count:])
-    return (index, floats[:1], floats[1:]), xp.misplaced(xp.take(index, xp.argsort(index)), size)
+    return (index, floats[:1], floats[1:]), xp.invalid_index(
+        xp.take(index, xp.argsort(index)), size
+    )
 
 
 def _seen_as(dtype: str, x: Tensor) -> Tensor:

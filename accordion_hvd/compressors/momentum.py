@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.around import Around
+from accordion_hvd.compressors.compressor_wrapper import CompressorWrapper
 from accordion_hvd.compressors.dense import Dense
-from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class Momentum(Around):
+class Momentum(CompressorWrapper):
     """Compress each rank's momentum instead of its gradient.
 
     m_i <- momentum m_i + g_i, and the inner compressor averages the m_i. The result is an update,
@@ -54,21 +54,21 @@ class Momentum(Around):
         return "alike" if self.compressor.batching else ""
 
     @property
-    def halves(self) -> bool:  # type: ignore[override]
+    def fp16_reduction(self) -> bool:  # type: ignore[override]
         """Return whether the inner compressor sends nothing but fp16."""
-        return self.compressor.halves
+        return self.compressor.fp16_reduction
 
     @property
-    def local(self) -> tuple[str, ...]:  # type: ignore[override]
+    def per_rank_state(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return the per-rank state keys: the inner compressor's, and `momentum`."""
-        return (*self.compressor.local, "momentum")
+        return (*self.compressor.per_rank_state, "momentum")
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the inner state, and `momentum` in the gradient's shape, if there is any."""
         state = super().init(spec, info) | self.compressor.init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Yield the inner compressor's requests."""
         if not self.momentum:
             return (yield from self.compressor.exchange(grad, state, info))
@@ -96,10 +96,10 @@ class Momentum(Around):
         own = {"momentum": sum(mean) / len(mean)} if mean else {}
         return super().rescale(inner, spec, info) | own
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """No momentum, and what the compressor makes of its state."""
         own = {"momentum": 0 * state["momentum"]} if "momentum" in state else {}
-        return super().foreign(_without_momentum(state), spec, info) | own
+        return super().rescale_from_one(_without_momentum(state), spec, info) | own
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over the momentum of another one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -41,7 +41,7 @@ class PowerSGD(Compressor):
 
     batching: ClassVar[str] = "alike"
     contractive: ClassVar[bool] = True
-    checks: ClassVar[bool] = True
+    detects_nonfinite: ClassVar[bool] = True
 
     rank: int = 2
 
@@ -61,7 +61,7 @@ class PowerSGD(Compressor):
         q = spec.normal((rank, m), seed=info.name)
         return state | {"error": spec.zeros((n, m)), "p": spec.zeros((rank, n)), "q": q}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run two rounds: the average P, then the average Q."""
         xp = namespace(grad)
         matrix = xp.reshape(grad, xp.shape(state["error"]))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
-from accordion_hvd.core.base import Allreduce, Broadcast, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Broadcast, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import indices, namespace
 
 _GUIDE = ((196.0, 25), (128.0, 50), (0.0, 400))
@@ -78,7 +78,7 @@ class ScaleCom(Sparsifier):
         """Return how many of `size` elements are sent."""
         return -(-size // self.width) if self.selection == "bins" else super().kept(size)
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Broadcast the leader's positions, then average the values there."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)

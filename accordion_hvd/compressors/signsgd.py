@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allgather, Alltoall, Compressor, Conversation, Info, State
+from accordion_hvd.core.base import Allgather, Alltoall, Compressor, ExchangeGenerator, Info, State
 from accordion_hvd.core.codec import Codec, Message, shares
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
@@ -44,7 +44,7 @@ class SignSGD(Compressor):
     """
 
     output: ClassVar[str] = "update"
-    local: ClassVar[tuple[str, ...]] = ("momentum",)
+    per_rank_state: ClassVar[tuple[str, ...]] = ("momentum",)
     batching: ClassVar[str] = "alike"
 
     momentum: float = 0.0
@@ -58,7 +58,7 @@ class SignSGD(Compressor):
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Slices of signs to those who count them; what has won to all."""
         xp, signed = namespace(grad), grad
         if self.momentum:
@@ -67,7 +67,7 @@ class SignSGD(Compressor):
         signs = xp.pack_signs(signed, info.step)
         length = xp.shape(signs)[0]
         width = -(-length // info.size)  # bytes of a slice
-        slices = xp.reshape(xp.padded(signs, info.size * width), (info.size, width))
+        slices = xp.reshape(xp.pad_last(signs, info.size * width), (info.size, width))
         votes = yield Alltoall(slices)
         won = yield Allgather(majority(xp, xp.unstack(votes), info.step))
         signs = xp.concat(list(won))[:length]

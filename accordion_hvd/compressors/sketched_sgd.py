@@ -8,7 +8,7 @@ from typing import ClassVar
 from accordion_hvd import check
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.sparsifier import Sparsifier
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import count_sketch, namespace, random
 from accordion_hvd.ops.spec import Spec
 
@@ -42,7 +42,7 @@ class SketchedSGD(Sparsifier):
     """
 
     output: ClassVar[str] = "update"
-    local: ClassVar[tuple[str, ...]] = ("error", "momentum")
+    per_rank_state: ClassVar[tuple[str, ...]] = ("error", "momentum")
     scope: ClassVar[str] = "flat"
 
     ratio: float = 0.001
@@ -67,7 +67,7 @@ class SketchedSGD(Sparsifier):
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros((spec.size,))} if self.momentum else {})
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run two rounds: the sketch, then the candidates' values; or one without a sketch."""
         xp = namespace(grad)
         fresh = xp.reshape(grad, (-1,))
@@ -79,7 +79,7 @@ class SketchedSGD(Sparsifier):
         columns = self.width(size)
         if not columns:
             mean = yield Allreduce(total)
-            return xp.reshape(mean, xp.shape(grad)), self._state(xp.emptied(total), velocity)
+            return xp.reshape(mean, xp.shape(grad)), self._state(xp.zeros_reusing(total), velocity)
         count, seed = self.kept(size), random.key("sketch", info.name, info.step)
         codes = count_sketch.hashes(xp, size, self.rows, columns, seed, xp.device(grad))
         table = yield Allreduce(xp.sketch(total, codes, columns), reuse=True)
@@ -88,7 +88,7 @@ class SketchedSGD(Sparsifier):
         values = yield Allreduce(xp.take(total, candidates), reuse=True)
         chosen = xp.largest_index(values, count)
         index = xp.take(candidates, chosen)
-        mean = xp.add_at(xp.emptied(estimates), index, xp.take(values, chosen))
+        mean = xp.add_at(xp.zeros_reusing(estimates), index, xp.take(values, chosen))
         if self.momentum:
             velocity = xp.clear(velocity, index)
         new = self._state(xp.clear(total, index), velocity)

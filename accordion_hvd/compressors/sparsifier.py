@@ -96,13 +96,13 @@ def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
     """`count` ascending positions below `size`, of `ops.pack_index`, as a `Request` wants it."""
     xp = namespace(payload)
     index = xp.unpack_index(payload, count, size)
-    return index, xp.misplaced(index, size)
+    return index, xp.invalid_index(index, size)
 
 
 def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
     """Return the mean of all ranks' chosen elements, fp32; consumes `like`, whose shape it has."""
     xp, sent = namespace(like), list(parts)
-    shape, mean = xp.shape(like), xp.reshape(xp.emptied(like), (-1,))
+    shape, mean = xp.shape(like), xp.reshape(xp.zeros_reusing(like), (-1,))
     for index, values in sent:
         mean = xp.add_at(mean, index, xp.cast(values, "float32") / len(sent))
     return xp.reshape(mean, shape)

@@ -11,7 +11,7 @@ from accordion_hvd.core.base import (
     Allreduce,
     Alltoall,
     Compressor,
-    Conversation,
+    ExchangeGenerator,
     Info,
     State,
     Tensor,
@@ -46,7 +46,7 @@ class TernGrad(Compressor):
         if self.clip is not None and not (check.is_number(self.clip) and self.clip > 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Share the scaler; send slices of codes to their owners; gather the sums."""
         xp, ranks = namespace(grad), info.size
         size = math.prod(xp.shape(grad))
@@ -61,7 +61,7 @@ class TernGrad(Compressor):
         seed = random.key("terngrad", info.name, info.step, info.rank)
         codes = xp.quantize(values, scale, size, 2, seed)  # 0, 1, 2: four a byte
         part = -(-size // (8 * ranks)) * 8  # elements of a slice
-        slices = xp.reshape(xp.padded(codes, ranks * part // 4), (ranks, part // 4))
+        slices = xp.reshape(xp.pad_last(codes, ranks * part // 4), (ranks, part // 4))
         theirs = yield Alltoall(slices)
         sums = yield Allgather(_packed_sum(theirs, part))
         return _mean(sums, part, scale, grad), state

@@ -12,26 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.around import Around
+from accordion_hvd.compressors.compressor_wrapper import CompressorWrapper
 from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
     Alltoall,
     Compressor,
-    Conversation,
+    ExchangeGenerator,
     Info,
     State,
     Tensor,
 )
-from accordion_hvd.core.conversations import among
-from accordion_hvd.core.places import Place, place
+from accordion_hvd.core.composition import within_group
+from accordion_hvd.core.placement import Placement, place
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
 
 @dataclass(frozen=True)
-class TwoLevel(Around):
+class TwoLevel(CompressorWrapper):
     """Average densely inside each machine, and by another compressor between the machines.
 
     With L ranks a machine, each rank gets its L-th of the machine's mean (a slice), exchanges it
@@ -60,7 +60,7 @@ class TwoLevel(Around):
             check.refuse(self, "compressor", self.compressor, allowed)
         if self.compressor.private:
             check.refuse(self, "compressor", self.compressor, "one that is not private")
-        for aspect in ("target", "output", "scope", "halves"):
+        for aspect in ("target", "output", "scope", "fp16_reduction"):
             object.__setattr__(self, aspect, getattr(self.compressor, aspect))
         batching = "any" if self.compressor.batching == "any" else ""
         object.__setattr__(self, "batching", batching)
@@ -73,30 +73,30 @@ class TwoLevel(Around):
         """
         self.accept(spec, info.name)
         here = _place(info)
-        if len(here.near) == 1:
+        if len(here.intra) == 1:
             return self.compressor.init(spec, info)
-        if len(here.far) == 1:
+        if len(here.inter) == 1:
             return {}
         return self.compressor.init(_slice(spec, here), _between(info, here))
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run an alltoall inside the host, the inner rounds between hosts, an allgather."""
         here = _place(info)
-        if len(here.near) == 1:
+        if len(here.intra) == 1:
             return (yield from self.compressor.exchange(grad, state, info))
-        if len(here.far) == 1:
+        if len(here.inter) == 1:
             mean = yield Allreduce(grad, reuse=True)
             return mean, state
-        xp, ranks = namespace(grad), len(here.near)
+        xp, ranks = namespace(grad), len(here.intra)
         shape = xp.shape(grad)
         cut = slice_shape(shape, ranks)
-        parts = yield Alltoall(_cut(grad, (ranks, *cut)), group=here.near)
+        parts = yield Alltoall(_cut(grad, (ranks, *cut)), group=here.intra)
         talk = self.compressor.exchange(_mean(parts, ranks), state, _between(info, here))
-        mean, state = yield from among(here.far, talk)
-        means = yield Allgather(mean, group=here.near)
+        mean, state = yield from within_group(here.inter, talk)
+        means = yield Allgather(mean, group=here.intra)
         return _joined(means, shape), state
 
-    def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
+    def expand_residual(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """Place this rank's part of the residual in zeros of the whole tensor.
 
         It counts once a machine: L times as much.
@@ -104,12 +104,12 @@ class TwoLevel(Around):
         On another number of ranks, all residuals of slices become such residuals.
         """
         here = _place(info)
-        if len(here.near) == 1:
-            return self.compressor.whole(residual, spec, info)
-        part, ranks = _slice(spec, here), len(here.near)
-        residual = self.compressor.whole(residual, part, _between(info, here))
+        if len(here.intra) == 1:
+            return self.compressor.expand_residual(residual, spec, info)
+        part, ranks = _slice(spec, here), len(here.intra)
+        residual = self.compressor.expand_residual(residual, part, _between(info, here))
         slices = [spec.zeros(part.shape)] * ranks
-        slices[here.local] = namespace(residual).reshape(residual, part.shape) * float(ranks)
+        slices[here.local_rank] = namespace(residual).reshape(residual, part.shape) * float(ranks)
         return _joined(slices, spec.shape)
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
@@ -127,24 +127,24 @@ def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (-(-math.prod(shape) // ranks),)
 
 
-def _place(info: Info) -> Place:
-    return place(info.machines, info.rank, info.size)
+def _place(info: Info) -> Placement:
+    return place(info.hosts, info.rank, info.size)
 
 
-def _between(info: Info, here: Place) -> Info:
+def _between(info: Info, here: Placement) -> Info:
     """Return the `Info` for the inner compressor, whose ranks are hosts."""
-    return replace(info, rank=here.machine, size=len(here.far), machines=(), sizes=())
+    return replace(info, rank=here.host, size=len(here.inter), hosts=(), sizes=())
 
 
-def _slice(spec: Spec, here: Place) -> Spec:
-    return replace(spec, shape=slice_shape(spec.shape, len(here.near)), dtype=spec.wide)
+def _slice(spec: Spec, here: Placement) -> Spec:
+    return replace(spec, shape=slice_shape(spec.shape, len(here.intra)), dtype=spec.wide)
 
 
 def _cut(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Slices along a new first dimension; those at the end are filled up with zeros."""
     xp, size = namespace(grad), math.prod(shape)
     if math.prod(xp.shape(grad)) < size:
-        grad = xp.padded(xp.reshape(grad, (-1,)), size)
+        grad = xp.pad_last(xp.reshape(grad, (-1,)), size)
     return xp.reshape(grad, shape)
 
 

@@ -7,17 +7,16 @@ run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a Num
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
 State = dict[str, Tensor]
-Machines = tuple[tuple[int, ...], ...]
+Hosts = tuple[tuple[int, ...], ...]
 """Ranks that share a machine, machine by machine."""
 
 
@@ -111,21 +110,27 @@ class Neighbours(Request):
 Requests = Request | tuple[Request, ...]
 """A request, or several that leave together, as their results arrive together."""
 
-Conversation = Generator[Requests, Any, tuple[Tensor, State]]
+ExchangeGenerator = Generator[Requests, Any, tuple[Tensor, State]]
 
 
 RENAMED = {
     "by_machine": "topology_aware",
+    "checks": "detects_nonfinite",
     "contracts": "contractive",
+    "foreign": "rescale_from_one",
+    "halves": "fp16_reduction",
     "in_parts": "sharded",
     "inherit": "warm_start",
+    "local": "per_rank_state",
     "park": "deactivate",
+    "reads": "needs_weights",
     "regroup": "rescale",
     "settling": "startup_steps",
     "several": "per_sample",
     "stacks": "batching",
+    "whole": "expand_residual",
 }
-"""Old names of what a compressor may define, and the new ones."""
+"""Old names of members that a compressor may define, and the new ones."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +143,13 @@ class Info:
         size: how many processes exchange.
         name: the bucket's name, equal on all ranks; the root of its random seeds.
         lr: the learning rate now.
-        machines: who shares a machine with whom; () means that nobody asked or nobody does. Only
+        hosts: who shares a machine with whom; () means that nobody asked or nobody does. Only
             told where a compressor is `topology_aware`.
         phase: what `Compressor.variant` says now; an integer, in a graph too.
         sizes: elements of each tensor, where the conversation's vector is several side by side;
             () where that is not known.
-        parameter: the weights, shaped as the gradient is; only where a compressor `reads` them.
+        parameter: the weights, shaped as the gradient is; only where a compressor `needs_weights`
+            them.
         hyper: settings of the tensor's parameter group, by name.
     """
 
@@ -152,11 +158,13 @@ class Info:
     size: int = 1
     name: str = ""
     lr: Any = 0.0
-    machines: Machines = ()
+    hosts: Hosts = ()
     phase: int = 0
     sizes: tuple[int, ...] = ()
     parameter: Tensor = None
     hyper: Mapping[str, Any] = field(default_factory=dict)
+
+    machines = _renamed.attribute("machines", "hosts")
 
 
 class NotForStockHorovod:
@@ -200,17 +208,19 @@ class Compressor(NotForStockHorovod):
             more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
             is their state), "any" (all, flattened into one vector; for methods without state) or
             "" (none). `info.name` is then that of the first, and `info.lr` not that of all.
-        checks: whether it finds non-finite gradients itself: the tensor of its first request is
+        detects_nonfinite: whether it finds non-finite gradients itself: the tensor of its first
+            request is
             not finite if the gradient is not, and what it did to the state can be undone. That
             saves the pass over memory that else looks for them.
-        reads: whether it is told the weights (`Info.parameter`).
-        local: keys of the state that are of use to this rank alone.
+        needs_weights: whether it is told the weights (`Info.parameter`).
+        per_rank_state: keys of the state that are of use to this rank alone.
         contracts: whether what it keeps of x = error + gradient is always shorter than x by some
             factor, at least in expectation, and what it sends depends on that sum alone.
         topology_aware: whether it asks who shares a machine.
-        halves: whether it sends nothing but fp16, which some engines add better than others.
-        sharded: whether its state is then that of a part of the tensor (`whole`), and what other
-            levels owe reaches it with the next gradient.
+        fp16_reduction: whether it sends nothing but fp16, which some engines add better than
+            others.
+        sharded: whether its state is then that of a part of the tensor (`expand_residual`), and
+            what other levels owe reaches it with the next gradient.
         private: whether only what it returns may become known of gradients. It then serves a whole
             model as one vector, alone: under no policy but `Fixed`, with nothing beside it. It
             counts what is not finite as nothing, since a flag would tell.
@@ -223,12 +233,12 @@ class Compressor(NotForStockHorovod):
     output: ClassVar[str] = "gradient"
     scope: ClassVar[str] = "tensor"
     batching: ClassVar[str] = ""
-    checks: ClassVar[bool] = False
-    reads: ClassVar[bool] = False
-    local: ClassVar[tuple[str, ...]] = ("error",)
+    detects_nonfinite: ClassVar[bool] = False
+    needs_weights: ClassVar[bool] = False
+    per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
     contractive: ClassVar[bool] = False
     topology_aware: ClassVar[bool] = False
-    halves: ClassVar[bool] = False
+    fp16_reduction: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     private: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
@@ -239,13 +249,7 @@ class Compressor(NotForStockHorovod):
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
-        for old in RENAMED.keys() & vars(cls).keys():
-            warnings.warn(
-                f"{cls.__name__} defines {old}, which is called {RENAMED[old]} now; rename it.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            setattr(cls, RENAMED[old], vars(cls)[old])
+        _renamed.members(cls, RENAMED)
 
     def accept(self, spec: Spec, name: str) -> None:
         """See that a tensor like `spec` can be served; asked before anything is exchanged.
@@ -264,7 +268,7 @@ class Compressor(NotForStockHorovod):
         self.accept(spec, info.name)
         return {}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Average `grad` over the ranks.
 
         A generator: yields requests, is sent their results, returns `(mean, new_state)`. `mean`
@@ -328,7 +332,7 @@ class Compressor(NotForStockHorovod):
         error = state["error"]
         return {**state, "error": namespace(error).reshape(residual, tuple(error.shape))}
 
-    def whole(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
+    def expand_residual(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """Return the residual of a whole tensor like `spec` that stands for this `residual`."""
         return residual
 
@@ -355,7 +359,8 @@ class Compressor(NotForStockHorovod):
         """Return the state with which a rank goes on where there were other ranks before.
 
         By default each rank's `error` is an equal part of the sum of all residuals. Of the
-        rest, what is equal on all ranks stays, and what is not, or is in `local`, is their mean.
+        rest, what is equal on all ranks stays, and what is not, or is in `per_rank_state`, is
+        their mean.
 
         Args:
             states: of all ranks that there were, in rank order; NumPy arrays.
@@ -371,19 +376,24 @@ class Compressor(NotForStockHorovod):
             if any(x.shape != first.shape for x in all_):
                 shapes = [x.shape for x in all_]
                 check.refuse(self, f"the shape of state {key!r} on ranks 0, 1, ...", shapes, "one")
-            differ = key in self.local or any((x != first).any() for x in all_)
+            differ = key in self.per_rank_state or any((x != first).any() for x in all_)
             share = info.size if key == "error" else len(states)
             found[key] = (sum(all_) / share).astype(first.dtype) if differ else first
         return found
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Return the state with which every rank goes on where only one rank's state is known.
 
-        By default keys in `local` begin anew, on all ranks, but for the `error`.
+        By default keys in `per_rank_state` begin anew, on all ranks, but for the `error`.
         """
-        own = [key for key in self.local if key in state and key != "error"]
+        own = [key for key in self.per_rank_state if key in state and key != "error"]
         fresh = self.init(spec, info) if own else {}
         return {**state, **{key: fresh[key] for key in own}}
+
+
+__getattr__ = _renamed.module_attributes(
+    __name__, {"Conversation": "ExchangeGenerator", "Machines": "Hosts"}
+)
 
 
 def _short(compressor: Any) -> str:

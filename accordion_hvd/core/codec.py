@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Conversation, Info, State
+from accordion_hvd.core.base import Allgather, Allreduce, Compressor, ExchangeGenerator, Info, State
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
@@ -94,7 +94,7 @@ class Codec(Compressor):
         state = super().init(spec, info)
         return state | ({"error": spec.zeros(self.layout(spec.shape))} if self.feedback else {})
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allgather (or allreduce), with error feedback or without."""
         serve = with_feedback if self.feedback else without_feedback
         return serve(self, grad, state, info)
@@ -145,7 +145,7 @@ def parse(codec: Codec, message: Sequence[Tensor], shape: tuple[int, ...], sende
             continue
         value, doubt = reader(part)
         xp = namespace(doubt)
-        parsed.append(xp.insist(value, doubt, [sender] * xp.shape(doubt)[0]))
+        parsed.append(xp.raise_on_invalid(value, doubt, [sender] * xp.shape(doubt)[0]))
     return tuple(parsed)
 
 
@@ -155,7 +155,7 @@ def shares(messages: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:
     return list(codes), [scale * (1 / len(messages)) for scale in scales]
 
 
-def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Conversation:
+def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
     """Average what is left of gradients; the rest is lost."""
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.cast(grad, "float32")
@@ -164,7 +164,7 @@ def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Co
     return xp.reshape(mean, shape), state
 
 
-def with_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Conversation:
+def with_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
     """Average what is sent of error + gradient; the rest is the new `error`."""
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.reshape(grad, xp.shape(state["error"]))
@@ -182,7 +182,7 @@ class Wrapper(Compressor):
         codec: such as `TopK(0.01)`, whose own error feedback is left out.
     """
 
-    local: ClassVar[tuple[str, ...]] = ()
+    per_rank_state: ClassVar[tuple[str, ...]] = ()
 
     codec: Codec
 

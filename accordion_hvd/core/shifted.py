@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Wrapper, average
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
@@ -21,7 +21,7 @@ class Shifted(Wrapper):
         ahead: whether the result is h as it will be (EF21), not h + mean message (DIANA).
     """
 
-    local: ClassVar[tuple[str, ...]] = ("local",)
+    per_rank_state: ClassVar[tuple[str, ...]] = ("local",)
     alpha: float = 1.0
     ahead: ClassVar[bool] = False
 
@@ -30,7 +30,7 @@ class Shifted(Wrapper):
         state, layout = super().init(spec, info), self.codec.layout(spec.shape)
         return state | {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allgather of messages."""
         xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
         local, before = state["local"], state["mean"]
@@ -53,6 +53,6 @@ class Shifted(Wrapper):
         """Set all h_i to h: their mean is then h on any number of ranks."""
         return {"local": states[0]["mean"], "mean": states[0]["mean"]}
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Set h_i to h."""
         return self.rescale([state], spec, info)

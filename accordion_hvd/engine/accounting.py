@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accordion_hvd.comm.traffic import Traffic
-from accordion_hvd.engine.slots import Slot
+from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.step import Step
 
 
@@ -48,14 +48,14 @@ class Accounts:
         }
 
 
-def reports(slots: Sequence[Slot]) -> dict[str, dict[str, float]]:
+def reports(entries: Sequence[BucketState]) -> dict[str, dict[str, float]]:
     """Return what compressors say of themselves (`Compressor.report`), by bucket."""
-    found = {slot.bucket.name: slot.compressor.report(slot.state or {}) for slot in slots}
+    found = {entry.bucket.name: entry.compressor.report(entry.state or {}) for entry in entries}
     return {
-        slot.bucket.name: {
-            key: float(slot.spec.xp.to_numpy(x).reshape(-1)[0])
-            for key, x in found[slot.bucket.name].items()
+        entry.bucket.name: {
+            key: float(entry.spec.xp.to_numpy(x).reshape(-1)[0])
+            for key, x in found[entry.bucket.name].items()
         }
-        for slot in slots
-        if found[slot.bucket.name]
+        for entry in entries
+        if found[entry.bucket.name]
     }

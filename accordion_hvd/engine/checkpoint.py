@@ -24,13 +24,13 @@ import numpy as np
 import accordion_hvd
 from accordion_hvd.comm.agreement import gather
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info
+from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.saved import Saved, foreign, of_parts, rescaled
-from accordion_hvd.engine.slots import Slot
+from accordion_hvd.engine.saved_state import SavedState, of_parts, rescale_from_one, rescaled
 from accordion_hvd.ops import backend
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.optimizers.base import UpdateRule
 
 FORMAT = 1
 Loader = Callable[[int], dict[str, np.ndarray]]
@@ -123,7 +123,7 @@ def describe(exchange: Any) -> dict[str, Any]:
         "compression": repr(exchange.policy),
         "steps": exchange.steps,
         "skipped": exchange.skipped,
-        "machines": exchange.communicator.machines,
+        "machines": exchange.communicator.hosts,
         "tensors": [tensor.name for tensor in exchange.tensors],
         "buckets": [
             {
@@ -131,37 +131,37 @@ def describe(exchange: Any) -> dict[str, Any]:
                 "seed": s.name,
                 "shape": list(s.bucket.shape),
                 "level": s.level,
-                "served": exchange.counted - s.since,
-                "turns": [list(turn) for turn in s.turns.items()],
+                "served": exchange.counted - s.served_from,
+                "turns": [list(turn) for turn in s.served_by_level.items()],
             }
-            for s in exchange.slots
+            for s in exchange.bucket_states
         ],
     }
 
 
-def saved_of(exchange: Exchange) -> list[Saved]:
+def saved_of(exchange: Exchange) -> list[SavedState]:
     """Return what this rank keeps of each bucket, in NumPy."""
-    return [slot.saved().map(exchange.xp.to_numpy) for slot in exchange.slots]
+    return [entry.saved().map(exchange.xp.to_numpy) for entry in exchange.bucket_states]
 
 
-def named(saved: Sequence[Saved], prefix: str = "") -> dict[str, Any]:
-    """Return all tensors by name, `{bucket}/{name}`, as files have them; see `Saved.tensors`."""
+def named(saved: Sequence[SavedState], prefix: str = "") -> dict[str, Any]:
+    """Return all tensors under the names in files, `{bucket}/{name}` (`SavedState.tensors`)."""
     return {f"{prefix}{i}/{k}": x for i, one in enumerate(saved) for k, x in one.tensors().items()}
 
 
-def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[Saved]:
+def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[SavedState]:
     """Return what such tensors were made of; `about` is from `describe`."""
     found: list[dict[str, Any]] = [{} for _ in about["buckets"]]
     for name, tensor in tensors.items():
         number, _, key = name.partition("/")
         found[int(number)][key] = tensor
     rows = zip(about["buckets"], found, strict=True)
-    return [Saved.read(row["level"], mine) for row, mine in rows]
+    return [SavedState.read(row["level"], mine) for row, mine in rows]
 
 
 def snapshot(exchange: Exchange) -> dict[str, Any]:
     """Return this rank's whole state as a dict of tensors, numbers, strings, lists and dicts."""
-    tensors = named([slot.saved().map(exchange.xp.copy) for slot in exchange.slots])
+    tensors = named([entry.saved().map(exchange.xp.copy) for entry in exchange.bucket_states])
     link = exchange.communicator
     return {"rank": link.rank, "ranks": link.size, "about": describe(exchange), "tensors": tensors}
 
@@ -169,7 +169,7 @@ def snapshot(exchange: Exchange) -> dict[str, Any]:
 def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
     """Restore a `snapshot`; return whether it was this rank's, of as many ranks.
 
-    If not, what belonged to that rank alone is left out (`Compressor.foreign`).
+    If not, what belonged to that rank alone is left out (`Compressor.rescale_from_one`).
 
     Raises:
         ValueError: it does not fit, and why.
@@ -184,7 +184,7 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
 
 def shared(exchange: Exchange) -> dict[str, Any]:
     """Return what a rank that joins takes over from this one, as NumPy arrays and plain values."""
-    mine = [replace(one.scaled(0), kept={}) for one in saved_of(exchange)]
+    mine = [replace(one.scaled(0), evidence={}) for one in saved_of(exchange)]
     return {"ranks": exchange.communicator.size, "about": describe(exchange), "buckets": mine}
 
 
@@ -208,7 +208,7 @@ def move(exchange: Exchange, link: Communicator) -> None:
     before, about = exchange.communicator, describe(exchange)
     mine = _of_wholes(exchange, saved_of(exchange), _told(about, before.rank, before.size))
     exchange.communicator = link
-    exchange.units.forget()
+    exchange.bucket_batches.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
     mine = [one.scaled(link.size / before.size) for one in mine]
@@ -244,21 +244,21 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
         print(f"{exchange.policy!r}: {text} (errors, replicas) begins anew.", file=sys.stderr)
 
 
-def restore(exchange: Exchange, mine: Sequence[Saved], about: dict[str, Any]) -> None:
+def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> None:
     """Go on from what was saved of each bucket, and from what was described."""
-    pairs = zip(about["buckets"], exchange.slots, strict=True)
-    names = {row["name"]: slot.bucket.name for row, slot in pairs}
+    pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
+    names = {row["name"]: entry.bucket.name for row, entry in pairs}
     exchange.policy.load_state_dict(_renamed(about["policy"], names))
     exchange.steps, exchange.skipped = about["steps"], about.get("skipped", 0)
     lead = exchange.communicator
     made = _told(about, lead.rank, lead.size)
-    for row, slot, saved in zip(about["buckets"], exchange.slots, mine, strict=True):
-        slot.since, slot.turns = exchange.counted, {}
-        slot.name = row.get("seed", slot.name)
-        if saved.states or not of_parts(slot.levels):
-            slot.since -= row.get("served", 0)
-            slot.turns = dict(row.get("turns", ()))
-        exchange.load_slot(slot, saved, made)
+    for row, entry, saved in zip(about["buckets"], exchange.bucket_states, mine, strict=True):
+        entry.served_from, entry.served_by_level = exchange.counted, {}
+        entry.name = row.get("seed", entry.name)
+        if saved.states or not of_parts(entry.levels):
+            entry.served_from -= row.get("served", 0)
+            entry.served_by_level = dict(row.get("turns", ()))
+        exchange.load_bucket_state(entry, saved, made)
 
 
 def same_name(one: str, other: str) -> bool:
@@ -335,8 +335,12 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
 
 
 def _tell(exchange: Exchange, ranks: int) -> None:
-    rules = {slot.compressor for slot in exchange.slots if isinstance(slot.compressor, Rule)}
-    kinds = {type(rule).__name__: rule.RESCALED for rule in rules if rule.local}
+    rules = {
+        entry.compressor
+        for entry in exchange.bucket_states
+        if isinstance(entry.compressor, UpdateRule)
+    }
+    kinds = {type(rule).__name__: rule.rescale_note for rule in rules if rule.per_rank_state}
     size = exchange.communicator.size
     for name, text in sorted(kinds.items()):
         waiting = "; what waited in another stage is dropped"
@@ -354,7 +358,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[Saved]:
+def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[SavedState]:
     """Return what this rank goes on with; on another number of ranks, what is made of all.
 
     Args:
@@ -370,30 +374,30 @@ def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> li
         _of_wholes(exchange, read_named(load(other), row), _told(row, other, ranks))
         for other in range(ranks)
     ]
-    buckets = zip(exchange.slots, *everyone, strict=True)
-    return [rescaled(all_, *_kind(exchange, slot)) for slot, *all_ in buckets]
+    buckets = zip(exchange.bucket_states, *everyone, strict=True)
+    return [rescaled(all_, *_kind(exchange, entry)) for entry, *all_ in buckets]
 
 
-def _foreign(exchange: Exchange, mine: Sequence[Saved]) -> list[Saved]:
-    pairs = zip(exchange.slots, mine, strict=True)
-    return [foreign(one, *_kind(exchange, slot)) for slot, one in pairs]
+def _foreign(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState]:
+    pairs = zip(exchange.bucket_states, mine, strict=True)
+    return [rescale_from_one(one, *_kind(exchange, entry)) for entry, one in pairs]
 
 
-def _of_wholes(exchange: Exchange, mine: Sequence[Saved], made: Info) -> list[Saved]:
-    pairs = zip(exchange.slots, mine, strict=True)
-    return [one.of_whole(*_kind(exchange, slot)[:2], made) for slot, one in pairs]
+def _of_wholes(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> list[SavedState]:
+    pairs = zip(exchange.bucket_states, mine, strict=True)
+    return [one.of_whole(*_kind(exchange, entry)[:2], made) for entry, one in pairs]
 
 
-def _kind(exchange: Exchange, slot: Slot) -> tuple[tuple[Compressor, ...], Spec, Info]:
+def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...], Spec, Info]:
     """Return a bucket's levels, its spec in NumPy, and what its compressor is told."""
-    spec = Spec(slot.bucket.shape, slot.bucket.dtype, backend("numpy"))
-    return slot.levels, spec, exchange.info(slot)
+    spec = Spec(entry.bucket.shape, entry.bucket.dtype, backend("numpy"))
+    return entry.levels, spec, exchange.info(entry)
 
 
 def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:
     """Return the `Info` that a rank's algorithms had when its saved states were made."""
     machines = tuple(tuple(members) for members in row.get("machines", ()))
-    return Info(rank=rank, size=ranks, machines=machines)
+    return Info(rank=rank, size=ranks, hosts=machines)
 
 
 def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.ndarray]:
@@ -405,7 +409,7 @@ def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
     if "buckets" not in saved:
         was = saved.get("averaging")
         raise ValueError(f"the compression is {exchange.policy!r}, but was {was} when saved")
-    ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.slots]
+    ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.bucket_states]
     theirs = [(row["name"], row["shape"]) for row in saved["buckets"]]
     for mine, other in zip(ours, theirs, strict=False):
         if mine[1] != other[1] or not same_name(mine[0], other[0]):
@@ -432,6 +436,6 @@ def _together(lead: Communicator, action: Any, doing: str) -> None:
         raise RuntimeError(f"state: {doing} failed on another rank; see its message.")
 
 
-def _failures(lead: Communicator, failed: bool) -> Conversation:
+def _failures(lead: Communicator, failed: bool) -> ExchangeGenerator:
     anywhere = yield Allreduce(lead.xp.asarray(np.array([failed], np.int32)), op="max")
     return bool(lead.xp.to_numpy(anywhere)[0])  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accordion_hvd import _renamed
 from accordion_hvd.policies.batch_growth import BatchGrowth
 
 
@@ -47,9 +48,11 @@ class Controls:
         return self._models
 
     @property
-    def apart(self) -> bool:
+    def averaging_models(self) -> bool:
         """Return whether ranks average models now, which differ in between."""
         return self._averager.policy.observers.any("withholds")
+
+    apart = _renamed.attribute("apart", "averaging_models")
 
     @property
     def growth(self) -> BatchGrowth | None:
@@ -79,7 +82,7 @@ class Controls:
                 f"{self._averager.policy!r} averages gradients, which keeps models equal."
             )
         statistics = None if model is None else self._statistics(model)
-        if self.apart:
+        if self.averaging_models:
             self._models.average_now(statistics)
         elif statistics is not None:
             self._models.level(statistics)

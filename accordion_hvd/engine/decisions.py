@@ -43,13 +43,13 @@ class Decisions:
         rows = decision.plain(policy.decide(seen, rates)) if lead else None
         rows = yield from share(exchange.communicator, rows, exchange.device)
         policy.apply(decision.read(rows))
-        for slot in exchange.slots:
-            if slot.kept:
-                slot.kept = {}
+        for entry in exchange.bucket_states:
+            if entry.evidence:
+                entry.evidence = {}
 
     def _follow(self) -> None:
         policy = self._exchange.policy
-        switched = [s for s in self._exchange.slots if s.level != policy.choice(s.bucket)]
-        for slot in switched:
-            self._exchange.switch(slot, policy.choice(slot.bucket))
-        policy.disturbed([slot.bucket.name for slot in switched])
+        switched = [s for s in self._exchange.bucket_states if s.level != policy.choice(s.bucket)]
+        for entry in switched:
+            self._exchange.switch(entry, policy.choice(entry.bucket))
+        policy.on_level_override([entry.bucket.name for entry in switched])

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine.accounting import Accounts, reports
+from accordion_hvd.engine.bucket_batches import BucketBatches
+from accordion_hvd.engine.bucket_state import BatchState, BucketState
 from accordion_hvd.engine.buckets import TensorInfo, make_buckets
-from accordion_hvd.engine.collecting import Collecting
 from accordion_hvd.engine.decisions import Decisions
-from accordion_hvd.engine.saved import Saved
-from accordion_hvd.engine.slots import Memory, Slot
+from accordion_hvd.engine.evidence_collector import EvidenceCollector
+from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Step
-from accordion_hvd.engine.units import Units
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.base import Policy
@@ -27,8 +27,9 @@ from accordion_hvd.policies.gating import Gating
 class Exchange:
     """Averages gradients over the ranks, bucket by bucket, under a policy.
 
-    Use: `begin`, then `start` for each unit of the plan in any order, then `finish`;
-    `units.unpack(i)` then gives each unit's results. The policy's observers are told when tensors
+    Use: `begin`, then `start` for each batch of the plan in any order, then `finish`;
+    `batches.unpack(i)` then gives each batch's results. The policy's observers are told when
+    tensors
     are added, when a step begins and when it is done, and whether there is something to decide
     (`core.observer`).
 
@@ -46,10 +47,10 @@ class Exchange:
         evidence: what the policy has asked for.
         replicas: returns the weights, by the tensors' names, for evidence that looks at them.
         hyper: parameter group -> its settings, as compressors are told them (`Info.hyper`).
-        units: which buckets share a call; packs and unpacks tensors.
+        batches: which buckets share a call; packs and unpacks tensors.
         decisions: of the policy and its observers.
         accounts: bytes and seconds.
-        results: of the step that was closed, by unit.
+        results: of the step that was closed, by batch.
     """
 
     group_bytes: float | None = None
@@ -70,11 +71,11 @@ class Exchange:
         self.device: Any = None
         self.replicas: Callable[[], Mapping[str, Tensor]] = _unknown
         self.hyper: Mapping[str, Mapping[str, Any]] = {}
-        self.slots: list[Slot] = []
-        self.slot_of: dict[int, Slot] = {}  # by number of the tensor
+        self.bucket_states: list[BucketState] = []
+        self.entry_of: dict[int, BucketState] = {}  # by number of the tensor
         self.tensors: list[TensorInfo] = []
-        self.units = Units(self, self.group_bytes)
-        self.evidence = Collecting(self)
+        self.bucket_batches = BucketBatches(self, self.group_bytes)
+        self.evidence = EvidenceCollector(self)
         self.decisions = Decisions(self)
         self.accounts = Accounts()
         self.running: Step | None = None  # the current step
@@ -96,7 +97,7 @@ class Exchange:
             Spec(b.shape, b.dtype, self.xp, tensors[b.members[0]].kind or None) for b in buckets
         ]
         for observer in self.policy.observers:
-            observer.extending(self, [*(slot.bucket for slot in self.slots), *buckets])
+            observer.extending(self, [*(entry.bucket for entry in self.bucket_states), *buckets])
         for bucket, spec in zip(buckets, specs, strict=True):
             for choice in self.policy.choices(bucket):
                 choice.accept(spec, bucket.name)
@@ -104,14 +105,16 @@ class Exchange:
         for bucket, spec in zip(buckets, specs, strict=True):
             level = self.policy.choice(bucket)
             moved = tuple(len(self.tensors) + member for member in bucket.members)
-            slot = Slot(replace(bucket, members=moved), self.policy.choices(bucket), spec, level)
-            slot.since = self.counted
-            self.slots.append(slot)
-            self.slot_of |= dict.fromkeys(moved, slot)
+            entry = BucketState(
+                replace(bucket, members=moved), self.policy.choices(bucket), spec, level
+            )
+            entry.served_from = self.counted
+            self.bucket_states.append(entry)
+            self.entry_of |= dict.fromkeys(moved, entry)
         self.tensors.extend(tensors)
-        self.device = self.slots[0].spec.device if self.slots else None
-        self.accounts.each_step = sum(slot.bucket.dense_bytes for slot in self.slots)
-        self.units.outdate()
+        self.device = self.bucket_states[0].spec.device if self.bucket_states else None
+        self.accounts.each_step = sum(entry.bucket.dense_bytes for entry in self.bucket_states)
+        self.bucket_batches.outdate()
 
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
@@ -132,8 +135,10 @@ class Exchange:
         if observers.weight != 1:  # which is the rate that this step will be taken with
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
         guarded = bool(self.evidence.followed)
-        guarded |= any(s.compressor.batching != "any" or s.carried is not None for s in self.slots)
-        plan, number = self.units.refresh(), self.units.number()
+        guarded |= any(
+            s.compressor.batching != "any" or s.carried is not None for s in self.bucket_states
+        )
+        plan, number = self.bucket_batches.refresh(), self.bucket_batches.number()
         step = Step(self.communicator, plan.groups, self.name, number, guarded)
         step.measuring = observers.any("measures")
         self.running = step
@@ -146,23 +151,27 @@ class Exchange:
             observer.opening(self, rates)
 
     def start(self, index: int, grad: Tensor, parameter: Tensor = None) -> None:
-        """Give unit `index` its gradients (as `units.pack` returns them), whose memory may be used.
+        """Start the exchange of one bucket batch.
 
-        And its weights (as `units.pack_weights` returns them), if it `reads` them.
+        Args:
+            index: of the batch.
+            grad: the gradients, from `BucketBatches.pack`; their memory may be overwritten.
+            parameter: the weights, from `BucketBatches.pack_weights`, if the compressor
+                `needs_weights`.
         """
         assert self.running is not None
-        memory = self.units.memory[index]
-        first, wanted = memory.slots[0], self.evidence.wanted(memory.slots[0])
-        checks = first.compressor.checks and memory.carried() is None
-        checks = checks and not any(one.looks_before for one in wanted)
+        memory = self.bucket_batches.memory[index]
+        first, wanted = memory.entries[0], self.evidence.wanted(memory.entries[0])
+        detects_nonfinite = first.compressor.detects_nonfinite and memory.carried() is None
+        detects_nonfinite = detects_nonfinite and not any(one.looks_before for one in wanted)
         opening = functools.partial(self._opening, memory, wanted, parameter)
-        self.running.start(index, grad, opening, checks)
+        self.running.start(index, grad, opening, detects_nonfinite)
 
     def _opening(
-        self, memory: Memory, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
-    ) -> Conversation:
+        self, memory: BatchState, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
+    ) -> ExchangeGenerator:
         """Collect evidence; return the compressor's generator."""
-        first = memory.slots[0]
+        first = memory.entries[0]
         info = replace(self.info(first), parameter=parameter)
         memory.open(info, wanted)
         if wanted:
@@ -179,8 +188,8 @@ class Exchange:
             grads: in the order of `tensors`.
             lr: as in `begin`.
         """
-        for slot in self.slots:
-            self.evidence.observe(slot, grads)
+        for entry in self.bucket_states:
+            self.evidence.observe(entry, grads)
         self._tick(self.rates(lr))
 
     def finish(self) -> bool:
@@ -194,12 +203,12 @@ class Exchange:
         step = self.running
         assert step is not None
         self.results = {}
-        for index, memory in enumerate(self.units.memory):
+        for index, memory in enumerate(self.bucket_batches.memory):
             if step.bad is True:
                 memory.take_back()
             else:
                 self.results[index] = self._keep(memory, *step.result(index), step.bad)
-        self.units.weigh(step)
+        self.bucket_batches.weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
         self._count(step)
@@ -208,12 +217,12 @@ class Exchange:
         self.running = None
         return step.bad is not True
 
-    def _keep(self, memory: Memory, mean: Tensor, state: State, bad: Any) -> Tensor:
-        """Keep a unit's state and evidence; `bad` may be symbolic. Returns the mean."""
+    def _keep(self, memory: BatchState, mean: Tensor, state: State, bad: Any) -> Tensor:
+        """Keep a batch's state and evidence; `bad` may be symbolic. Returns the mean."""
         if bad is not False:
             xp, old = self.xp, memory.state
-            mean = xp.either(bad, xp.nans_like(mean), mean)
-            state = {key: xp.either(bad, old[key], value) for key, value in state.items()}
+            mean = xp.where(bad, xp.nans_like(mean), mean)
+            state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
         memory.keep(state)
         self.evidence.after(memory, mean, bad)
         return mean
@@ -235,22 +244,22 @@ class Exchange:
         if self.running is not None:
             self.running.take_back()
             self.running = None
-            for memory in self.units.memory:
+            for memory in self.bucket_batches.memory:
                 memory.take_back()
 
     # ----------------------------------------------------------------------------------- the clock
-    def info(self, slot: Slot, step: Any = None) -> Info:
-        """Return what a slot's compressor is told."""
+    def info(self, entry: BucketState, step: Any = None) -> Info:
+        """Return what a entry's compressor is told."""
         return Info(
             step=self.steps if step is None else step,
             rank=self.communicator.rank,
             size=self.communicator.size,
-            name=slot.name,
-            lr=self._lr.get(slot.bucket.name, 0.0),
-            machines=self.communicator.machines,
-            phase=self.phase(slot),
-            sizes=slot.bucket.sizes,
-            hyper=self.hyper.get(slot.bucket.group, {}),
+            name=entry.name,
+            lr=self._lr.get(entry.bucket.name, 0.0),
+            hosts=self.communicator.hosts,
+            phase=self.phase(entry),
+            sizes=entry.bucket.sizes,
+            hyper=self.hyper.get(entry.bucket.group, {}),
         )
 
     @property
@@ -258,32 +267,34 @@ class Exchange:
         """Exchanges that were not skipped."""
         return self.steps - self.skipped
 
-    def phase(self, slot: Slot) -> int:
-        """Return the phase that a slot's compressor is in (`Compressor.variant`)."""
-        compressor = slot.compressor
-        return compressor.variant(self.counted - slot.since) if compressor.phases else 0
+    def phase(self, entry: BucketState) -> int:
+        """Return the phase that a entry's compressor is in (`Compressor.variant`)."""
+        compressor = entry.compressor
+        return compressor.variant(self.counted - entry.served_from) if compressor.phases else 0
 
     def rates(self, lr: float | Mapping[str, float]) -> dict[str, float]:
         """Return each bucket's learning rate, from one for all or one each."""
         if isinstance(lr, Mapping):
             return dict(lr)
-        return {slot.bucket.name: lr for slot in self.slots}
+        return {entry.bucket.name: lr for entry in self.bucket_states}
 
     # -------------------------------------------------------------------------------------- levels
-    def switch(self, slot: Slot, level: int) -> None:
+    def switch(self, entry: BucketState, level: int) -> None:
         """Let another level serve."""
-        if level != slot.level:
-            slot.turn(level, self.counted)
-            slot.switch(level, self.info(slot))
-            self.units.outdate()
+        if level != entry.level:
+            entry.record_switch(level, self.counted)
+            entry.switch(level, self.info(entry))
+            self.bucket_batches.outdate()
 
-    def load_slot(self, slot: Slot, saved: Saved, made: Info | None = None) -> None:
-        """Put a slot back as it was saved, in NumPy; see `Slot.made`."""
-        slot.load(saved.map(lambda array: self.xp.asarray(array, slot.spec.device)))
-        slot.made = made
-        self.units.outdate()
-        if slot.bucket.compress:  # what a gate found holds no more
-            self.switch(slot, self.policy.choice(slot.bucket))
+    def load_bucket_state(
+        self, entry: BucketState, saved: SavedState, made: Info | None = None
+    ) -> None:
+        """Put a entry back as it was saved, in NumPy; see `BucketState.created_with`."""
+        entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)))
+        entry.created_with = made
+        self.bucket_batches.outdate()
+        if entry.bucket.compress:  # what a gate found holds no more
+            self.switch(entry, self.policy.choice(entry.bucket))
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:
@@ -298,12 +309,17 @@ class Exchange:
         all ranks in a step now, if the policy has a say in that.
         """
         known = self.accounts.stats(self.communicator.size)
-        found = {"steps": self.steps, **known, "reports": reports(self.slots), "privacy": {}}
+        found = {
+            "steps": self.steps,
+            **known,
+            "reports": reports(self.bucket_states),
+            "privacy": {},
+        }
         return found | self.policy.observers.stats()
 
     def levels(self) -> dict[str, str]:
         """Return which compressor serves each bucket now."""
-        return {slot.bucket.name: repr(slot.compressor) for slot in self.slots}
+        return {entry.bucket.name: repr(entry.compressor) for entry in self.bucket_states}
 
     def advice(self) -> Advice:
         """Return where compression pays in this job, with the figures (on rank 0).

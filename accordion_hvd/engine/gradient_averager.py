@@ -16,8 +16,8 @@ import accordion_hvd
 from accordion_hvd.comm import hosts
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Tensor
-from accordion_hvd.engine import checkpoint, drift, halves
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
+from accordion_hvd.engine import checkpoint, drift, fp16_reduction
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import Guard
@@ -159,7 +159,7 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     def serving(self, key: Key) -> Compressor:
         """Return the compressor that serves a tensor now."""
-        return self.exchange.slot_of[self.number[key]].compressor
+        return self.exchange.entry_of[self.number[key]].compressor
 
     @property
     def idle(self) -> bool:
@@ -198,8 +198,8 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     def discover(self) -> None:
         """Find out about hosts and link what the policy needs to know; collective, once."""
-        hosts.meet(self.communicator, self.policy.topology_aware, self.device)
-        halves.meet(self.communicator, self.policy, self.device)
+        hosts.discover_hosts(self.communicator, self.policy.topology_aware, self.device)
+        fp16_reduction.choose_reduction(self.communicator, self.policy, self.device)
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return, for each flag, whether some rank has set it; collective."""
@@ -276,7 +276,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         While models are averaged or an algorithm lets weights differ for some steps
         (`drift.span` is 0), comparisons wait.
         """
-        if not drift.span(self.exchange.slots, self.exchange.counted):
+        if not drift.span(self.exchange.bucket_states, self.exchange.counted):
             return False
         due = any(self.guard.due(earlier) for earlier in range(self._compared + 1, step + 1))
         self._compared = step
@@ -285,7 +285,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     def checksums(self) -> Tensor:
         """Return this rank's checksums of the replicas and its levels, as int64."""
         xp = self.communicator.xp
-        level = xp.asarray(np.array(self.exchange.units.number()), self.device)
+        level = xp.asarray(np.array(self.exchange.bucket_batches.number()), self.device)
         return xp.stack([*map(xp.checksum, self.replicas().values()), level])
 
     def compare(self, step: int, checksums: Tensor) -> None:
@@ -308,6 +308,6 @@ def gradient_averagers(optimizers: Iterable[Any] | None = None) -> list[Gradient
     return [owner for owner in owners if isinstance(owner, GradientAverager)]
 
 
-def _largest(flags: Tensor) -> Conversation:
+def _largest(flags: Tensor) -> ExchangeGenerator:
     result = yield Allreduce(flags, op="max")
     return result  # type: ignore[return-value]

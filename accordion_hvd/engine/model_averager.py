@@ -19,7 +19,7 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.neighbourhood import Neighbourhood
 from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.comm.traffic import Traffic
-from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
@@ -52,7 +52,7 @@ class Parameters(abc.ABC):
         """Give them values of the same shapes and dtypes."""
 
 
-class Averager(checkpoint.Keeper):
+class ModelAverager(checkpoint.Keeper):
     """Averages the models of the ranks after each step.
 
     Args:
@@ -84,7 +84,7 @@ class Averager(checkpoint.Keeper):
         self.communicator, self.xp = communicator, communicator.xp
         self.steps, self.equal = 0, True
         self.without_waiting = False
-        self.alone = communicator.size == 1
+        self.single_rank = communicator.size == 1
         self._of_all = number == 0
         self._traffic, self._seconds = Traffic(), 0.0
         self._set = self._ready = self._by_shares = False
@@ -106,7 +106,7 @@ class Averager(checkpoint.Keeper):
             RuntimeError: averaging without waiting was asked for and is not possible here; or the
                 job is elastic; or ranks were set up differently.
         """
-        if self.alone or self._set:
+        if self.single_rank or self._set:
             return
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise RuntimeError(
@@ -118,7 +118,7 @@ class Averager(checkpoint.Keeper):
         self.without_waiting = isinstance(self.method, WAGMA) and self._choose(self.method)
         if not self.without_waiting and groups:
             self._register(groups)
-        if self.method.neighbourly and self._all(self._of_all and self._mpi_serves()):
+        if self.method.neighbours_only and self._all(self._of_all and self._mpi_serves()):
             self._neighbourhood = Neighbourhood(self.communicator.pause)
         self._set = True
 
@@ -131,7 +131,7 @@ class Averager(checkpoint.Keeper):
         try:
             self.communicator.register(groups)
         except ValueError:
-            if not self.method.of_means:
+            if not self.method.only_means:
                 raise
             self._by_shares = True
 
@@ -166,17 +166,17 @@ class Averager(checkpoint.Keeper):
         return not self.xp.to_numpy(anywhere)[0]
 
     # ---------------------------------------------------------------------------------- each step
-    def turn(self) -> bool:
+    def follow_mode(self) -> bool:
         """Before a step, where a policy says when models are averaged: act on its decisions.
 
         Returns:
             Whether they have been until now, so that optimizers' slots, which were each rank's
             own, are to be averaged once (`level`).
         """
-        if self.alternation is None or not self.alternation.turn():
+        if self.alternation is None or not self.alternation.take_mode_change():
             return False
         self.rest()
-        return not self.alternation.apart
+        return not self.alternation.averaging_models
 
     def prepare(self, given: Parameters | None = None) -> None:
         """Before the first step, where ranks' models are equal, as broadcasts have made them.
@@ -185,7 +185,7 @@ class Averager(checkpoint.Keeper):
             given: what to read, if not the parameters themselves: in `average` and here what
                 passes through a graph.
         """
-        if self.alone or self._ready:
+        if self.single_rank or self._ready:
             return
         self.set_up()
         if len(self.parameters.tensors()) != len(self._agreed):
@@ -227,7 +227,7 @@ class Averager(checkpoint.Keeper):
 
     def average(self, lr: float, given: Parameters | None = None) -> None:
         """Average after a step, which was taken at the learning rate `lr`."""
-        if self.alone:
+        if self.single_rank:
             return
         model, began = given or self.parameters, time.perf_counter()
         if self._engine is not None:
@@ -235,7 +235,7 @@ class Averager(checkpoint.Keeper):
         else:
             self.equal = self.method.equal(self.steps)
             self._hold(self.method.exchange, lr, model)
-        if self.alternation is not None and self.alternation.over and not self.method.meets:
+        if self.alternation is not None and self.alternation.over and not self.method.synchronizes:
             self._hold(self.method.synchronize, 0.0, model)
             self.equal = True
         self._inform()
@@ -251,7 +251,7 @@ class Averager(checkpoint.Keeper):
             statistics: what is averaged besides; for averaging without waiting, too, this travels
                 over Horovod.
         """
-        if self.alone:
+        if self.single_rank:
             return
         self.prepare()
         if self._engine is not None:
@@ -270,7 +270,7 @@ class Averager(checkpoint.Keeper):
     def level(self, tensors: Parameters) -> None:
         """Average these over the ranks, over Horovod; all ranks have the same ones."""
         values = tensors.read()
-        if values and not self.alone:
+        if values and not self.single_rank:
             means = self.communicator.run(f"{self._name}.statistics", _means(self.xp, values))
             pairs = zip(means, values, strict=True)
             tensors.write([self.xp.cast(mean, self.xp.dtype(old)) for mean, old in pairs])
@@ -286,7 +286,7 @@ class Averager(checkpoint.Keeper):
         """Average all models and end; for averaging without waiting, ends its thread."""
         if self._engine is not None:
             self._over_mpi(self._engine.close, self.parameters)
-        elif not (self.equal or self.alone):
+        elif not (self.equal or self.single_rank):
             self.average_now()
         if self._neighbourhood is not None:
             self._neighbourhood.close()
@@ -314,7 +314,7 @@ class Averager(checkpoint.Keeper):
             results.append(result)
         model.write(self._spread(results, values))
 
-    def _run(self, name: str, talk: Conversation) -> Any:
+    def _run(self, name: str, talk: ExchangeGenerator) -> Any:
         if self._by_shares:
             talk = by_shares(talk, self.communicator.rank, self.communicator.size)
         if self._neighbourhood is not None:
@@ -373,7 +373,7 @@ class Averager(checkpoint.Keeper):
 
     # -------------------------------------------------------------------------------- checkpoints
     @property
-    def exchange(self) -> Averager:
+    def exchange(self) -> ModelAverager:
         """Return the object that `save_state` saves: itself."""
         return self
 
@@ -476,10 +476,10 @@ class Averager(checkpoint.Keeper):
         print(f"{self.method!r}: {text}{'; '.join(parts)}.", file=sys.stderr, flush=True)
 
 
-def _largest(x: Tensor) -> Conversation:
+def _largest(x: Tensor) -> ExchangeGenerator:
     return (yield Allreduce(x, op="max"))
 
 
-def _means(xp: Any, parts: Sequence[Tensor]) -> Conversation:
+def _means(xp: Any, parts: Sequence[Tensor]) -> ExchangeGenerator:
     wide = [xp.cast(x, "float32") if xp.dtype(x) in _HALF else xp.copy(x) for x in parts]
     return (yield tuple(Allreduce(part) for part in wide))

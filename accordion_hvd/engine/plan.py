@@ -1,7 +1,8 @@
 """Plans: buckets that share a call, and calls that leave together; equal on all ranks.
 
-Small buckets that the same compressor serves share one conversation (a *unit*), so that a thousand
-layers cost little more than ten of the same bytes. Units whose first requests leave together, as
+Small buckets that the same compressor serves share one conversation (a *batch*), so that a thousand
+layers cost little more than ten of the same bytes. BucketBatches whose first requests leave
+together, as
 soon as all their gradients are there, are a *group*. What happens to be ready at a time would be no
 guide: it differs between ranks.
 """
@@ -21,7 +22,7 @@ LEAST, MOST, PARTS = 1 << 18, 8 << 20, 4
 
 
 @dataclass(frozen=True)
-class Unit:
+class BucketBatch:
     """Buckets that share a conversation.
 
     Attributes:
@@ -38,17 +39,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Units and groups.
+    """BucketBatches and groups.
 
     Attributes:
-        units: all of them; each bucket is in one.
-        groups: positions of units whose requests leave together.
-        unit_of: tensor number -> position of its unit.
+        batches: all of them; each bucket is in one.
+        groups: positions of batches whose requests leave together.
+        batch_of: tensor number -> position of its batch.
     """
 
-    units: tuple[Unit, ...]
+    batches: tuple[BucketBatch, ...]
     groups: tuple[tuple[int, ...], ...]
-    unit_of: dict[int, int]
+    batch_of: dict[int, int]
 
 
 def make_plan(
@@ -57,7 +58,7 @@ def make_plan(
     payloads: Sequence[float],
     limit: float | None = None,
 ) -> Plan:
-    """Cut `buckets`, in the order in which their gradients are expected, into units and groups.
+    """Cut `buckets`, in the order in which their gradients are expected, into batches and groups.
 
     Args:
         buckets: what is exchanged.
@@ -68,14 +69,14 @@ def make_plan(
     """
     if limit is None:
         limit = min(max(sum(payloads) / PARTS, LEAST), MOST)
-    units: list[Unit] = []
+    batches: list[BucketBatch] = []
     groups = []
     for group in make_groups(payloads, limit):
-        first = len(units)
-        units += _units(buckets, alike, group)
-        groups.append(tuple(range(first, len(units))))
-    unit_of = {member: i for i, unit in enumerate(units) for member in unit.members}
-    return Plan(tuple(units), tuple(groups), unit_of)
+        first = len(batches)
+        batches += _batches(buckets, alike, group)
+        groups.append(tuple(range(first, len(batches))))
+    batch_of = {member: i for i, batch in enumerate(batches) for member in batch.members}
+    return Plan(tuple(batches), tuple(groups), batch_of)
 
 
 def make_groups(payloads: Sequence[float], limit: float) -> list[list[int]]:
@@ -91,9 +92,9 @@ def make_groups(payloads: Sequence[float], limit: float) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def _units(
+def _batches(
     buckets: Sequence[Bucket], alike: Sequence[tuple[str, Hashable]], group: Sequence[int]
-) -> list[Unit]:
+) -> list[BucketBatch]:
     shared: dict[Hashable, list[int]] = {}
     for i in group:
         stacked, common = alike[i]
@@ -101,9 +102,9 @@ def _units(
         if stacked and buckets[i].size <= SMALL:
             key = (stacked, common, buckets[i].shape if stacked == "alike" else None)
         shared.setdefault(key, []).append(i)
-    return [_unit(buckets, chosen, alike[chosen[0]][0]) for chosen in shared.values()]
+    return [_batch(buckets, chosen, alike[chosen[0]][0]) for chosen in shared.values()]
 
 
-def _unit(buckets: Sequence[Bucket], chosen: list[int], stacked: str) -> Unit:
+def _batch(buckets: Sequence[Bucket], chosen: list[int], stacked: str) -> BucketBatch:
     members = tuple(member for i in chosen for member in buckets[i].members)
-    return Unit(tuple(chosen), members, stacked if len(chosen) > 1 else "")
+    return BucketBatch(tuple(chosen), members, stacked if len(chosen) > 1 else "")

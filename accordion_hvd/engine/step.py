@@ -1,7 +1,8 @@
 """One step's conversations, from the first gradient that is ready to the last mean.
 
-Units are started as their gradients appear. A group's first requests leave, fused, when its last
-unit has started; the first requests of all groups carry flags, and only when every group's have
+BucketBatches are started as their gradients appear. A group's first requests leave, fused, when
+its last
+batch has started; the first requests of all groups carry flags, and only when every group's have
 come back (that is, after backward) do the conversations go on. So every rank knows, before
 anything that cannot be undone, whether some rank's gradient was not finite.
 """
@@ -15,13 +16,13 @@ from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
-from accordion_hvd.core.base import Allgather, Allreduce, Conversation, Request, State, Tensor
+from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import journal
 
 
-class Talk(Running):
-    """One unit's conversation, with what it has cost.
+class BatchExchange(Running):
+    """One batch's conversation, with what it has cost.
 
     Args:
         opening: makes the conversation of the gradients.
@@ -33,7 +34,7 @@ class Talk(Running):
         sent: bytes that it has sent.
     """
 
-    def __init__(self, opening: Callable[[Tensor], Conversation], grad: Tensor) -> None:
+    def __init__(self, opening: Callable[[Tensor], ExchangeGenerator], grad: Tensor) -> None:
         self._undo: list[journal.Undo] = []
         with journal.recording(self._undo):
             super().__init__(opening(grad))
@@ -56,7 +57,7 @@ class Step:
 
     Args:
         communicator: carries the requests.
-        groups: positions of units whose requests leave together; every rank's are the same.
+        groups: positions of batches whose requests leave together; every rank's are the same.
         name: of this step's collectives; the same in each step, so that engines can cache.
         plan: a number that must be equal on all ranks (`buckets.fingerprint`), else `advance`
             raises on every rank.
@@ -77,7 +78,7 @@ class Step:
         self._communicator, self._xp = communicator, communicator.xp
         self._groups, self._name, self._plan, self._guarded = groups, name, plan, guarded
         self._group_of = {i: g for g, members in enumerate(groups) for i in members}
-        self._talks: dict[int, Talk] = {}
+        self._exchanges: dict[int, BatchExchange] = {}
         self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}
         self._missing = [len(members) for members in groups]
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
@@ -87,8 +88,8 @@ class Step:
         self.measuring = False  # whether `spent` is wanted
 
     def started(self, index: int) -> bool:
-        """Return whether unit `index` has received its gradients."""
-        return index in self._talks
+        """Return whether batch `index` has received its gradients."""
+        return index in self._exchanges
 
     @property
     def launched(self) -> int:
@@ -99,23 +100,24 @@ class Step:
         self,
         index: int,
         grad: Tensor,
-        opening: Callable[[Tensor], Conversation],
-        checks: bool = False,
+        opening: Callable[[Tensor], ExchangeGenerator],
+        detects_nonfinite: bool = False,
     ) -> None:
-        """Give unit `index` its gradients and run `opening` of them to the first request.
+        """Give batch `index` its gradients and run `opening` of them to the first request.
 
-        With `checks`, that request's tensor tells whether they are finite (`Compressor.checks`).
+        With `detects_nonfinite`, that request's tensor tells whether they are finite
+        (`Compressor.detects_nonfinite`).
         """
         began = time.perf_counter()
         group = self._group_of[index]
-        if self._guarded and not checks:
-            bad = self._xp.badness(grad)
-            grad = self._xp.without_bad(grad, bad)
+        if self._guarded and not detects_nonfinite:
+            bad = self._xp.nonfinite(grad)
+            grad = self._xp.zero_if_nonfinite(grad, bad)
             self._flags[group].append(bad)
-        talk = self._talks[index] = Talk(opening, grad)
-        if self._guarded and checks:
-            self._flags[group].append(self._xp.badness(talk.requests[0].tensor))
-        talk.seconds = time.perf_counter() - began
+        exchange = self._exchanges[index] = BatchExchange(opening, grad)
+        if self._guarded and detects_nonfinite:
+            self._flags[group].append(self._xp.nonfinite(exchange.requests[0].tensor))
+        exchange.seconds = time.perf_counter() - began
         self._missing[group] -= 1
         if not self._missing[group]:
             self._launch(group, 0)
@@ -152,25 +154,25 @@ class Step:
         self.seconds["wait"] += waited
 
     def payload(self, index: int) -> int:
-        """Bytes of unit `index`'s first requests, on this rank."""
-        return self._talks[index].payload
+        """Bytes of batch `index`'s first requests, on this rank."""
+        return self._exchanges[index].payload
 
     def spent(self, index: int) -> tuple[float, float]:
-        """Seconds in unit `index`'s conversation, and bytes that it sent; if `measuring`."""
-        return self._talks[index].seconds, self._talks[index].sent
+        """Seconds in batch `index`'s conversation, and bytes that it sent; if `measuring`."""
+        return self._exchanges[index].seconds, self._exchanges[index].sent
 
     def result(self, index: int) -> tuple[Tensor, State]:
-        """Unit `index`'s mean and new state; not there if `bad` is True."""
-        return self._talks[index].result
+        """BucketBatch `index`'s mean and new state; not there if `bad` is True."""
+        return self._exchanges[index].result
 
     def take_back(self) -> None:
         """End conversations where they are; what they have done to states in place is undone."""
-        for talk in self._talks.values():
-            talk.take_back()
+        for exchange in self._exchanges.values():
+            exchange.take_back()
 
     # ------------------------------------------------------------------------------------ within
     def _launch(self, group: int, round_: int) -> None:
-        requests = [ask for i in self._groups[group] for ask in self._talks[i].requests]
+        requests = [ask for i in self._groups[group] for ask in self._exchanges[i].requests]
         if self.measuring:
             self._account(group)
         if round_ == 0 and self._guarded:
@@ -182,15 +184,15 @@ class Step:
             self._first[group] = []
 
     def _account(self, group: int) -> None:
-        """Note what each unit is about to send; an uneven gathering counts as an even one.
+        """Note what each batch is about to send; an uneven gathering counts as an even one.
 
         What stays within a machine takes none of the link's time.
         """
         for i in self._groups[group]:
-            for request in self._talks[i].requests:
+            for request in self._exchanges[i].requests:
                 ranks = self._communicator.ranks(request.group)
-                if not self._communicator.near(request.group):
-                    self._talks[i].sent += traffic_of(request, ranks).sent
+                if not self._communicator.within_host(request.group):
+                    self._exchanges[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
         """Return the request of two numbers that travel with the first collective."""
@@ -207,7 +209,7 @@ class Step:
     def _judge(self) -> None:
         """Every rank knows every flag: go on together, or take everything back together."""
         if self._guarded:
-            self.bad = self._xp.is_bad(self._xp.concat(self._bad))
+            self.bad = self._xp.is_nonfinite(self._xp.concat(self._bad))
         if self.bad is True:
             self.take_back()
             return
@@ -241,12 +243,12 @@ class Step:
         began = time.perf_counter()
         taken = 0
         for index in self._groups[group]:
-            talk = self._talks[index]
-            if not talk.done:
-                asked = len(talk.requests)
+            exchange = self._exchanges[index]
+            if not exchange.done:
+                asked = len(exchange.requests)
                 start = time.perf_counter()
-                talk.answer(answers[taken : taken + asked])
-                talk.seconds += time.perf_counter() - start
+                exchange.answer(answers[taken : taken + asked])
+                exchange.seconds += time.perf_counter() - start
                 taken += asked
         self._launch(group, round_ + 1)
         self.seconds["decode"] += time.perf_counter() - began

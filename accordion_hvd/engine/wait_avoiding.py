@@ -2,7 +2,7 @@
 
 All messages are that thread's. The training thread publishes its model, activates a version and
 waits until that has been averaged; if it is late, that has happened already, with what it had
-published before. `Agent` has the protocol, `halving` the sums, `Doorbell` the waiting.
+published before. `GroupProtocol` has the protocol, `halving` the sums, `Wakeup` the waiting.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.groups import Groups, default_size
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.launcher import started_by_mpi
-from accordion_hvd.engine import halving
-from accordion_hvd.engine.agent import Activation, Agent, Turn, combine
-from accordion_hvd.engine.doorbell import Doorbell
+from accordion_hvd.engine import reduce_scatter
+from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
+from accordion_hvd.engine.wakeup import Wakeup
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
@@ -171,13 +171,13 @@ class WaitAvoiding:
         strides = [1 << i for i in range((size - 1).bit_length())]
         self._tell = sorted({(self.rank + stride) % size for stride in strides})
         self._told = {(self.rank - stride) % size for stride in strides}
-        self._bell = Doorbell(self._comm, self._tell)
+        self._bell = Wakeup(self._comm, self._tell)
         self._sizes = [vector.size for vector in model]
         like = [*model, np.zeros(3)]  # with what `_signs` says
         self._pool = Pool(like)
         self._scratch = [np.empty(vector.size + size, vector.dtype) for vector in like]
         self._changed = threading.Condition()
-        self._agent = Agent(self.rank, size, self.groups, self._copied(model), version)
+        self._agent = GroupProtocol(self.rank, size, self.groups, self._copied(model), version)
         self._outbox: list[Activation] = []
         self._results: dict[int, tuple[int, Model]] = {}
         self._reason = ""  # why this rank ends, for others to read
@@ -351,11 +351,11 @@ class WaitAvoiding:
             while self._ended is None:
                 self._listen()
                 with self._changed:
-                    turn = self._agent.turn()
-                if turn is None:
+                    round_ = self._agent.next_round()
+                if round_ is None:
                     self._bell.wait()
                 else:
-                    self._execute(turn)
+                    self._execute(round_)
             self._say_goodbye()
         except BaseException:
             self._abort(f"its averaging thread has failed:\n{traceback.format_exc()}")
@@ -403,7 +403,7 @@ class WaitAvoiding:
                 self._goodbyes.add(source)
             elif kind == _ANSWER:
                 self._answers[source] = bool(version)
-            waiting = self._agent.turn() is not None
+            waiting = self._agent.next_round() is not None
         if kind == _ASK:
             self._send(source, _ANSWER, waiting)
 
@@ -412,35 +412,35 @@ class WaitAvoiding:
         self._sending.append((self._comm.Isend(message, to, _CONTROL), message))
         self._bell.ring(to)
 
-    def _execute(self, turn: Turn) -> None:
+    def _execute(self, round_: GroupRound) -> None:
         """Wait, quietly, until all members are ready; then exchange."""
-        for rank in turn.members:
+        for rank in round_.members:
             if rank != self.rank:
-                self._send(rank, _HERE, turn.version, turn.whole)
+                self._send(rank, _HERE, round_.version, round_.all_ranks)
         began = time.monotonic()
         while True:
             self._listen()
             with self._changed:
-                if self._agent.turn() != turn:
+                if self._agent.next_round() != round_:
                     return  # not all average after all: somebody has activated this version
-                missing = self._agent.missing(turn)
+                missing = self._agent.missing(round_)
                 if not missing:
-                    label, model = self._agent.seed(turn)
+                    label, model = self._agent.seed(round_)
                     self._pool.hold(model)
                     total = self._pool.take()
                     break
             if time.monotonic() - began > self.timeout:
                 answers = self._inquire(missing)
                 with self._changed:
-                    came = not self._agent.missing(turn) or self._agent.turn() != turn
+                    came = not self._agent.missing(round_) or self._agent.next_round() != round_
                 if not came:  # who is not waiting for others keeps them waiting
-                    self._blame(turn, [rank for rank in missing if not answers.get(rank, False)])
+                    self._blame(round_, [rank for rank in missing if not answers.get(rank, False)])
                 began = time.monotonic()
             self._bell.wait()
         self._moving = True
-        self._add_up(turn, model, total)
+        self._add_up(round_, model, total)
         self._moving = False
-        self._keep(turn, label, model, total)
+        self._keep(round_, label, model, total)
 
     def _inquire(self, ranks: Sequence[int]) -> dict[int, bool]:
         """Return whether each of these waits for others; without those that do not answer."""
@@ -453,33 +453,33 @@ class WaitAvoiding:
             self._listen()
         return self._answers
 
-    def _blame(self, turn: Turn, suspects: Sequence[int]) -> None:
+    def _blame(self, round_: GroupRound, suspects: Sequence[int]) -> None:
         if suspects:
             time.sleep(min(2.0, 0.05 * self.rank))  # one reason is enough
-            what = "the average of all ranks" if turn.whole else "a group's average"
+            what = "the average of all ranks" if round_.all_ranks else "a group's average"
             self._abort(
-                f"rank {_words(suspects)} did not take part in {what} (version {turn.version}) for "
-                f"{self.timeout:g} seconds."
+                f"rank {_words(suspects)} did not take part in {what} (version {round_.version}) "
+                f"for {self.timeout:g} seconds."
             )
 
-    def _add_up(self, turn: Turn, model: Model, total: Model) -> None:
+    def _add_up(self, round_: GroupRound, model: Model, total: Model) -> None:
         from mpi4py import MPI
 
-        place = turn.members.index(self.rank)
+        place = round_.members.index(self.rank)
         parts = zip(model.vectors, total.vectors, self._scratch, strict=True)
-        for mine, into, scratch in list(parts)[: None if turn.whole else -1]:
-            for turns in halving.total(mine, into, scratch, place, len(turn.members)):
+        for mine, into, scratch in list(parts)[: None if round_.all_ranks else -1]:
+            for turns in reduce_scatter.total(mine, into, scratch, place, len(round_.members)):
                 requests = [
-                    self._comm.Irecv(room, turn.members[peer], _DATA)
+                    self._comm.Irecv(room, round_.members[peer], _DATA)
                     for peer, room in turns.receive
                 ]
                 requests += [
-                    self._comm.Isend(part, turn.members[peer], _DATA) for peer, part in turns.send
+                    self._comm.Isend(part, round_.members[peer], _DATA) for peer, part in turns.send
                 ]
-                self._finish(turn, partial(MPI.Request.Testall, requests))
+                self._finish(round_, partial(MPI.Request.Testall, requests))
                 self.sent += sum(part.nbytes for _, part in turns.send)
 
-    def _finish(self, turn: Turn, done: Callable[[], bool]) -> None:
+    def _finish(self, round_: GroupRound, done: Callable[[], bool]) -> None:
         """Let data travel; Waitall would be busy, on a core that the others may need."""
         began = heard = time.monotonic()
         while not done():
@@ -489,27 +489,27 @@ class WaitAvoiding:
                 self._listen()
                 heard = now
             if now - began > self.timeout:
-                others = [rank for rank in turn.members if rank != self.rank]
+                others = [rank for rank in round_.members if rank != self.rank]
                 answers = self._inquire(others)
                 if not done():  # who answers is as stuck as this rank is, or the link is slow
-                    self._blame(turn, [rank for rank in others if rank not in answers])
+                    self._blame(round_, [rank for rank in others if rank not in answers])
                 began = time.monotonic()
 
-    def _keep(self, turn: Turn, label: int, model: Model, total: Model) -> None:
+    def _keep(self, round_: GroupRound, label: int, model: Model, total: Model) -> None:
         if self.log is not None:
-            self.log.append((turn.version, turn.whole, label))
-        if turn.whole:
+            self.log.append((round_.version, round_.all_ranks, label))
+        if round_.all_ranks:
             ended = self._signs(total.vectors[-1])
             for vector in total.vectors:
                 vector /= self.size
         with self._changed:
-            if turn.whole:
+            if round_.all_ranks:
                 self._pool.release(self._agent.published)
                 self._pool.release(model)  # the asking thread needs it no more
-                self.version, self.steps, self._ended = turn.version + 1, self._then, ended
+                self.version, self.steps, self._ended = round_.version + 1, self._then, ended
             else:
-                self._results[turn.version] = label, total
-            self._agent.done(turn, total)
+                self._results[round_.version] = label, total
+            self._agent.done(round_, total)
             self._pool.release(model)
             self._changed.notify_all()
 

@@ -134,7 +134,7 @@ def moved(x: Any, codes: Any, columns: int) -> Any:
     xp, (count,) = namespace(x), namespace(x).shape(codes)
     first = xp.reshape(xp.arange(count, xp.device(x)) * columns, (-1, 1))
     source = places(codes, columns, -1) + first
-    values = xp.take(xp.padded(x, count * columns), xp.reshape(source, (-1,)))
+    values = xp.take(xp.pad_last(x, count * columns), xp.reshape(source, (-1,)))
     return xp.reshape(values, (count, columns)) * _signs(codes)
 
 

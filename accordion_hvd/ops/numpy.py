@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
 from accordion_hvd.ops.spec import Spec
@@ -165,7 +165,7 @@ def momentum(m: Array, beta: float, x: Array) -> Array:
     return accumulate_scaled(m, beta, (1 - beta) * x.astype(m.dtype))
 
 
-def mixed(x: Array, beta: float, m: Array) -> Array:
+def lerp(x: Array, beta: float, m: Array) -> Array:
     """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
     out = consume(x)
     if out.dtype != m.dtype or not out.flags.writeable:
@@ -205,19 +205,19 @@ def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: A
     return first * m / (np.sqrt(second * v) + m.dtype.type(eps))
 
 
-def masked(x: Array, v: Array) -> Array:
+def mask_where_zero(x: Array, v: Array) -> Array:
     """`x`, zero where `v` is not above 0. Consumes `x`, for good: after the first `yield` only."""
     out = consume(x)
     out[v <= 0] = 0
     return out
 
 
-def padded(x: Array, width: int) -> Array:
+def pad_last(x: Array, width: int) -> Array:
     """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
-def swapped(x: Array) -> Array:
+def swap_leading(x: Array) -> Array:
     """`x` with its first two dimensions exchanged."""
     return np.ascontiguousarray(np.swapaxes(x, 0, 1))
 
@@ -229,7 +229,7 @@ def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array
     not finite, the second result is not either, and the first means nothing. All may have a
     leading dimension: several matrices of one shape.
     """
-    if badness(grad)[0]:
+    if nonfinite(grad)[0]:
         return error, np.full_like(p, np.nan)
     total = accumulate(subtract(error, transpose(p) @ q), grad)
     return total, q @ transpose(total)
@@ -247,7 +247,7 @@ def deflate(error: Array, p: Array, q: Array) -> Array:
     return error - transpose(p) @ q
 
 
-def emptied(x: Array) -> Array:
+def zeros_reusing(x: Array) -> Array:
     """Zeros, fp32, in the shape of `x`. Consumes `x`, for good: after the first `yield` only."""
     consume(x)
     return np.zeros(x.shape, np.float32)
@@ -307,13 +307,13 @@ def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> A
     return bins.pack(index, signs < 0, shape, width)
 
 
-def misplaced(index: Array, size: int) -> Array:
+def invalid_index(index: Array, size: int) -> Array:
     """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
     inside = index.size == 0 or (index[0] >= 0 and index[-1] < size)
     return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
 
 
-def insist(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
+def raise_on_invalid(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
     """`x` (tensors in lists and tuples), if no element of the vector `doubts` differs from 0.
 
     `senders` says for each element whose tensor it is about (a rank; in a graph also as a scalar
@@ -380,23 +380,23 @@ def norm(x: Array) -> Array:
     return np.asarray(np.linalg.norm(x.reshape(-1).astype(np.float64)), np.float32)
 
 
-def badness(x: Array) -> Array:
+def nonfinite(x: Array) -> Array:
     """Return one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array([not np.isfinite(np.sum(x, dtype=np.float32))], np.float32)
 
 
-def without_bad(x: Array, bad: Array) -> Array:
-    """`x`, or zeros where `bad` (from `badness`) says that it is not finite."""
+def zero_if_nonfinite(x: Array, bad: Array) -> Array:
+    """`x`, or zeros where `bad` (from `nonfinite`) says that it is not finite."""
     return np.zeros_like(x) if bad[0] else x
 
 
-def either(bad: Any, first: Array, second: Array) -> Array:
-    """`first` if `bad` (from `is_bad`), else `second`."""
+def where(bad: Any, first: Array, second: Array) -> Array:
+    """`first` if `bad` (from `is_nonfinite`), else `second`."""
     return first if bad else second
 
 
-def is_bad(flags: Array) -> Any:
+def is_nonfinite(flags: Array) -> Any:
     """Return whether any element is not 0: a bool, or a symbolic scalar in a graph."""
     return bool((flags != 0).any())
 
@@ -479,3 +479,6 @@ sum_powers = quantization.sum_powers
 column_means = quantization.column_means
 sum_columns = quantization.sum_columns
 subtract_columns = quantization.subtract_columns
+
+
+__getattr__ = _renamed.module_attributes(__name__, _renamed.OPERATIONS)

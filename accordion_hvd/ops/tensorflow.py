@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.spec import Spec, Tensor
@@ -170,7 +170,7 @@ def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
     return beta * m + (1 - beta) * tf.cast(x, m.dtype)
 
 
-def mixed(x: Tensor, beta: float, m: Tensor) -> Tensor:
+def lerp(x: Tensor, beta: float, m: Tensor) -> Tensor:
     """beta * m + (1 - beta) * x in m's dtype."""
     return momentum(m, beta, x)
 
@@ -190,17 +190,17 @@ def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like:
     return rates[0] * m / (tf.sqrt(rates[1] * v) + eps)
 
 
-def masked(x: Tensor, v: Tensor) -> Tensor:
+def mask_where_zero(x: Tensor, v: Tensor) -> Tensor:
     """`x`, zero where `v` is not above 0."""
     return tf.where(v > 0, x, tf.zeros_like(x))
 
 
-def padded(x: Tensor, width: int) -> Tensor:
+def pad_last(x: Tensor, width: int) -> Tensor:
     """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
     return tf.pad(x, [(0, 0)] * (len(x.shape) - 1) + [(0, width - x.shape[-1])])
 
 
-def swapped(x: Tensor) -> Tensor:
+def swap_leading(x: Tensor) -> Tensor:
     """`x` with its first two dimensions exchanged."""
     order = [1, 0, *range(2, len(x.shape))]
     return tf.transpose(x, order)
@@ -224,7 +224,7 @@ def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return error - expand(p, q, error)
 
 
-def emptied(x: Tensor) -> Tensor:
+def zeros_reusing(x: Tensor) -> Tensor:
     """Zeros, fp32, in the shape of `x`."""
     return tf.zeros(shape(x), tf.float32)
 
@@ -345,19 +345,19 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     right = tf.equal(tf.shape(places)[0], count)
     places = tf.concat([places, tf.zeros((count,), tf.int32)], 0)[:count]
     index = tf.bitwise.left_shift(places - tf.range(count), 8 * low) + tf.cast(tail, tf.int32)
-    return tf.where(right, index, -1)  # another number of them: `misplaced`
+    return tf.where(right, index, -1)  # another number of them: `invalid_index`
 
 
-def misplaced(index: Tensor, size: int) -> Tensor:
+def invalid_index(index: Tensor, size: int) -> Tensor:
     """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
     outside = tf.reduce_any(index[:1] < 0) | tf.reduce_any(index[-1:] >= size)
     return tf.reshape(tf.cast(outside | tf.reduce_any(index[1:] <= index[:-1]), tf.float32), (1,))
 
 
-def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
+def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
     """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
     if not symbolic(doubts):
-        return oracle.insist(x, doubts.numpy(), senders)
+        return oracle.raise_on_invalid(x, doubts.numpy(), senders)
     doubted = tf.not_equal(doubts, 0)
     who = tf.boolean_mask(tf.stack([tf.cast(rank, tf.int64) for rank in senders]), doubted)
     right = tf.logical_not(tf.reduce_any(doubted))
@@ -419,23 +419,23 @@ def norm(x: Tensor) -> Tensor:
     return tf.cast(tf.norm(tf.cast(x, tf.float64)), tf.float32)
 
 
-def badness(x: Tensor) -> Tensor:
+def nonfinite(x: Tensor) -> Tensor:
     """Return a vector with one fp32 element: 0 if all elements are finite, else 1."""
     total = tf.reduce_sum(tf.cast(x, tf.float32))
     return tf.reshape(tf.cast(tf.logical_not(tf.math.is_finite(total)), tf.float32), (1,))
 
 
-def without_bad(x: Tensor, bad: Tensor) -> Tensor:
-    """`x`, or zeros where `bad` (from `badness`) says that it is not finite."""
+def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:
+    """`x`, or zeros where `bad` (from `nonfinite`) says that it is not finite."""
     return tf.cond(tf.equal(bad[0], 0), lambda: tf.identity(x), lambda: tf.zeros_like(x))
 
 
-def either(bad: Any, first: Tensor, second: Tensor) -> Tensor:
-    """`first` if `bad` (from `is_bad`), else `second`."""
+def where(bad: Any, first: Tensor, second: Tensor) -> Tensor:
+    """`first` if `bad` (from `is_nonfinite`), else `second`."""
     return tf.cond(bad, lambda: tf.identity(first), lambda: tf.identity(second))
 
 
-def is_bad(flags: Tensor) -> Any:
+def is_nonfinite(flags: Tensor) -> Any:
     """Return whether any element is not 0: a bool, or a symbolic scalar in a graph."""
     bad = tf.reduce_any(tf.not_equal(flags, 0))
     return bool(bad) if tf.executing_eagerly() else bad
@@ -605,3 +605,6 @@ def _room(like: Tensor) -> tf.TensorSpec:
 
 def _size(x: Tensor) -> int:
     return math.prod(shape(x))
+
+
+__getattr__ = _renamed.module_attributes(__name__, _renamed.OPERATIONS)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
@@ -50,8 +50,8 @@ shape = oracle.shape
 reshape = oracle.reshape
 unstack = oracle.unstack
 symbolic = oracle.symbolic
-is_bad = oracle.is_bad
-either = oracle.either
+is_nonfinite = oracle.is_nonfinite
+where = oracle.where
 
 
 def spec(x: Tensor) -> Spec:
@@ -192,7 +192,7 @@ def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
     return m.mul_(beta).add_(x, alpha=1 - beta)
 
 
-def mixed(x: Tensor, beta: float, m: Tensor) -> Tensor:
+def lerp(x: Tensor, beta: float, m: Tensor) -> Tensor:
     """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
     if x.dtype != m.dtype:
         return torch.add(beta * m, x, alpha=1 - beta)
@@ -220,19 +220,19 @@ def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like:
     return out.mul_(rates[0])
 
 
-def masked(x: Tensor, v: Tensor) -> Tensor:
+def mask_where_zero(x: Tensor, v: Tensor) -> Tensor:
     """`x`, zero where `v` is not above 0. Consumes `x`."""
     if v.device.type == "cpu" and v.numel() and v.min() > 0:  # ten times as fast as to fill
         return x
     return x.masked_fill_(v <= 0, 0)
 
 
-def padded(x: Tensor, width: int) -> Tensor:
+def pad_last(x: Tensor, width: int) -> Tensor:
     """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
-def swapped(x: Tensor) -> Tensor:
+def swap_leading(x: Tensor) -> Tensor:
     """`x` with its first two dimensions exchanged."""
     return x.transpose(0, 1).contiguous()
 
@@ -240,9 +240,9 @@ def swapped(x: Tensor) -> Tensor:
 def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """total = error - p^T q + grad, and q total^T; see `accordion_hvd.ops.numpy`."""
     if not _by_blocks(error) or not _by_blocks(grad):
-        bad = badness(grad)
+        bad = nonfinite(grad)
         journal.record(lambda: error.add_(p.mT @ q))
-        total = accumulate(_deflated(error, p, q), without_bad(grad, bad))
+        total = accumulate(_deflated(error, p, q), zero_if_nonfinite(grad, bad))
         return total, torch.where(bad == 0, q @ total.mT, float("nan"))
     found = torch.empty_like(p)
     for rows in _blocks(error):
@@ -320,7 +320,7 @@ def _product(p: Tensor, q: Tensor, out: Tensor) -> Tensor:
 _FEW = 6  # rows up to which outer products are faster
 
 
-def emptied(x: Tensor) -> Tensor:
+def zeros_reusing(x: Tensor) -> Tensor:
     """Zeros, fp32, in the shape of `x`. Consumes `x`."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x.zero_()
@@ -462,19 +462,19 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
     index = (torch.searchsorted(seen, number + 1, out_int32=True) - number) << 8 * low
     for byte in range(low):
         index |= tail[:, byte] << 8 * byte
-    return torch.where(seen[-1] == count, index, -1)  # another number of them: `misplaced`
+    return torch.where(seen[-1] == count, index, -1)  # another number of them: `invalid_index`
 
 
 @_numpy_on_cpu
-def misplaced(index: Tensor, size: int) -> Tensor:
+def invalid_index(index: Tensor, size: int) -> Tensor:
     """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
     outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
     return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
 
 
-def insist(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
+def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
     """`x`, if no element of `doubts` differs from 0; see `accordion_hvd.ops.numpy`."""
-    return oracle.insist(x, to_numpy(doubts), senders)
+    return oracle.raise_on_invalid(x, to_numpy(doubts), senders)
 
 
 @_numpy_on_cpu
@@ -524,7 +524,7 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).float()
 
 
-def badness(x: Tensor) -> Tensor:
+def nonfinite(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
     total = x.sum(dtype=torch.float32)
     if x.device.type == "cpu":  # a tenth of the time that small tensors' operations take
@@ -532,8 +532,8 @@ def badness(x: Tensor) -> Tensor:
     return (~torch.isfinite(total)).float().reshape(1)
 
 
-def without_bad(x: Tensor, bad: Tensor) -> Tensor:
-    """`x`, or zeros where `bad` (from `badness`) says that it is not finite."""
+def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:
+    """`x`, or zeros where `bad` (from `nonfinite`) says that it is not finite."""
     if bad.device.type == "cpu":
         return torch.zeros_like(x) if bool(bad != 0) else x
     return torch.where(bad == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -600,3 +600,6 @@ sum_powers = _numpy_on_cpu(anywhere.sum_powers)
 column_means = _numpy_on_cpu(anywhere.column_means)
 sum_columns = _numpy_on_cpu(anywhere.sum_columns)
 subtract_columns = _numpy_on_cpu(anywhere.subtract_columns)
+
+
+__getattr__ = _renamed.module_attributes(__name__, _renamed.OPERATIONS)

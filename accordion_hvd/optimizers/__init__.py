@@ -4,8 +4,9 @@ Here are the algorithms; `accordion_hvd.torch` and `accordion_hvd.tensorflow.ker
 of the same names, which are what a training script uses.
 """
 
+from accordion_hvd import _renamed
 from accordion_hvd.optimizers.adam import Adam, AMSGrad
-from accordion_hvd.optimizers.base import Rule
+from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.optimizers.birder import Birder
 from accordion_hvd.optimizers.cd_adam import CDAdam, CDAMSGrad
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam
@@ -22,11 +23,13 @@ __all__ = [
     "Lamb",
     "OnebitAdam",
     "OnebitLamb",
-    "Rule",
+    "UpdateRule",
     "SketchedAMSGrad",
     "ZeroOneAdam",
 ]
 
 ALIASES = {"CDAMSGrad": "CDAdam"}
-NATIVE = [name for name in __all__ if name[0].isupper() and name not in ("Rule", *ALIASES)]
+NATIVE = [name for name in __all__ if name[0].isupper() and name not in ("UpdateRule", *ALIASES)]
 """Those that each framework has an optimizer of the same name for."""
+
+__getattr__ = _renamed.module_attributes(__name__, {"Rule": "UpdateRule"})

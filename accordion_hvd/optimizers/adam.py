@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.base import Rule, check_betas, check_eps, corrections
+from accordion_hvd.optimizers.base import UpdateRule, check_betas, check_eps, corrections
 
 
 @dataclass(frozen=True)
-class Adam(Rule):
+class Adam(UpdateRule):
     """Adam on the average of the ranks' gradients: the dense stage of others, and their yardstick.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, u = m' / (sqrt(v') + eps), where m' and v'
@@ -41,7 +41,7 @@ class Adam(Rule):
         moments = {key: spec.zeros((spec.size,), spec.wide) for key in ("m", "v")}
         return super().init(spec, info) | moments | {"count": spec.zeros((2,), "float64")}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allreduce."""
         xp = namespace(grad)
         mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.signs import joint_residual
 
+RENAMED = {
+    "ASSIGNS": "returns_weights",
+    "AVERAGED": "averaged_state",
+    "DECAYS": "applies_weight_decay",
+    "GROUP": "group_settings",
+    "RESCALED": "rescale_note",
+}
+"""Old names of members that an update rule may define, and the new ones."""
 
-class Rule(Compressor):
+
+class UpdateRule(Compressor):
     """An optimizer's update as a conversation: gradients go in, a direction u comes out.
 
     The weights then take the step x <- x - lr u, on every rank the same (and decoupled weight
@@ -23,12 +32,13 @@ class Rule(Compressor):
     at a change the moments go along (`warm_start`) while errors wait (`deactivate`).
 
     Attributes:
-        GROUP: fields that parameter groups may set for their tensors (`Info.hyper`).
-        RESCALED: what `rescale` does with what ranks had of their own, in words.
-        AVERAGED: what of it becomes the ranks' mean there.
-        DECAYS: whether decoupled weight decay (`decay`) is in what comes out, so that whoever
-            takes the step must not apply any.
-        ASSIGNS: whether what comes out are the new weights themselves, to be assigned, instead
+        group_settings: fields that parameter groups may set for their tensors (`Info.hyper`).
+        rescale_note: what `rescale` does with what ranks had of their own, in words.
+        averaged_state: what of it becomes the ranks' mean there.
+        applies_weight_decay: whether decoupled weight decay (`decay`) is in what comes out, so
+            that whoever takes the step must not apply any.
+        returns_weights: whether what comes out are the new weights themselves, to be assigned,
+            instead
             of a direction: how ranks whose weights differ for some steps get equal bits again.
             See `synchronous`.
         decoupled_weight_decay: whether weight decay is subtracted from the weights, as in AdamW,
@@ -38,22 +48,27 @@ class Rule(Compressor):
 
     output: ClassVar[str] = "update"
     batching: ClassVar[str] = "alike"
-    local: ClassVar[tuple[str, ...]] = ()
+    per_rank_state: ClassVar[tuple[str, ...]] = ()
 
-    GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps")
-    RESCALED: ClassVar[str] = "nothing is lost"
-    AVERAGED: ClassVar[tuple[str, ...]] = ()
-    DECAYS: ClassVar[bool] = False
-    ASSIGNS: ClassVar[bool] = False
+    group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps")
+    rescale_note: ClassVar[str] = "nothing is lost"
+    averaged_state: ClassVar[tuple[str, ...]] = ()
+    applies_weight_decay: ClassVar[bool] = False
+    returns_weights: ClassVar[bool] = False
     decoupled_weight_decay: ClassVar[bool] = False
 
-    def dense(self) -> Rule:
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Accept members by their old names."""
+        super().__init_subclass__(**options)
+        _renamed.members(cls, RENAMED)
+
+    def dense(self) -> UpdateRule:
         """Return the stage in which gradients are averaged exactly; by default itself."""
         return self
 
     def decays(self, decoupled: bool) -> bool:
         """Return whether the rule applies such weight decay itself."""
-        return self.DECAYS and decoupled
+        return self.applies_weight_decay and decoupled
 
     def plain(self) -> Compressor:
         """Small and exempt tensors are always in the dense stage."""
@@ -74,29 +89,30 @@ class Rule(Compressor):
 
     def deactivate(self, state: State) -> State:
         """Return the per-rank state, which waits here; the rest goes to the next stage."""
-        return {key: value for key, value in state.items() if key in self.local}
+        return {key: value for key, value in state.items() if key in self.per_rank_state}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         """Take over what is alike on all ranks."""
-        shared = [key for key in state if key in other_state and key not in self.local]
+        shared = [key for key in state if key in other_state and key not in self.per_rank_state]
         return {**state, **{key: other_state[key] for key in shared}}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return this rank's state, given the `states` of another number of ranks (NumPy arrays).
 
-        Equal tensors are preserved. Per-rank tensors become their mean if they are `AVERAGED`, and
+        Equal tensors are preserved. Per-rank tensors become their mean if they are
+        `averaged_state`, and
         are dropped otherwise, unless a method knows better. Where chunks have servers, the
         residual of all ranks becomes every rank's error.
         """
-        made = {key: value for key, value in states[0].items() if key not in self.local}
-        own = states[0].keys() & self.local
-        for key in own.intersection(self.AVERAGED):
+        made = {key: value for key, value in states[0].items() if key not in self.per_rank_state}
+        own = states[0].keys() & self.per_rank_state
+        for key in own.intersection(self.averaged_state):
             made[key] = sum(state[key] for state in states) / len(states)
         if {"error", "server"} <= own and len(states) > 1:
             made["error"] = joint_residual(states, spec.size)
         return self.init(spec, info) | made
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Return this rank's state, given only that of another rank (NumPy arrays)."""
         return self.rescale([state], spec, info)
 
@@ -128,3 +144,6 @@ def corrections(count: Any, betas: Sequence[float], dtype: str) -> list[Any]:
     xp = namespace(count)
     pairs = ((count[..., i : i + 1], beta) for i, beta in enumerate(betas))
     return [xp.cast(1 / (1 - beta**number), dtype) for number, beta in pairs]
+
+
+__getattr__ = _renamed.module_attributes(__name__, {"Rule": "UpdateRule"})

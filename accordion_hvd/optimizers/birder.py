@@ -13,16 +13,16 @@ from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
     Alltoall,
-    Conversation,
+    ExchangeGenerator,
+    Hosts,
     Info,
-    Machines,
     State,
     Tensor,
 )
-from accordion_hvd.core.places import consecutive, place
+from accordion_hvd.core.placement import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.base import Rule, check_eps
+from accordion_hvd.optimizers.base import UpdateRule, check_eps
 from accordion_hvd.optimizers.signs import Chunks, check_bits, speaks
 
 MOMENTS = ("m", "b")
@@ -33,7 +33,7 @@ SPEAKS, SILENT = range(2)
 
 
 @dataclass(frozen=True)
-class Birder(Rule):
+class Birder(UpdateRule):
     """Each element steps by +lr or -lr, at random, such that the mean is an Adam-like direction.
 
     On each rank i, with its own gradient g: m <- b1 m + (1 - b1) g, b <- b1 b + (1 - b1) |g|,
@@ -65,9 +65,9 @@ class Birder(Rule):
         bits: of an element, in the mean; in [0.1, 2].
     """
 
-    RESCALED: ClassVar[str] = "m and b are the ranks' means"
-    AVERAGED: ClassVar[tuple[str, ...]] = MOMENTS  # which keeps |m| <= b
-    GROUP: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
+    rescale_note: ClassVar[str] = "m and b are the ranks' means"
+    averaged_state: ClassVar[tuple[str, ...]] = MOMENTS  # which keeps |m| <= b
+    group_settings: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
     decoupled_weight_decay: ClassVar[bool] = True
 
     beta: float = 0.95
@@ -94,7 +94,7 @@ class Birder(Rule):
         check_bits(self, self.bits)
         alone = self.shared or self.exact  # no bits travel
         own = ("error", "server") if self.feedback and not alone else ()
-        object.__setattr__(self, "local", (*(() if self.shared else MOMENTS), *own))
+        object.__setattr__(self, "per_rank_state", (*(() if self.shared else MOMENTS), *own))
         object.__setattr__(self, "batching", "" if own else "alike")
         object.__setattr__(self, "topology_aware", self.within is not None and not alone)
 
@@ -114,12 +114,12 @@ class Birder(Rule):
     def init(self, spec: Spec, info: Info) -> State:
         """`m` and `b`, (size,); with feedback, what draws lacked: `error`, and `server` (chunk)."""
         sizes = {"m": spec.size, "b": spec.size}
-        if "error" in self.local:
+        if "error" in self.per_rank_state:
             sizes |= {"error": spec.size, "server": Chunks(spec.size, info.size).length}
         own = {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
         return super().init(spec, info) | own
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Moments; u, or its mean; the step."""
         xp, beta = namespace(grad), self.setting(info, "beta")
         given = magnitude = xp.reshape(grad, xp.shape(state["m"]))
@@ -139,7 +139,7 @@ class Birder(Rule):
             signs, errors = draw.of(u, state, "error")
         elif info.phase == SILENT:
             yield ()
-            return xp.reshape(xp.emptied(room), xp.shape(grad)), {**state, "m": m, "b": b}
+            return xp.reshape(xp.zeros_reusing(room), xp.shape(grad)), {**state, "m": m, "b": b}
         else:
             signs, errors = yield from self._averaged(u, state, info)
             draw = self._draw(info, "owner", info.size)
@@ -170,34 +170,34 @@ class Birder(Rule):
         whole = Chunks(width, info.size).length * info.size
         dtype = xp.dtype(state["m"])
         errors: State = {}
-        plan = Places.of(info.machines if self.topology_aware else (), info)
+        plan = Places.of(info.hosts if self.topology_aware else (), info)
         if plan.neighbours > 1 and self.within == "half":
-            u = xp.padded(xp.reshape(xp.cast(u, "float16"), (-1,)), whole)
-            theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.near)
+            u = xp.pad_last(xp.reshape(xp.cast(u, "float16"), (-1,)), whole)
+            theirs = yield Alltoall(plan.arranged(xp, u, plan.neighbours), group=plan.intra)
             parts = [xp.cast(row, dtype) for row in xp.unstack(theirs)]
             mean = sum(parts[1:], parts[0]) * (1 / len(parts))
         else:
             draw = self._draw(info, "worker", 1)
             signs, errors = draw.of(u, state, "error")
-            signs = [xp.padded(packed, whole // 8) for packed in signs]
+            signs = [xp.pad_last(packed, whole // 8) for packed in signs]
             if plan.neighbours > 1:
                 rows = [plan.arranged(xp, packed, plan.neighbours) for packed in signs]
-                theirs = yield Alltoall(xp.concat(rows, 1), group=plan.near)
+                theirs = yield Alltoall(xp.concat(rows, 1), group=plan.intra)
                 mean = draw.mean(xp, theirs, dtype)
-        if plan.machines > 1:
+        if plan.hosts > 1:
             if plan.neighbours > 1:
                 draw = self._draw(info, "machine", plan.neighbours)
                 signs, _ = draw.of(mean)
-            rows = [xp.reshape(packed, (plan.machines, -1)) for packed in signs]
-            theirs = yield Alltoall(xp.concat(rows, 1), group=plan.far)
+            rows = [xp.reshape(packed, (plan.hosts, -1)) for packed in signs]
+            theirs = yield Alltoall(xp.concat(rows, 1), group=plan.inter)
             mean = draw.mean(xp, theirs, dtype)
         signs, lacked = self._draw(info, "owner", info.size).of(mean, state, "server")
         bits, packed = len(signs), xp.concat(signs)
-        for group, number in ((plan.far, plan.machines), (plan.near, plan.neighbours)):
+        for group, number in ((plan.inter, plan.hosts), (plan.intra, plan.neighbours)):
             if number > 1:
                 parts = yield Allgather(packed, group=group)
                 packed = xp.concat(list(parts))
-        packed = xp.swapped(xp.reshape(packed, (info.size, bits, -1)))
+        packed = xp.swap_leading(xp.reshape(packed, (info.size, bits, -1)))
         signs = [plan.restored(xp, row) for row in xp.unstack(xp.reshape(packed, (bits, -1)))]
         return [x[: math.ceil(width / 8)] for x in signs], {**errors, **lacked}
 
@@ -209,7 +209,9 @@ class Birder(Rule):
 
     def deactivate(self, state: State) -> State:
         """Errors wait here; moments go along."""
-        return {key: x for key, x in state.items() if key in self.local and key not in MOMENTS}
+        return {
+            key: x for key, x in state.items() if key in self.per_rank_state and key not in MOMENTS
+        }
 
 
 @dataclass(frozen=True)
@@ -217,25 +219,27 @@ class Places:
     """The order of the exchanges between ranks.
 
     Attributes:
-        near, far: the ranks of this rank's machine, and those of its place on all; None for all.
-        neighbours, machines: how many these are.
-        order: all ranks, those of the first place on all machines first, and so on.
+        intra, inter: the ranks of this rank's machine, and those of its place on all; None for all.
+        neighbours, hosts: how many these are.
+        order: all ranks, those of the first place on all hosts first, and so on.
     """
 
-    near: tuple[int, ...] | None
-    far: tuple[int, ...] | None
+    intra: tuple[int, ...] | None
+    inter: tuple[int, ...] | None
     neighbours: int
-    machines: int
+    hosts: int
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, machines: Machines, info: Info) -> Places:
+    def of(cls, hosts: Hosts, info: Info) -> Places:
         """Return this rank's places; without known hosts, each rank has one of its own."""
-        machines = machines or consecutive(info.size, 1)
-        here, columns = place(machines, info.rank, info.size), zip(*machines, strict=True)
+        hosts = hosts or consecutive(info.size, 1)
+        here, columns = place(hosts, info.rank, info.size), zip(*hosts, strict=True)
         order = tuple(rank for column in columns for rank in sorted(column))
-        groups = [None if len(x) == info.size else tuple(sorted(x)) for x in (here.near, here.far)]
-        return cls(groups[0], groups[1], len(here.near), len(here.far), order)
+        groups = [
+            None if len(x) == info.size else tuple(sorted(x)) for x in (here.intra, here.inter)
+        ]
+        return cls(groups[0], groups[1], len(here.intra), len(here.inter), order)
 
     def arranged(self, xp: ModuleType, x: Tensor, rows: int) -> Tensor:
         """Arrange a vector's equal pieces, one per rank, in the order of the places."""

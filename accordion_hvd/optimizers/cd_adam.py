@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
@@ -41,7 +41,7 @@ OWN = ("error", "server")
 SLOW = ("replica", "behind")
 """What else they have with a pace below 1."""
 
-Talk = Generator[Any, Any, tuple[Tensor, State, Tensor]]
+RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
 """A part of a conversation; of what it returns, the last is memory that nobody needs."""
 
 
@@ -60,7 +60,7 @@ class ExactCDAdam(AMSGrad):
         bias_correction: whether moments that began at zero are scaled up.
     """
 
-    reads: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
 
     betas: tuple[float, float] = (0.9, 0.99)
 
@@ -140,8 +140,8 @@ class CDAdam(ExactCDAdam):
         pace: which part of each message replicas follow, in (0, 1]; not with a `compressor`.
     """
 
-    RESCALED: ClassVar[str] = "all replicas are the ranks' mean"
-    local: ClassVar[tuple[str, ...]] = OWN
+    rescale_note: ClassVar[str] = "all replicas are the ranks' mean"
+    per_rank_state: ClassVar[tuple[str, ...]] = OWN
 
     compressor: Compressor | None = None
     exact_first: bool = False
@@ -160,7 +160,7 @@ class CDAdam(ExactCDAdam):
         check_bits(self, self.bits)
         check.ratio(self, "pace", self.pace)
         if self.compressor is None:
-            object.__setattr__(self, "local", OWN if self.pace == 1 else (*OWN, *SLOW))
+            object.__setattr__(self, "per_rank_state", OWN if self.pace == 1 else (*OWN, *SLOW))
             return
         why = _unfit(self.compressor)
         if why:
@@ -172,7 +172,7 @@ class CDAdam(ExactCDAdam):
             check.refuse(self, "bits", self.bits, "1 with a compressor, which has its own")
         if self.pace != 1:
             check.refuse(self, "pace", self.pace, "1 with a compressor, which has its own errors")
-        object.__setattr__(self, "local", self.compressor.local)
+        object.__setattr__(self, "per_rank_state", self.compressor.per_rank_state)
         object.__setattr__(self, "batching", self.compressor.batching)
 
     def dense(self) -> ExactCDAdam:
@@ -207,7 +207,7 @@ class CDAdam(ExactCDAdam):
             sizes |= {"replica": spec.size, "behind": length}
         return state | {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Signs to those who average them and back, or the compressor's rounds."""
         xp, shape = namespace(grad), namespace(grad).shape(grad)
         if info.size == 1:
@@ -218,7 +218,7 @@ class CDAdam(ExactCDAdam):
         direction, state = self.stepped(mean, state, info, room)
         return xp.reshape(direction, shape), state
 
-    def _estimated(self, grad: Tensor, state: State, info: Info) -> Talk:
+    def _estimated(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
         """Return the estimate for the step, the state with new replicas, and free memory."""
         xp = namespace(grad)
         if info.phase == NOTHING:
@@ -238,7 +238,7 @@ class CDAdam(ExactCDAdam):
         state = {**state, "estimate": xp.accumulate(state["estimate"], news)}
         return state["estimate"], state, room
 
-    def _signed(self, grad: Tensor, state: State, info: Info) -> Talk:
+    def _signed(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
         """Return the servers' messages for all chunks; new replicas; free memory.
 
         What the server lacks of its own h - G when it has sent C of that, is h - G then. So are
@@ -264,7 +264,7 @@ class CDAdam(ExactCDAdam):
         news, rest, server = yield from averaged(*residual, info, "l1", bits=bits)
         return news * unit, rest * unit, server * mine
 
-    def _paced(self, grad: Tensor, state: State, info: Info) -> Talk:
+    def _paced(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
         """With a pace below 1: what steps go by, and the new state.
 
         As the server's h is H + `behind`, and c what the mean of c_i was with that and what it
@@ -293,7 +293,7 @@ class CDAdam(ExactCDAdam):
         server = xp.accumulate(state["server"], state["behind"])
         return {**state, "error": error, "server": server}
 
-    def _compressed(self, grad: Tensor, state: State, info: Info) -> Talk:
+    def _compressed(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
         """Estimate by the compressor, whose residual is -h_i, so that it sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
@@ -353,7 +353,7 @@ class CDAdam(ExactCDAdam):
         copied = namespace(state["m"]).copy
         state["estimate"] = copied(other_state["estimate"])
         if self.compressor is None or other.compressor is None:
-            return {**state, **{key: copied(other_state[key]) for key in self.local}}
+            return {**state, **{key: copied(other_state[key]) for key in self.per_rank_state}}
         state = self.compressor.warm_start(state, other.compressor, other_state)
         residual = copied(other.compressor.residual(other_state))
         return self.compressor.with_residual(state, residual)
@@ -361,7 +361,7 @@ class CDAdam(ExactCDAdam):
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Preserve equal tensors; set all replicas to the mean of the old ones."""
         if self.compressor is not None or "estimate" not in states[0]:
-            return self.foreign(states[0], spec, info)
+            return self.rescale_from_one(states[0], spec, info)
         state = super().rescale(states, spec, info)
         if self.pace == 1:
             mean = sum(-old["error"] for old in states) / len(states)
@@ -369,7 +369,7 @@ class CDAdam(ExactCDAdam):
         mean = sum(old["replica"] for old in states) / len(states)
         return self._settled(state, mean, info) | {"error": joint_residual(states, spec.size)}
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Preserve equal tensors; set all replicas to G (or H). Every rank must do so."""
         state = super().rescale([state], spec, info)
         return self._settled(state, state["estimate"], info)

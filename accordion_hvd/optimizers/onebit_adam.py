@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Conversation, Info, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
@@ -50,8 +50,8 @@ class OnebitAdam(Adam):
             and with them the loss (ours; 0 is the reference).
     """
 
-    RESCALED: ClassVar[str] = "the mean of the ranks' residuals is every rank's error"
-    local: ClassVar[tuple[str, ...]] = ("error", "server")
+    rescale_note: ClassVar[str] = "the mean of the ranks' residuals is every rank's error"
+    per_rank_state: ClassVar[tuple[str, ...]] = ("error", "server")
     decoupled_weight_decay: ClassVar[bool] = True
 
     warmup_steps: int | str = "auto"
@@ -81,13 +81,13 @@ class OnebitAdam(Adam):
         own = {"error": spec.zeros((spec.size,), spec.wide)}
         return super().init(spec, info) | own | {"server": spec.zeros((length,), spec.wide)}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Stage 2: two rounds, signs to those who average them, and signs of averages to all."""
         xp = namespace(grad)
         m, own, room = yield from self.shared(grad, state, info, into=state["m"])
         state = {**state, **own, "m": m, "count": advanced(state["count"])}
         v = floored(state["v"], self.floor) if info.size > 1 else state["v"]
-        direction = xp.masked(self.direction({**state, "v": v}, info, room), state["v"])
+        direction = xp.mask_where_zero(self.direction({**state, "v": v}, info, room), state["v"])
         return xp.reshape(direction, xp.shape(grad)), state
 
     def shared(
@@ -102,12 +102,14 @@ class OnebitAdam(Adam):
         if info.size == 1:
             # To take m's step back takes the gradient, whose memory is therefore not room.
             m = xp.momentum(state["m"], beta, room)
-            return xp.masked(m, state["v"]), {}, xp.copy(room)
-        room = xp.mixed(room, beta, state["m"])
+            return xp.mask_where_zero(m, state["v"]), {}, xp.copy(room)
+        room = xp.lerp(room, beta, state["m"])
         total = xp.accumulate(state["error"], room)
         talk = averaged(total, state["server"], info, self.scale, into)
         m, error, server = yield from talk
-        m = xp.masked(m, state["v"])  # else it would be divided by eps in a stage 1 to come
+        m = xp.mask_where_zero(
+            m, state["v"]
+        )  # else it would be divided by eps in a stage 1 to come
         return m, {"error": error, "server": server}, room
 
 

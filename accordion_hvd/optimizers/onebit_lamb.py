@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
@@ -23,8 +23,8 @@ class Lamb(Adam):
 
     w = m' / (sqrt(v') + eps) + weight_decay x, u = c w, with the trust ratio c = |x| / |w| (2-norms
     of one tensor) between `min_coeff` and `max_coeff`, or 1 where a norm is 0. Weight decay is in
-    here, as the ratio depends on it (`DECAYS`), and not in the moments: it is decoupled, as in the
-    paper. Moments are `Adam`'s.
+    here, as the ratio depends on it (`applies_weight_decay`), and not in the moments: it is
+    decoupled, as in the paper. Moments are `Adam`'s.
 
     It also records a moving average of c, k <- coeff_beta k + (1 - coeff_beta) c, for what may
     follow (1-bit LAMB); ratios of exactly 1 are left out, as in DeepSpeed.
@@ -40,10 +40,10 @@ class Lamb(Adam):
         coeff_beta: of the moving average, in [0, 1).
     """
 
-    reads: ClassVar[bool] = True
-    DECAYS: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
+    applies_weight_decay: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = True
-    GROUP: ClassVar[tuple[str, ...]] = ("betas", "eps", "min_coeff", "max_coeff")
+    group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps", "min_coeff", "max_coeff")
 
     min_coeff: float = 0.01
     max_coeff: float = 10.0
@@ -144,7 +144,7 @@ class OnebitLamb(OnebitAdam, Lamb):
         own = {"fresh": fresh, "since": state["since"] * 0, "factor": state["factor"] * 0 + 1}
         return state | own
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Stage 2: as `OnebitAdam`, then arithmetic on what all ranks have."""
         xp, betas = namespace(grad), self.setting(info, "betas")
         before = xp.copy(state["m"]) if info.size == 1 else state["m"]
@@ -153,7 +153,7 @@ class OnebitLamb(OnebitAdam, Lamb):
         fresh = betas[1] * state["fresh"] + (1 - betas[1]) * guess * guess
         own |= {"m": m, "fresh": fresh, "since": state["since"] + 1}
         state = {**state, **own, "count": advanced(state["count"])}
-        direction = xp.masked(self.direction(state, info, room), state["v"])
+        direction = xp.mask_where_zero(self.direction(state, info, room), state["v"])
         whole = decayed(direction, self.decay(info), info)
         factor = self._factor(direction, whole, state, info)
         scale = spread(factor * self._coeff(state), info.sizes)
@@ -164,7 +164,7 @@ class OnebitLamb(OnebitAdam, Lamb):
         xp, eps, betas = namespace(whole), self.setting(info, "eps"), self.setting(info, "betas")
         _, rate = self.rates(state["count"], betas, xp.dtype(whole))
         below = (state["fresh"] * self._fresh_rate(state, info)) ** 0.5 + eps
-        quotient = xp.masked(((state["v"] * rate) ** 0.5 + eps) / below, state["v"])
+        quotient = xp.mask_where_zero(((state["v"] * rate) ** 0.5 + eps) / below, state["v"])
         factor = each(quotient, info.sizes, "max")
         if self.decay(info):
             size = each(whole, info.sizes, "l2")

@@ -50,7 +50,7 @@ def chunk(x: Tensor, info: Info) -> Tensor:
     xp = namespace(x)
     chunks = Chunks(xp.shape(x)[-1], info.size)
     start = info.rank * chunks.length
-    whole = xp.padded(x, info.size * chunks.length)
+    whole = xp.pad_last(x, info.size * chunks.length)
     return whole[..., start : start + chunks.length]
 
 
@@ -163,10 +163,10 @@ def _cut(xp: ModuleType, signs: Tensor, total: Tensor, chunks: Chunks) -> Tensor
     number = math.prod(xp.shape(total)[:-1])
     width = chunks.ranks * chunks.length
     if number > 1 and chunks.size % 8:  # a tensor's signs end within a byte
-        signs = xp.pack_signs(xp.padded(total, width))
-    rows = xp.padded(xp.reshape(signs, (number, -1)), width // 8)
+        signs = xp.pack_signs(xp.pad_last(total, width))
+    rows = xp.pad_last(xp.reshape(signs, (number, -1)), width // 8)
     rows = xp.reshape(rows, (number, chunks.ranks, chunks.length // 8))
-    return xp.reshape(xp.swapped(rows), (chunks.ranks, -1))
+    return xp.reshape(xp.swap_leading(rows), (chunks.ranks, -1))
 
 
 def _joined(
@@ -182,7 +182,7 @@ def _joined(
     tensors, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
     vectors = xp.shape(steps[0])[0]  # of each tensor as many as an element has bits
     rows = xp.reshape(xp.concat(list(parts)), (chunks.ranks, vectors, -1))
-    signs = xp.unstack(xp.reshape(xp.swapped(rows), (vectors // tensors, -1)))
+    signs = xp.unstack(xp.reshape(xp.swap_leading(rows), (vectors // tensors, -1)))
     factors = xp.transpose(xp.stack(list(steps)))
     factors = xp.unstack(xp.reshape(factors, (vectors // tensors, -1)))
     if tensors == 1 and room is not None and xp.dtype(room) == "float32":
@@ -224,7 +224,7 @@ def _minus(
 def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
     """`x` with zeros behind the first `held` elements of each row."""
     width = xp.shape(x)[-1]
-    return x if held == width else xp.padded(x[..., :held], width)
+    return x if held == width else xp.pad_last(x[..., :held], width)
 
 
 def joint_residual(states: Sequence[State], size: int) -> Tensor:

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import count_sketch, namespace, random
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.base import Rule, check_betas
+from accordion_hvd.optimizers.base import UpdateRule, check_betas
 from accordion_hvd.policies.warmup import WarmUp
 
 LEAST = 1e-30
@@ -19,7 +19,7 @@ LEAST = 1e-30
 
 
 @dataclass(frozen=True)
-class FlooredAMSGrad(Rule):
+class FlooredAMSGrad(UpdateRule):
     """AMSGrad in SketchedAMSGrad's form, on the average of the ranks' gradients: its dense stage.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, vmax <- max(vmax, v), u = m / sqrt(vmax).
@@ -61,7 +61,7 @@ class FlooredAMSGrad(Rule):
         rest = {"count": spec.zeros((2,), "float64"), "apart": spec.zeros((1,), spec.wide)}
         return super().init(spec, info) | full | rest
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allreduce."""
         xp, (b1, b2), apart = namespace(grad), self.setting(info, "betas"), state["apart"]
         room = xp.reshape(grad, xp.shape(state["m"]))
@@ -108,9 +108,9 @@ class SketchedAMSGrad(FlooredAMSGrad):
         warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
     """
 
-    RESCALED: ClassVar[str] = "momentum and residual are the ranks' means"
-    AVERAGED: ClassVar[tuple[str, ...]] = ("m", "error")
-    local: ClassVar[tuple[str, ...]] = AVERAGED
+    rescale_note: ClassVar[str] = "momentum and residual are the ranks' means"
+    averaged_state: ClassVar[tuple[str, ...]] = ("m", "error")
+    per_rank_state: ClassVar[tuple[str, ...]] = averaged_state
 
     ratio: float = 0.0022
     rows: int = 5
@@ -133,7 +133,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         if self.warmup_steps != "auto":
             check.integer(self, "warmup_steps", self.warmup_steps, least=0)
 
-    def dense(self) -> Rule:
+    def dense(self) -> UpdateRule:
         """Return the optimizer of stage 1."""
         return FlooredAMSGrad(self.betas, self.eps)
 
@@ -145,7 +145,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         """Return stage 1's state with this rank's own `m`, and `error`: unsent momentum."""
         return super().init(spec, info) | {"error": spec.zeros((spec.size,), spec.wide)}
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run two rounds: the sketch, then the candidates' values; or one without a sketch."""
         xp = namespace(grad)
         size = xp.shape(state["m"])[0]
@@ -172,7 +172,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         kept = xp.take(total, index) * still
         error = xp.add_at(xp.clear(total, index), index, kept)
         narrow, device = wide == "float32", xp.device(gradient)
-        room = xp.emptied(gradient) if narrow else xp.zeros((size,), wide, device)
+        room = xp.zeros_reusing(gradient) if narrow else xp.zeros((size,), wide, device)
         direction = xp.add_at(room, index, xp.take(steps, chosen) * inverse)
         new = {"m": m, "v": v, "vmax": vmax, "error": error, "count": state["count"] + 1}
         return xp.reshape(direction, xp.shape(grad)), new | {"apart": state["apart"] * 0 + 1}
@@ -194,7 +194,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
         scores = xp.unsketch(table, codes, room) / xp.cast(vmax, "float32") ** 0.5
         return xp.largest_index(scores, self.candidates * self.kept(size))
 
-    def _exactly(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def _exactly(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Take a step of stage 1 that includes all residuals."""
         direction, new = yield from self.dense().exchange(grad, state, info)
         xp = namespace(grad)
@@ -214,7 +214,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
             "m": other_state.get("m", state["m"])
         }
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Return the other rank's momentum, without its residual."""
         return self.rescale([{**state, "error": 0 * state["error"]}], spec, info)
 

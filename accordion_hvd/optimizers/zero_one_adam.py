@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
@@ -56,13 +56,13 @@ class ZeroOneAdam(Adam):
         scale: "l2" or "l1": see `OnebitAdam`.
     """
 
-    reads: ClassVar[bool] = True
-    DECAYS: ClassVar[bool] = True
-    ASSIGNS: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
+    applies_weight_decay: ClassVar[bool] = True
+    returns_weights: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = True
-    RESCALED: ClassVar[str] = "momentum, steps and errors are the ranks' means"
-    AVERAGED: ClassVar[tuple[str, ...]] = ("m", "u")
-    local: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
+    rescale_note: ClassVar[str] = "momentum, steps and errors are the ranks' means"
+    averaged_state: ClassVar[tuple[str, ...]] = ("m", "u")
+    per_rank_state: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
 
     var_freeze_step: int = 100_000
     var_update_scaler: int = 16
@@ -119,7 +119,7 @@ class ZeroOneAdam(Adam):
         own = {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
         return super().init(spec, info) | own
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run the phase of this step; return the new weights."""
         xp, weights = namespace(grad), shaped(info.parameter, state["m"])
         step = self._together if info.phase in (EXACT, SIGNS) else self._apart
@@ -127,13 +127,17 @@ class ZeroOneAdam(Adam):
         found, state = yield from step(grad, weights, state, info)
         return xp.reshape(found, xp.shape(info.parameter)), state
 
-    def _together(self, grad: Tensor, weights: Tensor, state: State, info: Info) -> Conversation:
+    def _together(
+        self, grad: Tensor, weights: Tensor, state: State, info: Info
+    ) -> ExchangeGenerator:
         """Gradients are averaged, exactly or at one bit, and all ranks take the same step."""
         lr = self._lr(weights, info)
         if info.phase == EXACT:
             mean = yield Allreduce(grad, reuse=True)
             direction, state = self.update(mean, state, info)
-            direction = namespace(grad).masked(direction, state["v"])  # m may be signs there
+            direction = namespace(grad).mask_where_zero(
+                direction, state["v"]
+            )  # m may be signs there
         else:
             if info.size > 1:
                 total = namespace(grad).accumulate(state["error"], grad)
@@ -157,9 +161,9 @@ class ZeroOneAdam(Adam):
     ) -> Tensor:
         """m over the root of the variance, zero where that is. Consumes `room`."""
         xp, eps = namespace(m), self.setting(info, "eps")
-        return xp.masked(xp.preconditioned(m, state["v"], rates, eps, room), state["v"])
+        return xp.mask_where_zero(xp.preconditioned(m, state["v"], rates, eps, room), state["v"])
 
-    def _apart(self, grad: Tensor, weights: Tensor, state: State, info: Info) -> Conversation:
+    def _apart(self, grad: Tensor, weights: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Take a local step; at a `SYNC`, combine the steps of all ranks since the last one."""
         if info.phase == FIRST:
             state = _begun(weights, state)
@@ -176,7 +180,7 @@ class ZeroOneAdam(Adam):
 
     def _synchronised(
         self, rates: Sequence[Any], room: Tensor, state: State, info: Info
-    ) -> Conversation:
+    ) -> ExchangeGenerator:
         """Return equal weights on all ranks. Consumes `room`."""
         xp = namespace(room)
         total = xp.accumulate(state["error"], state["u"])

@@ -227,13 +227,13 @@ class Accordion(Windowed):
             self.regimes.remember(decisions)
         self._changed = {name for name, level in self.current.items() if before[name] != level}
 
-    def disturbed(self, names: Sequence[str]) -> None:
+    def on_level_override(self, names: Sequence[str]) -> None:
         """Discard averages of this window as evidence, because levels changed (see `signal`)."""
         self._changed = self._changed | set(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in its windows, the norms of the last check, and all decisions."""
-        apart = self.alternation is not None and self.alternation.apart
+        apart = self.alternation is not None and self.alternation.averaging_models
         own = {"large": self.large, "apart": apart, "_norms": self.regimes.norms}
         return super().state_dict() | own | {"_changed": sorted(self._changed)}
 
@@ -245,7 +245,7 @@ class Accordion(Windowed):
             self.growth.large = state["large"]
             self.growth.resize()
         if self.alternation is not None:
-            self.alternation.apart = state["apart"]
+            self.alternation.averaging_models = state["apart"]
             self.alternation.equal = True  # as models were when they were saved
 
     def __repr__(self) -> str:
@@ -284,7 +284,7 @@ class Accordion(Windowed):
     ) -> list[Decision]:
         if self.alternation is None:
             return []
-        current = HIGH if self.alternation.apart else LOW
+        current = HIGH if self.alternation.averaging_models else LOW
         row = self._row_of_model(MODEL, norms, current, lr)
         self.regimes.judge(row, self._unclear(self.current), current)
         wanted = row.level

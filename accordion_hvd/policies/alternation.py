@@ -20,8 +20,8 @@ class Alternation(Observer):
         method: averages the models.
 
     Attributes:
-        apart: whether models are averaged now, so that ranks' may differ.
-        turned: whether `apart` has changed since `turn` was called.
+        averaging_models: whether models are averaged now, so that ranks' may differ.
+        mode_changed: whether `averaging_models` has changed since `take_mode_change` was called.
         equal: whether ranks' models are equal now; else no decision is due. To be kept up to
             date by what averages them.
     """
@@ -31,13 +31,13 @@ class Alternation(Observer):
 
     def __init__(self, policy: Any, method: Averaging) -> None:
         self.policy, self.method = policy, method
-        self.apart = self.turned = False
+        self.averaging_models = self.mode_changed = False
         self.equal = True
 
     @property
     def withholds(self) -> bool:  # type: ignore[override]
         """Return whether gradients stay with their ranks now."""
-        return self.apart
+        return self.averaging_models
 
     @property
     def over(self) -> bool:
@@ -46,10 +46,10 @@ class Alternation(Observer):
 
     def switch(self, level: int) -> None:
         """Average models from now on (HIGH), or gradients (LOW)."""
-        self.turned |= self.apart != (level == HIGH)
-        self.apart = level == HIGH
+        self.mode_changed |= self.averaging_models != (level == HIGH)
+        self.averaging_models = level == HIGH
 
-    def turn(self) -> bool:
-        """Return whether `apart` has changed since the last call."""
-        turned, self.turned = self.turned, False
+    def take_mode_change(self) -> bool:
+        """Return whether `averaging_models` has changed since the last call."""
+        turned, self.mode_changed = self.mode_changed, False
         return turned

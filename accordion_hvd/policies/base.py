@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from accordion_hvd import _renamed
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.core.observer import Observer, Observers
@@ -18,6 +19,10 @@ from accordion_hvd.policies.gating import Gating
 
 Seen = Mapping[str, Mapping[str, float]]
 """Evidence by its key: bucket -> number."""
+
+
+RENAMED = {"disturbed": "on_level_override", "halves": "fp16_reduction"}
+"""Old names of members that a policy may define, and the new ones."""
 
 
 class Policy(NotForStockHorovod, abc.ABC):
@@ -32,7 +37,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         features: what follows its exchange besides; see `Observer`.
         target, output, scope: what its levels declare (`Compressor`), all alike.
         topology_aware: whether one of its levels asks who shares a machine.
-        halves: whether one sends nothing but fp16.
+        fp16_reduction: whether one sends nothing but fp16.
         fixed: whether one level serves all the time.
         history: all decisions so far.
         gate: applies its levels only where that saves time; None: always.
@@ -45,9 +50,14 @@ class Policy(NotForStockHorovod, abc.ABC):
     output: str = "gradient"
     scope: str = "tensor"
     topology_aware: bool = False
-    halves: bool = False
+    fp16_reduction: bool = False
     fixed: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Accept members by their old names."""
+        super().__init_subclass__(**options)
+        _renamed.members(cls, RENAMED)
 
     def __init__(self) -> None:
         self.history: list[Decision] = []
@@ -148,7 +158,7 @@ class Policy(NotForStockHorovod, abc.ABC):
             self.current[row.name] = row.level
         self.history.extend(decisions)
 
-    def disturbed(self, names: Sequence[str]) -> None:
+    def on_level_override(self, names: Sequence[str]) -> None:
         """Note that a gate has changed the compressors of these buckets."""
 
     def affords(self) -> bool:
@@ -204,7 +214,7 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
     _compare(owner, "what serves exempt tensors", {repr(x): x.plain() or Dense() for x in levels})
     owner._plain = levels[0].plain()
     owner.topology_aware = any(level.topology_aware for level in levels)
-    owner.halves = any(level.halves for level in levels)
+    owner.fp16_reduction = any(level.fp16_reduction for level in levels)
 
 
 def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.observer import Observer
+from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
 from accordion_hvd.policies.critical_regimes import HIGH, LOW
 from accordion_hvd.policies.decision import Decision
-from accordion_hvd.policies.prices import averaging_share, bytes_sent
 
 MEGABYTE = 1e6
 OVER = "over the budget"
@@ -77,7 +77,7 @@ class ByteBudget(Observer):
         now = self.policy.observers.weight
         self.policy.first = self._affordable(dict.fromkeys(levels, LOW), {}, now)
         if alternation is not None and not self.policy.steps:
-            alternation.apart = self.allowed(LOW, now) == HIGH
+            alternation.averaging_models = self.allowed(LOW, now) == HIGH
 
     def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
         """Let `rows` have the levels that the budget allows; what has none stays as it is.

@@ -32,25 +32,25 @@ class RelativeResidual(Evidence):
 
     def read(self, exchange: Any) -> Reading:
         """Norms after the last step; one allreduce."""
-        slots = [slot for slot in exchange.slots if slot.bucket.compress]
-        if not slots:
+        entries = [entry for entry in exchange.bucket_states if entry.bucket.compress]
+        if not entries:
             return {}
         xp = exchange.xp
-        sketches = xp.stack([self._sketch(exchange, slot) for slot in slots])
+        sketches = xp.stack([self._sketch(exchange, entry) for entry in entries])
         mean = xp.to_numpy((yield Allreduce(sketches)))
         if exchange.communicator.rank:
             return {}
         norms, weights = np.linalg.norm(mean, axis=1).tolist(), weight_norms(exchange)
-        names = [slot.bucket.name for slot in slots]
+        names = [entry.bucket.name for entry in entries]
         return {n: _ratio(norm, weights[n]) for n, norm in zip(names, norms, strict=True)}
 
-    def _sketch(self, exchange: Any, slot: Any) -> Any:
+    def _sketch(self, exchange: Any, entry: Any) -> Any:
         """Return the sketch of this rank's residual of a bucket."""
-        xp, size, device = exchange.xp, slot.bucket.size, slot.spec.device
-        residual = slot.residual(exchange.info(slot))
+        xp, size, device = exchange.xp, entry.bucket.size, entry.spec.device
+        residual = entry.residual(exchange.info(entry))
         if residual is None:
             return xp.zeros((COLUMNS,), "float32", device)
-        seed = random.key("residual", slot.name, exchange.steps)
+        seed = random.key("residual", entry.name, exchange.steps)
         codes = count_sketch.hashes(xp, size, 1, COLUMNS, seed, device)
         vector = xp.reshape(xp.cast(residual, "float32"), (-1,))
         return xp.reshape(xp.sketch(vector, codes, COLUMNS), (-1,))

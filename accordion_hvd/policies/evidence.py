@@ -58,7 +58,7 @@ class Evidence:
     key: str = ""
     everywhere: bool = False
 
-    def zeros(self, slot: Any) -> Tensor:
+    def zeros(self, entry: Any) -> Tensor:
         """Return what is kept of a bucket when a window begins."""
         raise NotImplementedError
 
@@ -105,9 +105,9 @@ class GradientSums(Evidence):
     def __init__(self, signal: str = "local", everywhere: bool = False) -> None:
         self.signal, self.everywhere = signal, everywhere
 
-    def zeros(self, slot: Any) -> Tensor:
+    def zeros(self, entry: Any) -> Tensor:
         """Zeros in the bucket's shape."""
-        return slot.spec.zeros(slot.bucket.shape)
+        return entry.spec.zeros(entry.bucket.shape)
 
     @property
     def looks_before(self) -> bool:
@@ -148,10 +148,10 @@ class StateNorms(Evidence):
         """Magnitudes as they are now."""
         yield from ()
         xp, found = exchange.xp, {}
-        for slot in exchange.slots if exchange.communicator.rank == 0 else ():
-            if slot.bucket.compress and slot.state:
-                sums = xp.bucket_norms(slot.state[self.of], slot.bucket.size, "l1")
-                found[slot.bucket.name] = xp.reshape(sums, ())
+        for entry in exchange.bucket_states if exchange.communicator.rank == 0 else ():
+            if entry.bucket.compress and entry.state:
+                sums = xp.bucket_norms(entry.state[self.of], entry.bucket.size, "l1")
+                found[entry.bucket.name] = xp.reshape(sums, ())
         return numbers(exchange, found)
 
 
@@ -164,9 +164,9 @@ class CompressionError(Evidence):
 
     key = "errors"
 
-    def zeros(self, slot: Any) -> Tensor:
+    def zeros(self, entry: Any) -> Tensor:
         """Return two sums of squares, of x and of x - C(x)."""
-        return slot.spec.zeros((2,))
+        return entry.spec.zeros((2,))
 
     def suits(self, compressor: Compressor) -> bool:
         """Return whether it may have error feedback, of whole tensors."""
@@ -234,19 +234,19 @@ class StepTimes(Evidence):
 def weight_norms(exchange: Any) -> dict[str, float]:
     """Return the norms of the weights of each bucket in which the policy has a say."""
     xp, weights, found = exchange.xp, exchange.replicas(), {}
-    for slot in exchange.slots:
-        if slot.bucket.compress:
-            tensors = [weights[exchange.tensors[i].name] for i in slot.bucket.members]
-            found[slot.bucket.name] = xp.norm(xp.stack([xp.norm(tensor) for tensor in tensors]))
+    for entry in exchange.bucket_states:
+        if entry.bucket.compress:
+            tensors = [weights[exchange.tensors[i].name] for i in entry.bucket.members]
+            found[entry.bucket.name] = xp.norm(xp.stack([xp.norm(tensor) for tensor in tensors]))
     return numbers(exchange, found)
 
 
 def kept(exchange: Any, evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     """Yield buckets' names and what is kept of them, where something is."""
-    for slot in exchange.slots:
-        known = slot.kept.get(evidence.key)
+    for entry in exchange.bucket_states:
+        known = entry.evidence.get(evidence.key)
         if known is not None:
-            yield slot.bucket.name, known
+            yield entry.bucket.name, known
 
 
 def numbers(exchange: Any, scalars: Mapping[str, Tensor]) -> dict[str, float]:

@@ -129,9 +129,9 @@ class Gate:
         self._pattern, self._option, self.link = None, "", None
 
     @property
-    def halves(self) -> bool:
+    def fp16_reduction(self) -> bool:
         """Return whether a fallback sends nothing but fp16."""
-        return any(fallback.halves for fallback in self.fallbacks)
+        return any(fallback.fp16_reduction for fallback in self.fallbacks)
 
     @property
     def measuring(self) -> bool:

@@ -61,8 +61,8 @@ class Gating(Observer):
         """Add up what a step's calls took, after the start-up steps."""
         if not step.measuring or startup(exchange):
             return
-        for index, unit in enumerate(exchange.units.plan.units):
-            buckets = [exchange.slots[i].bucket for i in unit.buckets]
+        for index, batch in enumerate(exchange.bucket_batches.plan.batches):
+            buckets = [exchange.bucket_states[i].bucket for i in batch.buckets]
             whole = max(sum(bucket.size for bucket in buckets), 1)
             for bucket in buckets:
                 seconds, sent, steps = self._spent.get(bucket.name, (0.0, 0.0, 0))
@@ -74,10 +74,10 @@ class Gating(Observer):
     def _costs(self, exchange: Any) -> dict[str, Cost]:
         """Return the mean cost of a step since the last decision, bucket by bucket."""
         ranks, costs = exchange.communicator.size, {}
-        for slot in _compressed(exchange):
-            seconds, sent, steps = self._spent.get(slot.bucket.name, (0.0, 0.0, 1))
-            dense = 2 * (ranks - 1) / ranks * slot.bucket.dense_bytes
-            costs[slot.bucket.name] = Cost(seconds / steps, sent / steps, dense)
+        for entry in _compressed(exchange):
+            seconds, sent, steps = self._spent.get(entry.bucket.name, (0.0, 0.0, 1))
+            dense = 2 * (ranks - 1) / ranks * entry.bucket.dense_bytes
+            costs[entry.bucket.name] = Cost(seconds / steps, sent / steps, dense)
         return costs
 
     def advice(self, exchange: Any) -> Advice:
@@ -87,7 +87,7 @@ class Gating(Observer):
 
 def wanted(exchange: Any) -> dict[str, int]:
     """Return the level that the policy wants of each bucket."""
-    found = (slot.bucket.name for slot in _compressed(exchange))
+    found = (entry.bucket.name for entry in _compressed(exchange))
     return {name: exchange.policy.level(name) for name in found}
 
 
@@ -100,12 +100,16 @@ def names(exchange: Any) -> dict[str, str]:
 def startup(exchange: Any) -> int:
     """Return the steps that the wanted compressors still need (`Compressor.startup_steps`)."""
     levels, left = wanted(exchange), [0]
-    for slot in _compressed(exchange):
-        level = levels[slot.bucket.name]
-        served = exchange.counted - slot.since if slot.level == level else slot.turns.get(level, 0)
-        left.append(slot.levels[level].startup_steps - served)
+    for entry in _compressed(exchange):
+        level = levels[entry.bucket.name]
+        served = (
+            exchange.counted - entry.served_from
+            if entry.level == level
+            else entry.served_by_level.get(level, 0)
+        )
+        left.append(entry.levels[level].startup_steps - served)
     return max(left)
 
 
 def _compressed(exchange: Any) -> list[Any]:
-    return [slot for slot in exchange.slots if slot.bucket.compress]
+    return [entry for entry in exchange.bucket_states if entry.bucket.compress]

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, Conversation, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.privacy.budget import PrivacyBudget, Release
@@ -168,7 +168,7 @@ class TopAgg(Compressor):
             raise ValueError("TopAgg: the gradient is empty: there is nothing to vote on.")
         check.integer(self, "k", self.k, least=1, most=size)
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Make one release.
 
         `grad` is a rank's gradient in any shape, or (contributors of this rank, elements).

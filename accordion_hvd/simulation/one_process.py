@@ -22,8 +22,8 @@ from accordion_hvd import check
 from accordion_hvd.comm import reference
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, Pending
-from accordion_hvd.core.base import Machines, Tensor
-from accordion_hvd.core.places import consecutive
+from accordion_hvd.core.base import Hosts, Tensor
+from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
@@ -38,8 +38,8 @@ Key = tuple[str, Group]
 class Hub:
     """Storage of sent tensors until all members of a collective have sent."""
 
-    def __init__(self, ranks: int, machines: Machines = ()) -> None:
-        self.ranks, self.machines = ranks, machines
+    def __init__(self, ranks: int, hosts: Hosts = ()) -> None:
+        self.ranks, self.hosts = ranks, hosts
         self.sent: dict[Key, dict[int, Any]] = {}
         self.fetched: dict[Key, int] = {}
         self.events = 0  # things sent and fetched so far
@@ -58,7 +58,7 @@ class Hub:
             del self.sent[key], self.fetched[key]
         return parts
 
-    def turn(self, advances: Sequence[Callable[[], bool]]) -> None:
+    def advance_all(self, advances: Sequence[Callable[[], bool]]) -> None:
         """Let ranks advance in turn until all say that they are done.
 
         Raises:
@@ -77,7 +77,7 @@ class SimulatedCommunicator(Communicator):
 
     def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
         self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
-        self.machines = hub.machines
+        self.hosts = hub.hosts
         self._events = -1
 
     def _put(self, name: str, group: Group, value: Any, combine: Any) -> Any:
@@ -198,8 +198,8 @@ class World:
             exchange.open(lr)
             names = [tensor.name for tensor in exchange.tensors]
             read = [theirs[name] for name in names] if weights else []
-            exchange.units.give([mine[name] for name in names], read)
-        self._hub.turn([exchange.advance for exchange in self.exchanges])
+            exchange.bucket_batches.give([mine[name] for name in names], read)
+        self._hub.advance_all([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
     def micro_batches(self, lr: float = 0.0) -> int:
@@ -246,7 +246,7 @@ class World:
         if not exchange.close():
             return None
         names = [tensor.name for tensor in exchange.tensors]
-        return dict(zip(names, exchange.units.means(), strict=True))
+        return dict(zip(names, exchange.bucket_batches.means(), strict=True))
 
 
 def simulate(
@@ -277,7 +277,7 @@ def lockstep(
         ]
         if not pending:
             break
-        communicators[0].hub.turn([work.ready for _, work in pending])
+        communicators[0].hub.advance_all([work.ready for _, work in pending])
         for one, work in pending:
             one.answer(work.result())
     return [one.result for one in running]

@@ -28,8 +28,8 @@ from accordion_hvd.comm import reference
 from accordion_hvd.comm.traffic import traffic_of
 from accordion_hvd.core.base import Allreduce, Alltoall, Info, Neighbours, Request
 from accordion_hvd.core.running import Running
-from accordion_hvd.engine.agent import Activation, Agent, Turn, combine
-from accordion_hvd.engine.halving import factors, oracle
+from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
+from accordion_hvd.engine.reduce_scatter import factors, oracle
 
 Array = np.ndarray
 Update = Callable[[int, int, Array], Array]
@@ -215,7 +215,7 @@ def train(
     update = update or Noisy(ranks, lr, seed)
     history = History(ranks, steps, model.size, keep)
     factor = size / model.nbytes
-    kind: Any = WithoutWaiting if wait_avoiding else Together
+    kind: Any = WaitAvoidingJob if wait_avoiding else SynchronousJob
     run = kind(_Job(method, times, link or Link(), factor, model, update, lr, history))
     run.run()
     outcome = history.outcome(times)
@@ -294,7 +294,7 @@ class _Job:
         return [self.first.copy() for _ in range(self.ranks)]
 
 
-class Together:
+class SynchronousJob:
     """Exchanges in which all ranks that a request names wait for each other."""
 
     def __init__(self, job: _Job) -> None:
@@ -358,7 +358,7 @@ class Together:
                 return
 
 
-class WithoutWaiting:
+class WaitAvoidingJob:
     """The protocol of the wait-avoiding engine, event by event."""
 
     def __init__(self, job: _Job) -> None:
@@ -367,10 +367,12 @@ class WithoutWaiting:
         self._period, self._bytes = job.method.period, job.first.nbytes * job.factor
         ranks, first = job.ranks, job.first
         self._groups: Groups = job.method.schedule(ranks)
-        self._agents = [Agent(rank, ranks, self._groups, first.copy()) for rank in range(ranks)]
+        self._agents = [
+            GroupProtocol(rank, ranks, self._groups, first.copy()) for rank in range(ranks)
+        ]
         self._models = job.models()
         self._waiting: list[int | None] = [None] * ranks  # for which version
-        self._turns: list[Turn | None] = [None] * ranks  # that a rank is ready for or taking
+        self._rounds: list[GroupRound | None] = [None] * ranks  # that a rank is ready for or taking
         self._ready: dict[tuple[int, tuple[int, ...]], int] = {}
         self._found: list[dict[int, tuple[int, Array]]] = [{} for _ in range(ranks)]
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -418,33 +420,33 @@ class WithoutWaiting:
         self._look(now, message.to)
 
     def _look(self, now: float, rank: int) -> None:
-        turn = self._agents[rank].turn()
-        if self._turns[rank] is not None or turn is None:
+        round_ = self._agents[rank].next_round()
+        if self._rounds[rank] is not None or round_ is None:
             return
-        self._turns[rank] = turn
-        key = turn.version, turn.members
+        self._rounds[rank] = round_
+        key = round_.version, round_.members
         self._ready[key] = self._ready.get(key, 0) + 1
-        if self._ready[key] == len(turn.members):
+        if self._ready[key] == len(round_.members):
             del self._ready[key]
-            wait = self._link.latency if len(turn.members) > 1 else 0.0
-            self._after(now + wait, self._seed, turn)
+            wait = self._link.latency if len(round_.members) > 1 else 0.0
+            self._after(now + wait, self._seed, round_)
 
-    def _seed(self, now: float, turn: Turn) -> None:
+    def _seed(self, now: float, round_: GroupRound) -> None:
         """Take and add up the models, once all members know that all are ready."""
-        given = [self._agents[rank].seed(turn) for rank in turn.members]
+        given = [self._agents[rank].seed(round_) for rank in round_.members]
         total = oracle([model for _, model in given])
-        many = len(turn.members)
+        many = len(round_.members)
         cost = self._link.seconds(2 * len(factors(many)), 2 * (many - 1) / many * self._bytes)
-        for rank, (label, _) in zip(turn.members, given, strict=True):
-            if not turn.whole:
-                self.labels[turn.version - label] += 1
-            self._after(now + cost, self._finish, rank, turn, label, total)
+        for rank, (label, _) in zip(round_.members, given, strict=True):
+            if not round_.all_ranks:
+                self.labels[round_.version - label] += 1
+            self._after(now + cost, self._finish, rank, round_, label, total)
 
-    def _finish(self, now: float, rank: int, turn: Turn, label: int, total: Array) -> None:
-        average = total / len(turn.members) if turn.whole else None
-        self._agents[rank].done(turn, average)
-        self._turns[rank] = None
-        self._found[rank][turn.version] = label, total
+    def _finish(self, now: float, rank: int, round_: GroupRound, label: int, total: Array) -> None:
+        average = total / len(round_.members) if round_.all_ranks else None
+        self._agents[rank].done(round_, average)
+        self._rounds[rank] = None
+        self._found[rank][round_.version] = label, total
         self._collect(now, rank)
         self._look(now, rank)
 

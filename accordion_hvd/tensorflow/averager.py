@@ -23,7 +23,7 @@ from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
-from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
 from accordion_hvd.tensorflow.variables import describe, key_of
@@ -33,7 +33,7 @@ Rate = Callable[[], Any]
 Weights = Sequence[Any]
 
 
-class Averager(GradientAverager[TensorFlowExchange]):
+class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     """Average the gradients of variables over the ranks.
 
     There are three paths through an exchange. Eagerly it runs as a function that is traced once for
@@ -156,11 +156,11 @@ class Averager(GradientAverager[TensorFlowExchange]):
             variables: whose gradients they are.
             rate: gives the learning rate, as a float or (in a graph) a tensor.
         """
-        refusals.check_context()
+        validation.check_context()
         if self.idle:
             return list(grads)
         if self._private:
-            refusals.check_private_gradients(self.policy, grads, variables, self.local)
+            validation.check_private_gradients(self.policy, grads, variables, self.local)
         grads = [self._densified(grad) for grad in grads]
         if not self.agreed:
             self._set_up(grads, variables)
@@ -203,7 +203,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
 
     def _weights(self) -> list[Tensor]:
         """Return the variables' values, where some compressor needs them."""
-        if not self.exchange.units.reading:
+        if not self.exchange.bucket_batches.any_needs_weights:
             return []
         values = {key_of(v): v for v in self.variables()}
         return [tf.convert_to_tensor(values[key]) for key in self.keys]
@@ -237,7 +237,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
     @property
     def _lasting(self) -> bool:
         """Return whether a graph is worth its trace: it can be traced, and lasts for a while."""
-        return self._traceable and not drifting(self.exchange.slots)
+        return self._traceable and not drifting(self.exchange.bucket_states)
 
     def _run_directly(self, directly: bool) -> None:
         if isinstance(self.communicator, HorovodCommunicator):
@@ -247,9 +247,9 @@ class Averager(GradientAverager[TensorFlowExchange]):
         """Operation by operation, for conversations that look at values."""
         exchange = self.exchange
         exchange.open(lr)
-        exchange.units.give(grads, weights)
+        exchange.bucket_batches.give(grads, weights)
         if exchange.finish():
-            return exchange.units.means()
+            return exchange.bucket_batches.means()
         return [xp.nans_like(grad) for grad in grads]
 
     def _within(self, grads: Sequence[Tensor], rate: Rate, weights: Weights) -> list[Tensor]:
@@ -277,7 +277,10 @@ class Averager(GradientAverager[TensorFlowExchange]):
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
         function = tf.function(exchange.traced, autograph=False)
         try:
-            rate, weights = tf.TensorSpec((), tf.float32), specs if exchange.units.reading else []
+            rate, weights = (
+                tf.TensorSpec((), tf.float32),
+                specs if exchange.bucket_batches.any_needs_weights else [],
+            )
             self._function = function.get_concrete_function(specs, rate, weights)
         except xp.UntraceableError:
             self._traceable = False
@@ -352,7 +355,7 @@ class Averager(GradientAverager[TensorFlowExchange]):
         asked = [tf.equal(clock, step) for step in guards.EARLY]
         asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
         due = tf.reduce_any(tf.stack(asked))
-        irregular = drifting(self.exchange.slots) or self.policy.observers.any("every_step")
+        irregular = drifting(self.exchange.bucket_states) or self.policy.observers.any("every_step")
         if irregular:  # not step after step due
             due = call_back(lambda step: self.comparison_due(int(step)), [clock], [tf.bool])[0]
 

@@ -14,10 +14,10 @@ from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.model_averager import Averager, Parameters
+from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.graph import call_back, few_threads, when
 from accordion_hvd.tensorflow.variables import describe, key_of, plain
 
@@ -65,7 +65,7 @@ class Passing(Parameters):
         self._values = list(values)
 
 
-class ModelAverager(Averager):
+class TensorFlowModelAverager(ModelAverager):
     """Averages variables after each step, from graphs too (`tf.py_function`).
 
     Args:
@@ -112,14 +112,14 @@ class ModelAverager(Averager):
         """Nothing: ranks do not change, as elastic jobs are refused."""
 
     def load(self, saved: dict[str, Any]) -> None:
-        """See `Averager.load`; graphs that were traced before look at it, too."""
+        """See `ModelAverager.load`; graphs that were traced before look at it, too."""
         super().load(saved)
         if self._begun is not None:
             self._begun.assign(False)
 
     def prepare(self, given: Parameters | None = None) -> None:
-        """See `Averager.prepare`. Raises: RuntimeError when no variables are known."""
-        if not (self.alone or self._ready or self.parameters.tensors()):
+        """See `ModelAverager.prepare`. Raises: RuntimeError when no variables are known."""
+        if not (self.single_rank or self._ready or self.parameters.tensors()):
             raise RuntimeError(
                 "no variables are known yet, so there is nothing to average: build the optimizer "
                 "(optimizer.build(model.trainable_variables)) or take a step before."
@@ -140,14 +140,14 @@ class ModelAverager(Averager):
         assert alternation is not None
         if tf.executing_eagerly():
             self.directly(False)
-            if self.turn():
+            if self.follow_mode():
                 self.level(slots)
-            return alternation.apart
+            return alternation.averaging_models
 
         def turn() -> tuple[bool, bool]:
             self.directly(few_threads())
-            turned = self.turn()
-            return alternation.apart, turned
+            turned = self.follow_mode()
+            return alternation.averaging_models, turned
 
         apart, turned = call_back(turn, [], [tf.bool, tf.bool])
         when(turned, lambda: self._within(slots, self.level))
@@ -155,8 +155,8 @@ class ModelAverager(Averager):
 
     def before(self) -> None:
         """Prepare for a step: the first one must find equal models."""
-        refusals.check_context()
-        if self.alone:
+        validation.check_context()
+        if self.single_rank:
             return
         if tf.executing_eagerly():
             self.directly(False)
@@ -182,7 +182,7 @@ class ModelAverager(Averager):
 
     def after(self, rate: Any) -> None:
         """Average after a step, which was taken at this learning rate."""
-        if self.alone:
+        if self.single_rank:
             return
         if tf.executing_eagerly():
             self.average(float(rate))

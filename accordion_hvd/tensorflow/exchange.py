@@ -12,9 +12,9 @@ import tensorflow as tf
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, Tensor
 from accordion_hvd.core.observer import Observer
+from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.saved import Saved
-from accordion_hvd.engine.slots import Slot
+from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
@@ -79,14 +79,14 @@ class TensorFlowExchange(Exchange):
             with tf.init_scope():
                 self._lost.assign(value)
 
-    def info(self, slot: Slot, step: Any = None) -> Info:
-        """Return the `Info` for a slot's algorithm; within a graph the clock is a tensor."""
-        return super().info(slot, self._now if step is None else step)
+    def info(self, entry: BucketState, step: Any = None) -> Info:
+        """Return the `Info` for a entry's algorithm; within a graph the clock is a tensor."""
+        return super().info(entry, self._now if step is None else step)
 
     @property
     def switching(self) -> bool:
         """Return whether the Python side changes during training: levels, phases."""
-        compressors = [level for slot in self.slots for level in slot.levels]
+        compressors = [level for entry in self.bucket_states for level in entry.levels]
         phases = any(compressor.phases for compressor in compressors)
         decides = type(self.policy).due is not Policy.due
         others = any(type(x).due is not Observer.due for x in self.policy.observers)
@@ -99,9 +99,12 @@ class TensorFlowExchange(Exchange):
             if self._clock is None:
                 self._clock = tf.Variable(self._steps, trainable=False, dtype=tf.int64)
                 self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
-            for index in range(len(self.slots)):
+            for index in range(len(self.bucket_states)):
                 self._settle(index)
-            now = [(s.level, self.phase(s), sorted(s.kept), s.carried is None) for s in self.slots]
+            now = [
+                (s.level, self.phase(s), sorted(s.evidence), s.carried is None)
+                for s in self.bucket_states
+            ]
             outline = [self.policy.observers.weight, *now]
             if outline != self._outline:
                 self.version += 1
@@ -129,23 +132,29 @@ class TensorFlowExchange(Exchange):
         self.decide(lr)
         self.prepare_trace()
 
-    def load_slot(self, slot: Slot, saved: Saved, made: Info | None = None) -> None:
-        """Put a slot back as it was, in the variables that graphs know."""
-        super().load_slot(slot, saved, made)
+    def load_bucket_state(
+        self, entry: BucketState, saved: SavedState, made: Info | None = None
+    ) -> None:
+        """Put a entry back as it was, in the variables that graphs know."""
+        super().load_bucket_state(entry, saved, made)
         if self._clock is not None:
             self.prepare_trace()
 
     def _settle(self, index: int) -> None:
-        slot = self.slots[index]
-        slot.prepare(self.info(slot))
-        slot.kept = {x.key: x.zeros(slot) for x in self.evidence.wanted(slot)} | slot.kept
-        assert slot.state is not None
-        for key in [k for k in self._held if k[0] == index and k[1] not in (slot.level, None)]:
+        entry = self.bucket_states[index]
+        entry.prepare(self.info(entry))
+        entry.evidence = {
+            x.key: x.zeros(entry) for x in self.evidence.wanted(entry)
+        } | entry.evidence
+        assert entry.state is not None
+        for key in [k for k in self._held if k[0] == index and k[1] not in (entry.level, None)]:
             del self._held[key]  # another level's: what it still needs is inactive
-        held = {k: self._hold((index, slot.level, k), value) for k, value in slot.state.items()}
-        slot.state = held
-        slot.kept = {k: self._hold((index, None, k), value) for k, value in slot.kept.items()}
-        slot.carried = self._hold((index, None, "carried"), slot.carried)
+        held = {k: self._hold((index, entry.level, k), value) for k, value in entry.state.items()}
+        entry.state = held
+        entry.evidence = {
+            k: self._hold((index, None, k), value) for k, value in entry.evidence.items()
+        }
+        entry.carried = self._hold((index, None, "carried"), entry.carried)
 
     def _hold(self, key: Any, value: Any) -> tf.Variable | None:
         known = self._held.get(key)
@@ -164,20 +173,22 @@ class TensorFlowExchange(Exchange):
     ) -> list[Tensor]:
         """Run one exchange in a graph, after `prepare_trace`; return the means by tensor."""
         assert self._clock is not None and self._lost is not None
-        kept = [(slot.state or {}, slot.kept, slot.carried) for slot in self.slots]
+        kept = [(entry.state or {}, entry.evidence, entry.carried) for entry in self.bucket_states]
         self._now = self._clock.read_value()
         with tf.control_dependencies([self._now]):  # after the step before
             grads = [tf.identity(grad) for grad in grads]
         try:
-            for slot in self.slots:
-                slot.state = {key: tf.identity(value) for key, value in (slot.state or {}).items()}
-                slot.kept = {key: tf.identity(value) for key, value in slot.kept.items()}
-                slot.carried = None if slot.carried is None else tf.identity(slot.carried)
+            for entry in self.bucket_states:
+                entry.state = {
+                    key: tf.identity(value) for key, value in (entry.state or {}).items()
+                }
+                entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
+                entry.carried = None if entry.carried is None else tf.identity(entry.carried)
             bad = self._trace_step(grads, lr, weights)
-            means = self.units.means()
+            means = self.bucket_batches.means()
             with tf.control_dependencies(means):  # what does not decode changes nothing
-                for slot, known in zip(self.slots, kept, strict=True):
-                    _store(slot, *known, bad)
+                for entry, known in zip(self.bucket_states, kept, strict=True):
+                    _store(entry, *known, bad)
             with tf.control_dependencies(means):  # before the step that follows
                 self._clock.assign(self._now + 1)
                 if bad is not False:
@@ -186,12 +197,12 @@ class TensorFlowExchange(Exchange):
         finally:
             self._now = None
             self.abort()
-            for slot, (state, evidence, carried) in zip(self.slots, kept, strict=True):
-                slot.state, slot.kept, slot.carried = state, evidence, carried
+            for entry, (state, evidence, carried) in zip(self.bucket_states, kept, strict=True):
+                entry.state, entry.evidence, entry.carried = state, evidence, carried
 
     def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Any:
         step = self.open(self.rates(lr))
-        self.units.give(grads, weights)
+        self.bucket_batches.give(grads, weights)
         while not self.advance():
             pass
         self.close()
@@ -226,13 +237,13 @@ class TensorFlowExchange(Exchange):
         return super().stats()
 
 
-def _store(slot: Slot, state: Any, kept: Any, carried: Any, bad: Any) -> None:
-    assert slot.state is not None
+def _store(entry: BucketState, state: Any, kept: Any, carried: Any, bad: Any) -> None:
+    assert entry.state is not None
     for key, variable in state.items():
-        variable.assign(slot.state[key])
+        variable.assign(entry.state[key])
     for key, variable in kept.items():
-        new = slot.kept[key]
-        variable.assign(new if bad is False else xp.either(bad, variable, new))
+        new = entry.evidence[key]
+        variable.assign(new if bad is False else xp.where(bad, variable, new))
     if carried is not None:
         nothing = tf.zeros_like(carried)
-        carried.assign(nothing if bad is False else xp.either(bad, carried, nothing))
+        carried.assign(nothing if bad is False else xp.where(bad, carried, nothing))

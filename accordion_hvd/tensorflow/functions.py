@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator, hvd
-from accordion_hvd.core.base import Broadcast, Conversation
+from accordion_hvd.core.base import Broadcast, ExchangeGenerator
 from accordion_hvd.tensorflow.variables import plain
 
 _CHUNK = 64 << 20  # bytes that travel together
@@ -62,7 +62,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     return hvd.broadcast_global_variables(root_rank)
 
 
-def _broadcast(tensors: list[Any], root: int) -> Conversation:
+def _broadcast(tensors: list[Any], root: int) -> ExchangeGenerator:
     values = yield tuple(Broadcast(tensor, root=root) for tensor in tensors)
     return values  # type: ignore[return-value]
 

@@ -14,8 +14,8 @@ from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import default_guard, resolve
-from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.averager import Averager
+from accordion_hvd.tensorflow import validation
+from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.variables import key_of
 from accordion_hvd.validate import check_adasum, check_arguments, validate
 
@@ -169,7 +169,9 @@ class _DistributedTape:
         return local, [(s, g) for s, g in pairs if key_of(s) not in self._local]
 
 
-_averagers: dict[tuple[Any, ...], Averager] = {}  # by compression, settings, variables
+_averagers: dict[
+    tuple[Any, ...], TensorFlowGradientAverager
+] = {}  # by compression, settings, variables
 
 
 def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
@@ -184,18 +186,20 @@ def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
     raise RuntimeError("nothing has been exchanged yet, so there is nothing to tell.")
 
 
-def _averager(variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]) -> Averager:
+def _averager(
+    variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]
+) -> TensorFlowGradientAverager:
     compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = wanted
     ids = tuple(map(key_of, variables))
     settings = (process_set.process_set_id, *wanted[2:], frozenset(local))
     key = (compression, settings, ids)
     if key not in _averagers:
-        use = refusals.use_of(None, process_set, op == hvd.Sum, skip, 1)
+        use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
         serving = resolve(compression)
         validate(serving, replace(use, owner="DistributedGradientTape", takes_steps=False))
         assert isinstance(serving, Policy)
         references = [weakref.ref(variable) for variable in variables]
-        averager = Averager(
+        averager = TensorFlowGradientAverager(
             serving,
             process_set,
             lambda: [variable for reference in references if (variable := reference()) is not None],

@@ -29,7 +29,7 @@ from accordion_hvd.comm.local import connect
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.model_averager import Averager, Parameters
+from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies.alternation import Alternation
 
@@ -52,7 +52,9 @@ def wrap(
             were set up differently.
     """
     base = type(optimizer)
-    methods = {k: v for k, v in vars(_Averaged).items() if k not in ("__dict__", "__weakref__")}
+    methods = {
+        k: v for k, v in vars(_ModelAveraging).items() if k not in ("__dict__", "__weakref__")
+    }
     methods |= {"__module__": "horovod.torch.optimizer", "_base": base}
     kind: Any = type(base.__name__, (base,), methods)
     wrapped = kind.__new__(kind)
@@ -70,10 +72,12 @@ def averager(
     process_set: Any,
     guard: Guard,
     alternation: Alternation | None = None,
-) -> Averager:
+) -> ModelAverager:
     """Return the averager of these parameters, known to checkpoints; raises as `wrap` does."""
     link = connect(process_set, HorovodCommunicator, xp)
-    made = Averager(method, parameters(named), link, guard, process_set.process_set_id, alternation)
+    made = ModelAverager(
+        method, parameters(named), link, guard, process_set.process_set_id, alternation
+    )
     made.set_up()
     checkpoint.register(made)
     return made
@@ -84,7 +88,7 @@ def parameters(named: Named) -> Parameters:
     return _Tensors(named)
 
 
-class _Averaged:
+class _ModelAveraging:
     _base: Any
     _step_supports_amp_scaling = True  # a rank with infinite gradients must average as well
 
@@ -136,12 +140,12 @@ class _Averaged:
         self._averager.close()
 
     @property
-    def averaging(self: Any) -> Averager:
+    def averaging(self: Any) -> ModelAverager:
         """Return the averager: `stats()`, `state` and `load`."""
         return self._averager
 
     @property
-    def exchange_owner(self: Any) -> Averager:
+    def exchange_owner(self: Any) -> ModelAverager:
         """Return the object that `save_state(only=[optimizer])` saves."""
         return self._averager
 

@@ -20,7 +20,7 @@ from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.resolve import default_guard, resolve
-from accordion_hvd.torch import averaging, refusals
+from accordion_hvd.torch import averaging, validation
 from accordion_hvd.torch.reducer import Reducer
 from accordion_hvd.validate import check_adasum, check_arguments, check_passes, validate
 
@@ -82,7 +82,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """
     check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     check_passes(backward_passes_per_step)
-    refusals.check_groups(groups)
+    validation.check_groups(groups)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
@@ -95,11 +95,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )  # fmt: skip
     if hasattr(optimizer, "exchange_owner"):
         raise ValueError(f"{type(optimizer).__name__} is distributed already; wrap nothing twice.")
-    names = refusals.check_names(optimizer.param_groups, named_parameters)
-    refusals.check_parameters(names)
+    names = validation.check_names(optimizer.param_groups, named_parameters)
+    validation.check_parameters(names)
     serving, passes = resolve(compression), backward_passes_per_step
-    validate(serving, refusals.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
-    refusals.check_optimizer(serving, optimizer, grad_scaler is not None)
+    validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    validation.check_optimizer(serving, optimizer, grad_scaler is not None)
     if isinstance(serving, Averaging):
         return averaging.wrap(optimizer, names, serving, process_set, Guard(guard, guard_every))
     options = {
@@ -208,7 +208,7 @@ class _Distributed(Controls):
         """
         if self._averager.finished or not self.full:
             return
-        if self.apart:
+        if self.averaging_models:
             self._averager.keep()
         else:
             self._averager.finish()
@@ -281,7 +281,7 @@ class _Distributed(Controls):
         fresh = [
             (f"group.{index}.{i}", p) for i, p in enumerate(self.param_groups[index]["params"])
         ]
-        refusals.check_parameters(fresh)
+        validation.check_parameters(fresh)
         self._names += fresh
         self._averager.watch(fresh)
 
@@ -332,13 +332,13 @@ class _Distributed(Controls):
     def _before_models(self: Any) -> None:
         if self._models is None:
             return
-        if self._models.turn():
+        if self._models.follow_mode():
             self._models.level(averaging.parameters(self._slots()))
-        if self.apart:
+        if self.averaging_models:
             self._models.prepare()
 
     def _average_models(self: Any) -> None:
-        if self._models is None or not self.apart:
+        if self._models is None or not self.averaging_models:
             return
         lr = float(self.param_groups[0]["lr"]) * self._observers.weight
         self._models.average(lr)

@@ -21,13 +21,13 @@ import torch
 
 from accordion_hvd import check, optimizers
 from accordion_hvd.comm.horovod.torch import hvd
-from accordion_hvd.core.base import Allreduce, Conversation
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.optimizers import Rule
+from accordion_hvd.optimizers import UpdateRule
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
-from accordion_hvd.torch import refusals
+from accordion_hvd.torch import validation
 from accordion_hvd.torch.optimizer import _Distributed
 from accordion_hvd.torch.reducer import Reducer
 
@@ -63,7 +63,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         TypeError: an argument that it does not have.
     """
 
-    _rule: ClassVar[type[Rule]]
+    _rule: ClassVar[type[UpdateRule]]
     _base: Any = torch.optim.Optimizer
     _step_supports_amp_scaling = True  # all ranks skip alike, which a GradScaler cannot see to
 
@@ -101,10 +101,10 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
-        } | {name: getattr(self.rule, name) for name in self.rule.GROUP}  # fmt: skip
+        } | {name: getattr(self.rule, name) for name in self.rule.group_settings}  # fmt: skip
         torch.optim.Optimizer.__init__(self, params, defaults)
-        names = refusals.check_names(self.param_groups, named_parameters or self._own_names())
-        refusals.check_parameters(names)
+        names = validation.check_names(self.param_groups, named_parameters or self._own_names())
+        validation.check_parameters(names)
         self._set_up(names, options)
 
     def _own_names(self) -> list[tuple[str, torch.Tensor]] | None:
@@ -116,7 +116,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def _make_averager(self) -> Reducer:
         chosen = self._options
         mine: Any = weakref.ref(self)
-        settings = (*self.rule.GROUP, "weight_decay", "decoupled_weight_decay")
+        settings = (*self.rule.group_settings, "weight_decay", "decoupled_weight_decay")
         return Reducer(
             self._names, chosen["policy"], chosen["process_set"], lambda: mine().param_groups,
             sparse_as_dense=True, skip=chosen["skip"], guard=chosen["guard"], settings=settings,
@@ -161,8 +161,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         if self._max_norm is not None:
             self._clip(self._max_norm)
 
-    def _serving(self, parameter: torch.Tensor) -> Rule:
-        return cast(Rule, self._averager.serving(parameter))
+    def _serving(self, parameter: torch.Tensor) -> UpdateRule:
+        return cast(UpdateRule, self._averager.serving(parameter))
 
     def _clip(self, limit: float) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
@@ -184,7 +184,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             lr, decay = float(group["lr"]), group["weight_decay"]
             decoupled, moved = bool(decay and group["decoupled_weight_decay"]), []
             for p, rule in ((p, self._serving(p)) for p in chosen):
-                if rule.ASSIGNS:
+                if rule.returns_weights:
                     p.copy_(p.grad)
                     continue
                 moved.append(p)
@@ -212,7 +212,9 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         """
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        dataclasses.replace(cast(Any, self.rule), **{name: group[name] for name in self.rule.GROUP})
+        dataclasses.replace(
+            cast(Any, self.rule), **{name: group[name] for name in self.rule.group_settings}
+        )
         for name in ("lr", "weight_decay"):
             check.at_least(self, name, float(group[name]), least=0)
         if "_averager" not in vars(self):
@@ -221,7 +223,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         numbered = [f"group.{index}.{i}" for i in range(len(group["params"]))]
         names = group.get("param_names", numbered)
         fresh = list(zip(names, group["params"], strict=True))
-        refusals.check_parameters(fresh)
+        validation.check_parameters(fresh)
         self._names += fresh
         self._averager.watch(fresh)
 
@@ -273,7 +275,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         return f"{self._options['policy']!r}: {torch.optim.Optimizer.__repr__(self)}"
 
 
-def _mean(tensor: torch.Tensor) -> Conversation:
+def _mean(tensor: torch.Tensor) -> ExchangeGenerator:
     result = yield Allreduce(tensor)
     return result  # type: ignore[return-value]
 

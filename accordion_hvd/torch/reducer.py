@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 from accordion_hvd.comm.local import connect
-from accordion_hvd.core.base import Allgather, Conversation
+from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
@@ -89,7 +89,7 @@ class Reducer(GradientAverager[Exchange]):
         self.scaler, self.groups, self.passes = scaler, groups, passes
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # those that need a gradient
-        self._ready: Counter[int] = Counter()  # by unit: members that are ready
+        self._ready: Counter[int] = Counter()  # by batch: members that are ready
         super().__init__(
             policy, process_set, total=total, sparse_as_dense=sparse_as_dense, skip=skip,
             guard=guard, with_settings=settings is not None,
@@ -129,7 +129,7 @@ class Reducer(GradientAverager[Exchange]):
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
         """Return an exchange whose buffers serve again at each step."""
         made = Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
-        made.units.keep_buffers = True
+        made.bucket_batches.keep_buffers = True
         return made
 
     def tensors(self) -> dict[Any, TensorInfo]:
@@ -247,11 +247,11 @@ class Reducer(GradientAverager[Exchange]):
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
         told = self.settings is not None or self.policy.observers.any("decides_ahead")
-        slots = [slot for slot in self.exchange.slots if slot.bucket.compress or told]
-        return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in slots}
+        entries = [entry for entry in self.exchange.bucket_states if entry.bucket.compress or told]
+        return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in entries}
 
     def _count(self, watched: Watched) -> None:
-        """Count one more ready member of its unit; start the unit with its last."""
+        """Count one more ready member of its batch; start the batch with its last."""
         number = self.number.get(watched.parameter)
         if number is None or per_sample(self.policy):
             return  # sparse gradients, and those of single contributors, come in their own time
@@ -261,33 +261,35 @@ class Reducer(GradientAverager[Exchange]):
                 if watched.delay > 0 or self.policy.observers.any("withholds"):
                     return  # more batches are to come, or nothing is exchanged
             self._begin()
-        plan = self.exchange.units.plan
-        unit = plan.unit_of[number]
-        self._ready[unit] += 1
-        if self._ready[unit] == len(plan.units[unit].members):
-            self._start(unit)
+        plan = self.exchange.bucket_batches.plan
+        batch = plan.batch_of[number]
+        self._ready[batch] += 1
+        if self._ready[batch] == len(plan.batches[batch].members):
+            self._start(batch)
 
     def _start_missing(self) -> None:
         running = self.exchange.running
         assert running is not None
-        for unit in range(len(self.exchange.units.plan.units)):
-            if not running.started(unit):
-                self._start(unit)
+        for batch in range(len(self.exchange.bucket_batches.plan.batches)):
+            if not running.started(batch):
+                self._start(batch)
 
-    def _start(self, unit: int) -> None:
-        parameters = [self.keys[m] for m in self.exchange.units.plan.units[unit].members]
+    def _start(self, batch: int) -> None:
+        parameters = [
+            self.keys[m] for m in self.exchange.bucket_batches.plan.batches[batch].members
+        ]
         given = _samples if per_sample(self.policy) else self._gradients
-        grad = self.exchange.units.pack(unit, given(parameters))
+        grad = self.exchange.bucket_batches.pack(batch, given(parameters))
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
             if self.batches > 1:
                 grad = grad.div_(self.batches)
             weights = None
-            if self.exchange.units.reads(unit):
+            if self.exchange.bucket_batches.needs_weights(batch):
                 detached = [parameter.detach() for parameter in parameters]
-                weights = self.exchange.units.pack_weights(unit, detached)
-            self.exchange.start(unit, grad, weights)
+                weights = self.exchange.bucket_batches.pack_weights(batch, detached)
+            self.exchange.start(batch, grad, weights)
 
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self._gradient(parameter) for parameter in parameters]
@@ -309,16 +311,16 @@ class Reducer(GradientAverager[Exchange]):
         factor: Any = self.communicator.size if self.total else 1
         if self.scaler is not None:
             factor = factor * self._scale()
-        for index, unit in enumerate(self.exchange.units.plan.units):
-            parameters = [self.keys[m] for m in unit.members]
+        for index, batch in enumerate(self.exchange.bucket_batches.plan.batches):
+            parameters = [self.keys[m] for m in batch.members]
             if not finite:
                 for parameter in parameters:
                     _put(parameter, torch.full_like(parameter, float("nan")), own=True)
                 continue
-            means = self.exchange.units.unpack(index)
+            means = self.exchange.bucket_batches.unpack(index)
             if self.total or self.scaler is not None:
                 means = [mean.mul_(factor) for mean in means]
-            own = not self.exchange.units.shares(index)
+            own = not self.exchange.bucket_batches.shares(index)
             if own or not _put_together(parameters, means):
                 for parameter, mean in zip(parameters, means, strict=True):
                     _put(parameter, mean, own)
@@ -424,7 +426,7 @@ def _put_together(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> 
     return True
 
 
-def _gather_sparse(grads: list[torch.Tensor]) -> Conversation:
+def _gather_sparse(grads: list[torch.Tensor]) -> ExchangeGenerator:
     indices = [Allgather(g.indices().t().contiguous(), uneven=True) for g in grads]
     values = [Allgather(g.values(), uneven=True) for g in grads]
     parts = yield tuple(indices + values)

@@ -1,6 +1,6 @@
 """Measured: what accuracy methods keep that average models, beside averages of gradients.
 
-Real ranks train small networks with momentum for equal epochs; all ways have the same images,
+Real ranks train small networks with momentum for equal epochs; all methods have the same images,
 order, learning rates and seeds. Momentum stays local. Before evaluation models are averaged, and so
 are the statistics of batch normalisation.
 """
@@ -36,7 +36,7 @@ TASKS = {
 GRADIENTS = "gradients averaged"
 
 
-def ways(group_size: int, period: int) -> dict[str, Any]:
+def methods(group_size: int, period: int) -> dict[str, Any]:
     """Name to method; of WAGMA that waits for nobody with half the period, too."""
     often = max(period // 2, 1)
     return {
@@ -49,16 +49,16 @@ def ways(group_size: int, period: int) -> dict[str, Any]:
 
 
 def measure(chosen: Any) -> Iterator[dict[str, Any]]:
-    """A row for each training: task, way, seed, test accuracy; on every rank."""
+    """A row for each training: task, method, seed, test accuracy; on every rank."""
     hvd.init()
     torch.set_num_threads(1)
     for seed in chosen.seeds:
         for task in chosen.tasks:
             settings = replace(TASKS[task], epochs=chosen.epochs or TASKS[task].epochs)
             data = load(settings.data, settings.limit, seed=0)
-            for way, method in ways(chosen.group_size, chosen.period).items():
+            for name, method in methods(chosen.group_size, chosen.period).items():
                 right = _train(settings, data, method, seed)
-                yield {"task": task, "way": way, "seed": seed, "accuracy": right}
+                yield {"task": task, "method": name, "seed": seed, "accuracy": right}
 
 
 def _train(settings: Settings, data: Any, method: Any, seed: int) -> float:
@@ -106,15 +106,17 @@ def _accuracy(model: torch.nn.Module, shard: Shard) -> float:
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Head and rows: means over seeds, and differences seed by seed to averaged gradients."""
     lines = [["task", "average", "test accuracy", "points against gradients", "seeds"]]
-    for task, way in dict.fromkeys((row["task"], row["way"]) for row in rows):
-        found = _of(rows, task, way)
+    for task, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
+        found = _of(rows, task, method)
         base = _of(rows, task, GRADIENTS)
         apart = [100 * (found[seed] - base[seed]) for seed in found if seed in base]
-        cells = [task, way, f"{100 * statistics.mean(found.values()):.2f} %"]
-        told = "" if way == GRADIENTS else spread(apart, "{:+.2f}".format, statistics.mean, " to ")
+        cells = [task, method, f"{100 * statistics.mean(found.values()):.2f} %"]
+        told = (
+            "" if method == GRADIENTS else spread(apart, "{:+.2f}".format, statistics.mean, " to ")
+        )
         lines.append([*cells, told, str(len(found))])
     return lines
 
 
-def _of(rows: Sequence[dict[str, Any]], task: str, way: str) -> dict[int, float]:
-    return {r["seed"]: r["accuracy"] for r in rows if (r["task"], r["way"]) == (task, way)}
+def _of(rows: Sequence[dict[str, Any]], task: str, method: str) -> dict[int, float]:
+    return {r["seed"]: r["accuracy"] for r in rows if (r["task"], r["method"]) == (task, method)}

@@ -20,7 +20,7 @@ import numpy as np
 from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.base import Info, Neighbours
-from accordion_hvd.core.conversations import Talk, translated
+from accordion_hvd.core.composition import RequestGenerator, intercept
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 from examples.data import load
@@ -155,15 +155,15 @@ def run(
     return curve
 
 
-def _counted(conversation: Talk, sent: list[int]) -> Talk:
+def _counted(conversation: RequestGenerator, sent: list[int]) -> RequestGenerator:
     """The same conversation; adds the bytes of each message to a neighbour to `sent`."""
 
-    def serve(asked: Any) -> Talk:
+    def serve(asked: Any) -> RequestGenerator:
         if isinstance(asked, Neighbours):
             sent.append(asked.tensor.nbytes)
         return (yield asked)
 
-    return translated(conversation, serve)
+    return intercept(conversation, serve)
 
 
 METHODS: dict[str, Averaging] = {

@@ -19,7 +19,7 @@ import numpy as np
 from accordion_hvd import WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.engine.halving import factors
+from accordion_hvd.engine.reduce_scatter import factors
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding
 from accordion_hvd.simulation.virtual_time import Link, Stragglers, train
 from benchmarks.report import digits, spread
@@ -27,7 +27,7 @@ from examples.report import tabulate
 
 Array = np.ndarray
 ALL, LOCAL, WAITING, AVOIDING = "all", "local", "groups that wait", "groups that do not"
-WAYS = (ALL, LOCAL, WAITING, AVOIDING)
+METHODS = (ALL, LOCAL, WAITING, AVOIDING)
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Table:
         return self.seconds
 
 
-def expected(way: str, chosen: Any, times: Array, link: Link, size: float) -> float:
+def expected(name: str, chosen: Any, times: Array, link: Link, size: float) -> float:
     """Steps a second in virtual time, after the steps that `timed` does not count."""
     method: Averaging = WAGMA(chosen.group_size, chosen.period)
-    if way in (ALL, LOCAL):
-        method = LocalSGD(1 if way == ALL else chosen.period)
-    warm, ranks, avoiding = 2 * chosen.period, times.shape[1], way == AVOIDING
+    if name in (ALL, LOCAL):
+        method = LocalSGD(1 if name == ALL else chosen.period)
+    warm, ranks, avoiding = 2 * chosen.period, times.shape[1], name == AVOIDING
     seconds = []
     for table in (times[:warm], np.concatenate([times[:warm], times])):
         run = train(
@@ -81,12 +81,12 @@ class Waiting:
             comm.Free()
 
 
-def averager(way: str, comm: Any, model: Array, group_size: int, period: int) -> Any:
-    """What averages models in a way."""
-    size = {LOCAL: 1, AVOIDING: group_size}.get(way, 1)
-    if way == WAITING:
+def averager(method: str, comm: Any, model: Array, group_size: int, period: int) -> Any:
+    """Return the object that averages models by a method."""
+    size = {LOCAL: 1, AVOIDING: group_size}.get(method, 1)
+    if method == WAITING:
         return Waiting(comm, Groups(comm.Get_size(), group_size), period)
-    steps = 1 if way == ALL else period
+    steps = 1 if method == ALL else period
     return WaitAvoiding([model], group_size=size, period=steps, comm=comm, timeout=120)
 
 
@@ -133,31 +133,37 @@ def link(comm: Any, size: int, group_size: int) -> Link:
 
 
 def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
-    """A row for each size and way, medians of `chosen.repetitions`; on every rank."""
+    """A row for each size and method, medians of `chosen.repetitions`; on every rank."""
     rows, ranks = [], comm.Get_size()
     times = Stragglers(chosen.compute, chosen.delay).draw(ranks, chosen.steps, 0)
     for size in chosen.sizes:
         known = link(comm, size, chosen.group_size)
-        rates: dict[str, list[float]] = {way: [] for way in WAYS}
-        busy: dict[str, list[float]] = {way: [] for way in WAYS}
+        rates: dict[str, list[float]] = {method: [] for method in METHODS}
+        busy: dict[str, list[float]] = {method: [] for method in METHODS}
         late: list[float] = []
-        for way in WAYS * chosen.repetitions:
+        for method in METHODS * chosen.repetitions:
             model = np.zeros(size, np.float32)
-            averaging = averager(way, comm, model, chosen.group_size, chosen.period)
+            averaging = averager(method, comm, model, chosen.group_size, chosen.period)
             rate, used = timed(comm, averaging, model, times, 2 * chosen.period)
-            rates[way].append(rate)
-            busy[way].append(used)
+            rates[method].append(rate)
+            busy[method].append(used)
             averaging.close()
-            if way == AVOIDING:
+            if method == AVOIDING:
                 late.append(comm.allreduce(averaging.late / averaging.steps) / ranks)
-        for way, found in rates.items():
+        for method, found in rates.items():
             best, predicted = (
-                expected(way, chosen, times, one, 4.0 * size)
+                expected(method, chosen, times, one, 4.0 * size)
                 for one in (Link(0.0, float("inf")), known)
             )
-            row = {"size": size, "way": way, "rates": found, "best": best, "predicted": predicted}
-            row |= {"busy": statistics.median(busy[way])}
-            rows.append(row | {"late": statistics.median(late) if way == AVOIDING else 0.0})
+            row = {
+                "size": size,
+                "method": method,
+                "rates": found,
+                "best": best,
+                "predicted": predicted,
+            }
+            row |= {"busy": statistics.median(busy[method])}
+            rows.append(row | {"late": statistics.median(late) if method == AVOIDING else 0.0})
     return rows
 
 
@@ -185,7 +191,7 @@ def _share_of_a_core(comm: Any, seconds: float) -> float:
 
 COLUMNS = {
     "parameters": "{size:,}",
-    "average": "{way}",
+    "average": "{method}",
     "steps/s": "{rates}",
     "at best": "{best:.2f}",
     "of it": "{reached:.0f} %",

@@ -1,5 +1,5 @@
 """The compressors in usual settings: bytes sent, time and memory needed, accuracy kept.
 
-`shelf` lists them, `volumes` writes docs/compressors.md, `kernels` docs/kernels.md and `training`
-docs/shelf.md.
+`catalog` lists them, `bytes_sent` writes docs/compressors.md, `kernels` docs/kernels.md and
+`training` docs/compressor-accuracy.md.
 """

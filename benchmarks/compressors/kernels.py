@@ -24,11 +24,11 @@ import numpy as np
 
 from accordion_hvd.comm import reference
 from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
-from accordion_hvd.core.places import consecutive
+from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import backend
 from accordion_hvd.resolve import parse
-from benchmarks.compressors.shelf import SHELF
+from benchmarks.compressors.catalog import CATALOG
 from benchmarks.report import render, write_page
 from examples.report import as_markdown, as_text
 
@@ -79,7 +79,7 @@ class Bench:
         """
         machines = consecutive(RANKS, 2) if compressor.topology_aware else ()
         spec = self.xp.spec(self.xp.asarray(self.values))
-        state = compressor.init(spec, Info(size=RANKS, name="w", machines=machines))
+        state = compressor.init(spec, Info(size=RANKS, name="w", hosts=machines))
         kept = sum(_bytes(self.xp, x) for x in state.values()) / self.values.nbytes
         copies, encodes, decodes, peak = [], [], [], math.nan
         for step in range(self.rounds + 2):
@@ -246,12 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", help="page to write, such as docs/kernels.md")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    shelf = [parse(word) for word in options.only or ()] or [row.compressor for row in SHELF]
+    chosen = [parse(word) for word in options.only or ()] or [row.compressor for row in CATALOG]
     usual = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     found: dict[str, dict[str, Cost]] = {}
     for framework in options.frameworks or usual:
         bench = Bench(framework, options.side, options.rounds)
-        found[framework] = {repr(one): bench.measure(one) for one in shelf}
+        found[framework] = {repr(one): bench.measure(one) for one in chosen}
     rows = table(found)
     print(as_text(rows))
     if options.output:

@@ -1,7 +1,7 @@
-"""docs/shelf.md: what accuracy each compressor of the shelf keeps (`make bench-shelf`).
+"""docs/compressor-accuracy.md: what accuracy each compressor keeps (`make bench-compressors`).
 
 Small networks are trained by several ranks in one process (`simulate`): the same images, learning
-rates and seeds for all ways, so that what differs is the compression alone.
+rates and seeds for all methods, so that what differs is the compression alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EpochTask(Task):
         epochs: passes over them.
         lr: the highest learning rate.
         seeds: of weights and order; accuracies are means over them.
-        ways: beginnings of the words of those that are tried; empty: all.
+        methods: beginnings of the words of those that are tried; empty: all.
     """
 
     data: str
@@ -55,11 +55,11 @@ class EpochTask(Task):
     epochs: int
     lr: float
     seeds: tuple[int, ...]
-    ways: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
 
-    def chosen(self) -> list[Way]:
+    def chosen(self) -> list[Method]:
         """What is tried."""
-        return [way for way in WAYS if way.word.startswith(self.ways or ("",))]
+        return [method for method in METHODS if method.word.startswith(self.methods or ("",))]
 
 
 LONG = ("Dense", "PowerSGD(1", "TopK", "RandomK", "StepSchedule", "AdaComp", "LGC", "Sketched",
@@ -78,21 +78,21 @@ CIFAR10 = EpochTask(
     seeds=(1, 2, 3),
 )  # fmt: skip
 LONGER = dataclasses.replace(
-    CIFAR10, title="CIFAR-10, for longer", epochs=20, seeds=(1,), ways=LONG
+    CIFAR10, title="CIFAR-10, for longer", epochs=20, seeds=(1,), methods=LONG
 )
 TASKS = {
     "digits": DIGITS,
     "cifar10": CIFAR10,
     "cifar10-long": LONGER,
     "cifar10-large": dataclasses.replace(
-        LONGER, title="CIFAR-10, larger batches", batch=64, ways=LARGE
+        LONGER, title="CIFAR-10, larger batches", batch=64, methods=LARGE
     ),
 }
 """By name."""
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """How gradients travel.
 
     Attributes:
@@ -110,42 +110,42 @@ class Way:
         return as_policy(parse(Template(self.word).substitute(names)))
 
 
-PLAIN = Way("Dense()")
+PLAIN = Method("Dense()")
 
-WAYS = (
+METHODS = (
     PLAIN,
-    Way("FP16()"),
-    Way("BF16()"),
-    Way("PowerSGD(4)"),
-    Way("PowerSGD(1)"),
-    Way("TopK(0.01)"),
-    Way("STC(0.05)"),
-    Way("RandomK(0.1)", 0.5),
-    Way("Threshold(0.03)"),
-    Way("StepSchedule({0: Dense(), $tenth: ScaleCom(0.02)}, window=1)"),
-    Way("AdaComp(50)"),
-    Way("DGC(0.01, warmup=$tenth)"),
-    Way("LGC(0.02, dense=$tenth, training=$third)"),
-    Way("LGC(0.02, 'server', dense=$tenth, training=$third, innovation=0.002)"),
-    Way("SketchedSGD(0.01, 3, 5)"),
-    Way("QSGD(4)"),
-    Way("TernGrad()"),
-    Way("Natural()"),
-    Way("Int8()"),
-    Way("SignSGD()", 0.03),  # each step is as long as the learning rate says
-    Way("SignSGD(0.9)", 0.02),
-    Way("EFSignSGD()", 0.5),
-    Way("OneBit()"),
-    Way("EF21(TopK(0.05))"),
-    Way("Diana(QSGD(4))"),
-    Way("ErrorFeedback(Natural())"),
-    Way("Gathered(TopK(0.1))"),
-    Way("Momentum(Natural())"),
-    Way("TwoLevel(PowerSGD(1))"),
-    Way("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
-    Way("AdaQS([PowerSGD(1), PowerSGD(2), PowerSGD(4)], window=$epoch)"),
+    Method("FP16()"),
+    Method("BF16()"),
+    Method("PowerSGD(4)"),
+    Method("PowerSGD(1)"),
+    Method("TopK(0.01)"),
+    Method("STC(0.05)"),
+    Method("RandomK(0.1)", 0.5),
+    Method("Threshold(0.03)"),
+    Method("StepSchedule({0: Dense(), $tenth: ScaleCom(0.02)}, window=1)"),
+    Method("AdaComp(50)"),
+    Method("DGC(0.01, warmup=$tenth)"),
+    Method("LGC(0.02, dense=$tenth, training=$third)"),
+    Method("LGC(0.02, 'server', dense=$tenth, training=$third, innovation=0.002)"),
+    Method("SketchedSGD(0.01, 3, 5)"),
+    Method("QSGD(4)"),
+    Method("TernGrad()"),
+    Method("Natural()"),
+    Method("Int8()"),
+    Method("SignSGD()", 0.03),  # each step is as long as the learning rate says
+    Method("SignSGD(0.9)", 0.02),
+    Method("EFSignSGD()", 0.5),
+    Method("OneBit()"),
+    Method("EF21(TopK(0.05))"),
+    Method("Diana(QSGD(4))"),
+    Method("ErrorFeedback(Natural())"),
+    Method("Gathered(TopK(0.1))"),
+    Method("Momentum(Natural())"),
+    Method("TwoLevel(PowerSGD(1))"),
+    Method("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
+    Method("AdaQS([PowerSGD(1), PowerSGD(2), PowerSGD(4)], window=$epoch)"),
 )
-"""The compressors of `SHELF`, some in the settings that short trainings need; and policies."""
+"""The compressors of `CATALOG`, some in the settings that short trainings need; and policies."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class Outcome:
     seconds: float
 
 
-def train(name: str, data: Dataset, way: Way, seed: int, ranks: int) -> Outcome:
+def train(name: str, data: Dataset, method: Method, seed: int, ranks: int) -> Outcome:
     """One training of a task by ranks in this process."""
     task, began = TASKS[name], time.perf_counter()
     torch.manual_seed(seed)
     shards = [Shard(data, r, ranks, task.batch, seed, "NCHW", task.shift) for r in range(ranks)]
     epoch = len(shards[0])
     steps = epoch * task.epochs
-    policy, model = way.policy(epoch, steps), network(data)
+    policy, model = method.policy(epoch, steps), network(data)
     momentum = 0.0 if policy.output == "update" else MOMENTUM
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=momentum)
     world = simulate(policy, ranks, local_size=2 if ranks % 2 == 0 else 1)
@@ -189,7 +189,7 @@ def train(name: str, data: Dataset, way: Way, seed: int, ranks: int) -> Outcome:
             for shard in shards:
                 shard.shuffle(step // epoch)
             before = _sent(world) if step else before
-        lr = way.rate * task.lr_at(task.lr, step, steps)
+        lr = method.rate * task.lr_at(task.lr, step, steps)
         (mean, *_) = world.step([_slopes(model, *s[step % epoch]) for s in shards], lr=lr)
         if mean is None:
             continue
@@ -202,7 +202,7 @@ def train(name: str, data: Dataset, way: Way, seed: int, ranks: int) -> Outcome:
     settled = (dense - before[0]) / (sent - before[1])
     took = time.perf_counter() - began
     accuracy = _accuracy(model, data)
-    plan = (name, way.word, seed, ranks, task.epochs)
+    plan = (name, method.word, seed, ranks, task.epochs)
     return Outcome(*plan, accuracy, dense / sent, settled, took)
 
 
@@ -247,20 +247,20 @@ def _accuracy(model: nn.Module, data: Dataset) -> float:
 
 # --------------------------------------------------------------------------------------- the page
 def page(outcomes: Sequence[Outcome]) -> str:
-    """docs/shelf.md."""
+    """docs/compressor-accuracy.md."""
     mine = {name: [o for o in outcomes if o.task == name] for name in TASKS}
     parts = [_section(TASKS[name], found) for name, found in mine.items() if found]
-    return report.render("shelf/page", tasks=report.join(parts))
+    return report.render("compressor_accuracy/page", tasks=report.join(parts))
 
 
 def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
     """The table of a task, and what belongs to it."""
     plain = [100 * o.accuracy for o in outcomes if o.word == PLAIN.word]
     apart = f"{max(plain) - min(plain):.1f} points" if len(plain) > 1 else ""
-    ways = {way.word for way in task.chosen()}
-    missing = len(ways - {o.word for o in outcomes})
+    methods = {method.word for method in task.chosen()}
+    missing = len(methods - {o.word for o in outcomes})
     return report.render(
-        "shelf/task",
+        "compressor_accuracy/task",
         title=task.title,
         images="All" if task.images is None else f"{task.images:,}",
         epochs=task.epochs,
@@ -269,7 +269,7 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
         lr=f"{task.lr:g}",
         seeds=sorted({o.seed for o in outcomes}),
         apart=apart and f" Over seeds, uncompressed trainings end within {apart}.",
-        missing=f" {missing} of {len(ways)} ways have not been trained with yet: they have no row."
+        missing=f" {missing} of {len(methods)} methods have not been trained yet and have no row."
         if missing
         else "",
         table=as_markdown(_table(outcomes)),
@@ -279,30 +279,32 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
 def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Head and rows."""
     rows = [["compression", "learning rate x", "test accuracy", "points lost", "ratio", "at last"]]
-    for way in sorted_ways(outcomes):
-        accuracy = f"{_mean(outcomes, way, 'accuracy'):.1%}"
-        ratios = [f"{_mean(outcomes, way, key):.1f}" for key in ("ratio", "settled")]
-        rows.append([f"`{way.word}`", f"{way.rate:g}", accuracy, _lost(outcomes, way), *ratios])
+    for method in sorted_methods(outcomes):
+        accuracy = f"{_mean(outcomes, method, 'accuracy'):.1%}"
+        ratios = [f"{_mean(outcomes, method, key):.1f}" for key in ("ratio", "settled")]
+        rows.append(
+            [f"`{method.word}`", f"{method.rate:g}", accuracy, _lost(outcomes, method), *ratios]
+        )
     return rows
 
 
-def _lost(outcomes: Sequence[Outcome], way: Way) -> str:
+def _lost(outcomes: Sequence[Outcome], method: Method) -> str:
     """Points of accuracy, in the mean and from the best seed to the worst."""
     plain = {o.seed: o.accuracy for o in outcomes if o.word == PLAIN.word}
     lost = [100 * (plain[o.seed] - o.accuracy) for o in outcomes
-            if o.word == way.word and o.seed in plain]  # fmt: skip
+            if o.word == method.word and o.seed in plain]  # fmt: skip
     return report.spread(lost, "{:+.1f}".format, statistics.fmean, " to ")
 
 
-def sorted_ways(outcomes: Sequence[Outcome]) -> list[Way]:
+def sorted_methods(outcomes: Sequence[Outcome]) -> list[Method]:
     """Those that have outcomes: ours in their order, then others."""
     found = {o.word for o in outcomes}
-    ours = [way for way in WAYS if way.word in found]
-    return ours + [Way(word) for word in sorted(found - {way.word for way in ours})]
+    ours = [method for method in METHODS if method.word in found]
+    return ours + [Method(word) for word in sorted(found - {method.word for method in ours})]
 
 
-def _mean(outcomes: Sequence[Outcome], way: Way, key: str) -> float:
-    found = [getattr(o, key) for o in outcomes if o.word == way.word]
+def _mean(outcomes: Sequence[Outcome], method: Method, key: str) -> float:
+    found = [getattr(o, key) for o in outcomes if o.word == method.word]
     return statistics.fmean(found) if found else float("nan")
 
 
@@ -320,29 +322,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(str(error))
         if task.images is not None:
             data = dataclasses.replace(data, train=data.train.chosen(task.images, 0))
-        for way, seed in tqdm(_trainings(name, wanted, kept), desc=name, unit="training"):
-            outcome = train(name, data, way, seed, wanted.ranks)
+        for method, seed in tqdm(_trainings(name, wanted, kept), desc=name, unit="training"):
+            outcome = train(name, data, method, seed, wanted.ranks)
             kept[outcome.task, outcome.word, outcome.seed] = outcome
             write_json(wanted.results, {"outcomes": [asdict(o) for o in kept.values()]})
     report.write_page(wanted.output, page(list(kept.values())))
     print(f"page: {wanted.output}")
 
 
-def _trainings(name: str, wanted: argparse.Namespace, kept: Kept) -> list[tuple[Way, int]]:
+def _trainings(name: str, wanted: argparse.Namespace, kept: Kept) -> list[tuple[Method, int]]:
     """Those that are asked for, seed by seed, but for those that have been."""
     task = TASKS[name]
-    ways = [_way(word) for word in wanted.ways] or task.chosen()
-    pairs = [(way, seed) for seed in wanted.seeds or task.seeds for way in ways]
+    methods = [_method(word) for word in wanted.methods] or task.chosen()
+    pairs = [(method, seed) for seed in wanted.seeds or task.seeds for method in methods]
     if wanted.anew:
         return pairs
     plan = (wanted.ranks, task.epochs)
     done = {(o.word, o.seed) for o in kept.values() if (o.task, o.ranks, o.epochs) == (name, *plan)}
-    return [(way, seed) for way, seed in pairs if (way.word, seed) not in done]
+    return [(method, seed) for method, seed in pairs if (method.word, seed) not in done]
 
 
-def _way(word: str) -> Way:
+def _method(word: str) -> Method:
     """One of ours, or a new one."""
-    return next((way for way in WAYS if way.word == word), Way(word))
+    return next((method for method in METHODS if method.word == word), Method(word))
 
 
 Kept = dict[tuple[str, str, int], Outcome]
@@ -359,17 +361,19 @@ def _kept(path: Path) -> Kept:
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", default=[], metavar="WORD", help="default: the shelf")
+    parser.add_argument(
+        "--methods", nargs="+", default=[], metavar="WORD", help="default: all of the catalog"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--anew", action="store_true", help="train again what has results")
-    parser.add_argument("--results", type=Path, default=Path("runs/shelf.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs/shelf.md"))
+    parser.add_argument("--results", type=Path, default=Path("runs/compressors.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/compressor-accuracy.md"))
     wanted = parser.parse_args(arguments)
     try:
-        check.integer("train_shelf", "--ranks", wanted.ranks, least=2)
-        for way in map(_way, wanted.ways):
-            way.policy(10, 100)
+        check.integer("train_compressors", "--ranks", wanted.ranks, least=2)
+        for method in map(_method, wanted.methods):
+            method.policy(10, 100)
     except (KeyError, TypeError, ValueError) as error:
         parser.error(str(error))
     return wanted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import report
 from examples.graph import report as graph_report
-from examples.graph.report import COMPARED, LINKS, mean, ways
+from examples.graph.report import COMPARED, LINKS, mean, methods
 from examples.report import as_markdown, tabulate
 from examples.results import Row, read_json
 
@@ -48,12 +48,12 @@ def _comparison(found: Row) -> str:
 
 def summary(found: Row) -> str:
     """Which samplers save a factor of three within half a point, in a sentence."""
-    by_way = ways(found)
-    base = by_way.get(("s", 1.0))
+    by_method = methods(found)
+    base = by_method.get(("s", 1.0))
     if base is None:
         return ""
     good = []
-    for (kind, value), runs in by_way.items():
+    for (kind, value), runs in by_method.items():
         points, _ = graph_report.difference(runs, base)
         remote = mean(runs, "remote")
         if runs is not base and points >= -0.5 and remote * 3 <= mean(base, "remote"):
@@ -86,9 +86,9 @@ def _links(found: Sequence[Row]) -> str:
     """Epochs on limited links."""
     rows = []
     for one in found:
-        by_way = ways(one)
-        base = statistics.median(_epochs(by_way[("s", 1.0)]))
-        for (kind, value), runs in by_way.items():
+        by_method = methods(one)
+        base = statistics.median(_epochs(by_method[("s", 1.0)]))
+        for (kind, value), runs in by_method.items():
             times = _epochs(runs)
             middle = statistics.median(times)
             row = {"wire": one["settings"]["wire"] or "fp32", "sampler": f"{kind} = {value:g}"}

@@ -1,4 +1,4 @@
-"""Seconds to a test accuracy on limited links: ways take turns, each trains until it is there."""
+"""Measure the seconds that each method needs to reach a test accuracy on limited links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants
-from benchmarks.netbench.accuracy_tasks import QUICK_WAYS, TASKS
+from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS
 from benchmarks.netbench.group import Group
 from benchmarks.netbench.network import Network, parse_rate
 from examples import results
@@ -17,7 +17,7 @@ from examples.data import DataError
 
 FORMAT = 1
 REHEARSAL = 5
-"""Steps of each way before anything is measured, so that nothing is done for the first time."""
+"""Steps of each method before anything is measured, so that nothing is done for the first time."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rate", nargs="+", metavar="RATE",
         help="200mbit, and for digits 50mbit too, unless said",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, help="trainings of each way (3)")
+    parser.add_argument("--seeds", type=int, help="trainings of each method (3)")
     parser.add_argument(
-        "--ways", nargs="+", default=[], metavar="WAY",
-        help=f"of {', '.join(accuracy_tasks.WAYS)}; 'ours WORD' may have any compression",
+        "--methods", nargs="+", default=[], metavar="METHOD",
+        help=f"of {', '.join(accuracy_tasks.METHODS)}; 'ours WORD' may have any compression",
     )  # fmt: skip
     parser.add_argument(
-        "--quick", action="store_true", help="digits, 200mbit, one seed, three ways"
+        "--quick", action="store_true", help="digits, 200mbit, one seed, three methods"
     )
     parser.add_argument("--output", help="file for the results, by default in runs/netbench")
 
@@ -49,10 +49,10 @@ def check(options: argparse.Namespace) -> None:
         options.tasks = options.tasks or ["digits"]
         options.rate = options.rate or ["200mbit"]
         options.seeds = 1 if options.seeds is None else options.seeds
-        options.ways = options.ways or list(QUICK_WAYS)
+        options.methods = options.methods or list(QUICK_METHODS)
     options.tasks = options.tasks or list(TASKS)
     options.seeds = 3 if options.seeds is None else options.seeds
-    options.ways = accuracy_tasks.choose(options.ways)
+    options.methods = accuracy_tasks.choose(options.methods)
     if options.seeds < 1:
         raise ValueError(f"--seeds is {options.seeds}, but must be positive.")
     if options.hosts < 2:
@@ -97,22 +97,22 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
 def trainings(
     options: argparse.Namespace, network: Network, folder: Path, task: str, rates: Sequence[str]
 ) -> Iterator[tuple[results.Row, results.Row]]:
-    """Facts about a task, and one training after another: all ways with a seed, then the next."""
+    """Yield facts about a task, then its trainings: all methods with one seed, then the next."""
     network.limit("none")
     groups = start(options, network, folder, task)
     try:
-        for way, group in groups.items():
+        for method, group in groups.items():
             with bench.running(group):
-                group.ask("warm", way, 0)
-                group.steps(way, REHEARSAL)
-        facts = describe(task, groups[options.ways[0]])
+                group.ask("warm", method, 0)
+                group.steps(method, REHEARSAL)
+        facts = describe(task, groups[options.methods[0]])
         for seed in range(1, options.seeds + 1):
             for place, rate in enumerate(rates):
                 network.limit(rate)
-                first = ((seed - 1) * len(rates) + place) * 4 % len(options.ways)
-                for way in options.ways[first:] + options.ways[:first]:
-                    row = {"task": task, "rate": rate, "way": way, "seed": seed}
-                    row |= train(groups[way], way, task, seed)
+                first = ((seed - 1) * len(rates) + place) * 4 % len(options.methods)
+                for method in options.methods[first:] + options.methods[:first]:
+                    row = {"task": task, "rate": rate, "method": method, "seed": seed}
+                    row |= train(groups[method], method, task, seed)
                     tell(row, f"{seed}/{options.seeds}")
                     yield facts, row
     finally:
@@ -123,20 +123,20 @@ def trainings(
 def start(
     options: argparse.Namespace, network: Network, folder: Path, task: str
 ) -> dict[str, Group]:
-    """The launch that holds each way, all stopped."""
+    """The launch that holds each method, all stopped."""
     groups: dict[str, Group] = {}
     for name in (contestants.PLAIN, contestants.HOROVOD):
-        mine = [way for way in options.ways if contestants.group(way) == name]
+        mine = [method for method in options.methods if contestants.group(method) == name]
         if mine:
-            bench.say(f"{task}: starting {len(mine)} way(s) in the launch {name!r}")
-            settings: results.Row = {"framework": "accuracy", "ways": mine}
+            bench.say(f"{task}: starting {len(mine)} method(s) in the launch {name!r}")
+            settings: results.Row = {"framework": "accuracy", "methods": mine}
             settings |= {"model": task, "batch": TASKS[task].batch}
             backend = options.backend if name == contestants.HOROVOD else "torch"
             label = f"{task}-{name}"
             group = Group(label, network, folder, settings, backend, options.per_host)
             group.pause()
             groups |= dict.fromkeys(mine, group)
-    return {way: groups[way] for way in options.ways}
+    return {method: groups[method] for method in options.methods}
 
 
 def describe(task: str, group: Group) -> results.Row:
@@ -145,7 +145,7 @@ def describe(task: str, group: Group) -> results.Row:
     return {key: value for key, value in known.items() if key != "rates"} | group.facts
 
 
-def train(group: Group, way: str, task: str, seed: int) -> results.Row:
+def train(group: Group, method: str, task: str, seed: int) -> results.Row:
     """Train until the target or the limit.
 
     Returns:
@@ -158,10 +158,10 @@ def train(group: Group, way: str, task: str, seed: int) -> results.Row:
     row: results.Row = {"steps": [], "seconds": [], "sent": [], "accuracy": []}
     done, total = 0, {"seconds": 0.0, "sent": 0.0}
     with bench.running(group):
-        group.ask("warm", way, seed)
+        group.ask("warm", method, seed)
         while done < aim.limit and (not done or row["accuracy"][-1] < aim.target):
             count = min(aim.every, aim.limit - done)
-            answers, reading = advance(group, way, count)
+            answers, reading = advance(group, method, count)
             readings.append(reading)
             done += count
             for key in total:
@@ -170,7 +170,7 @@ def train(group: Group, way: str, task: str, seed: int) -> results.Row:
             row["steps"].append(done)
             right, tested = (sum(answer[key] for answer in answers) for key in ("right", "tested"))
             row["accuracy"].append(right / tested)
-        notes = group.ask("digest", way)
+        notes = group.ask("digest", method)
     others, clock = (sum(values) for values in zip(*readings, strict=True))
     equal = len({note["weights"] for note in notes}) == 1
     kept = {key: notes[0][key] for key in ("high", "verdict")}
@@ -178,12 +178,12 @@ def train(group: Group, way: str, task: str, seed: int) -> results.Row:
 
 
 def advance(
-    group: Group, way: str, count: int
+    group: Group, method: str, count: int
 ) -> tuple[list[dict[str, float]], tuple[float, float]]:
     """Some steps and an evaluation: what the workers say; CPU seconds of others, and seconds."""
     before: list[float] = []
     answers = group.steps(
-        way, count, lambda: before.extend((bench.busy_seconds(), time.monotonic()))
+        method, count, lambda: before.extend((bench.busy_seconds(), time.monotonic()))
     )
     busy = bench.busy_seconds() - before[0] - sum(answer["busy"] for answer in answers)
     return answers, (busy, time.monotonic() - before[1])
@@ -193,7 +193,7 @@ def tell(row: results.Row, turn: str) -> None:
     """A line about a training."""
     steps, seconds = row["steps"][-1], row["seconds"][-1]
     bench.say(
-        f"{row['task']} {turn} {row['rate']:>8} {row['way']:<22} {seconds:7.1f} s "
+        f"{row['task']} {turn} {row['rate']:>8} {row['method']:<22} {seconds:7.1f} s "
         f"{steps:4d} steps {1000 * seconds / steps:7.1f} ms/step {row['sent'][-1] / 1e6:8.2f} MB "
         f"{row['accuracy'][-1]:6.1%} {row['foreign']:5.2f} cores elsewhere"
     )

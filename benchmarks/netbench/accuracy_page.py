@@ -28,7 +28,7 @@ STYLES = {
     ADAPTIVE: ("#0072B2", "-"),
     GATED: ("#D55E00", "--"),
 }
-"""Colour and line of each way; told apart by colour-blind readers too (Okabe & Ito)."""
+"""Colour and line of each method; told apart by colour-blind readers too (Okabe & Ito)."""
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -37,10 +37,10 @@ def places(found: Row) -> list[tuple[str, str]]:
     return list(dict.fromkeys((run["task"], run["rate"]) for run in found["runs"]))
 
 
-def runs(found: Row, place: tuple[str, str], way: str) -> list[Row]:
-    """The trainings of a way at a place, by seed."""
+def runs(found: Row, place: tuple[str, str], method: str) -> list[Row]:
+    """The trainings of a method at a place, by seed."""
     mine = [run for run in found["runs"] if (run["task"], run["rate"]) == place]
-    return sorted((run for run in mine if run["way"] == way), key=lambda run: run["seed"])
+    return sorted((run for run in mine if run["method"] == method), key=lambda run: run["seed"])
 
 
 def to_target(run: Row, target: float) -> tuple[float, float]:
@@ -51,15 +51,15 @@ def to_target(run: Row, target: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
-def ratios(found: Row, place: tuple[str, str], way: str, other: str) -> list[float]:
-    """How many times as fast as another way it reaches the target: one for each seed.
+def ratios(found: Row, place: tuple[str, str], method: str, other: str) -> list[float]:
+    """How many times as fast as another method it reaches the target: one for each seed.
 
     Seeds with which one of them does not reach it are left out.
     """
     target = found["tasks"][place[0]]["target"]
     mine, theirs = (
         {run["seed"]: to_target(run, target)[0] for run in runs(found, place, name)}
-        for name in (way, other)
+        for name in (method, other)
     )
     pairs = [(theirs[seed], mine[seed]) for seed in mine if seed in theirs]
     return [theirs / mine for theirs, mine in pairs if math.isfinite(theirs + mine)]
@@ -70,33 +70,33 @@ def _percent(value: float) -> str:
 
 
 HEAD = [
-    "way", "reached", "s to target", "times Horovod", f"times {DDP}", f"times {HOOK}",
+    "method", "reached", "s to target", "times Horovod", f"times {DDP}", f"times {HOOK}",
     "steps to target", "ms/step", "MB sent", "accuracy at the end (%)",
 ]  # fmt: skip
 
 
 def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
-    """Head and a row for each way."""
+    """Head and a row for each method."""
     task = found["tasks"][place[0]]
     rows = [HEAD]
-    for way in found["settings"]["ways"]:
-        mine = runs(found, place, way)
+    for method in found["settings"]["methods"]:
+        mine = runs(found, place, method)
         if not mine:  # the benchmark was broken off
             continue
         arrived = [to_target(run, task["target"]) for run in mine]
         there = [one for one in arrived if math.isfinite(one[0])]
         best = max(max(run["accuracy"]) for run in mine)
         never = f"not in {task['limit']} steps, best {best:.1%}"
-        # Once a way has failed, a median of the seeds with which it did not would flatter it.
+        # Once a method has failed, a median of the seeds with which it did not would flatter it.
         usual = math.isfinite(statistics.median(seconds for seconds, _ in arrived))
         rows.append(
             [
-                way,
+                method,
                 f"{len(there)} of {len(mine)}",
                 spread([seconds for seconds, _ in there]) if usual else never,
-                spread(ratios(found, place, way, STOCK)),
-                spread(ratios(found, place, way, DDP)),
-                spread(ratios(found, place, way, HOOK)),
+                spread(ratios(found, place, method, STOCK)),
+                spread(ratios(found, place, method, DDP)),
+                spread(ratios(found, place, method, HOOK)),
                 spread([steps for _, steps in there], digits(0)),
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
                 spread([run["sent"][-1] / 1e6 for run in mine]),
@@ -118,11 +118,12 @@ def title(found: Row, place: tuple[str, str]) -> str:
     return f"{task['title']} to {task['target']:.0%}, {words(place[1])}"
 
 
-def typical(found: Row, place: tuple[str, str], way: str) -> Row | None:
+def typical(found: Row, place: tuple[str, str], method: str) -> Row | None:
     """The training of the median seed: by seconds to the target, then by what it reached."""
     target = found["tasks"][place[0]]["target"]
     mine = sorted(
-        runs(found, place, way), key=lambda run: (to_target(run, target)[0], -run["accuracy"][-1])
+        runs(found, place, method),
+        key=lambda run: (to_target(run, target)[0], -run["accuracy"][-1]),
     )
     return mine[(len(mine) - 1) // 2] if mine else None
 
@@ -140,15 +141,15 @@ def draw(found: Row, path: Path) -> None:
 
 
 def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
-    """A line for each way, with a mark where it reaches the target."""
+    """A line for each method, with a mark where it reaches the target."""
     target = found["tasks"][place[0]]["target"]
-    for number, way in enumerate(found["settings"]["ways"]):
-        colour, line = STYLES.get(way, (f"C{number % 10}", ":"))
-        run = typical(found, place, way)
+    for number, method in enumerate(found["settings"]["methods"]):
+        colour, line = STYLES.get(method, (f"C{number % 10}", ":"))
+        run = typical(found, place, method)
         if run is None:
             continue
         percent = [100 * accuracy for accuracy in run["accuracy"]]
-        axis.plot(run["seconds"], percent, line, color=colour, lw=1.5, label=way)
+        axis.plot(run["seconds"], percent, line, color=colour, lw=1.5, label=method)
         reached = percent[-1] >= 100 * target
         axis.plot(run["seconds"][-1], percent[-1], "o" if reached else "x", color=colour, ms=7)
     axis.axhline(100 * target, color="black", lw=0.8, ls=":")
@@ -209,15 +210,15 @@ def section(found: Row, place: tuple[str, str]) -> str:
 def levels(found: Row, place: tuple[str, str]) -> str:
     """What Accordion and its gate decided, and ranks that disagree."""
     lines = []
-    for way in found["settings"]["ways"]:
-        mine = runs(found, place, way)
+    for method in found["settings"]["methods"]:
+        mine = runs(found, place, method)
         if any(run["high"] for run in mine):
             share = spread([100 * run["high"] for run in mine], digits(0))
-            lines.append(f"- `{way}`: {share} % of layers and steps were at the high level.")
+            lines.append(f"- `{method}`: {share} % of layers and steps were at the high level.")
         for run in mine:
             if run["verdict"]:
                 verdict = run["verdict"].removeprefix("accordion_hvd: ")
-                lines.append(f"- `{way}`, seed {run['seed']}, the gate at last: {verdict}.")
+                lines.append(f"- `{method}`, seed {run['seed']}, the gate at last: {verdict}.")
         if not all(run["equal"] for run in mine):
-            lines.append(f"- `{way}`: ranks ended with **different weights**.")
+            lines.append(f"- `{method}`: ranks ended with **different weights**.")
     return "\n".join(lines)

@@ -16,14 +16,14 @@ GATED = f"{ADAPTIVE} auto"
 INTERVAL = 2
 """Windows between Accordion's checks."""
 
-WAYS = (
+METHODS = (
     STOCK, STOCK + FP16, DDP, f"{DDP} powersgd:4", f"{DDP} powersgd:1",
     OURS + "fp16", OURS + "powersgd:4", OURS + "topk:0.01", ADAPTIVE, GATED,
 )  # fmt: skip
 HOOK = f"{DDP} powersgd:4"
-"""The way that ours are compared with besides plain Horovod."""
+"""The method that ours are compared with besides plain Horovod."""
 
-QUICK_WAYS = (STOCK, HOOK, OURS + "powersgd:4")
+QUICK_METHODS = (STOCK, HOOK, OURS + "powersgd:4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +74,26 @@ def images(name: str) -> Dataset:
     return data if count is None else dataclasses.replace(data, test=data.test.chosen(count, 0))
 
 
-def spelled(way: str, window: int) -> str:
-    """A way in a form that `contestants.compression` understands, with windows of some steps."""
-    if way not in (ADAPTIVE, GATED):
-        return way
-    gate = ", gate='auto'" if way == GATED else ""
+def spelled(method: str, window: int) -> str:
+    """A method in a form that `contestants.compression` understands, with windows of some steps."""
+    if method not in (ADAPTIVE, GATED):
+        return method
+    gate = ", gate='auto'" if method == GATED else ""
     levels = "low=PowerSGD(4), high=PowerSGD(1)"
     return f"{OURS}Accordion({levels}, window={window}, interval={INTERVAL}{gate})"
 
 
 def choose(wanted: Sequence[str]) -> list[str]:
-    """Ways by name; all of `WAYS` if none are wanted.
+    """Methods by name; all of `METHODS` if none are wanted.
 
     Raises:
         ValueError: a name is not known, or the word of one of ours is not understood.
     """
-    known = [way for way in (*WAYS, *contestants.WAYS["torch"]) if way != COMPUTE]
-    for way in wanted:
-        if way not in known and not way.startswith(OURS):
+    known = [method for method in (*METHODS, *contestants.METHODS["torch"]) if method != COMPUTE]
+    for method in wanted:
+        if method not in known and not method.startswith(OURS):
             allowed = ", ".join(map(repr, dict.fromkeys(known)))
-            raise ValueError(f"--ways {way!r} is none of {allowed}, and not 'ours <word>'.")
-        if way.startswith(OURS):
-            contestants.compression(spelled(way, 1))
-    return list(dict.fromkeys(wanted or WAYS))
+            raise ValueError(f"--methods {method!r} is none of {allowed}, and not 'ours <word>'.")
+        if method.startswith(OURS):
+            contestants.compression(spelled(method, 1))
+    return list(dict.fromkeys(wanted or METHODS))

@@ -21,7 +21,8 @@ from examples import results
 FORMAT = 1
 MODELS = {"torch": ("vgg", "resnet", "transformer"), "keras": ("vgg",)}
 WARM_UP = 12
-"""Steps of each way before anything is measured, on unlimited links: Accordion checks again after
+"""Steps of each method before anything is measured, on unlimited links: Accordion checks again
+after
 10 windows, and windows end with each of these steps."""
 
 VERDICT = 200
@@ -31,7 +32,7 @@ LEAST, MOST = 2, 20
 """Steps in a turn: as many as fit into `--turn` seconds, within these bounds."""
 
 BEFORE = 2
-"""Steps before a turn that do not count, so that links and caches are as this way leaves them."""
+"""Steps that do not count before each repetition: links and caches adapt to the method."""
 
 SLOW = 1.0
 """Seconds; of steps that take longer only one goes before."""
@@ -43,17 +44,17 @@ QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `netbench.py bench`."""
-    parser.add_argument("--framework", choices=tuple(contestants.WAYS), default="torch")
+    parser.add_argument("--framework", choices=tuple(contestants.METHODS), default="torch")
     parser.add_argument("--model", default="vgg", help="vgg, resnet or transformer")
     parser.add_argument("--batch", type=int, default=16, help="examples of each rank in a step")
     parser.add_argument(
         "--rates", nargs="+", metavar="RATE", help="50mbit 200mbit 1gbit unless said"
     )
     parser.add_argument(
-        "--ways", nargs="+", default=[], metavar="WAY",
+        "--methods", nargs="+", default=[], metavar="METHOD",
         help="names or regular expressions; 'ours WORD' may have any compression",
     )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, help="turns of each way at each rate (3)")
+    parser.add_argument("--repetitions", type=int, help="turns of each method at each rate (3)")
     parser.add_argument("--turn", type=float, help="seconds that a turn is to take (2)")
     parser.add_argument("--quick", action="store_true", help="200mbit, one short turn each")
     parser.add_argument("--output", help="file for the results, by default in runs/netbench")
@@ -78,22 +79,22 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--hosts is {options.hosts}, but must be at least 2: one has no link.")
     for rate in options.rates:
         parse_rate(rate)
-    contestants.choose(options.framework, options.ways)
+    contestants.choose(options.framework, options.methods)
 
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     """Measure, write the results as JSON, show them; returns 0."""
-    ways = contestants.choose(options.framework, options.ways)
+    methods = contestants.choose(options.framework, options.methods)
     network = Network(options.hosts, tag, folder)
     bandwidth = {rate: goodput(network, rate) for rate in options.rates}
     network.limit("none")
-    groups = start(options, network, folder, ways)
+    groups = start(options, network, folder, methods)
     try:
-        for way in ways:
-            with running(groups[way]):
-                groups[way].ask("warm", way, WARM_UP)
+        for method in methods:
+            with running(groups[method]):
+                groups[method].ask("warm", method, WARM_UP)
         turns = list(measure(options, network, groups))
-        equal = {way: compare(groups[way], way) for way in ways}
+        equal = {method: compare(groups[method], method) for method in methods}
     finally:
         for group in set(groups.values()):
             group.close()
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
         "format": FORMAT,
         "settings": {key: value for key, value in vars(options).items() if key != "action"},
         "machine": machine(),
-        "model": groups[ways[0]].facts,
+        "model": groups[methods[0]].facts,
         "bandwidth": bandwidth,
         "equal": equal,
         "turns": turns,
@@ -131,70 +132,70 @@ def running(group: Group) -> Iterator[None]:
 
 
 def start(
-    options: argparse.Namespace, network: Network, folder: Path, ways: Sequence[str]
+    options: argparse.Namespace, network: Network, folder: Path, methods: Sequence[str]
 ) -> dict[str, Group]:
-    """The launch that holds each way, all stopped."""
+    """The launch that holds each method, all stopped."""
     groups: dict[str, Group] = {}
     for name in (contestants.PLAIN, contestants.HOROVOD):
-        mine = [way for way in ways if contestants.group(way) == name]
+        mine = [method for method in methods if contestants.group(method) == name]
         if mine:
-            say(f"starting {len(mine)} way(s) in the launch {name!r}")
-            settings = {"framework": options.framework, "ways": mine}
+            say(f"starting {len(mine)} method(s) in the launch {name!r}")
+            settings = {"framework": options.framework, "methods": mine}
             settings |= {"model": options.model, "batch": options.batch}
             backend = options.backend if name == contestants.HOROVOD else "torch"
             group = Group(name, network, folder, settings, backend, options.per_host)
             group.pause()
             groups |= dict.fromkeys(mine, group)
-    return {way: groups[way] for way in ways}
+    return {method: groups[method] for method in methods}
 
 
 def measure(
     options: argparse.Namespace, network: Network, groups: Mapping[str, Group]
 ) -> Iterator[results.Row]:
-    """All turns; in each repetition and at each rate another way begins."""
-    ways = list(groups)
+    """All turns; in each repetition and at each rate another method begins."""
+    methods = list(groups)
     for repetition in range(options.repetitions):
         for place, rate in enumerate(options.rates):
             network.limit(rate)
-            first = (repetition * len(options.rates) + place) * 5 % len(ways)
-            for way in ways[first:] + ways[:first]:
-                row = {"way": way, "rate": rate, "repetition": repetition}
-                if contestants.gated(way):
-                    row["verdict"] = settle(groups[way], way)
-                if contestants.halves(way):
-                    ask(groups[way], "judge", way, 0)  # as in a job that began on this link
-                row |= turn(network, groups[way], way, options.turn)
+            first = (repetition * len(options.rates) + place) * 5 % len(methods)
+            for method in methods[first:] + methods[:first]:
+                row = {"method": method, "rate": rate, "repetition": repetition}
+                if contestants.gated(method):
+                    row["verdict"] = settle(groups[method], method)
+                if contestants.halves(method):
+                    ask(groups[method], "judge", method, 0)  # as in a job that began on this link
+                row |= turn(network, groups[method], method, options.turn)
                 say(
-                    f"{repetition + 1}/{options.repetitions} {rate:>8} {way:<32} "
+                    f"{repetition + 1}/{options.repetitions} {rate:>8} {method:<32} "
                     f"{max(row['ms']):8.1f} ms  {max(row['sent']) / 1e6:8.3f} MB sent  "
                     f"{max(row['cpu_ms']):7.1f} ms CPU  {row['foreign']:5.2f} cores elsewhere"
                 )
                 yield row
 
 
-def settle(group: Group, way: str) -> str:
+def settle(group: Group, method: str) -> str:
     """Let a gate judge the link anew, as it would have in a job that began on it."""
-    verdict = ask(group, "settle", way, VERDICT)
+    verdict = ask(group, "settle", method, VERDICT)
     say(verdict)
     return verdict
 
 
-def ask(group: Group, method: str, way: str, count: int) -> Any:
+def ask(group: Group, action: str, method: str, count: int) -> Any:
     """The first worker's answer."""
     with running(group):
-        return group.ask(method, way, count)[0]
+        return group.ask(action, method, count)[0]
 
 
-def turn(network: Network, group: Group, way: str, seconds: float) -> results.Row:
+def turn(network: Network, group: Group, method: str, seconds: float) -> results.Row:
     """Some steps of one way; lists are by rank or by host, and everything is per step."""
     readings: list[Reading] = []
     with running(group):
         for _ in range(BEFORE):
-            once = max(answer["ms"] for answer in group.steps(way, 1)) / 1000
+            once = max(answer["ms"] for answer in group.steps(method, 1)) / 1000
             if once > SLOW:
                 break
         count = min(MOST, max(LEAST, round(seconds / once)))
-        answers = group.steps(way, count, lambda: readings.append(Reading(network)))
+        answers = group.steps(method, count, lambda: readings.append(Reading(network)))
         before, after = readings[0], Reading(network)
     mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
     pairs = list(zip(before.bytes, after.bytes, strict=True))
@@ -215,10 +216,10 @@ class Reading:
         self.busy, self.clock = busy_seconds(), time.monotonic()
 
 
-def compare(group: Group, way: str) -> bool:
+def compare(group: Group, method: str) -> bool:
     """Whether all ranks have the same weights."""
     with running(group):
-        return len(set(group.ask("digest", way))) == 1
+        return len(set(group.ask("digest", method))) == 1
 
 
 def busy_seconds() -> float:

@@ -1,7 +1,7 @@
 """The command line of `scripts/netbench.py`.
 
 netbench.py run [options] -- COMMAND   any Horovod command on limited links
-netbench.py bench [options]            ways to exchange gradients, side by side
+netbench.py bench [options]            methods to exchange gradients, side by side
 netbench.py accuracy [options]         seconds to a test accuracy, side by side
 netbench.py report FILES [options]     a page and a picture of what these two have written
 """
@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     runs.add_argument("--rate", default="none", help="of each link, such as 200mbit")
     runs.add_argument("--timeout", type=float, help="seconds, then it is ended with status 124")
     runs.add_argument("command", nargs="+", help="after --: the program and its arguments")
-    benches = actions.add_parser("bench", help="ways to exchange gradients, side by side")
+    benches = actions.add_parser("bench", help="methods to exchange gradients, side by side")
     bench.add_options(benches)
     trainings = actions.add_parser("accuracy", help="seconds to a test accuracy, side by side")
     accuracy.add_options(trainings)

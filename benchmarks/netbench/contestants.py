@@ -1,7 +1,7 @@
-"""The ways to exchange gradients that are measured, by name.
+"""The methods to exchange gradients that are measured, by name.
 
 `ours <word>` is this package with a compression as of `accordion_hvd.parse`, and
-`optimizer <name>` one of its optimizers; all other names are those below. Ways are held by two
+`optimizer <name>` one of its optimizers; all other names are those below. Methods are held by two
 launches: one over Horovod, and a plain one without, so that Horovod's threads, which talk even when
 there is nothing to do, take nothing from the others.
 """
@@ -29,7 +29,7 @@ CAUTIOUS = "Fixed(PowerSGD(1), gate='auto')"
 
 GROUPED, SILENT = "grouped allreduce in the graph", "Horovod (averages nothing)"
 _OURS = ("dense", "fp16", "powersgd:1", "powersgd:2", "powersgd:4", "topk:0.01", "topk:0.001")
-WAYS = {
+METHODS = {
     "torch": (
         COMPUTE, STOCK, STOCK + FP16, DDP, DDP + FP16,
         *(f"{DDP} powersgd:{rank}" for rank in (1, 2, 4)),
@@ -61,55 +61,55 @@ Their exact stage is over before anything is measured.
 HOROVOD, PLAIN = "horovod", "plain"
 
 
-def group(way: str) -> str:
-    """The launch that holds a way: HOROVOD or PLAIN."""
-    return PLAIN if way == COMPUTE or way.startswith(DDP) else HOROVOD
+def group(method: str) -> str:
+    """The launch that holds a method: HOROVOD or PLAIN."""
+    return PLAIN if method == COMPUTE or method.startswith(DDP) else HOROVOD
 
 
-def compression(way: str) -> Any:
+def compression(method: str) -> Any:
     """What one of ours compresses with.
 
     Raises:
         ValueError: its word is not understood.
     """
-    word = way.removeprefix(OURS)
+    word = method.removeprefix(OURS)
     return parse({ACCORDION: STEADY, GATED: CAUTIOUS}.get(word, word))
 
 
-def gated(way: str) -> bool:
+def gated(method: str) -> bool:
     """Whether a gate decides what it exchanges."""
-    return way.startswith(OURS) and getattr(compression(way), "gate", None) is not None
+    return method.startswith(OURS) and getattr(compression(method), "gate", None) is not None
 
 
-def halves(way: str) -> bool:
+def halves(method: str) -> bool:
     """Whether who adds its 16-bit floats depends on the link."""
-    return way.startswith(OURS) and compression(way).halves
+    return method.startswith(OURS) and compression(method).halves
 
 
-def adapts(way: str) -> bool:
+def adapts(method: str) -> bool:
     """Whether its levels depend on the gradients."""
-    return way.startswith(OURS) and isinstance(compression(way), Accordion)
+    return method.startswith(OURS) and isinstance(compression(method), Accordion)
 
 
-def check_level(way: str, levels: Mapping[str, int]) -> None:
+def check_level(method: str, levels: Mapping[str, int]) -> None:
     """Make sure that Accordion is where it is to be measured.
 
     Raises:
         RuntimeError: a layer is not at the high level.
     """
     if not levels or not all(levels.values()):
-        raise RuntimeError(f"{way!r} has not reached its high level: {dict(levels)}.")
+        raise RuntimeError(f"{method!r} has not reached its high level: {dict(levels)}.")
 
 
 def choose(framework: str, wanted: Sequence[str]) -> list[str]:
-    """Ways by patterns (regular expressions of whole names) or, if ours, by any word.
+    """Methods by patterns (regular expressions of whole names) or, if ours, by any word.
 
     Computation alone is always among them, since the others are compared with it.
 
     Raises:
         ValueError: a pattern matches nothing, or a word is not understood.
     """
-    known = WAYS[framework]
+    known = METHODS[framework]
     chosen = [COMPUTE] if wanted else list(known)
     if framework == "torch":
         known = (*known, *(OPTIMIZER + name for name in RULES))
@@ -123,15 +123,15 @@ def choose(framework: str, wanted: Sequence[str]) -> list[str]:
             found = _matching(pattern, known)
         if not found:
             raise ValueError(
-                f"--ways {pattern!r} matches none of {', '.join(map(repr, known))}; "
+                f"--methods {pattern!r} matches none of {', '.join(map(repr, known))}; "
                 "'ours <word>' may have any compression."
             )
-        chosen += [way for way in found if way not in chosen]
+        chosen += [method for method in found if method not in chosen]
     return chosen
 
 
 def _matching(pattern: str, known: Sequence[str]) -> list[str]:
     try:
-        return [way for way in known if re.fullmatch(pattern, way)]
+        return [method for method in known if re.fullmatch(pattern, method)]
     except re.error as error:
-        raise ValueError(f"--ways {pattern!r} is no regular expression: {error}.") from None
+        raise ValueError(f"--methods {pattern!r} is no regular expression: {error}.") from None

@@ -72,37 +72,37 @@ class Group:
         self._pids = [said["pid"] for said in first]
         self.facts = {key: first[0][key] for key in first[0] if key not in ("rank", "pid")}
 
-    def ask(self, method: str, way: str, count: int = 0) -> list[Any]:
+    def ask(self, action: str, method: str, count: int = 0) -> list[Any]:
         """What each worker answers.
 
         Raises:
             Refusal: a worker failed, ended, or took too long.
         """
-        self._send((method, way, count))
-        return self._answers(way, "value")
+        self._send((action, method, count))
+        return self._answers(method, "value")
 
     def steps(
-        self, way: str, count: int, begin: Callable[[], None] = lambda: None
+        self, method: str, count: int, begin: Callable[[], None] = lambda: None
     ) -> list[dict[str, float]]:
         """Take some steps; `begin` is called when all workers stand at the first.
 
         Raises:
             Refusal: see `ask`.
         """
-        self._send(("steps", way, count))
-        self._answers(way, "ready")
+        self._send(("steps", method, count))
+        self._answers(method, "ready")
         begin()
         self._send("go")
-        return self._answers(way, "value")
+        return self._answers(method, "value")
 
     def _send(self, message: Any) -> None:
         for connection in self._connections:
             connection.send(message)
 
-    def _answers(self, way: str, key: str) -> list[Any]:
+    def _answers(self, method: str, key: str) -> list[Any]:
         answers = self._receive(ANSWER_LIMIT)
         if errors := [answer["error"] for answer in answers if "error" in answer]:
-            raise Refusal(f"{way!r} failed:\n{errors[0]}")
+            raise Refusal(f"{method!r} failed:\n{errors[0]}")
         return [answer[key] for answer in answers]
 
     def pause(self) -> None:
@@ -126,7 +126,7 @@ class Group:
 
     def _accept(self, listener: Listener, ranks: int) -> list[Connection]:
         """Connections of all workers, as soon as they have started."""
-        # The listener has no public way to wait with a limit.
+        # The listener has no public method to wait with a limit.
         socket: Any = listener._listener._socket  # type: ignore[attr-defined]
         socket.settimeout(1.0)
         found: list[Connection] = []

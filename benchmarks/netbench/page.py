@@ -37,8 +37,8 @@ def text(found: Sequence[Row]) -> str:
 def section(found: Row) -> str:
     """Tables of one framework."""
     settings, model = found["settings"], found["model"]
-    framework, ways = settings["framework"], list(found["equal"])
-    silent = SILENT in ways and not found["equal"][SILENT]
+    framework, methods = settings["framework"], list(found["equal"])
+    silent = SILENT in methods and not found["equal"][SILENT]
     return report.render(
         "performance/framework",
         framework=FRAMEWORKS[framework],
@@ -51,7 +51,7 @@ def section(found: Row) -> str:
             [turn["foreign"] for turn in found["turns"]], "turn", "the links' own work"
         ),
         notes=report.render("performance/silent", grouped=GROUPED) if silent else "",
-        comparison=as_markdown(tables.comparison(found, pairs(framework, ways))),
+        comparison=as_markdown(tables.comparison(found, pairs(framework, methods))),
         limits=as_markdown(tables.limits(found)),
         rates=report.join([at_rate(found, rate) for rate in settings["rates"]]),
     )
@@ -75,16 +75,16 @@ def verdicts(found: Row, rate: str) -> str:
     return "\n".join(f"- {line}" for line in said)
 
 
-def pairs(framework: str, ways: Sequence[str]) -> list[tuple[str, str]]:
+def pairs(framework: str, methods: Sequence[str]) -> list[tuple[str, str]]:
     """What is worth comparing: ours with what a user has now, and with the same compression."""
-    ours = [way for way in ways if way.startswith(OURS)]
+    ours = [method for method in methods if method.startswith(OURS)]
     if framework == "keras":
-        return [(way, GROUPED) for way in ours]
-    found = [(way, STOCK) for way in ours]
+        return [(method, GROUPED) for method in ours]
+    found = [(method, STOCK) for method in ours]
     peers = {f"{OURS}fp16": [f"{STOCK} fp16", f"{DDP} fp16"], f"{OURS}dense": [DDP]}
     peers |= {
         f"{OURS}{word}": [f"{DDP} {word}"] for word in ("powersgd:1", "powersgd:2", "powersgd:4")
     }
     peers[OURS + ACCORDION] = [f"{OURS}powersgd:1", f"{DDP} powersgd:1"]
     peers[OURS + GATED] = [f"{OURS}{word}" for word in ("dense", "fp16", "powersgd:1")]
-    return found + [(way, peer) for way in ours for peer in peers.get(way, [])]
+    return found + [(method, peer) for method in ours for peer in peers.get(method, [])]

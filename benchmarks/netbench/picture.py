@@ -1,4 +1,4 @@
-"""Milliseconds a step of each way at each rate, beside the least that the link allows."""
+"""Milliseconds a step of each method at each rate, beside the least that the link allows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ KINDS = {
 """Told apart by colour-blind readers too (Okabe & Ito)."""
 
 
-def kind(way: str) -> str:
-    """Whose way it is: a key of `KINDS`."""
-    if way == COMPUTE:
+def kind(method: str) -> str:
+    """Whose method it is: a key of `KINDS`."""
+    if method == COMPUTE:
         return "computation alone"
     return (
         "accordion_hvd"
-        if way.startswith(OURS)
+        if method.startswith(OURS)
         else "PyTorch DDP"
-        if way.startswith(DDP)
+        if method.startswith(DDP)
         else "Horovod"
     )
 
@@ -62,12 +62,17 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
     everything = [tables.summary(found, each) for each in found["settings"]["rates"]]
     most = max(row["most"] for each in everything for row in each.values())
     least = min(row["least"] for each in everything for row in each.values())
-    for place, (way, row) in enumerate(rows.items()):
+    for place, (method, row) in enumerate(rows.items()):
         spread = [[row["ms"] - row["least"]], [row["most"] - row["ms"]]]
         axis.barh(
-            place, row["ms"], color=KINDS[kind(way)], height=0.74, xerr=spread, error_kw={"lw": 0.8}
+            place,
+            row["ms"],
+            color=KINDS[kind(method)],
+            height=0.74,
+            xerr=spread,
+            error_kw={"lw": 0.8},
         )
-        if way != COMPUTE:
+        if method != COMPUTE:
             axis.plot(row["limit"], place, "|", color="black", ms=13, mew=2)
         axis.annotate(
             f"{row['ms']:.0f}", (max(row["most"], row["limit"]), place), xytext=(5, 0),

@@ -11,7 +11,7 @@ from examples.report import as_text, tabulate
 from examples.results import Row
 
 COLUMNS = {
-    "way": "{way}",
+    "method": "{method}",
     "weights equal": "{equal}",
     "ms/step": "{ms:.0f}",
     "(range)": "{least:.0f}-{most:.0f}",
@@ -25,7 +25,7 @@ COLUMNS = {
 
 
 def summary(found: Row, rate: str) -> dict[str, Row]:
-    """Way -> medians at a rate.
+    """Method -> medians at a rate.
 
     Each has `ms` (of the slowest rank), `least` and `most` (over the turns), `cpu_ms` (mean of the
     ranks), `sent` and `received` (bytes a step of the host with most), `wire` (ms that the larger
@@ -34,24 +34,24 @@ def summary(found: Row, rate: str) -> dict[str, Row]:
     """
     alone = statistics.median(slowest(turn) for turn in turns(found, COMPUTE))
     rows = {}
-    for way in found["equal"]:
-        mine = [turn for turn in turns(found, way) if turn["rate"] == rate]
+    for method in found["equal"]:
+        mine = [turn for turn in turns(found, method) if turn["rate"] == rate]
         ms = [slowest(turn) for turn in mine]
         sent = _median(mine, lambda turn: max(turn["sent"]))
         received = _median(mine, lambda turn: max(turn["received"]))
-        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if way != COMPUTE else 0.0
+        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if method != COMPUTE else 0.0
         row = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "sent": sent,
                "received": received, "wire": wire, "limit": max(alone, wire),
                "one_by_one": alone + wire}  # fmt: skip
         row["cpu_ms"] = _median(mine, lambda turn: statistics.mean(turn["cpu_ms"]))
         row["times"] = row["ms"] / row["limit"]
-        rows[way] = row
+        rows[method] = row
     return rows
 
 
-def turns(found: Row, way: str) -> list[Row]:
-    """All turns of a way."""
-    return [turn for turn in found["turns"] if turn["way"] == way]
+def turns(found: Row, method: str) -> list[Row]:
+    """All turns of a method."""
+    return [turn for turn in found["turns"] if turn["method"] == method]
 
 
 def slowest(turn: Row) -> float:
@@ -63,47 +63,47 @@ def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
     return statistics.median(value(turn) for turn in found)
 
 
-def ratios(found: Row, way: str, other: str, rate: str) -> list[float]:
-    """How many times as fast as another way it is: one ratio for each repetition.
+def ratios(found: Row, method: str, other: str, rate: str) -> list[float]:
+    """How many times as fast as another method it is: one ratio for each repetition.
 
     Both took their turns within minutes then, so that what else the machine did hit them alike.
     """
     ms: dict[str, dict[int, float]] = {}
-    for name in (way, other):
+    for name in (method, other):
         mine = [turn for turn in turns(found, name) if turn["rate"] == rate]
         ms[name] = {turn["repetition"]: slowest(turn) for turn in mine}
-    return [ms[other][number] / ms[way][number] for number in ms[way] if number in ms[other]]
+    return [ms[other][number] / ms[method][number] for number in ms[method] if number in ms[other]]
 
 
 def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """Head and rows: for each (way, other), how many times as fast it is at each rate."""
+    """Head and rows: for each (method, other), how many times as fast it is at each rate."""
     rates = found["settings"]["rates"]
-    rows = [["way", "against", *rates]]
-    for way, other in pairs:
-        if way in found["equal"] and other in found["equal"]:
-            cells = [report.spread(ratios(found, way, other, rate)) for rate in rates]
-            rows.append([way, other, *cells])
+    rows = [["method", "against", *rates]]
+    for method, other in pairs:
+        if method in found["equal"] and other in found["equal"]:
+            cells = [report.spread(ratios(found, method, other, rate)) for rate in rates]
+            rows.append([method, other, *cells])
     return rows
 
 
 def limits(found: Row) -> list[list[str]]:
-    """Head and rows: how many times the limit each way takes at each rate."""
+    """Head and rows: how many times the limit each method takes at each rate."""
     rates = found["settings"]["rates"]
     all_rates = {rate: summary(found, rate) for rate in rates}
-    rows = [["way", "MB sent", *rates]]
-    for way in found["equal"]:
-        cells = [f"{all_rates[rate][way]['times']:.2f}" for rate in rates]
-        rows.append([way, f"{all_rates[rates[0]][way]['sent'] / 1e6:.3f}", *cells])
+    rows = [["method", "MB sent", *rates]]
+    for method in found["equal"]:
+        cells = [f"{all_rates[rate][method]['times']:.2f}" for rate in rates]
+        rows.append([method, f"{all_rates[rates[0]][method]['sent'] / 1e6:.3f}", *cells])
     return rows
 
 
 def table(found: Row, rate: str) -> list[list[str]]:
     """Head and rows."""
     rows = []
-    for way, row in summary(found, rate).items():
+    for method, row in summary(found, rate).items():
         megabytes = {f"megabytes_{key}": row[key] / 1e6 for key in ("sent", "received")}
-        equal = "yes" if found["equal"][way] else "no"
-        rows.append({**row, **megabytes, "way": way, "equal": equal})
+        equal = "yes" if found["equal"][method] else "no"
+        rows.append({**row, **megabytes, "method": method, "equal": equal})
     return tabulate(COLUMNS, rows)
 
 

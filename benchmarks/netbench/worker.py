@@ -18,40 +18,40 @@ SOCKET = "NETBENCH_SOCKET"
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Serve requests `(method, way, steps)`, such as to warm up, until the rig hangs up.
+    """Serve requests `(action, method, steps)`, such as to warm up, until the rig hangs up.
 
     Before the first of some steps all workers wait for each other, so that none is measured while
     others still prepare.
 
     Args:
-        settings: framework, ways, model and batch.
+        settings: framework, methods, model and batch.
     """
-    ways = importlib.import_module(f"benchmarks.netbench.{settings['framework']}_ways")
-    kind = getattr(ways, settings["framework"].capitalize())
+    methods = importlib.import_module(f"benchmarks.netbench.{settings['framework']}_methods")
+    kind = getattr(methods, settings["framework"].capitalize())
     with Client(os.environ[SOCKET], "AF_UNIX") as rig:
-        held = kind(settings["ways"], settings["model"], settings["batch"])
+        held = kind(settings["methods"], settings["model"], settings["batch"])
         rig.send({"rank": held.rank, "pid": os.getpid(), **held.facts})
         while True:
             try:
-                method, way, count = rig.recv()
+                action, method, count = rig.recv()
             except EOFError:
                 return
             try:
-                rig.send({"value": _answer(held, method, way, count, rig)})
+                rig.send({"value": _answer(held, action, method, count, rig)})
             except Exception:
                 rig.send({"error": traceback.format_exc()})
 
 
-def _answer(held: Any, method: str, way: str, count: int, rig: Any) -> Any:
+def _answer(held: Any, action: str, method: str, count: int, rig: Any) -> Any:
     def together() -> None:
         rig.send({"ready": True})
         rig.recv()
 
-    if method == "steps":
-        return held.steps(way, count, together)
-    if method == "digest":
-        return held.digest(way)
-    return getattr(held, method)(way, count)
+    if action == "steps":
+        return held.steps(method, count, together)
+    if action == "digest":
+        return held.digest(method)
+    return getattr(held, action)(method, count)
 
 
 if __name__ == "__main__":

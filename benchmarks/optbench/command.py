@@ -98,11 +98,11 @@ def wanted(options: argparse.Namespace) -> Iterator[Row]:
     found = results.read_json(tuning) if tuning.is_file() else None
     for seed in options.seeds:
         for task, name in itertools.product(options.tasks, options.methods):
-            way, steps = METHODS[name], TASKS[task].steps
+            method, steps = METHODS[name], TASKS[task].steps
             job: Row = {"task": task, "method": name, "seed": seed}
-            job |= {"settings": way.told(task, steps), "warm": way.exact(task, steps)}
-            once = (best(found, task, name) if found else None) or way.lr[task]
-            for lr in (once,) if options.action == "run" else options.lr or way.grid:
+            job |= {"settings": method.told(task, steps), "warm": method.exact(task, steps)}
+            once = (best(found, task, name) if found else None) or method.lr[task]
+            for lr in (once,) if options.action == "run" else options.lr or method.grid:
                 yield job | {"lr": lr}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accordion_hvd import optimizers
-from accordion_hvd.optimizers import Rule
+from accordion_hvd.optimizers import UpdateRule
 from accordion_hvd.policies import StepSchedule
 
 
@@ -57,7 +57,7 @@ class Method:
             given.append(f"exact stage for {round(self.warm * steps)} steps")
         return ", ".join(given)
 
-    def rule(self, task: str, steps: int) -> Rule:
+    def rule(self, task: str, steps: int) -> UpdateRule:
         """The algorithm itself."""
         return getattr(optimizers, self.optimizer)(**self.arguments(task, steps))
 

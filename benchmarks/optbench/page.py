@@ -131,16 +131,16 @@ def table(found: Row, task: str) -> list[list[str]]:
     head += ["steps to the target", "MB to the target", "MB in all", "saved after warm-up"]
     rows = [head]
     for name in methods(found, task):
-        mine, way = runs(found, task, name), METHODS[name]
+        mine, method = runs(found, task, name), METHODS[name]
         there = reached(mine, goal) if goal is not None else None
         row = [
             name,
             f"{mine[0]['lr']:g}",
             spread([final(run) for run in mine], digits(4)),
         ]
-        row.append(spread(pairs(found, task, name), digits(3)) if way.beside else "-")
+        row.append(spread(pairs(found, task, name), digits(3)) if method.beside else "-")
         if least is not None:
-            row.append(spread(pairs(found, task, name, least), digits(2)) if way.beside else "-")
+            row.append(spread(pairs(found, task, name, least), digits(2)) if method.beside else "-")
         if graded:
             row.append(spread([100 * run["accuracy"] for run in mine], digits(1)))
         for place, told in ((0, digits(0)), (1, lambda sent: f"{sent / 1e6:.2f}")):
@@ -201,13 +201,13 @@ def links(timing: Row) -> list[list[str]]:
         rows[0] += [f"ms, {words(rate)}", "times Adam"]
     summaries = {rate: tables.summary(timing, rate) for rate in wanted}
     plain = f"{OPTIMIZER}Adam"
-    for way in timing["equal"]:
-        if not way.startswith(OPTIMIZER):
+    for method in timing["equal"]:
+        if not method.startswith(OPTIMIZER):
             continue
-        row = [way.removeprefix(OPTIMIZER), f"{summaries[wanted[0]][way]['sent'] / 1e6:.3f}"]
+        row = [method.removeprefix(OPTIMIZER), f"{summaries[wanted[0]][method]['sent'] / 1e6:.3f}"]
         for rate in wanted:
-            row.append(f"{summaries[rate][way]['ms']:.0f}")
-            row.append(spread(tables.ratios(timing, way, plain, rate), digits(2)))
+            row.append(f"{summaries[rate][method]['ms']:.0f}")
+            row.append(spread(tables.ratios(timing, method, plain, rate), digits(2)))
         rows.append(row)
     return rows
 

@@ -60,10 +60,10 @@ class Real:
 
         self._hvd, self._name = hvd, task
         self.net = _network(task, seed)
-        way = METHODS[method]
-        made = getattr(ours, way.optimizer)
+        chosen = METHODS[method]
+        made = getattr(ours, chosen.optimizer)
         length = TASKS[task].steps
-        arguments = way.arguments(task, length) | {"policy": way.policy(task, length)}
+        arguments = chosen.arguments(task, length) | {"policy": chosen.policy(task, length)}
         self.optimizer = made(self.net.named_parameters(), lr=lr, **arguments)
         self._batches = batches(task, seed, hvd.rank())
 
@@ -94,8 +94,8 @@ class Simulated:
 
     def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
         self.net, self._name = _network(task, seed), task
-        way, length = METHODS[method], TASKS[task].steps
-        policy = staged(way.rule(task, length), way.policy(task, length))
+        chosen, length = METHODS[method], TASKS[task].steps
+        policy = staged(chosen.rule(task, length), chosen.policy(task, length))
         self._world = simulate(policy, RANKS)
         self._batches = [batches(task, seed, rank) for rank in range(RANKS)]
 
@@ -186,8 +186,8 @@ def accuracy(team: Team, task: str) -> float | None:
 def state_bytes(exchange: Exchange) -> int:
     """What the exchange keeps between steps, all stages' inactive state included."""
     total = 0
-    for slot in exchange.slots:
-        for state in (slot.state or {}, *slot.inactive.values()):
+    for entry in exchange.bucket_states:
+        for state in (entry.state or {}, *entry.inactive.values()):
             total += sum(x.nbytes for x in state.values())
     return total
 

@@ -148,7 +148,7 @@ class Shard:
 
 
 def shifted(images: Array, corners: Array, most: int) -> Array:
-    """Images moved by `most - corner` pixels, each in its own way; zeros come in at the edges."""
+    """Images moved by `most - corner` pixels, each its own; zeros come in at the edges."""
     height, width = images.shape[1:3]
     padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
     views = [

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Allreduce, Compressor, Info, PrivacyBudget, TopAgg, namespace
-from accordion_hvd.core.base import Conversation, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, State, Tensor
 from accordion_hvd.ops import secret
 from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
 from accordion_hvd.privacy.torch import backward
@@ -56,7 +56,7 @@ class DPSGD(Compressor):
         """Whether the budget has room for another step."""
         return self.budget.left(Release(self.noise, self.rate, "add or remove")) >= 1
 
-    def exchange(self, grad: Tensor, state: State, info: Info) -> Conversation:
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """One allreduce; `grad` is (examples of this rank, elements)."""
         xp = namespace(grad)
         rows, size = xp.shape(grad)

@@ -97,7 +97,7 @@ class GraphSettings:
         for key in ("skews", "budgets"):
             for value in getattr(self, key):
                 check.at_least(WHO, key, value, least=1)
-        if not self.ways():
+        if not self.methods():
             check.refuse(WHO, "skews", self.skews, "given where budgets are not")
         check.at_least(WHO, "most", self.most, least=1)
         for key in ("lr", "weight_decay"):
@@ -126,10 +126,10 @@ class GraphSettings:
         """A new policy for gradients; None if `compression` names none."""
         return as_policy(self.compression) if self.compression else None
 
-    def ways(self) -> list[dict[str, float]]:
+    def methods(self) -> list[dict[str, float]]:
         """What distinguishes the samplers: `skew` or `budget`."""
-        ways = [{"skew": value} for value in self.skews]
-        return ways + [{"budget": value} for value in self.budgets]
+        methods = [{"skew": value} for value in self.skews]
+        return methods + [{"budget": value} for value in self.budgets]
 
     def sampler(self) -> dict[str, Any]:
         """Arguments of `SkewedSampler` that all have in common."""

@@ -48,16 +48,16 @@ def start(settings: GraphSettings) -> Row:
     return found
 
 
-def way_of(run: Row) -> tuple[str, float]:
+def method_of(run: Row) -> tuple[str, float]:
     """("s", 2.0) or ("D", 1.5)."""
     return ("s", run["skew"]) if "skew" in run else ("D", run["budget"])
 
 
-def ways(found: Row) -> dict[tuple[str, float], list[Row]]:
+def methods(found: Row) -> dict[tuple[str, float], list[Row]]:
     """Trainings by sampler, in order of first appearance."""
     rows: dict[tuple[str, float], list[Row]] = {}
     for run in found["runs"]:
-        rows.setdefault(way_of(run), []).append(run)
+        rows.setdefault(method_of(run), []).append(run)
     return rows
 
 
@@ -77,9 +77,9 @@ def difference(runs: Sequence[Row], base: Sequence[Row]) -> tuple[float, float]:
 def table(found: Row) -> list[list[str]]:
     """Head and rows: means over seeds."""
     rows: list[Row] = []
-    by_way = ways(found)
-    base = by_way.get(("s", 1.0))
-    for (kind, value), runs in by_way.items():
+    by_method = methods(found)
+    base = by_method.get(("s", 1.0))
+    for (kind, value), runs in by_method.items():
         row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": ""}
         row |= {"remote": mean(runs, "remote"), "accuracy": 100 * mean(runs, "accuracy")}
         row |= {"megabytes": mean(runs, "received") / 1e6, "ms": 1000 * mean(runs, "seconds")}
@@ -97,7 +97,7 @@ def title(found: Row) -> str:
     """What was trained on what, in a line."""
     settings = found["settings"]
     hops = ", ".join(map(str, settings["sizes"]))
-    seeds = max(map(len, ways(found).values()))
+    seeds = max(map(len, methods(found).values()))
     kind = "nodes a layer" if settings["sampling"] == "layer" else "neighbours of a node"
     return (
         f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
@@ -121,9 +121,9 @@ def picture(found: Sequence[Row], path: Path) -> None:
 
 
 def _panel(axis: Any, found: Row) -> None:
-    by_way = ways(found)
+    by_method = methods(found)
     for kind, label in (("s", "constant skew s"), ("D", "variance budget D")):
-        mine = sorted((value, runs) for (which, value), runs in by_way.items() if which == kind)
+        mine = sorted((value, runs) for (which, value), runs in by_method.items() if which == kind)
         rows = [mean(runs, "remote") for _, runs in mine]
         accuracy = [100 * mean(runs, "accuracy") for _, runs in mine]
         spread = [100 * statistics.pstdev(run["accuracy"] for run in runs) for _, runs in mine]
@@ -136,7 +136,7 @@ def _panel(axis: Any, found: Row) -> None:
                 f"{kind} = {value:g}", (x, y), xytext=(0, 8 if kind == "s" else -14),
                 textcoords="offset points", ha="center", fontsize=9, color=COLOURS[kind],
             )  # fmt: skip
-    base = by_way.get(("s", 1.0))
+    base = by_method.get(("s", 1.0))
     if base is not None:
         axis.axhline(100 * mean(base, "accuracy") - 0.5, color="grey", ls=":", lw=1)
     settings = found["settings"]

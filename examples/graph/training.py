@@ -85,11 +85,11 @@ class Comparison:
         return block, store.fetch(block.sources)
 
     # -------------------------------------------------------------------------------- one training
-    def run(self, way: dict[str, float], seed: int) -> Row:
+    def run(self, method: dict[str, float], seed: int) -> Row:
         """Train once; what `result.json` holds of it."""
         settings = self.settings
-        guard = VarianceGuard() if settings.guard and "budget" in way else None
-        words = settings.sampler() | way | {"seed": seed, "guard": guard}
+        guard = VarianceGuard() if settings.guard and "budget" in method else None
+        words = settings.sampler() | method | {"seed": seed, "guard": guard}
         sampler = SkewedSampler(self.graph, self.part, self.rank, **words)
         depth = len(settings.sizes)
         sizes = [self.store.features, *[settings.width] * (depth - 1), self.data.classes]
@@ -107,7 +107,7 @@ class Comparison:
         )
         stats = network.exchange.stats() if network.exchange is not None else {"sent": 0.0}
         return {
-            **way,
+            **method,
             "seed": seed,
             "accuracy": best["test"],
             "last_accuracy": rows[-1]["test"],
@@ -217,8 +217,8 @@ def run(settings: GraphSettings, data: GraphData) -> Row:
     }
     path = Path(settings.output) / settings.name / "result.json"
     for number in range(settings.seeds):
-        for way in settings.ways():
-            row = comparison.run(way, settings.seed + number)
+        for method in settings.methods():
+            row = comparison.run(method, settings.seed + number)
             found["runs"].append(row)
             if comparison.rank == 0:
                 write_json(path, found)
@@ -229,9 +229,9 @@ def run(settings: GraphSettings, data: GraphData) -> Row:
 
 def told(row: Row) -> str:
     """A training in a line."""
-    way = f"s = {row['skew']:g}" if "skew" in row else f"D = {row['budget']:g}"
+    method = f"s = {row['skew']:g}" if "skew" in row else f"D = {row['budget']:g}"
     return (
-        f"seed {row['seed']}  {way:8}  test accuracy {row['accuracy']:6.1%}  "
+        f"seed {row['seed']}  {method:8}  test accuracy {row['accuracy']:6.1%}  "
         f"{row['remote']:8.1f} remote rows and {row['received'] / 1e6:7.3f} MB an epoch, "
         f"{1000 * row['seconds']:7.1f} ms"
     )

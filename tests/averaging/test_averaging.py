@@ -34,12 +34,12 @@ from accordion_hvd import (
     Topology,
     TwoLevel,
 )
-from accordion_hvd.averaging import alone
+from accordion_hvd.averaging import point_to_point
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.core.base import Allreduce, Broadcast
 from accordion_hvd.core.codec import Wrapper
-from accordion_hvd.core.conversations import among
+from accordion_hvd.core.composition import within_group
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.simulation.one_process import simulate
 
@@ -438,7 +438,7 @@ def test_a_group_speaks_of_its_members() -> None:
         yield Allreduce(np.ones(2), op="sum", sender=1)
         yield Broadcast(np.ones(2), root=0), Allreduce(np.ones(2), group=(1, 2))
 
-    asked = among((2, 5, 6), talk())
+    asked = within_group((2, 5, 6), talk())
     first = next(asked)
     root, pair = asked.send(None)
     assert (first.group, first.sender) == ((2, 5, 6), 5)
@@ -457,7 +457,7 @@ def test_shares_among_all_are_means_of_groups(ranks: int, size: int, framework: 
 
 
 # -------------------------------------------------------------------------- messages of one to one
-def shelf() -> list[Any]:
+def compressors() -> list[Any]:
     kinds = [getattr(accordion_hvd.compressors, name) for name in accordion_hvd.compressors.__all__]
     made = [
         kind(TopK(0.1)) if issubclass(kind, Wrapper) else kind()
@@ -468,23 +468,23 @@ def shelf() -> list[Any]:
 
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
-@pytest.mark.parametrize("compressor", shelf(), ids=repr)
+@pytest.mark.parametrize("compressor", compressors(), ids=repr)
 def test_a_message_means_the_same_to_both(compressor: Any, framework: Framework) -> None:
-    """To the bit, step after step, for every compressor of the shelf with messages of one size."""
+    """To the bit, step after step, for every compressor with messages of one size."""
     kept: Any = {}
     for step in range(3):
         values = np.random.default_rng(step).normal(size=600).astype(np.float32)
         info = Info(step=step, rank=1, size=4, name="model")
         try:
             x = framework.tensor(values)
-            message, mine, kept = alone.encode(compressor, x, kept, info)
+            message, mine, kept = point_to_point.encode(compressor, x, kept, info)
         except ValueError as error:
             assert "whose size changes" in str(error)
             assert type(compressor).__name__ in ("AdaComp", "DGC", "Threshold", "ScaleCom")
             return
         like = framework.tensor(np.zeros(600, np.float32))
         reader = Info(step=step, rank=3, size=4, name="model")
-        theirs = alone.decode(compressor, message, like, reader, sender=1)
+        theirs = point_to_point.decode(compressor, message, like, reader, sender=1)
         assert (framework.array(mine) == framework.array(theirs)).all()
         assert framework.array(mine).any()
 

@@ -12,32 +12,34 @@ import pytest
 
 from accordion_hvd.policies import Accordion
 from benchmarks.netbench import accuracy_page, accuracy_tasks, command, contestants
-from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, TASKS, WAYS
+from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, METHODS, TASKS
 
 PLACE = ("digits", "200mbit")
 SLOW = "ours topk:0.01"
 
 
-def made(ways: tuple[str, ...] = ("Horovod", HOOK, SLOW)) -> dict[str, Any]:
-    """Two seeds: way i takes 8 / 2^i seconds a step; the last one never gets there with seed 2."""
+def made(methods: tuple[str, ...] = ("Horovod", HOOK, SLOW)) -> dict[str, Any]:
+    """Two seeds: method i takes 8 / 2^i seconds a step; the last one fails with seed 2."""
     runs = []
     for seed in (1, 2):
-        for i, way in enumerate(ways):
-            pace, fails = 8.0 / 2**i * seed, seed == 2 and i == len(ways) - 1
+        for i, method in enumerate(methods):
+            pace, fails = 8.0 / 2**i * seed, seed == 2 and i == len(methods) - 1
             steps = [10, 20, 30]
             runs.append(
                 {
-                    "task": PLACE[0], "rate": PLACE[1], "way": way, "seed": seed, "steps": steps,
+                    "task": PLACE[0], "rate": PLACE[1], "method": method, "seed": seed,
+                    "steps": steps,
                     "seconds": [pace * step for step in steps],
                     "sent": [1e6 * step for step in steps],
                     "accuracy": [0.5, 0.9, 0.96 if fails else 0.98],
-                    "high": 0.25 if way == ADAPTIVE else 0.0, "equal": way != SLOW,
-                    "verdict": "accordion_hvd: it pays" if way == GATED else "", "foreign": 0.1,
+                    "high": 0.25 if method == ADAPTIVE else 0.0, "equal": method != SLOW,
+                    "verdict": "accordion_hvd: it pays" if method == GATED else "", "foreign": 0.1,
                 }
             )  # fmt: skip
     return {
         "format": 1, "benchmark": "accuracy",
-        "settings": {"hosts": 4, "per_host": 1, "backend": "gloo", "seeds": 2, "ways": list(ways)},
+        "settings": {"hosts": 4, "per_host": 1, "backend": "gloo", "seeds": 2,
+                     "methods": list(methods)},
         "machine": {
             "cores": 2, "cpu": "x", "kernel": "6", "python": "3", "versions": {"torch": "2"},
             "date": "2025-01-01",
@@ -84,14 +86,16 @@ def test_table() -> None:
 
 def test_the_median_seed_is_shown() -> None:
     found = made()
-    assert [accuracy_page.typical(found, PLACE, way)["seed"] for way in ("Horovod", SLOW)] == [1, 1]  # type: ignore[index]
+    assert [
+        accuracy_page.typical(found, PLACE, method)["seed"] for method in ("Horovod", SLOW)
+    ] == [1, 1]  # type: ignore[index]
     assert accuracy_page.typical(found, PLACE, "DDP") is None
 
 
 def test_report_needs_only_the_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "accuracy.json"
-    file.write_text(json.dumps(made(WAYS)))
+    file.write_text(json.dumps(made(METHODS)))
     with pytest.raises(SystemExit) as ended:
         command.main(["report", str(file), "--output", str(tmp_path / "docs")])
     assert not ended.value.code
@@ -99,7 +103,7 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
     for words in ("## digits to 97%, 200 Mbit/s", "2 cores of x", "25 (25-25) % of layers",
                   "it pays", f"`{SLOW}`: ranks ended with **different weights**"):  # fmt: skip
         assert words in text
-    assert all(f"| {way} |" in text for way in WAYS)
+    assert all(f"| {method} |" in text for method in METHODS)
     assert (tmp_path / "docs" / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -109,7 +113,7 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
         ("accuracy --tasks digits --hosts 1", "--hosts is 1"),
         ("accuracy --tasks digits --seeds 0", "--seeds is 0"),
         ("accuracy --tasks digits --rate fast", "rate 'fast'"),
-        ("accuracy --tasks digits --ways zip", "--ways 'zip' is none of 'Horovod'"),
+        ("accuracy --tasks digits --methods zip", "--methods 'zip' is none of 'Horovod'"),
     ],
 )
 def test_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,18 +133,21 @@ def test_pages_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_ways() -> None:
     choose = accuracy_tasks.choose
-    assert choose([]) == list(WAYS) and choose(["DDP", "ours topk:0.1"]) == ["DDP", "ours topk:0.1"]
+    assert choose([]) == list(METHODS) and choose(["DDP", "ours topk:0.1"]) == [
+        "DDP",
+        "ours topk:0.1",
+    ]
     with pytest.raises(ValueError, match=re.escape("'zip'")):
         choose(["ours zip"])
-    for way, gated in ((ADAPTIVE, False), (GATED, True)):
-        policy = contestants.compression(accuracy_tasks.spelled(way, 25))
+    for method, gated in ((ADAPTIVE, False), (GATED, True)):
+        policy = contestants.compression(accuracy_tasks.spelled(method, 25))
         assert isinstance(policy, Accordion) and policy.window == 25
         assert (policy.gate is not None) == gated
 
 
 def test_networks_begin_alike() -> None:
     torch = pytest.importorskip("torch")
-    from benchmarks.netbench.accuracy_ways import network
+    from benchmarks.netbench.accuracy_methods import network
 
     for name in TASKS:
         weights = []

@@ -73,11 +73,11 @@ def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| 1,000 |")]
-    assert [line[2].strip() for line in lines] == list(waiting.WAYS)
+    assert [line[2].strip() for line in lines] == list(waiting.METHODS)
     assert all(0 < float(line[5].rstrip("% ")) < 130 for line in lines), "faster than time"
     assert "Sleeping ranks used" in text
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| digits |")]
-    assert [line[2].strip() for line in lines] == list(averaged.ways(2, 4))
+    assert [line[2].strip() for line in lines] == list(averaged.methods(2, 4))
     assert all(20 < float(line[3].rstrip("% ")) < 100 for line in lines), "nothing was learnt"
 
 
@@ -94,8 +94,8 @@ def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:
 
 def test_differences_are_taken_seed_by_seed() -> None:
     rows = [
-        {"task": "digits", "way": way, "seed": seed, "accuracy": right}
-        for way, seed, right in (
+        {"task": "digits", "method": method, "seed": seed, "accuracy": right}
+        for method, seed, right in (
             (averaged.GRADIENTS, 1, 0.90), (averaged.GRADIENTS, 2, 0.94),
             ("WAGMA", 1, 0.91), ("WAGMA", 2, 0.93),
         )

@@ -17,7 +17,7 @@ def made_result(data: str, name: str) -> dict[str, Any]:
     settings = GraphSettings(name=name, data=data, seeds=2).as_dict()  # type: ignore[arg-type]
     runs = []
     for seed in (1, 2):
-        for way, rows, accuracy in (
+        for method, rows, accuracy in (
             ({"skew": 1.0}, 40.0, 0.81),
             ({"skew": 4.0}, 20.0, 0.80),
             ({"budget": 2.0}, 10.0, 0.808),
@@ -25,7 +25,7 @@ def made_result(data: str, name: str) -> dict[str, Any]:
         ):
             epochs = [{"seconds": 0.1 * rows + e, "epoch": e} for e in range(3)]
             runs.append(
-                {**way, "seed": seed, "accuracy": accuracy + seed / 100, "remote": rows,
+                {**method, "seed": seed, "accuracy": accuracy + seed / 100, "remote": rows,
                  "received": rows * 100, "seconds": 0.5, "epochs": epochs}
             )  # fmt: skip
     return {"settings": settings, "ranks": 4, "nodes": 100, "edges": 200, "features": 5,

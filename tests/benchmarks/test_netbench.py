@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.netbench import command, contestants, network, page, sandbox, tables
-from benchmarks.netbench.contestants import ACCORDION, COMPUTE, GROUPED, OURS, SILENT, WAYS
+from benchmarks.netbench.contestants import ACCORDION, COMPUTE, GROUPED, METHODS, OURS, SILENT
 from benchmarks.report import END
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_counters() -> None:
 
 def test_ways_are_chosen_by_name_pattern_or_word() -> None:
     choose = contestants.choose
-    assert choose("torch", []) == list(WAYS["torch"])
+    assert choose("torch", []) == list(METHODS["torch"])
     assert choose("torch", ["Horovod"]) == [COMPUTE, "Horovod"]
     assert choose("torch", ["DDP powersgd:.*", "DDP.*:1"]) == [
         COMPUTE, *(f"DDP powersgd:{rank}" for rank in (1, 2, 4)),
@@ -61,25 +61,25 @@ def test_ways_are_chosen_by_name_pattern_or_word() -> None:
 
 
 def test_every_way_is_understood() -> None:
-    for ways in WAYS.values():
-        for way in ways:
-            assert contestants.group(way) in (contestants.HOROVOD, contestants.PLAIN)
-            if way.startswith(OURS):
-                assert contestants.compression(way) is not None
+    for methods in METHODS.values():
+        for method in methods:
+            assert contestants.group(method) in (contestants.HOROVOD, contestants.PLAIN)
+            if method.startswith(OURS):
+                assert contestants.compression(method) is not None
     assert contestants.adapts(OURS + ACCORDION) and not contestants.adapts(f"{OURS}powersgd:1")
 
 
-def made(framework: str, ways: tuple[str, ...]) -> dict[str, Any]:
+def made(framework: str, methods: tuple[str, ...]) -> dict[str, Any]:
     """Results in which way i takes 10 (i + 1) ms at the first rate, twice that at the second."""
     turns = [
         {
-            "way": way, "rate": rate, "repetition": repetition, "steps": 3, "foreign": 0.1,
+            "method": method, "rate": rate, "repetition": repetition, "steps": 3, "foreign": 0.1,
             "ms": [10.0 * (i + 1) * (1 + place) + repetition, 5.0], "cpu_ms": [4.0, 6.0],
             "sent": [1e6 * i, 0.0], "received": [0.0, 1e6 * i], "loss": [2.0, 2.0],
         }
         for repetition in range(3)
         for place, rate in enumerate(("50mbit", "1gbit"))
-        for i, way in enumerate(ways)
+        for i, method in enumerate(methods)
     ]  # fmt: skip
     return {
         "format": 1,
@@ -93,7 +93,7 @@ def made(framework: str, ways: tuple[str, ...]) -> dict[str, Any]:
         },
         "model": {"parameters": 100, "tensors": 2},
         "bandwidth": {"50mbit": 6e6, "1gbit": 120e6},
-        "equal": {way: way not in (COMPUTE, SILENT) for way in ways},
+        "equal": {method: method not in (COMPUTE, SILENT) for method in methods},
         "turns": turns,
     }  # fmt: skip
 
@@ -119,22 +119,22 @@ def test_ratios_are_formed_within_a_repetition() -> None:
     assert ratios == pytest.approx([20 / 30, 21 / 31, 22 / 32])
     assert tables.ratios(found, "ours fp16", "DDP", "50mbit") == []
     rows = tables.comparison(found, page.pairs("torch", list(found["equal"])))
-    assert rows[0] == ["way", "against", "50mbit", "1gbit"]
+    assert rows[0] == ["method", "against", "50mbit", "1gbit"]
     assert rows[1][:3] == ["ours fp16", "Horovod", "0.68 (0.67-0.69)"] and len(rows) == 2
 
 
 def test_pairs() -> None:
-    pairs = page.pairs("torch", WAYS["torch"])
+    pairs = page.pairs("torch", METHODS["torch"])
     assert ("ours powersgd:2", "DDP powersgd:2") in pairs and ("ours topk:0.01", "Horovod") in pairs
-    assert page.pairs("keras", WAYS["keras"])[0] == ("ours dense", GROUPED)
+    assert page.pairs("keras", METHODS["keras"])[0] == ("ours dense", GROUPED)
 
 
 def test_report_needs_only_the_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = []
-    for framework, ways in WAYS.items():
+    for framework, methods in METHODS.items():
         files.append(str(tmp_path / f"{framework}.json"))
-        Path(files[-1]).write_text(json.dumps(made(framework, ways)))
+        Path(files[-1]).write_text(json.dumps(made(framework, methods)))
     written = tmp_path / "docs" / "performance.md"
     written.parent.mkdir()
     written.write_text(f"old\n\n{END}\n\nWhat somebody noted.\n")
@@ -145,7 +145,7 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
     assert not text.startswith("old") and text.endswith(f"\n\n{END}\n\nWhat somebody noted.\n")
     for words in ("## PyTorch", "## Keras", "### 50 Mbit/s", "averages nothing", "2 cores of x"):
         assert words in text
-    assert all(f"| {way} |" in text for ways in WAYS.values() for way in ways)
+    assert all(f"| {method} |" in text for methods in METHODS.values() for method in methods)
     assert (tmp_path / "docs" / "performance.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -160,7 +160,7 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
         ("bench --model bert", "--model is 'bert'; torch has vgg, resnet, transformer"),
         ("bench --framework keras --model resnet", "--model is 'resnet'; keras has vgg"),
         ("bench --turn 0", "--turn is 0"),
-        ("bench --ways zip", "--ways 'zip' matches none"),
+        ("bench --methods zip", "--methods 'zip' matches none"),
         ("report nothing.json", "results cannot be read"),
     ],
 )
@@ -292,7 +292,7 @@ parts = [torch.randn(300, 100, generator=torch.Generator().manual_seed(r)) for r
 weight.grad = parts[hvd.rank()].clone()
 optimizer.step()
 apart = (weight + sum(parts) / 2).abs().max().item()
-print(hvd.rank(), optimizer.exchange.communicator.half_allreduce, apart < 2e-3)
+print(hvd.rank(), optimizer.exchange.communicator.native_fp16_allreduce, apart < 2e-3)
 """
 
 
@@ -425,13 +425,15 @@ def test_bench_measures_and_reports(token: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "a.json"
     words = ["bench", "--quick", "--hosts", "2", "--model", "resnet", "--output", str(file)]
-    status, out, err = rig(token, *words, "--ways", "DDP powersgd:1", "ours accordion", limit=200)
+    status, out, err = rig(
+        token, *words, "--methods", "DDP powersgd:1", "ours accordion", limit=200
+    )
     assert status == 0, out + err
     found = json.loads(file.read_text())
-    ways = {turn["way"]: turn for turn in found["turns"]}
+    methods = {turn["method"]: turn for turn in found["turns"]}
     assert found["equal"] == {COMPUTE: False, "DDP powersgd:1": True, "ours accordion": True}
     assert 0.8 * 25e6 < found["bandwidth"]["200mbit"] < 25e6
-    for way in ("DDP powersgd:1", "ours accordion"):
-        assert 1e4 < max(ways[way]["sent"]) < 4e5 and min(ways[way]["cpu_ms"]) > 1
-    assert max(ways[COMPUTE]["sent"]) < 1e3
+    for method in ("DDP powersgd:1", "ours accordion"):
+        assert 1e4 < max(methods[method]["sent"]) < 4e5 and min(methods[method]["cpu_ms"]) > 1
+    assert max(methods[COMPUTE]["sent"]) < 1e3
     assert "ours accordion" in out

@@ -76,7 +76,7 @@ def test_a_loss_is_reached_at_the_first_evaluation_at_it() -> None:
 def test_the_goal_needs_both() -> None:
     found = made()
     verdicts = {row[0].strip("`"): row[-1] for row in page.overview(found)[1:]}
-    assert set(verdicts) == {name for name, way in METHODS.items() if way.beside}
+    assert set(verdicts) == {name for name, method in METHODS.items() if method.beside}
     assert verdicts["OnebitAdam"] == "met" and verdicts["CDAdam"] == "loss missed"
     for run in found["runs"]:
         run["sent"] = [2 * sent for sent in run["sent"]]
@@ -110,12 +110,12 @@ def test_a_broken_off_run_makes_a_page(tmp_path: Path) -> None:
 def test_grids_and_times_join_the_page(tmp_path: Path) -> None:
     turn = {"rate": "50mbit", "repetition": 0, "steps": 2, "cpu_ms": [1.0], "loss": [1.0],
             "received": [1e5], "sent": [1e5], "foreign": 0.0}  # fmt: skip
-    ways = {"compute only": 5.0, "optimizer Adam": 40.0, "optimizer Birder": 10.0}
+    methods = {"compute only": 5.0, "optimizer Adam": 40.0, "optimizer Birder": 10.0}
     timing = {
         "settings": {"rates": ["50mbit"], "model": "vgg", "batch": 16, "hosts": 4},
         "model": {"parameters": 10, "tensors": 2}, "bandwidth": {"50mbit": 6e6},
-        "equal": dict.fromkeys(ways, True),
-        "turns": [{**turn, "way": way, "ms": [ms]} for way, ms in ways.items()],
+        "equal": dict.fromkeys(methods, True),
+        "turns": [{**turn, "method": method, "ms": [ms]} for method, ms in methods.items()],
     }  # fmt: skip
     tuning = {**made(), "action": "tune"}
     written = page.write([timing, tuning, made()], tmp_path)[0].read_text()
@@ -161,13 +161,13 @@ def test_no_letter_sees_what_comes_after_it() -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_settings_are_understood(name: str) -> None:
-    way = METHODS[name]
-    assert set(way.lr) == set(tasks.TASKS)
-    assert way.beside in ("", "Adam", "AMSGrad")
+    method = METHODS[name]
+    assert set(method.lr) == set(tasks.TASKS)
+    assert method.beside in ("", "Adam", "AMSGrad")
     for task in tasks.TASKS:
-        assert way.lr[task] in way.grid
-        rule = way.rule(task, 400)
-        assert isinstance(rule, getattr(optimizers, way.optimizer))
+        assert method.lr[task] in method.grid
+        rule = method.rule(task, 400)
+        assert isinstance(rule, getattr(optimizers, method.optimizer))
     assert not set(methods.SEEDS) & set(methods.TUNING)
     assert name in contestants.RULES and name in page.STATE and name in page.COLOURS
 
@@ -175,7 +175,7 @@ def test_settings_are_understood(name: str) -> None:
 def test_links_know_the_optimizers() -> None:
     chosen = contestants.choose("torch", ["optimizer .*"])
     assert chosen == ["compute only", *(f"optimizer {name}" for name in contestants.RULES)]
-    assert all(contestants.group(way) == contestants.HOROVOD for way in chosen[1:])
+    assert all(contestants.group(method) == contestants.HOROVOD for method in chosen[1:])
     assert not set(chosen[1:]) & set(contestants.choose("torch", []))
     with pytest.raises(ValueError, match="matches none"):
         contestants.choose("keras", ["optimizer Adam"])

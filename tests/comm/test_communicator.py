@@ -233,7 +233,7 @@ def test_uneven_shares_are_counted_and_checked() -> None:
         link.launch("x", [Alltoall(np.zeros((sum(mine), 3), np.float32), splits=mine)])
         for link, mine in zip(links, splits, strict=True)
     ]
-    hub.turn([work.ready for work in pending])
+    hub.advance_all([work.ready for work in pending])
     traffic = [work.traffic for work in pending]
     assert [x.sent for x in traffic] == [12 * 3, 0, 12 * 4]
     assert [x.received for x in traffic] == [12 * 4, 12 * 1, 12 * 2]

@@ -44,8 +44,8 @@ def test_law(law: laws.Law, case: Case, framework: Framework, ranks: int) -> Non
 
 
 def test_every_compressor_has_a_case() -> None:
-    shelf = {getattr(accordion_hvd.compressors, name) for name in accordion_hvd.compressors.__all__}
-    assert shelf | {accordion_hvd.TopAgg} == {type(case.compressor) for case in CASES}
+    known = {getattr(accordion_hvd.compressors, name) for name in accordion_hvd.compressors.__all__}
+    assert known | {accordion_hvd.TopAgg} == {type(case.compressor) for case in CASES}
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")

@@ -177,14 +177,14 @@ def test_levels_hand_over_what_waits_and_the_momentum() -> None:
     rng = np.random.default_rng(0)
     first, second = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(2))
     sent = one(exchange, first)
-    slot = exchange.slots[0]
-    exchange.switch(slot, 1)
+    entry = exchange.bucket_states[0]
+    exchange.switch(entry, 1)
     rest = np.where(sent == 0, first, 0)
     np.testing.assert_allclose(one(exchange, second), 1.9 * rest + second, atol=1e-5)
-    assert not slot.state["error"].any()
-    exchange.switch(slot, 0)
+    assert not entry.state["error"].any()
+    exchange.switch(entry, 0)
     np.testing.assert_allclose(
-        slot.state["momentum"].reshape(SHAPE), 0.9 * rest + second, atol=1e-5
+        entry.state["momentum"].reshape(SHAPE), 0.9 * rest + second, atol=1e-5
     )
 
 
@@ -196,9 +196,9 @@ def simulated(policy: Any) -> list[Any]:
 
 def one(exchange: Any, gradient: np.ndarray) -> np.ndarray:
     exchange.open(0.1)
-    exchange.units.give([gradient.copy()])
+    exchange.bucket_batches.give([gradient.copy()])
     assert exchange.finish()
-    return np.array(exchange.units.means()[0])
+    return np.array(exchange.bucket_batches.means()[0])
 
 
 # -------------------------------------------------------------- what returns updates: general rules
@@ -241,7 +241,7 @@ def test_only_plain_sgd_takes_updates_in_torch() -> None:
 
 
 def check_torch(policy: Any, inner: Any) -> None:
-    from accordion_hvd.torch.refusals import is_plain
+    from accordion_hvd.torch.validation import is_plain
 
     validate(policy, Use("torch", 1, 1, name(inner), plain=is_plain(inner)))
 
@@ -266,7 +266,7 @@ def test_only_plain_sgd_takes_updates_in_keras() -> None:
 
 
 def check_keras(policy: Any, inner: Any) -> None:
-    from accordion_hvd.tensorflow.refusals import is_plain
+    from accordion_hvd.tensorflow.validation import is_plain
 
     validate(policy, Use("keras", 1, 1, name(inner), plain=is_plain(inner)))
 

@@ -141,7 +141,7 @@ def test_signals_keep_their_size(transposed: bool) -> None:
 # ------------------------------------------------------------------------------------- the phases
 def phases(world: World) -> set[int]:
     """Those that the ranks are in; ranks that agree are in one."""
-    return {exchange.phase(exchange.slots[0]) for exchange in world.exchanges}
+    return {exchange.phase(exchange.bucket_states[0]) for exchange in world.exchanges}
 
 
 def alike(ranks: int, steps: int, size: int = 20_000, seed: int = 0) -> Iterator[list[np.ndarray]]:
@@ -202,18 +202,18 @@ def test_phases_wait_while_another_level_serves(form: str) -> None:
     for number, gradients in enumerate(several(2, 10)):
         total += exact_mean([mine["w"] for mine in gradients])
         means = step(world, NUMPY, gradients)
-        (slot, *_) = [s for s in world.exchanges[0].slots if s.bucket.compress]
+        (entry, *_) = [s for s in world.exchanges[0].bucket_states if s.bucket.compress]
         served += world.exchanges[0].units._phases or [0]
         assert means[0] is not None
         total -= means[0]["w"]
         if number == 2:
-            learned = slot.state["weights"].copy()
+            learned = entry.state["weights"].copy()
         if number == 3:
             assert np.abs(total).max() < 1e-5, "Dense pays what was owed"
         if 3 <= number < 6:
-            assert same_bits(slot.inactive[0]["weights"], learned)
+            assert same_bits(entry.inactive[0]["weights"], learned)
     assert served == [0, 1, 1, 0, 0, 0, 2, 3, 3, 3]
-    assert not same_bits(slot.state["weights"], learned)
+    assert not same_bits(entry.state["weights"], learned)
 
 
 def test_levels_of_any_scope() -> None:
@@ -266,7 +266,7 @@ def test_reconstruction_improves_and_is_reported(form: str) -> None:
     assert error[0] == 1.0 and error[1] > 0.7
     assert np.mean(error[training - 10 : training]) < 0.1
     assert (error[training:] == error[training]).all()
-    carried = [np.linalg.norm(e.slots[0].state["error"]) for e in world.exchanges]
+    carried = [np.linalg.norm(e.bucket_states[0].state["error"]) for e in world.exchanges]
     assert max(carried) < 10 * np.sqrt(20_000 * training)
 
 
@@ -378,12 +378,12 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="number of ranks is 3, but must be"):
                 step(other, NUMPY, gradients)
             continue
-        carried = sum(e.slots[0].state["error"].astype(float) for e in world.exchanges)
+        carried = sum(e.bucket_states[0].state["error"].astype(float) for e in world.exchanges)
         means = step(other, NUMPY, gradients)
         assert means[0] is not None
         given = np.concatenate([exact_mean([g[k] for g in gradients]).reshape(-1) for k in "wv"])
         found = np.concatenate([means[0][k].reshape(-1) for k in "wv"])
-        left = exact_mean([e.slots[0].state["error"] for e in other.exchanges])
+        left = exact_mean([e.bucket_states[0].state["error"] for e in other.exchanges])
         unsent = found == 0
         assert unsent.sum() == 2400 - 120 and not left[~unsent].any()
         np.testing.assert_allclose(left[unsent], (given + carried / 3)[unsent], atol=1e-4)

@@ -75,7 +75,7 @@ class Spoiled(Compressor):
             return self.spoiled(asked[0], xp, step, mine), *asked[1:]
         if not isinstance(step, int):  # in a graph
             spoiled = self.spoil(xp, asked.tensor)
-            return replace(asked, tensor=xp.either(step == BAD_STEP, spoiled, asked.tensor))
+            return replace(asked, tensor=xp.where(step == BAD_STEP, spoiled, asked.tensor))
         return (
             replace(asked, tensor=self.spoil(xp, asked.tensor))
             if mine and step == BAD_STEP
@@ -223,13 +223,13 @@ def test_a_graph_refuses_too(method: Compressor) -> None:
     run = tf.function(exchange.traced, autograph=False)
     rng = np.random.default_rng(0)
     for number in range(BAD_STEP + 1):
-        before = {k: x.numpy() for k, x in exchange.slots[0].state.items()}
+        before = {k: x.numpy() for k, x in exchange.bucket_states[0].state.items()}
         grad = tf.constant(rng.standard_normal((24, 50)), tf.float32)
         if number < BAD_STEP:
             assert np.isfinite(run([grad], tf.constant(0.1))[0].numpy()).all()
             continue
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"does not decode.*\[0\]"):
             run([grad], tf.constant(0.1))
-    for key, x in exchange.slots[0].state.items():
+    for key, x in exchange.bucket_states[0].state.items():
         np.testing.assert_array_equal(x.numpy(), before[key])
     assert exchange.steps == BAD_STEP

@@ -29,9 +29,9 @@ from accordion_hvd import (
     TwoLevel,
     parse,
 )
-from accordion_hvd.comm.hosts import VARIABLE, meet
+from accordion_hvd.comm.hosts import VARIABLE, discover_hosts
 from accordion_hvd.compressors.two_level import slice_shape
-from accordion_hvd.core.places import consecutive, groups, place
+from accordion_hvd.core.placement import consecutive, groups, place
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
@@ -61,11 +61,11 @@ def test_one_machine_is_the_plain_mean(inner: Compressor) -> None:
             assert mine is not None and wanted is not None
             assert all(same_bits(mine[name], wanted[name]) for name in wanted)
     assert all(e.stats()["between"] == 0 < e.stats()["sent"] for e in ours.exchanges)
-    assert not any(slot.state for e in ours.exchanges for slot in e.slots)
+    assert not any(entry.state for e in ours.exchanges for entry in e.bucket_states)
 
 
 def test_machines_of_different_size_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the machines have 3, 3, 1 ranks, but to .* they must"):
+    with pytest.raises(ValueError, match=r"the hosts have 3, 3, 1 ranks, but to .* they must"):
         step(simulate(TwoLevel(TopK(0.1)), 7, local_size=3), NUMPY, several(7, 1)[0])
     step(simulate(TopK(0.1), 7, local_size=3), NUMPY, several(7, 1)[0])  # nobody minds
 
@@ -74,11 +74,11 @@ def test_places_and_groups() -> None:
     machines = consecutive(6, 3)
     assert machines == ((0, 1, 2), (3, 4, 5))
     here = place(machines, 4, 6)
-    assert (here.near, here.far, here.local, here.machine) == ((3, 4, 5), (1, 4), 1, 1)
+    assert (here.intra, here.inter, here.local_rank, here.host) == ((3, 4, 5), (1, 4), 1, 1)
     assert groups(machines) == [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5)]
     assert groups(consecutive(4, 1)) == groups(consecutive(4, 4)) == []
     scattered = place(((0, 2), (1, 3)), 3, 4)
-    assert (scattered.near, scattered.far) == ((1, 3), (2, 3))
+    assert (scattered.intra, scattered.inter) == ((1, 3), (2, 3))
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "two"])
@@ -86,8 +86,10 @@ def test_the_variable_is_checked(word: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(VARIABLE, word)
     communicator = SimulatedCommunicator(Hub(2), 0, NUMPY.xp)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '{word}', but must be an integer"):
-        meet(communicator, as_policy(TwoLevel()).topology_aware)
-    meet(communicator, as_policy(TopK()).topology_aware)  # does not ask, so nobody is asked
+        discover_hosts(communicator, as_policy(TwoLevel()).topology_aware)
+    discover_hosts(
+        communicator, as_policy(TopK()).topology_aware
+    )  # does not ask, so nobody is asked
 
 
 # ------------------------------------------------------------------------------------- the slices
@@ -133,7 +135,7 @@ class Spy(Compressor):
     """Asks for every kind of request, of all its ranks and of some."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
-        assert (info.size, info.machines) == (2, ())
+        assert (info.size, info.hosts) == (2, ())
         mine = np.full(1, 10.0 + info.rank, "f")
         assert float((yield Broadcast(mine, root=1))[0]) == 11
         both, alone = yield Allgather(mine), Allreduce(mine, group=(info.rank,))
@@ -155,7 +157,9 @@ def test_a_rank_holds_its_part_of_the_error() -> None:
     world = simulate(TwoLevel(TopK(0.1)), 8, local_size=4)
     step(world, NUMPY, several(8, 1)[0])
     for exchange in world.exchanges:
-        sizes = [slot.state["error"].size for slot in exchange.slots if slot.bucket.compress]
+        sizes = [
+            entry.state["error"].size for entry in exchange.bucket_states if entry.bucket.compress
+        ]
         assert sizes == [24 * 50 // 4, 40 * 30 // 4]
 
 
@@ -189,13 +193,13 @@ def debts(world: World, name: str) -> np.ndarray:
     """The ranks' mean of all that bucket `name` still owes of its whole tensor."""
     found = []
     for exchange in world.exchanges:
-        (slot,) = [slot for slot in exchange.slots if slot.bucket.name == name]
-        residual, carried = slot.compressor.residual(slot.state), np.zeros(slot.bucket.shape)
+        (entry,) = [entry for entry in exchange.bucket_states if entry.bucket.name == name]
+        residual, carried = entry.compressor.residual(entry.state), np.zeros(entry.bucket.shape)
         if residual is not None:
-            whole = slot.compressor.whole(residual, slot.spec, exchange.info(slot))
-            carried += NUMPY.array(slot.spec.xp.reshape(whole, slot.bucket.shape))
-        if slot.carried is not None:
-            carried += NUMPY.array(slot.spec.xp.reshape(slot.carried, slot.bucket.shape))
+            whole = entry.compressor.expand_residual(residual, entry.spec, exchange.info(entry))
+            carried += NUMPY.array(entry.spec.xp.reshape(whole, entry.bucket.shape))
+        if entry.carried is not None:
+            carried += NUMPY.array(entry.spec.xp.reshape(entry.carried, entry.bucket.shape))
         found.append(carried)
     return np.mean(found, 0)
 
@@ -235,10 +239,10 @@ def test_powersgd_hands_over_its_factor() -> None:
     for gradients in before:
         step(world, NUMPY, gradients)
     (exchange, *_) = world.exchanges
-    slot = exchange.slots[0]
-    kept = slot.state["q"].copy()
-    exchange.switch(slot, 1)
-    assert same_bits(slot.state["q"], kept[:1])
+    entry = exchange.bucket_states[0]
+    kept = entry.state["q"].copy()
+    exchange.switch(entry, 1)
+    assert same_bits(entry.state["q"], kept[:1])
 
 
 @pytest.mark.parametrize("local_size", [1, 3, 6])
@@ -248,7 +252,7 @@ def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
     for number, gradients in enumerate(several(6, 6)):
         if number == 3:
             for exchange in world.exchanges:
-                exchange.communicator.machines = consecutive(6, local_size)
+                exchange.communicator.hosts = consecutive(6, local_size)
         means = step(world, NUMPY, gradients)
         assert means[0] is not None
         total += np.mean([g["w"] for g in gradients], 0) - means[0]["w"]

@@ -220,10 +220,10 @@ def test_diana_is_unbiased() -> None:
 def shifts(world: World) -> list[tuple[np.ndarray, np.ndarray]]:
     """(mean of h_i, h) of every large tensor, on rank 0."""
     rows = []
-    for i, slot in enumerate(world.exchanges[0].slots):
-        if slot.state and "local" in slot.state:
-            own = [exchange.slots[i].state["local"] for exchange in world.exchanges]
-            rows.append((np.mean(own, 0), slot.state["mean"]))
+    for i, entry in enumerate(world.exchanges[0].bucket_states):
+        if entry.state and "local" in entry.state:
+            own = [exchange.bucket_states[i].state["local"] for exchange in world.exchanges]
+            rows.append((np.mean(own, 0), entry.state["mean"]))
     return rows
 
 
@@ -251,7 +251,7 @@ def test_another_number_of_ranks_goes_on_from_h() -> None:
     method, moving = EF21(TopK(0.1)), [state | {"momentum": state["mean"]} for state in states]
     for state in (
         method.rescale(states, spec, Info(size=5)),
-        method.foreign(states[1], spec, Info()),
+        method.rescale_from_one(states[1], spec, Info()),
         Momentum(method).rescale(moving, spec, Info()),
     ):
         np.testing.assert_array_equal(state["local"], mean)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd.core.base import Allgather, Allreduce
-from accordion_hvd.core.conversations import translated
+from accordion_hvd.core.composition import intercept
 from accordion_hvd.core.running import Running, drive
 
 
@@ -84,5 +84,5 @@ def test_translated_requests_may_take_rounds_of_their_own() -> None:
         first = yield asked
         return (yield Allreduce(first + 1))
 
-    found = drive(translated(once(), serve), lambda requests: [requests[0].tensor])
+    found = drive(intercept(once(), serve), lambda requests: [requests[0].tensor])
     assert found == [2.0]

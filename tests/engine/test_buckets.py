@@ -61,13 +61,13 @@ def test_a_plan_has_everything_once(
     buckets = make_buckets(tensors)
     kinds = [(data.draw(KINDS), bucket.dtype) for bucket in buckets]
     plan = make_plan(buckets, kinds, [4.0 * bucket.size for bucket in buckets], limit)
-    assert sorted(i for unit in plan.units for i in unit.buckets) == list(range(len(buckets)))
-    assert [i for group in plan.groups for i in group] == list(range(len(plan.units)))
-    assert sorted(plan.unit_of) == list(range(len(tensors)))
-    for number, unit in enumerate(plan.units):
+    assert sorted(i for unit in plan.batches for i in unit.buckets) == list(range(len(buckets)))
+    assert [i for group in plan.groups for i in group] == list(range(len(plan.batches)))
+    assert sorted(plan.batch_of) == list(range(len(tensors)))
+    for number, unit in enumerate(plan.batches):
         mine = [buckets[i] for i in unit.buckets]
         assert unit.members == tuple(m for bucket in mine for m in bucket.members)
-        assert all(plan.unit_of[member] == number for member in unit.members)
+        assert all(plan.batch_of[member] == number for member in unit.members)
         assert bool(unit.stacked) == (len(mine) > 1)
         if unit.stacked:
             assert all(kinds[i] == (unit.stacked, mine[0].dtype) for i in unit.buckets)

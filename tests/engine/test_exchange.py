@@ -52,7 +52,7 @@ def one_step(world: list[Exchange]) -> None:
     """Every rank's own values of every tensor, averaged."""
     for rank, exchange in enumerate(world):
         exchange.begin(0.1)
-        exchange.units.give([values(rank, tensor) for tensor in exchange.tensors])
+        exchange.bucket_batches.give([values(rank, tensor) for tensor in exchange.tensors])
     while not all([exchange.advance() for exchange in world]):
         pass
     assert all([exchange.close() for exchange in world])
@@ -102,15 +102,15 @@ def test_ranks_may_start_in_any_order(framework: Framework) -> None:
             with framework.running():
                 for exchange, mine in zip(world.exchanges, now, strict=True):
                     exchange.open(0.1)
-                    units = exchange.units.plan.units
+                    units = exchange.bucket_batches.plan.batches
                     for index in rng.permutation(len(units)):
                         names = [exchange.tensors[m].name for m in units[index].members]
                         parts = [framework.tensor(mine[name]) for name in names]
-                        exchange.start(int(index), exchange.units.pack(int(index), parts))
+                        exchange.start(int(index), exchange.bucket_batches.pack(int(index), parts))
                 while not all([exchange.advance() for exchange in world.exchanges]):
                     pass
                 assert all([exchange.close() for exchange in world.exchanges])
-                means = [framework.array(e.units.means()[0]) for e in world.exchanges]
+                means = [framework.array(e.bucket_batches.means()[0]) for e in world.exchanges]
         assert all(same_bits(mean, means[0]) for mean in means)
         wanted = means[0] if wanted is None else wanted
         assert same_bits(means[0], wanted)
@@ -128,10 +128,10 @@ def test_extension() -> None:
         for world in (grown, plain):
             one_step(world)
         for one, other in zip(grown, plain, strict=True):
-            assert same_bits(one.units.means()[0], other.units.means()[0])
-    assert len(grown[0].slots) == 4
+            assert same_bits(one.bucket_batches.means()[0], other.bucket_batches.means()[0])
+    assert len(grown[0].bucket_states) == 4
     late = np.mean([values(rank, more[1]) for rank in range(ranks)], 0)
-    np.testing.assert_allclose(grown[0].units.means()[3], late, atol=1e-6)
+    np.testing.assert_allclose(grown[0].bucket_batches.means()[3], late, atol=1e-6)
 
 
 def test_skip_and_overrides_are_by_name() -> None:
@@ -280,14 +280,14 @@ def test_a_step_that_is_given_up_leaves_no_trace(framework: Framework) -> None:
     with framework.running():
         begin(1)
         exchange.finish()
-        slot = exchange.slots[0]
-        error = framework.array(slot.state["error"]).copy()
-        seen = framework.array(slot.kept["gradients"]).copy()
+        entry = exchange.bucket_states[0]
+        error = framework.array(entry.state["error"]).copy()
+        seen = framework.array(entry.evidence["gradients"]).copy()
         begin(2)
         exchange.abort()
         assert exchange.running is None
-        np.testing.assert_allclose(framework.array(slot.state["error"]), error, atol=1e-6)
-        np.testing.assert_allclose(framework.array(slot.kept["gradients"]), seen, atol=1e-6)
+        np.testing.assert_allclose(framework.array(entry.state["error"]), error, atol=1e-6)
+        np.testing.assert_allclose(framework.array(entry.evidence["gradients"]), seen, atol=1e-6)
 
 
 TWINS = [("a", (24, 50)), ("b", (40, 30)), ("c", (24, 50)), ("d", (24, 50)), ("e", (40, 30))]
@@ -314,7 +314,7 @@ def apart_and_together(
             assert all(map(same_bits, mine, others))
         worlds.append(world)
         results.append(means)
-    assert len(worlds[0].exchanges[0].units.plan.units) == len(TWINS)
+    assert len(worlds[0].exchanges[0].bucket_batches.plan.batches) == len(TWINS)
     return worlds[0], worlds[1], list(zip(*results, strict=True))
 
 
@@ -335,7 +335,7 @@ def test_sharing_a_conversation_changes_nothing(
             np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
     batching = case.compressor.batching
     units = {"alike": 2, "any": 1, "": len(TWINS)}[batching]
-    assert len(shared.exchanges[0].units.plan.units) == units
+    assert len(shared.exchanges[0].bucket_batches.plan.batches) == units
 
 
 @pytest.mark.parametrize("framework", parameters())
@@ -350,13 +350,13 @@ def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
         ]
         with framework.running():
             world.step(mine, 0.1)
-        (memory, *_) = (m for m in world.exchanges[0].units.memory if len(m.slots) > 1)
+        (memory, *_) = (m for m in world.exchanges[0].bucket_batches.memory if len(m.entries) > 1)
         stack = memory.state["error"]
-        for place, slot in enumerate(memory.slots):
-            assert same_bits(framework.array(slot.state["error"]), framework.array(stack[place]))
-            assert set(slot.kept) == set(slot.saved().kept) == {"gradients"}
+        for place, entry in enumerate(memory.entries):
+            assert same_bits(framework.array(entry.state["error"]), framework.array(stack[place]))
+            assert set(entry.evidence) == set(entry.saved().evidence) == {"gradients"}
         assert memory.state["error"] is stack
-        assert all(slot.within(memory._stack) for slot in memory.slots)
+        assert all(entry.within(memory._stack) for entry in memory.entries)
 
 
 @pytest.mark.parametrize("framework", parameters())

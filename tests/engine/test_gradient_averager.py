@@ -62,14 +62,16 @@ class NumPyAverager(GradientAverager[Exchange]):
             self.agree()
         exchange = self.exchange
         exchange.begin(lr)
-        for index, unit in enumerate(exchange.units.plan.units):
+        for index, unit in enumerate(exchange.bucket_batches.plan.batches):
             parts = [grads[self.keys[member]].copy() for member in unit.members]
-            exchange.start(index, exchange.units.pack(index, parts))
+            exchange.start(index, exchange.bucket_batches.pack(index, parts))
         exchange.finish()
         return {
             self.keys[member]: mean
-            for index, unit in enumerate(exchange.units.plan.units)
-            for member, mean in zip(unit.members, exchange.units.unpack(index), strict=True)
+            for index, unit in enumerate(exchange.bucket_batches.plan.batches)
+            for member, mean in zip(
+                unit.members, exchange.bucket_batches.unpack(index), strict=True
+            )
         }
 
 

@@ -70,7 +70,7 @@ def test_it_waits_until_weights_are_alike() -> None:
         if step == 17:  # skipped, with weights apart
             gradients[1]["w"][:] = np.nan
         laws.step(world, NUMPY, gradients)
-        found = {span(exchange.slots, exchange.counted) for exchange in world.exchanges}
+        found = {span(exchange.bucket_states, exchange.counted) for exchange in world.exchanges}
         assert len(found) == 1
         spans += found
         first, second = (mine["w"] for mine in laws.weights_of(world, gradients))

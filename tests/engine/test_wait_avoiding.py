@@ -12,9 +12,9 @@ import pytest
 from averages import problems, replay
 
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.engine import agent as agents
-from accordion_hvd.engine.agent import Activation, Agent, Turn
-from accordion_hvd.engine.halving import oracle
+from accordion_hvd.engine import group_protocol as agents
+from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound
+from accordion_hvd.engine.reduce_scatter import oracle
 
 SIZE = 3  # elements of a model
 
@@ -28,11 +28,11 @@ class Rank:
 
     def __init__(self, rank: int, world: World) -> None:
         self.rank, self.world = rank, world
-        self.agent = Agent(rank, world.groups.size, world.groups, np.zeros(SIZE))
+        self.agent = GroupProtocol(rank, world.groups.size, world.groups, np.zeros(SIZE))
         self.model, self.step = np.zeros(SIZE), 0
         self.waiting: int | None = None
         self.results: dict[int, tuple[int, np.ndarray]] = {}
-        self.turn: Turn | None = None
+        self.round_: GroupRound | None = None
         self.seeded = False
         self.log: list[tuple[int, bool, int]] = []
         self.models: list[np.ndarray] = []
@@ -49,18 +49,18 @@ class Rank:
             found.append(self.train)
         elif self.waiting in self.results:
             found.append(self.collect)
-        if self.turn is None and self.agent.turn() is not None:
+        if self.round_ is None and self.agent.next_round() is not None:
             found.append(self.prepare)
-        if self.turn is not None and not self.seeded and not self.agent.missing(self.turn):
+        if self.round_ is not None and not self.seeded and not self.agent.missing(self.round_):
             found.append(self.seed)
-        if self.seeded and len(self.world.pot(self)) == len(self.turn.members):  # type: ignore[union-attr]
+        if self.seeded and len(self.world.pot(self)) == len(self.round_.members):  # type: ignore[union-attr]
             found.append(self.finish)
         return found
 
     def train(self) -> None:
         self.model = self.model + update(self.rank, self.step)
         self.waiting = self.step
-        if self.whole(self.step):
+        if self.all_ranks(self.step):
             self.agent.ask(self.step, self.model)
         else:
             self.world.post(self.agent.activate(self.step))
@@ -70,7 +70,7 @@ class Rank:
     def collect(self) -> None:
         assert self.waiting is not None
         label, total = self.results.pop(self.waiting)
-        if self.whole(self.waiting):
+        if self.all_ranks(self.waiting):
             self.model = total / self.world.groups.size
         else:
             members = len(self.world.groups.of(self.rank, self.waiting))
@@ -80,26 +80,28 @@ class Rank:
         self.waiting = None
 
     def prepare(self) -> None:
-        self.turn = self.agent.turn()
-        assert self.turn is not None
-        for member in self.turn.members:
+        self.round_ = self.agent.next_round()
+        assert self.round_ is not None
+        for member in self.round_.members:
             if member != self.rank:
-                self.world.letters.append((member, (self.rank, self.turn.version, self.turn.whole)))
+                self.world.letters.append(
+                    (member, (self.rank, self.round_.version, self.round_.all_ranks))
+                )
 
     def seed(self) -> None:
-        assert self.turn is not None
-        label, model = self.agent.seed(self.turn)
-        self.log.append((self.turn.version, self.turn.whole, label))
+        assert self.round_ is not None
+        label, model = self.agent.seed(self.round_)
+        self.log.append((self.round_.version, self.round_.all_ranks, label))
         self.world.pot(self)[self.rank] = model
         self.seeded = True
 
     def finish(self) -> None:
-        turn, pot = self.turn, self.world.pot(self)
-        assert turn is not None
-        total = oracle([pot[member] for member in turn.members])
-        self.results[turn.version] = self.log[-1][2], total
-        self.world.done(self, turn, total / len(turn.members))
-        self.turn, self.seeded = None, False
+        round_, pot = self.round_, self.world.pot(self)
+        assert round_ is not None
+        total = oracle([pot[member] for member in round_.members])
+        self.results[round_.version] = self.log[-1][2], total
+        self.world.done(self, round_, total / len(round_.members))
+        self.round_, self.seeded = None, False
 
 
 class World:
@@ -114,12 +116,12 @@ class World:
         self.ranks = [Rank(rank, self) for rank in range(size)]
         self.sent = 0
 
-    def done(self, rank: Rank, turn: Turn, average: np.ndarray) -> None:
-        rank.agent.done(turn, average)
+    def done(self, rank: Rank, round_: GroupRound, average: np.ndarray) -> None:
+        rank.agent.done(round_, average)
 
     def pot(self, rank: Rank) -> dict[int, np.ndarray]:
-        assert rank.turn is not None
-        return self._pots.setdefault((rank.turn.version, rank.turn.members), {})
+        assert rank.round_ is not None
+        return self._pots.setdefault((rank.round_.version, rank.round_.members), {})
 
     def post(self, sends: list[Activation]) -> None:
         self.sent += len(sends)
@@ -212,9 +214,9 @@ def test_the_oracle_notices_planted_errors(planted: str) -> None:
     world = World(8, 4, 5, steps=30, seed=1)
     if planted == "average not published":
 
-        def done(rank: Rank, turn: Turn, average: np.ndarray) -> None:
+        def done(rank: Rank, round_: GroupRound, average: np.ndarray) -> None:
             old = rank.agent.label, rank.agent.published
-            rank.agent.done(turn, average)
+            rank.agent.done(round_, average)
             rank.agent.label, rank.agent.published = old
 
         world.done = done  # type: ignore[method-assign]
@@ -241,7 +243,7 @@ def test_activation_reaches_everybody(size: int) -> None:
     groups, sent, versions = Groups(size, 1), 0, 0
     for seed in range(40):
         draw = random.Random(seed)
-        ranks = [Agent(rank, size, groups, None) for rank in range(size)]
+        ranks = [GroupProtocol(rank, size, groups, None) for rank in range(size)]
         letters: list[Activation] = []
         starts = [
             (draw.randrange(size), version)
@@ -265,7 +267,7 @@ def test_activation_reaches_everybody(size: int) -> None:
 def test_one_activation_is_a_tree() -> None:
     """Each of the others hears it once, in a logarithmic number of rounds."""
     for size in range(1, 40):
-        ranks = [Agent(rank, size, Groups(size, 1), None) for rank in range(size)]
+        ranks = [GroupProtocol(rank, size, Groups(size, 1), None) for rank in range(size)]
         letters, rounds, heard = ranks[0].activate(0), 0, 0
         while letters:
             heard, rounds = heard + len(letters), rounds + 1
@@ -277,10 +279,10 @@ def test_one_activation_is_a_tree() -> None:
 
 def test_an_average_of_all_gives_way_to_an_activated_version() -> None:
     """If one rank leaves while others train on, the version that it wanted for all is theirs."""
-    one = Agent(0, 4, Groups(4, 2), "old")
+    one = GroupProtocol(0, 4, Groups(4, 2), "old")
     one.ask(0, "last")
-    assert one.turn() == Turn(0, True, (0, 1, 2, 3))
+    assert one.next_round() == GroupRound(0, True, (0, 1, 2, 3))
     one.hear(2, 1)
-    turn = one.turn()
-    assert turn is not None and turn == Turn(0, False, (0, 1))
-    assert one.seed(turn) == (-1, "old")
+    round_ = one.next_round()
+    assert round_ is not None and round_ == GroupRound(0, False, (0, 1))
+    assert one.seed(round_) == (-1, "old")

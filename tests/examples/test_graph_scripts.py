@@ -210,5 +210,5 @@ def test_settings_are_refused(arguments: list[str], told: str) -> None:
 @pytest.mark.parametrize("name", ["cora", "citeseer", "blocks", "links"])
 def test_the_configs(name: str) -> None:
     found = graph_config.read("", ["--config", str(ROOT / "configs" / f"gcn_{name}.yaml")])
-    assert found.name == name and {"skew": 1.0} in found.ways()
+    assert found.name == name and {"skew": 1.0} in found.methods()
     assert found.seeds >= 5 or name == "links"

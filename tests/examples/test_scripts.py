@@ -279,8 +279,8 @@ def check_result(result: dict[str, Any], framework: str) -> None:
 
 
 # ---------------------------------------------------------------------------- results and pictures
-def made(framework: str, way: str, compression: Any) -> dict[str, Any]:
-    levels = {f"{i}.weight": i % 2 for i in (9, 11)} if way == "accordion" else {}
+def made(framework: str, method: str, compression: Any) -> dict[str, Any]:
+    levels = {f"{i}.weight": i % 2 for i in (9, 11)} if method == "accordion" else {}
     rows = [
         {"epoch": e, "lr": 0.1 if e < 2 else 0.01, "accuracy": 0.5 + e / 10, "sent": 1e6 * (e + 1),
          "levels": levels}
@@ -292,7 +292,7 @@ def made(framework: str, way: str, compression: Any) -> dict[str, Any]:
         "seconds": 1.25,
         "stats": {"sent": 4e6, "ratio": 2.5},
         "settings": {
-            "name": way,
+            "name": method,
             "data": "digits",
             "compression": compression,
             "schedule": "drops",
@@ -305,9 +305,11 @@ def made(framework: str, way: str, compression: Any) -> dict[str, Any]:
 def runs() -> dict[tuple[str, str], dict[str, Any]]:
     levels = {"low": "powersgd:4", "high": "powersgd:1"}
     schedule = "StepSchedule({0: PowerSGD(4), 2: PowerSGD(1)})"
-    ways = {"uncompressed": "none", "low": "powersgd:4", "middle": "powersgd:2"}
-    ways |= {"high": "powersgd:1", "schedule": schedule, "accordion": levels}
-    return {(f, way): made(f, way, c) for f in ("torch", "keras") for way, c in ways.items()}
+    methods = {"uncompressed": "none", "low": "powersgd:4", "middle": "powersgd:2"}
+    methods |= {"high": "powersgd:1", "schedule": schedule, "accordion": levels}
+    return {
+        (f, method): made(f, method, c) for f in ("torch", "keras") for method, c in methods.items()
+    }
 
 
 def test_table(runs: Any) -> None:

@@ -455,8 +455,8 @@ def test_draws_depend_on_rank_epoch_step_and_hop_alone() -> None:
         sampler.sample([1, 2, 3], 7, 7)  # what was drawn before does not matter
         return sampler.sample(np.arange(50), epoch, step)[0].sources.tobytes()
 
-    ways = [{}, {"rank": 1}, {"epoch": 1}, {"step": 1}, {"seed": 1}]
-    assert len({drawn(**way) for way in ways}) == 5
+    methods = [{}, {"rank": 1}, {"epoch": 1}, {"step": 1}, {"seed": 1}]
+    assert len({drawn(**method) for method in methods}) == 5
     assert drawn() == drawn()
 
 

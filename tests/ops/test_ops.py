@@ -98,9 +98,9 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("accumulate_scaled", (X, 0.5, Y.astype(np.float16)), 0),
     *[("momentum", (X, beta, Y), 1e-6) for beta in (0.0, 0.9)],
     ("momentum", (X, 0.9, Y.astype(np.float16)), 1e-3),
-    ("mixed", (X, 0.9, Y), 1e-6),
-    ("mixed", (X.astype(np.float16), 0.9, Y), 1e-3),
-    ("mixed", (X.astype(np.float64), 0.9, Y.astype(np.float64)), 1e-15),
+    ("lerp", (X, 0.9, Y), 1e-6),
+    ("lerp", (X.astype(np.float16), 0.9, Y), 1e-3),
+    ("lerp", (X.astype(np.float64), 0.9, Y.astype(np.float64)), 1e-15),
     ("second_moment", (X, 0.99, Y), 1e-6),
     ("second_moment", (X, 0.99, Y.astype(np.float16)), 1e-3),
     *[("momentum", (X, beta, np.abs(Y)), 1e-6) for beta in (0.0, 0.9)],
@@ -110,12 +110,12 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("bounded_ratio", (np.float32([0, 1, -1, 1e-37]), np.zeros(4, np.float32)), 1e-6),
     *[("preconditioned", (X, Y * Y, rates, 1e-3, X.copy()), 1e-5) for rates in RATES],
     ("preconditioned", (X, Y * Y, (1.0, 2.0), 1e-3, X.astype(np.float16)), 1e-5),
-    ("masked", (X, Y), 0),
-    ("padded", (V, 48), 0),
-    ("padded", (X, 7), 0),
-    ("padded", (X, 8), 0),
-    ("swapped", (X,), 0),
-    ("swapped", (CUBE,), 0),
+    ("mask_where_zero", (X, Y), 0),
+    ("pad_last", (V, 48), 0),
+    ("pad_last", (X, 7), 0),
+    ("pad_last", (X, 8), 0),
+    ("swap_leading", (X,), 0),
+    ("swap_leading", (CUBE,), 0),
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
     ("take", (V, INDEX), 0),
@@ -146,20 +146,20 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
     *[("unpack_bins", (bins.pack(INDEX, V[:4] < 0, (40,), w), (40,), w), 0) for w in (7, 64)],
     ("unpack_bins", (np.zeros(0, np.uint8), (40,), 7), 0),
-    *[("misplaced", (INDEX, size), 0) for size in (40, 39)],
-    ("misplaced", (INDEX[::-1].copy(), 40), 0),
-    ("misplaced", (np.int32([-1, 3]), 40), 0),
-    ("misplaced", (np.int32([3, 3]), 40), 0),
-    ("misplaced", (INDEX[:0], 40), 0),
+    *[("invalid_index", (INDEX, size), 0) for size in (40, 39)],
+    ("invalid_index", (INDEX[::-1].copy(), 40), 0),
+    ("invalid_index", (np.int32([-1, 3]), 40), 0),
+    ("invalid_index", (np.int32([3, 3]), 40), 0),
+    ("invalid_index", (INDEX[:0], 40), 0),
     ("pack_index", (INDEX[:0], 40), 0),
     ("unpack_index", (np.zeros(0, np.uint8), 0, 40), 0),
-    ("insist", ([X, [V]], np.zeros(3, np.float32), [0, 1, 2]), 0),
+    ("raise_on_invalid", ([X, [V]], np.zeros(3, np.float32), [0, 1, 2]), 0),
     ("sketch", (LONG, HASHES, 9_000), 0),
     ("sketch", (LONG.astype(np.float16), HASHES, 9_000), 0),
     ("unsketch", (TABLE, HASHES, LONG.copy()), 0),
     ("unsketch", (TABLE, HASHES, LONG.astype(np.float16)), 0),
-    ("emptied", (X,), 0),
-    ("emptied", (X.astype(np.float16),), 0),
+    ("zeros_reusing", (X,), 0),
+    ("zeros_reusing", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
     *[("unpack_index", (indices.pack(INDEX, size), 4, size), 0) for size in (40, 70_000, 2**30)],
     *[("project", (X, Y, X.T[:rank, :5].copy(), X[:rank]), 1e-5) for rank in (1, 3)],
@@ -202,12 +202,12 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("orthogonalize", (np.zeros((3, 6), np.float32),), 1e-5),
     ("norm", (X,), 1e-6),
     ("norm", (np.full(10, 1e30, np.float32),), 1e-6),
-    ("badness", (X,), 0),
-    ("badness", (NAN,), 0),
-    ("badness", (INF,), 0),
-    ("badness", (X.astype(np.float16),), 0),
-    ("without_bad", (X, GOOD), 0),
-    ("without_bad", (X, BAD), 0),
+    ("nonfinite", (X,), 0),
+    ("nonfinite", (NAN,), 0),
+    ("nonfinite", (INF,), 0),
+    ("nonfinite", (X.astype(np.float16),), 0),
+    ("zero_if_nonfinite", (X, GOOD), 0),
+    ("zero_if_nonfinite", (X, BAD), 0),
     ("nans_like", (X,), 0),
     *[("to_wire", ([X, V], wire, count), 0) for wire in WIRES for count in (75, 80)],
     *[("mean_of_wire", (NUMPY.xp.to_wire([X, V], w, 76), w, 4), 0) for w in WIRES],
@@ -216,11 +216,11 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("checksum", (V.astype(np.float16),), 0),
     ("checksum", (V.astype(np.float64),), 0),
     ("maximum_of", ([V, V[:3] + 9],), 0),
-    ("is_bad", (GOOD,), 0),
-    ("is_bad", (BAD,), 0),
-    ("is_bad", (NAN,), 0),
-    ("either", (True, X, Y), 0),
-    ("either", (False, X, Y), 0),
+    ("is_nonfinite", (GOOD,), 0),
+    ("is_nonfinite", (BAD,), 0),
+    ("is_nonfinite", (NAN,), 0),
+    ("where", (True, X, Y), 0),
+    ("where", (False, X, Y), 0),
 ]
 COVERED = {"spec", "shape", "dtype", "device", "asarray", "to_numpy", "symbolic"}
 COVERED |= {"from_bytes", "secret_normal", "secret_uniform"}  # the last two: test_topagg.py
@@ -485,18 +485,18 @@ def test_bins_are_looked_at_alike_on_gpus() -> None:
             assert same_bits(index, NUMPY.xp.largest_of_bins(x, width))
     for wrong in (INDEX, INDEX[::-1].copy(), INDEX - 4, INDEX[:0]):
         for size in (39, 40):
-            doubt = xp.misplaced.__wrapped__(torch.tensor(wrong), size).numpy()
-            assert same_bits(doubt, NUMPY.xp.misplaced(wrong, size))
+            doubt = xp.invalid_index.__wrapped__(torch.tensor(wrong), size).numpy()
+            assert same_bits(doubt, NUMPY.xp.invalid_index(wrong, size))
     packed = torch.tensor(indices.pack(INDEX, 1000))
     packed[len(INDEX) :] = 0  # no position's high part is told
-    assert xp.misplaced.__wrapped__(xp.unpack_index.__wrapped__(packed, len(INDEX), 1000), 1000)
+    assert xp.invalid_index.__wrapped__(xp.unpack_index.__wrapped__(packed, len(INDEX), 1000), 1000)
 
 
 @pytest.mark.parametrize("framework", ALL)
 def test_doubts_name_their_senders(framework: Framework) -> None:
     doubts = framework.tensor(np.float32([0, 1, 0, 2, 1]))
     with pytest.raises(PayloadError, match="what rank 3, 7 has sent does not decode: positions"):
-        framework.xp.insist([], doubts, [0, 7, 1, 3, 7])
+        framework.xp.raise_on_invalid([], doubts, [0, 7, 1, 3, 7])
 
 
 def test_graphs_keep_lists_as_they_were() -> None:

@@ -24,7 +24,7 @@ from rules import BirderOracle, birder_rounds
 
 from accordion_hvd import Accordion, StepSchedule
 from accordion_hvd.core.base import Info
-from accordion_hvd.core.places import consecutive
+from accordion_hvd.core.placement import consecutive
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops import quantization, random
 from accordion_hvd.optimizers import Birder
@@ -38,7 +38,7 @@ PLACES = [(3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (4, 4)]
 
 def placed(rule: Birder, ranks: int, local: int, framework: Framework = NUMPY) -> Ranks:
     world = Ranks(rule, ranks, framework)
-    world.machines = consecutive(ranks, local)
+    world.hosts = consecutive(ranks, local)
     return world
 
 
@@ -332,7 +332,7 @@ def test_machines_need_not_have_neighbouring_ranks() -> None:
     u = np.random.default_rng(5).uniform(-1, 1, 600)
     for within in ("bits", "half"):
         world = placed(Birder(within=within, beta=0.99), 6, 3)
-        world.machines = ((0, 4, 5), (1, 2, 3))
+        world.hosts = ((0, 4, 5), (1, 2, 3))
         world.step([np.sign(u)] * 6)
         found = world.step([np.sign(u)] * 6)
         assert all(same_bits(mine, found[0]) for mine in found)
@@ -359,7 +359,7 @@ def test_bytes_by_machine(ranks: int, local: int, within: str) -> None:
 
 def test_uneven_machines_are_refused() -> None:
     given = [{"w": np.ones((40, 30), np.float32)} for _ in range(3)]
-    with pytest.raises(ValueError, match="the machines have 2, 1 ranks, but to exchange"):
+    with pytest.raises(ValueError, match="the hosts have 2, 1 ranks, but to exchange"):
         simulate(Birder(within="bits"), 3, local_size=2).step(given)
     assert simulate(Birder(), 3, local_size=2).step(given)[0] is not None
 
@@ -373,11 +373,11 @@ def test_moments_stay_when_ranks_move() -> None:
         for number, world in enumerate(worlds):
             if step == 2 and number:
                 for exchange in world.exchanges:
-                    exchange.communicator.machines = consecutive(4, 4)
+                    exchange.communicator.hosts = consecutive(4, 4)
             world.step([{"w": g.copy()} for g in grads])
     for one, other in zip(*(world.exchanges for world in worlds), strict=True):
         for key in ("m", "b"):
-            assert same_bits(one.slots[0].state[key], other.slots[0].state[key])
+            assert same_bits(one.bucket_states[0].state[key], other.bucket_states[0].state[key])
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
@@ -440,7 +440,7 @@ def test_rescaled_moments() -> None:
     carried = np.mean([s["error"] for s in world.states], 0)
     carried += np.concatenate([s["server"] for s in world.states])[:100]
     np.testing.assert_allclose(np.mean([s["error"] for s in made], 0), carried)
-    alone = rule.foreign(world.states[1], spec, Info(rank=0, size=1))
+    alone = rule.rescale_from_one(world.states[1], spec, Info(rank=0, size=1))
     assert same_bits(alone["m"], world.states[1]["m"]) and not alone["error"].any()
 
 

@@ -118,7 +118,7 @@ def test_with_a_pace_steps_lack_only_what_is_owed(
     for now in gradients_of(3, 9, (27, 43)):
         laws.step(world, framework, [{"w": g} for g in now])
         states = [
-            {k: framework.array(x) for k, x in exchange.slots[0].state.items()}
+            {k: framework.array(x) for k, x in exchange.bucket_states[0].state.items()}
             for exchange in world.exchanges
         ]
         lacks += np.mean(now, 0) - states[0]["m"].reshape(lacks.shape)  # m is what they go by
@@ -212,9 +212,9 @@ def test_top_k_tells_all_of_a_steady_gradient_in_time() -> None:
     assert (found[18] > 1e-3).all() and (found[19] < 1e-6).all()
 
 
-def test_the_shelf_says_what_contracts() -> None:
-    shelf = [getattr(compressors, name) for name in compressors.__all__]
-    assert {kind for kind in shelf if kind.contractive is True} == {type(x) for x in INNER}
+def test_contractive_compressors_say_so() -> None:
+    known = [getattr(compressors, name) for name in compressors.__all__]
+    assert {kind for kind in known if kind.contractive is True} == {type(x) for x in INNER}
     assert compressors.ErrorFeedback(TopK(0.1)).contractive
     assert not compressors.ErrorFeedback(compressors.Natural()).contractive
 
@@ -385,7 +385,7 @@ def test_exact_exchanges_begin_anew(framework: Framework, inner: Compressor | No
             np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
         if step in (0, 5):
             for exchange, grad in zip(world.exchanges, now, strict=True):
-                state = exchange.slots[0].state
+                state = exchange.bucket_states[0].state
                 mine = -framework.array(state["error"]).reshape(-1)
                 np.testing.assert_allclose(mine, grad.reshape(-1), rtol=1e-7)
                 mean = np.mean(now, 0).reshape(-1)
@@ -479,7 +479,7 @@ def test_decay_is_added_to_what_all_know(
             known = framework.array(plain.states[0]["estimate"])
         wanted = oracle.step((known + coupled * 0.1 * weights.reshape(-1))[None], 0.0)
         np.testing.assert_allclose(found.reshape(-1), wanted, atol=1e-10)
-    assert rule.reads and rule.decays(decoupled=False) and not rule.decays(decoupled=True)
+    assert rule.needs_weights and rule.decays(decoupled=False) and not rule.decays(decoupled=True)
 
 
 def test_decay_without_weights_is_refused() -> None:
@@ -502,7 +502,7 @@ def owed_by(world: Ranks) -> Any:
     ids=repr,
 )
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 5), (4, 1), (1, 3)])
-@pytest.mark.parametrize("how", ["rescale", "foreign"])
+@pytest.mark.parametrize("how", ["rescale", "rescale_from_one"])
 def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> None:
     """All replicas agree with what the servers know, and the estimate is not lost."""
     inner = rule.compressor
@@ -514,7 +514,7 @@ def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> 
     after.states = [
         rule.rescale(copy.deepcopy(before.states), after.spec, after.info(rank))
         if how == "rescale"
-        else rule.foreign(copy.deepcopy(before.states[-1]), after.spec, after.info(rank))
+        else rule.rescale_from_one(copy.deepcopy(before.states[-1]), after.spec, after.info(rank))
         for rank in range(new)
     ]
     wanted = mean if how == "rescale" and inner is None else estimate
@@ -529,7 +529,7 @@ def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> 
 
 
 def states_of(world: World) -> list[dict[str, np.ndarray]]:
-    return [dict(exchange.slots[0].state) for exchange in world.exchanges]
+    return [dict(exchange.bucket_states[0].state) for exchange in world.exchanges]
 
 
 def switched(first: Any, then: Any) -> tuple[World, list[Any], list[Any]]:
@@ -539,7 +539,7 @@ def switched(first: Any, then: Any) -> tuple[World, list[Any], list[Any]]:
         world.step([{"w": g} for g in now], lr=0.1)
     before = [{k: x.copy() for k, x in state.items()} for state in states_of(world)]
     for exchange in world.exchanges:
-        exchange.switch(exchange.slots[0], 1)
+        exchange.switch(exchange.bucket_states[0], 1)
     return world, before, states_of(world)
 
 
@@ -581,10 +581,10 @@ def test_replicas_that_mean_something_else_wait(first: CDAdam, then: Any) -> Non
     for now in gradients_of(2, 3, (27, 43), seed=1, dtype="float32"):
         world.step([{"w": g} for g in now], lr=0.1)
     for exchange, old in zip(world.exchanges, before, strict=True):
-        exchange.switch(exchange.slots[0], 0)
+        exchange.switch(exchange.bucket_states[0], 0)
         for key in ("estimate", "error", "server"):
-            assert np.array_equal(exchange.slots[0].state[key], old[key]), key
-        assert exchange.slots[0].state["count"][0] == (7 if isinstance(then, CDAdam) else 0)
+            assert np.array_equal(exchange.bucket_states[0].state[key], old[key]), key
+        assert exchange.bucket_states[0].state["count"][0] == (7 if isinstance(then, CDAdam) else 0)
 
 
 def test_exact_stages_are_not_held_back_by_louder_gradients() -> None:

@@ -72,7 +72,7 @@ def test_the_factor_is_bounded_and_changes_slowly() -> None:
     for step in range(20):
         size = 1.0 if step < 3 else 1e-3
         laws.step(world, NUMPY, [{"w": size * rng.normal(size=(32, 40))} for _ in range(2)])
-        state = world.exchanges[0].slots[0].state
+        state = world.exchanges[0].bucket_states[0].state
         factors.append(float(state["factor"][0]) if "factor" in state else 1.0)
     changes = np.array(factors[1:]) / np.array(factors[:-1])
     assert changes.max() <= 1.1 + 1e-12 and max(factors) == pytest.approx(2.0)
@@ -113,7 +113,7 @@ def test_it_is_a_variant_of_1_bit_adam() -> None:
         for world in worlds:
             laws.step(world, NUMPY, [{k: x.copy() for k, x in mine.items()} for mine in now])
     for first, second in zip(*(world.exchanges for world in worlds), strict=True):
-        ours, theirs = first.slots[0].state, second.slots[0].state
+        ours, theirs = first.bucket_states[0].state, second.bucket_states[0].state
         for key in ("m", "v", "error", "server", "count"):
             assert np.array_equal(ours[key], theirs[key])
     assert worlds[0].exchanges[0].stats()["sent"] == worlds[1].exchanges[0].stats()["sent"]

@@ -54,7 +54,7 @@ def test_follows_its_oracle(row: Row, framework: Framework, ranks: int, dtype: s
     now = zip(gradients_of(ranks, steps), rates(steps), strict=True)
     for gradients, lr in now:
         given = gradients.astype(dtype).astype(np.float64)
-        if row.rule.reads:
+        if row.rule.needs_weights:
             read = laws.weights_of(world, [{"w": g.astype(dtype)} for g in gradients])
             oracle.weights = np.array([x["w"].reshape(-1) for x in read], np.float64)
         wanted = oracle.step(given.reshape(ranks, -1), lr)
@@ -121,10 +121,10 @@ def test_state(row: Row) -> None:
         world = simulate(row.rule, 2)
         for gradients in gradients_of(2, 5):
             directions(world, NUMPY, gradients, dtype, 0.1)
-        state = world.exchanges[1].slots[0].state
+        state = world.exchanges[1].bucket_states[0].state
         assert state is not None
         assert {key: (x.shape, str(x.dtype)) for key, x in state.items()} == forms
-        assert set(row.rule.local) <= set(forms)
+        assert set(row.rule.per_rank_state) <= set(forms)
 
 
 @by_row
@@ -143,7 +143,7 @@ def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None
             if not row.random:
                 np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
     shared = row.rule.batching or row.rule.scope == "flat"
-    assert len(together.exchanges[0].units.plan.units) == (1 if shared else 3)
+    assert len(together.exchanges[0].bucket_batches.plan.batches) == (1 if shared else 3)
 
 
 @by_row
@@ -155,23 +155,23 @@ def test_moments_go_along_when_stages_change(row: Row) -> None:
     for gradients in gradients_of(2, 2):
         directions(world, NUMPY, gradients, "float64", 0.1)
     for exchange in world.exchanges:
-        slot = exchange.slots[0]
-        assert slot.level == 0 and slot.state is not None
-        memory = {key: slot.state[key].copy() for key in row.moments}
-        exchange.switch(slot, 1)
+        entry = exchange.bucket_states[0]
+        assert entry.level == 0 and entry.state is not None
+        memory = {key: entry.state[key].copy() for key in row.moments}
+        exchange.switch(entry, 1)
         for key in row.moments:
             wanted = 0 * memory[key] if row.anew else memory[key]
-            assert np.array_equal(slot.state[key], wanted), key
+            assert np.array_equal(entry.state[key], wanted), key
     now = gradients_of(2, 1, seed=5)[0]
     world.step([{"w": g} for g in now])
     for exchange in world.exchanges:
-        slot = exchange.slots[0]
-        own = {key: slot.state[key].copy() for key in row.rule.local}
-        exchange.switch(slot, 0)
-        assert slot.carried is None
-        exchange.switch(slot, 1)
+        entry = exchange.bucket_states[0]
+        own = {key: entry.state[key].copy() for key in row.rule.per_rank_state}
+        exchange.switch(entry, 0)
+        assert entry.carried is None
+        exchange.switch(entry, 1)
         for key, value in own.items():
-            assert np.array_equal(slot.state[key], value), key
+            assert np.array_equal(entry.state[key], value), key
 
 
 @by_row
@@ -182,16 +182,16 @@ def test_another_number_of_ranks_goes_on(row: Row, sizes: tuple[int, int]) -> No
     world = simulate(row.rule, old)
     for gradients in gradients_of(old, 5):
         directions(world, NUMPY, gradients, "float64", 0.1)
-    states = [dict(exchange.slots[0].state) for exchange in world.exchanges]
+    states = [dict(exchange.bucket_states[0].state) for exchange in world.exchanges]
     spec = NUMPY.xp.spec(np.zeros(SHAPE))
     for rank in range(new):
         info = Info(rank=rank, size=new)
         made = row.rule.rescale(states, spec, info)
         forms = {key: x.shape for key, x in row.rule.init(spec, info).items()}
         assert {key: x.shape for key, x in made.items()} == forms
-        for key in set(states[0]) - set(row.rule.local):
+        for key in set(states[0]) - set(row.rule.per_rank_state):
             assert np.array_equal(made[key], states[0][key])
-        other = row.rule.foreign(states[0], spec, info)
+        other = row.rule.rescale_from_one(states[0], spec, info)
         assert {key: x.shape for key, x in other.items()} == forms
 
 
@@ -201,7 +201,7 @@ def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
     world = simulate(rule, 4)
     for gradients in gradients_of(4, 6):
         directions(world, NUMPY, gradients, "float64", 0.1)
-    states = [exchange.slots[0].state for exchange in world.exchanges]
+    states = [exchange.bucket_states[0].state for exchange in world.exchanges]
     size = int(np.prod(SHAPE))
     carried = np.mean([s["error"] for s in states], 0)
     carried += np.concatenate([s["server"] for s in states])[:size]
@@ -225,8 +225,8 @@ def test_a_floor_keeps_quiet_elements_from_running_away(
 
 
 def test_every_optimizer_has_a_row() -> None:
-    shelf = {getattr(optimizers, name) for name in optimizers.NATIVE}
-    assert shelf == {type(row.rule) for row in ROWS}
+    known = {getattr(optimizers, name) for name in optimizers.NATIVE}
+    assert known == {type(row.rule) for row in ROWS}
 
 
 @pytest.mark.parametrize("kind, name, value", REFUSED)

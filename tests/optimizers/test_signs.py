@@ -11,7 +11,7 @@ from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, combined, 
 from rules import signed
 
 from accordion_hvd.core.base import Info
-from accordion_hvd.optimizers import OnebitAdam, OnebitLamb, Rule, ZeroOneAdam
+from accordion_hvd.optimizers import OnebitAdam, OnebitLamb, UpdateRule, ZeroOneAdam
 from accordion_hvd.optimizers.signs import SCALES, Chunks, averaged
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
@@ -99,7 +99,7 @@ def test_scales() -> None:
 class Training:
     """Ranks under one rule (and its dense stage before), one vector each, no exchange around."""
 
-    def __init__(self, rule: Rule, ranks: int, start: np.ndarray, decay: float = 0.0) -> None:
+    def __init__(self, rule: UpdateRule, ranks: int, start: np.ndarray, decay: float = 0.0) -> None:
         self.rule, self.ranks, self.decay, self.steps = rule, ranks, decay, 0
         hub = Hub(ranks)
         self.links = [SimulatedCommunicator(hub, r, NUMPY.xp) for r in range(ranks)]
@@ -112,7 +112,7 @@ class Training:
         told = Info(self.steps, rank, self.ranks, "w", 0.0, phase=phase, hyper=hyper)
         return replace(told, parameter=self.x[rank].copy())
 
-    def become(self, rule: Rule) -> None:
+    def become(self, rule: UpdateRule) -> None:
         old, self.rule = self.rule, rule
         self.states = [
             rule.warm_start(rule.init(self.spec, self.info(r)), old, state)
@@ -128,9 +128,9 @@ class Training:
         results = lockstep(self.links, talks)
         found = np.array([result for result, _ in results])
         self.states = [state for _, state in results]
-        fixed = 0.0 if self.rule.DECAYS else self.decay
+        fixed = 0.0 if self.rule.applies_weight_decay else self.decay
         moved = self.x - (lr * (found + fixed * self.x)).astype(self.x.dtype)
-        self.x = found if self.rule.ASSIGNS else moved
+        self.x = found if self.rule.returns_weights else moved
         self.steps += 1
         return found
 
@@ -144,7 +144,7 @@ class Training:
     ],
     ids=repr,
 )
-def test_errors_stay_bounded_and_dead_elements_still(rule: Rule, steps: int) -> None:
+def test_errors_stay_bounded_and_dead_elements_still(rule: UpdateRule, steps: int) -> None:
     """Where no gradient ever comes, nothing moves, though a sign is never zero."""
     size, ranks, rng = 60, 2, np.random.default_rng(0)
     alive = np.arange(size) % 20 != 0
@@ -169,7 +169,7 @@ def test_errors_stay_bounded_and_dead_elements_still(rule: Rule, steps: int) -> 
     assert np.isfinite(training.x).all()
 
 
-def quadratic(rule: Rule, ranks: int, steps: int, away: float) -> tuple[float, float]:
+def quadratic(rule: UpdateRule, ranks: int, steps: int, away: float) -> tuple[float, float]:
     """Excess loss at the switch and at the end: curvatures 1 to e^3, an optimum for each rank.
 
     The rate falls to a tenth after half of the steps, and again after three quarters.
@@ -208,7 +208,7 @@ def test_a_quadratic_with_private_optima() -> None:
     ],
     ids=repr,
 )
-def test_variants_on_the_quadratic(rule: Rule, away: float, part: float) -> None:
+def test_variants_on_the_quadratic(rule: UpdateRule, away: float, part: float) -> None:
     """2 ranks, 1200 steps: what is left of the loss at the switch."""
     at_switch, end = quadratic(rule, 2, 1200, away)
     assert at_switch > 1 and end < part * at_switch

@@ -42,8 +42,8 @@ def states(world: World) -> list[dict[str, np.ndarray]]:
 
 def arrays(world: World, framework: Framework) -> list[dict[str, np.ndarray]]:
     """Copies of each rank's state of "w"."""
-    slots = [exchange.slots[0] for exchange in world.exchanges]
-    return [{key: framework.array(x) for key, x in slot.state.items()} for slot in slots]
+    entries = [exchange.bucket_states[0] for exchange in world.exchanges]
+    return [{key: framework.array(x) for key, x in entry.state.items()} for entry in entries]
 
 
 # ----------------------------------------------------------------------------- what AMSGrad it is
@@ -178,7 +178,7 @@ def test_momentum_goes_through_both_stages() -> None:
     for number, gradients in enumerate(gradients_of(3, 12)):
         if number in (6, 9):
             for exchange in world.exchanges:
-                exchange.switch(exchange.slots[0], int(number == 9))
+                exchange.switch(exchange.bucket_states[0], int(number == 9))
         mean = 0.9 * mean + 0.1 * gradients.reshape(3, -1).mean(0)
         before, flat = states(world), gradients.reshape(3, -1).mean(0)
         direction = step(world, gradients.copy(), 0.1)
@@ -209,7 +209,7 @@ def test_means_are_kept_on_another_number_of_ranks(ranks: int) -> None:
     for key in ("m", "error"):
         wanted = np.mean([s[key] for s in before], 0)
         np.testing.assert_allclose(np.mean([s[key] for s in made], 0), wanted, atol=1e-16)
-    other = RULE.foreign(before[0], spec, Info(rank=1, size=2))
+    other = RULE.rescale_from_one(before[0], spec, Info(rank=1, size=2))
     assert same_bits(other["m"], before[0]["m"]) and not other["error"].any()
 
 

@@ -113,19 +113,23 @@ def test_ranks_get_the_average_of_what_they_have_become() -> None:
     ranks, decay, lr = 3, 0.3, 0.01
     world = simulate(SHORT, ranks)
     for step, now in enumerate(gradients_of(ranks, 40)):
-        before = [exchange.slots[0].state for exchange in world.exchanges if exchange.slots]
+        before = [
+            exchange.bucket_states[0].state
+            for exchange in world.exchanges
+            if exchange.bucket_states
+        ]
         if step < 10 or not SHORT.synchronous(step + 1):
             take(world, NUMPY, now, lr, decay)
             continue
         before = [{k: v.copy() for k, v in state.items()} for state in before]
         old = weights_now(world, now)
         found = take(world, NUMPY, now, lr, decay)[0]
-        state = world.exchanges[0].slots[0].state
+        state = world.exchanges[0].bucket_states[0].state
         first, second = (1 / (1 - b**n) for b, n in zip((0.9, 0.999), state["count"], strict=True))
         root = np.sqrt(state["v"] * second) + 1e-8
         m = np.array([0.9 * s["m"] for s in before]) + 0.1 * now.reshape(ranks, -1)
         alone = (1 - lr * decay) * old - lr * first * m / root
-        after = [exchange.slots[0].state for exchange in world.exchanges]
+        after = [exchange.bucket_states[0].state for exchange in world.exchanges]
         carried = owes(after) - owes(before)
         np.testing.assert_allclose(found - carried / root, alone.mean(0), atol=1e-12)
 
@@ -185,7 +189,7 @@ def test_another_number_of_ranks_goes_on_between_synchronisations(old: int, new:
     world = simulate(SHORT, old)
     for now in gradients_of(old, steps):
         take(world, NUMPY, now, 0.01, 0.0)
-    states = [exchange.slots[0].state for exchange in world.exchanges]
+    states = [exchange.bucket_states[0].state for exchange in world.exchanges]
     spec = NUMPY.xp.spec(np.zeros(SHAPE))
     made = [SHORT.rescale(states, spec, Info(rank=rank, size=new)) for rank in range(new)]
     for key in ("m", "u"):

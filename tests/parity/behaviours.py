@@ -58,7 +58,7 @@ from accordion_hvd import (
 from accordion_hvd.check import PayloadError
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.core.running import Running
-from accordion_hvd.engine import halves
+from accordion_hvd.engine import fp16_reduction
 from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import windows
@@ -304,8 +304,8 @@ def compare_with_simulation(a: Adapter, compression: Any, local_size: int = 1) -
 
 def residuals(a: Adapter, job: Job) -> list[np.ndarray]:
     """Return this rank's residuals of what is compressed."""
-    slots = [slot for slot in job.optimizer.exchange.slots if slot.bucket.compress]
-    found = [slot.compressor.residual(slot.state) for slot in slots]
+    entries = [entry for entry in job.optimizer.exchange.bucket_states if entry.bucket.compress]
+    found = [entry.compressor.residual(entry.state) for entry in entries]
     return [np.array(a.xp.to_numpy(x)) for x in found if x is not None]
 
 
@@ -376,18 +376,18 @@ def check_learned_codes_equal_simulation(a: Adapter) -> None:
     for form in ("ring", "server"):
         job = compare_with_simulation(a, LGC(0.05, form, dense=1, training=2, innovation=0.005))
         exchange = job.optimizer.exchange
-        (slot,) = (s for s in exchange.slots if s.bucket.compress)
-        assert exchange.phase(slot) == 3
-        rows = a.gather(np.array(a.xp.to_numpy(slot.state["weights"])))
+        (entry,) = (s for s in exchange.bucket_states if s.bucket.compress)
+        assert exchange.phase(entry) == 3
+        rows = a.gather(np.array(a.xp.to_numpy(entry.state["weights"])))
         assert (rows == rows[0]).all()
-        assert 0 < exchange.stats()["reports"][slot.bucket.name]["reconstruction"] < 10
+        assert 0 < exchange.stats()["reports"][entry.bucket.name]["reconstruction"] < 10
 
 
 def check_hosts_of_different_size_are_refused(a: Adapter) -> None:
     if a.hvd.size() == 4:
         job = a.job(TwoLevel(TopK(0.05)))
         with harness.machines_of(3, lambda: a.gather(np.zeros(1))):
-            with refused(ValueError, "machines have 3, 1 ranks"):
+            with refused(ValueError, "hosts have 3, 1 ranks"):
                 train(a, job, 1)
 
 
@@ -428,13 +428,13 @@ def check_two_levels_change_and_are_saved(a: Adapter) -> None:
 
 def check_halves_that_the_engine_adds(a: Adapter) -> None:
     """As on slow links."""
-    limit, halves.SLOW = halves.SLOW, math.inf
+    limit, fp16_reduction.SLOW = fp16_reduction.SLOW, math.inf
     try:
         job = a.job(FP16(), lr=0.1)
         train(a, job, 3)
     finally:
-        halves.SLOW = limit
-    assert job.optimizer.exchange.communicator.half_allreduce
+        fp16_reduction.SLOW = limit
+    assert job.optimizer.exchange.communicator.native_fp16_allreduce
     assert_equal_ranks(a, job)
     wanted = {n: -0.1 * sum(mean(everybody(a), t)[n] for t in range(3)) for n in SHAPES}
     assert_close(job.weights(), wanted, atol=2e-3)
@@ -808,7 +808,9 @@ def check_resuming_equals_not_stopping(a: Adapter) -> None:
         ours, theirs = again.optimizer.exchange, job.optimizer.exchange
         assert ours.steps == theirs.steps == before + 6
         assert repr(ours.policy.history) == repr(theirs.policy.history)
-        assert [ours.phase(s) for s in ours.slots] == [theirs.phase(s) for s in theirs.slots]
+        assert [ours.phase(s) for s in ours.bucket_states] == [
+            theirs.phase(s) for s in theirs.bucket_states
+        ]
 
 
 @eagerly
@@ -834,8 +836,8 @@ def check_another_number_of_ranks_goes_on_from_the_shift(a: Adapter) -> None:
     train(a, job, 3)
 
     def shift(owner: Job, key: str) -> np.ndarray:
-        slots = [s for s in owner.optimizer.exchange.slots if s.bucket.compress]
-        return np.concatenate([np.ravel(a.xp.to_numpy(s.state[key])) for s in slots])
+        entries = [s for s in owner.optimizer.exchange.bucket_states if s.bucket.compress]
+        return np.concatenate([np.ravel(a.xp.to_numpy(s.state[key])) for s in entries])
 
     before = shift(job, "mean")
     np.testing.assert_allclose(a.gather(shift(job, "local")).mean(0), before, atol=1e-6)

@@ -469,7 +469,7 @@ def test_rank_0_decides_for_all(framework: Framework, ranks: int) -> None:
             assert all(same_bits(mean["w"], means[0]["w"]) for mean in means)
         for exchange in world.exchanges:
             assert [row["level"] for row in exchange.policy.history] == wanted
-            summed = [slot.kept for slot in exchange.slots if slot.kept]
+            summed = [entry.evidence for entry in exchange.bucket_states if entry.evidence]
             assert not summed or exchange.communicator.rank == 0  # only rank 0 pays for a copy
 
 
@@ -520,12 +520,12 @@ def carried(world: World, framework: Framework, name: str) -> np.ndarray:
     """The ranks' mean of all that bucket `name` still owes."""
     parts = []
     for exchange in world.exchanges:
-        (slot,) = [slot for slot in exchange.slots if slot.bucket.name == name]
-        debts = [slot.compressor.residual(slot.state), slot.carried]
-        debts += [state.get("error") for state in slot.inactive.values()]
+        (entry,) = [entry for entry in exchange.bucket_states if entry.bucket.name == name]
+        debts = [entry.compressor.residual(entry.state), entry.carried]
+        debts += [state.get("error") for state in entry.inactive.values()]
         parts.append(
             sum(framework.array(x).astype(float).reshape(-1) for x in debts if x is not None)
-            + np.zeros(slot.bucket.size)
+            + np.zeros(entry.bucket.size)
         )
     return np.mean(parts, 0)
 
@@ -578,7 +578,7 @@ def test_nothing_is_lost_between_any_two(other: Compressor, turned: bool) -> Non
     test_nothing_is_lost_at_a_switch(pair[turned], pair[1 - turned], POISONED)
 
 
-def test_levels_are_the_whole_shelf() -> None:
+def test_levels_are_all_compressors() -> None:
     """All that agree in what they declare go together; what returns updates, with its like only."""
     names = {type(level).__name__ for level in KEEPERS}
     assert names >= {"Threshold", "AdaComp", "ScaleCom", "Int8", "EFSignSGD", "OneBit", "TwoLevel"}
@@ -625,24 +625,24 @@ def test_powersgd_hands_over_its_factor(framework: Framework) -> None:
     factors = []
     for gradients in several(2, 7):
         step(world, framework, gradients)
-        factors.append([framework.array(e.slots[0].state["q"]) for e in world.exchanges])
+        factors.append([framework.array(e.bucket_states[0].state["q"]) for e in world.exchanges])
         assert same_bits(factors[-1][0], factors[-1][1])
     assert [q[0].shape[0] for q in factors] == [4, 4, 4, 1, 1, 1, 4]
     world = simulate(Alternating(PowerSGD(4), PowerSGD(1), [3, 6]), 2)
     for number, gradients in enumerate(several(2, 7)):
         step(world, framework, gradients)
         exchange = world.exchanges[0]
-        slot = exchange.slots[0]
+        entry = exchange.bucket_states[0]
         if number in (2, 5):
-            kept = framework.array(slot.state["q"])
+            kept = framework.array(entry.state["q"])
             with framework.running():
-                exchange.switch(slot, 1 - slot.level)
-                switched = framework.array(slot.state["q"])
+                exchange.switch(entry, 1 - entry.level)
+                switched = framework.array(entry.state["q"])
                 rows = min(len(kept), len(switched))
                 assert same_bits(switched[:rows], kept[:rows])
                 assert np.isfinite(switched).all() and np.abs(switched).min(1).max() > 0
-            return_level = 1 - slot.level
-            exchange.switch(slot, return_level)
+            return_level = 1 - entry.level
+            exchange.switch(entry, return_level)
             break
 
 
@@ -689,7 +689,7 @@ def test_learning_rates_belong_to_layers() -> None:
     world, gradients = simulate(accordion(window=2), 2), several(2, 8)
     for number, now in enumerate(gradients):
         tensors = [{k: g.copy() for k, g in gradients[number % 2][r].items()} for r in range(2)]
-        rates = {slot: 0.1 for slot in ("w", "v", "b+1")}
+        rates = {entry: 0.1 for entry in ("w", "v", "b+1")}
         rates["v"] = 0.1 if number < 6 else 0.01
         assert len(now) == 2
         world.step(tensors, lr=rates)
@@ -769,7 +769,7 @@ def test_the_papers_network_sends_the_papers_floats(classes: int, rank: int, flo
     hub, policy = Hub(1), Fixed(PowerSGD(rank))
     exchange = Exchange(SimulatedCommunicator(hub, 0, NUMPY.xp), policy, tensors)
     exchange.begin(0.1)
-    exchange.units.give([np.ones(tensor.shape, np.float32) for tensor in tensors])
-    flags = 2 * len(exchange.units.plan.groups)
+    exchange.bucket_batches.give([np.ones(tensor.shape, np.float32) for tensor in tensors])
+    flags = 2 * len(exchange.bucket_batches.plan.groups)
     exchange.finish()
     assert exchange.stats()["payload"] == 4 * (floats + flags)

@@ -63,8 +63,10 @@ def train(
 
 def residuals(world: World, framework: Framework, name: str) -> np.ndarray:
     """Every rank's error of a tensor."""
-    slots = [s for e in world.exchanges for s in e.slots if s.bucket.name == name]
-    return np.stack([framework.array(slot.state["error"]).reshape(SHAPES[name]) for slot in slots])
+    entries = [s for e in world.exchanges for s in e.bucket_states if s.bucket.name == name]
+    return np.stack(
+        [framework.array(entry.state["error"]).reshape(SHAPES[name]) for entry in entries]
+    )
 
 
 def measured(world: World) -> dict[str, float]:

@@ -31,9 +31,9 @@ class Norms(Evidence):
 
     key = "largest averages"
 
-    def zeros(self, slot: Any) -> Any:
+    def zeros(self, entry: Any) -> Any:
         """One number."""
-        return slot.spec.zeros((1,))
+        return entry.spec.zeros((1,))
 
     def suits(self, compressor: Any) -> bool:
         """Not for tensors that are brought together in one vector."""
@@ -51,9 +51,9 @@ class Norms(Evidence):
         """As it is."""
         yield from ()
         return {
-            slot.bucket.name: float(exchange.xp.to_numpy(slot.kept[self.key])[0])
-            for slot in exchange.slots
-            if self.key in slot.kept
+            entry.bucket.name: float(exchange.xp.to_numpy(entry.evidence[self.key])[0])
+            for entry in exchange.bucket_states
+            if self.key in entry.evidence
         }
 
 
@@ -92,8 +92,8 @@ def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> 
         history.append([{k: x.copy() for k, x in rank.items()} for rank in mine])
         with framework.running():
             world.step([{k: framework.tensor(x) for k, x in rank.items()} for rank in mine], 0.1)
-        slots = [slot for slot in world.exchanges[0].slots if slot.bucket.compress]
-        carried = {s.bucket.name: s.compressor.residual(s.state) for s in slots}
+        entries = [entry for entry in world.exchanges[0].bucket_states if entry.bucket.compress]
+        carried = {s.bucket.name: s.compressor.residual(s.state) for s in entries}
         errors.append({k: framework.array(x).copy() for k, x in carried.items() if x is not None})
     return world, history, errors
 

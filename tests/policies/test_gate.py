@@ -1,4 +1,4 @@
-"""The gate: in worlds whose times are known, it finds the fastest way; ranks follow alike."""
+"""The gate: in worlds whose times are known, it finds the fastest method; ranks follow alike."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class World:
     def seconds(self, served: list[str]) -> float:
         """Of a step in which buckets are served like this."""
         share = {"wanted": self.left, "FP16()": 0.5, "Dense()": 1.0}
-        sent = sum(1e6 * share[way] for way in served)
-        work = sum(w for w, way in zip(self.work, served, strict=True) if way == "wanted")
+        sent = sum(1e6 * share[method] for method in served)
+        work = sum(w for w, method in zip(self.work, served, strict=True) if method == "wanted")
         return 0.05 + work + max(0.0, sent / self.bandwidth - self.hide)
 
     def served(self) -> list[str]:
         """What serves the buckets now."""
-        ways = ["wanted", *map(repr, self.gate.fallbacks)]
+        methods = ["wanted", *map(repr, self.gate.fallbacks)]
         levels = [self.gate.level(name, self.wanted[name], 1) for name in NAMES]
-        return [ways[level] for level in levels]
+        return [methods[level] for level in levels]
 
     def costs(self) -> dict[str, Cost]:
         """As an exchange would measure them."""
@@ -192,7 +192,7 @@ def test_never_lossier_than_wanted(clocked: Callable[..., World]) -> None:
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 def test_ranks_follow_and_nothing_is_lost(framework: Framework, signal: str) -> None:
-    """Ways change while training; sums of averages and what is carried are sums of gradients."""
+    """Methods change while training; sums of averages and what is carried are sums of gradients."""
     policy = Accordion(
         low=TopK(0.5), high=TopK(0.1), window=9, interval=1, signal=signal,
         gate=Gate(steps=2, every=7),
@@ -214,11 +214,11 @@ def test_ranks_follow_and_nothing_is_lost(framework: Framework, signal: str) -> 
     assert {"TopK(ratio=0.5)", "FP16()", "Dense()"} <= levels
     carried = np.zeros((24, 50))
     for exchange in world.exchanges:
-        slot = exchange.slots[0]
-        if slot.carried is not None:
-            carried += framework.array(slot.carried).reshape(24, 50) / 2
-        elif slot.state:
-            carried += framework.array(slot.state["error"]).reshape(24, 50) / 2
+        entry = exchange.bucket_states[0]
+        if entry.carried is not None:
+            carried += framework.array(entry.carried).reshape(24, 50) / 2
+        elif entry.state:
+            carried += framework.array(entry.state["error"]).reshape(24, 50) / 2
     np.testing.assert_allclose(averaged + carried, given, atol=2e-2)  # fp16 loses what it rounds
     text = str(world.exchanges[0].advice())
     assert "tensor" in text and "w " in text and "link" in text
@@ -274,8 +274,11 @@ def test_codes_are_what_lgc_is_judged_by() -> None:
     assert seen[:12] == [repr(lgc)] * 12 and set(seen) >= {"FP16()", "Dense()"}
     (row,) = world.exchanges[0].advice().tensors
     assert row.sent < 0.2 * row.dense, row
-    (slot, *_) = world.exchanges[0].slots
-    assert lgc.variant(slot.turns.get(0, world.exchanges[0].counted - slot.since)) == 3
+    (entry, *_) = world.exchanges[0].bucket_states
+    assert (
+        lgc.variant(entry.served_by_level.get(0, world.exchanges[0].counted - entry.served_from))
+        == 3
+    )
 
 
 @pytest.mark.parametrize("compressor", [Dense(), FP16(), BF16()], ids=repr)

@@ -36,8 +36,8 @@ from accordion_hvd.optimizers import OnebitAdam
 from accordion_hvd.policies.alternation import MODEL
 from accordion_hvd.policies.batch_growth import BATCH
 from accordion_hvd.policies.byte_budget import OVER, affordable
+from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
 from accordion_hvd.policies.critical_regimes import HIGH, LOW
-from accordion_hvd.policies.prices import averaging_share, bytes_sent
 from accordion_hvd.resolve import staged
 from accordion_hvd.simulation.one_process import World, simulate
 
@@ -253,12 +253,12 @@ def test_prices_are_what_is_counted(compressor: Any, ranks: int) -> None:
     """But for flags (8 bytes a message, before the collective), and the padding of packed bits."""
     world = simulate_once(compressor, ranks)
     exchange = world.exchanges[0]
-    buckets = [slot.bucket for slot in exchange.slots]
-    levels = [slot.levels[slot.level] for slot in exchange.slots]
+    buckets = [entry.bucket for entry in exchange.bucket_states]
+    levels = [entry.levels[entry.level] for entry in exchange.bucket_states]
     priced = sum(
         bytes_sent(level, b.shape, b.dtype, ranks) for level, b in zip(levels, buckets, strict=True)
     )
-    flags = 8 * (ranks - 1) * len(exchange.units.plan.groups)
+    flags = 8 * (ranks - 1) * len(exchange.bucket_batches.plan.groups)
     padding = 4 * (ranks - 1) * len(buckets) if isinstance(compressor, QSGD) else 0
     assert priced - padding <= exchange.stats()["sent"] <= priced + flags
     assert bytes_sent(compressor, SHAPE, "float32", 1) == 0
@@ -292,7 +292,7 @@ def test_what_is_affordable(
 def costs(level: Any, ranks: int = 2) -> float:
     """MB of a step of the tests' gradients, flags left out."""
     world = simulate_once(level, ranks)
-    buckets = [(s.levels[0], s.bucket) for s in world.exchanges[0].slots]
+    buckets = [(s.levels[0], s.bucket) for s in world.exchanges[0].bucket_states]
     return sum(bytes_sent(c, b.shape, b.dtype, ranks) for c, b in buckets) / 1e6
 
 
@@ -307,7 +307,7 @@ def test_a_budget_caps_levels() -> None:
             before = world.exchanges[0].stats()["sent"] if world.exchanges else 0.0
             step(world, NUMPY, gradients)
             exchange = world.exchanges[0]
-            flags = 8 * len(exchange.units.plan.groups)
+            flags = 8 * len(exchange.bucket_batches.plan.groups)
             assert exchange.stats()["sent"] - before <= 1e6 * budget + flags
         levels = {exchange.policy.level(name) for name in ("w", "v")}
         assert levels == allowed
@@ -361,14 +361,14 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
             now = next(told, None)
             if now is None:
                 break
-            was = policy.alternation.apart
+            was = policy.alternation.averaging_models
             decide(policy, {"w": 0.6 * now, "v": 0.8 * now}, rates)
             expected.append(bool(before) and abs(now - before) / before < 0.5)
             before, own = now, own if was else 0
         policy.tick(rates)
         models = policy.alternation
-        own += models.apart
-        models.equal = not models.apart or own % period == 0
+        own += models.averaging_models
+        models.equal = not models.averaging_models or own % period == 0
     rows = [row for row in policy.history if row["name"] == MODEL]
     assert len(rows) == len(policy.history) == len(expected)
     assert [row["level"] for row in rows] == expected
@@ -377,7 +377,7 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
     )
     twin = Accordion(low=TopK(0.1), high=LocalSGD(period), window=window, interval=1)
     twin.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert twin.alternation.apart == policy.alternation.apart
+    assert twin.alternation.averaging_models == policy.alternation.averaging_models
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
@@ -404,7 +404,7 @@ def test_a_budget_caps_what_is_averaged(budget: float, levels: list[int], start:
     )
     policy.byte_budget.price({"w": [0.9e6]}, 0.1e6, 0.25e6)
     policy.bind(OWNER, ["w"])
-    assert policy.alternation.apart == bool(start)
+    assert policy.alternation.averaging_models == bool(start)
     drive_models(policy, [1.0, 1.0, 3.0])
     rows = [row for row in policy.history if row["name"] == MODEL]
     assert [row["level"] for row in rows] == levels

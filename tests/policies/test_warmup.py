@@ -118,7 +118,9 @@ def train(world: World, framework: Framework, steps: range, tensors: int = 2) ->
             for _ in world._policies
         ]
         world.step([{k: framework.tensor(x) for k, x in mine.items()} for mine in draws], lr=0.1)
-        found.append({slot.level for exchange in world.exchanges for slot in exchange.slots})
+        found.append(
+            {entry.level for exchange in world.exchanges for entry in exchange.bucket_states}
+        )
     return found
 
 
@@ -129,8 +131,8 @@ def test_all_ranks_and_tensors_change_at_once(framework: Framework) -> None:
     betas, span = ((0.5, 0.95), 20) if steps == 70 else ((0.5, 0.98), SPAN)
     world = simulate(OnebitAdam(betas, warmup_steps="auto"), 3)
     early = train(world, framework, range(span))
-    for slot in world.exchanges[2].slots:
-        slot.state = {**slot.state, "v": slot.state["v"] * 1.5}
+    for entry in world.exchanges[2].bucket_states:
+        entry.state = {**entry.state, "v": entry.state["v"] * 1.5}
     levels = early + train(world, framework, range(span, 6 * span))
     assert all(len(now) == 1 for now in levels)
     flat = [now.pop() for now in levels]

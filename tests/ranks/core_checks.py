@@ -201,7 +201,7 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
         exchange.begin(0.1)
         exchange.start(0, torch.tensor(mine))
         assert exchange.finish()
-        mean = exchange.units.unpack(0)[0]
+        mean = exchange.bucket_batches.unpack(0)[0]
         scales = [1.0 + r * 10.0 ** (step // 2) for r in range(ours.size)]
         parts = everybody((40, 50), step // 2)
         carried = (
@@ -211,8 +211,8 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
         assert len({int(x[0]) for x in sums}) == 1, "ranks hold different means"
     levels = [row["level"] for row in policy.history]
     assert levels == [0, 1, 1], policy.history  # rank 0's norms are steady, others' are not
-    slot = exchange.slots[0]
-    error = slot.compressor.residual(slot.state)
+    entry = exchange.bucket_states[0]
+    error = entry.compressor.residual(entry.state)
     mean_error = ours.run("core.error", gather(ours, error))
     scale = np.abs(np.mean(mean_error, 0)).max()
     np.testing.assert_allclose(np.mean(mean_error, 0), carried, atol=1e-5 * scale)

@@ -85,16 +85,16 @@ def check_a_skewed_sampler_fetches_less() -> None:
     from accordion_hvd.graph import Sampler, SkewedSampler
 
     counts = []
-    for way in ({"skew": 1}, {"budget": 2}, {"skew": 8}):
+    for method in ({"skew": 1}, {"budget": 2}, {"skew": 8}):
         graph, part, store = world()
         words = {"layer_size": (20, 40), "seed": 5}
-        sampler = SkewedSampler(graph, part, harness.RANK, **words, **way)
+        sampler = SkewedSampler(graph, part, harness.RANK, **words, **method)
         base = Sampler(graph, **words, rank=harness.RANK)
         mine, due = np.flatnonzero(part.owner == harness.RANK), 0
         for step in range(10):
             targets = np.random.default_rng([harness.RANK, step]).permutation(mine)[:16]
             blocks = sampler.sample(targets, 0, step)
-            if way == {"skew": 1}:
+            if method == {"skew": 1}:
                 theirs = base.sample(targets, 0, step)
                 np.testing.assert_array_equal(blocks[0].values, theirs[0].values)
             sources = blocks[0].sources

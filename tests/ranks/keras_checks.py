@@ -199,8 +199,12 @@ class Untraced(keras.callbacks.Callback):
 def check_accordion_switches_in_fit() -> None:
     """The train function is made anew; py_function (no callback) and eager runs decide alike."""
     found = {}
-    ways = {"graph": (None, True, False), "python": (2, False, False), "eager": (None, True, True)}
-    for way, (window, callback, eager) in ways.items():
+    methods = {
+        "graph": (None, True, False),
+        "python": (2, False, False),
+        "eager": (None, True, True),
+    }
+    for method, (window, callback, eager) in methods.items():
         accordion = Accordion(
             low=PowerSGD(4), high=TopK(0.02), threshold=0.9, interval=1, window=window
         )
@@ -210,12 +214,12 @@ def check_accordion_switches_in_fit() -> None:
             model, accordion, epochs=4, callback=callback, eager=eager, callbacks=[made],
             guard_every=2,
         )  # fmt: skip
-        assert_equal_ranks(model, way)
+        assert_equal_ranks(model, method)
         rows = opt.exchange.policy.history
         assert {r["compressor"] for r in rows} == {"PowerSGD(rank=4)", "TopK(ratio=0.02)"}, rows
-        found[way] = [(r["step"], r["window"], r["level"], r["reason"]) for r in rows]
+        found[method] = [(r["step"], r["window"], r["level"], r["reason"]) for r in rows]
         assert opt.exchange.stats()["steps"] == 8
-        assert (made.count > 1) == (way == "graph"), (way, made.count)
+        assert (made.count > 1) == (method == "graph"), (method, made.count)
     assert found["graph"][: len(found["python"])] == found["python"], found
     assert found["graph"] == found["eager"], found
 
@@ -413,17 +417,17 @@ def check_loss_scaling() -> None:
         run = in_graph(graph, scaled_stepper(opt, variable))
         grad = np.random.default_rng(1).standard_normal((40, 40)).astype("f")
         run(tf.constant(grad))
-        first, carried = variable.numpy(), opt.exchange.slots[0].state["error"].numpy()
+        first, carried = variable.numpy(), opt.exchange.bucket_states[0].state["error"].numpy()
         np.testing.assert_allclose(first.ravel() - carried, -grad.ravel(), rtol=1e-5, atol=1e-6)
         bad = np.where(hvd.rank() == 0, np.inf, 1.0) * grad
         run(tf.constant(bad.astype("f")))
         assert (variable.numpy() == first).all()
         assert float(opt.dynamic_scale) == 4.0
-        assert (opt.exchange.slots[0].state["error"].numpy() == carried).all()
+        assert (opt.exchange.bucket_states[0].state["error"].numpy() == carried).all()
         run(tf.constant(np.zeros((40, 40), "f")))
         assert (everywhere(variable.numpy()) == variable.numpy()).all()
         np.testing.assert_allclose(  # the scale has changed, what is carried has not
-            variable.numpy().ravel() - opt.exchange.slots[0].state["error"].numpy(),
+            variable.numpy().ravel() - opt.exchange.bucket_states[0].state["error"].numpy(),
             -grad.ravel(), rtol=1e-5, atol=1e-6,
         )  # fmt: skip
 

@@ -58,8 +58,8 @@ def fit(model: Any, epochs: int = 2, callback: bool = True) -> list[float]:
 def check_weights_are_equal_after_fit() -> None:
     """Traced, with and without the callback that makes graphs anew; eagerly."""
     for name in NAMES:
-        ways = ((True, False), (False, False), (True, True))
-        for callback, eager in ways if name == "OnebitAdam" else ways[:1]:
+        methods = ((True, False), (False, False), (True, True))
+        for callback, eager in methods if name == "OnebitAdam" else methods[:1]:
             model = network()
             model.compile(made(name), loss="mse", run_eagerly=eager)
             losses = fit(model, 4, callback)
@@ -85,7 +85,7 @@ def check_steps_follow_the_simulation() -> None:
                 named = optimizer.exchange.tensors[0].name
                 known = [{named: twin.copy()}] * hvd.size()
                 found = world.step([{named: g} for g in gradients], lr=1e-2, weights=known)[0]
-                twin = found[named] if rule.ASSIGNS else twin - 1e-2 * found[named]
+                twin = found[named] if rule.returns_weights else twin - 1e-2 * found[named]
             apart = np.abs(variable.numpy() - twin).max()
             assert apart < 1e-7, (name, graph, apart)  # Keras' learning rate is fp32
 

@@ -76,14 +76,14 @@ def check_slots_are_averaged_once_and_counts_are_not() -> None:
     optimizer = wrapped(model, policy(), torch.optim.Adam)
     alike = []
     for step in range(48):
-        before = optimizer.exchange.policy.alternation.apart
+        before = optimizer.exchange.policy.alternation.averaging_models
         own = {k: v.clone() for k, v in optimizer.state.get(model.w, {}).items()}
         take(model, optimizer, step)
         now = optimizer.state[model.w]
         rows = rows_of(now["exp_avg"])
         alike.append((rows == rows[0]).all())
         assert float(now["step"]) == step + 1
-        apart = optimizer.exchange.policy.alternation.apart
+        apart = optimizer.exchange.policy.alternation.averaging_models
         assert alike[-1] == (not apart), step
         if before and not apart:
             gradient = now["exp_avg"] - 0.9 * torch.tensor(rows_of(own["exp_avg"]).mean(0)).view(
@@ -102,14 +102,17 @@ def check_other_methods_and_levels() -> None:
         model = Model()
         optimizer = wrapped(model, policy(high, low=TopK(0.1)))
         for step in range(45):
-            was = optimizer.exchange.policy.alternation.apart
+            was = optimizer.exchange.policy.alternation.averaging_models
             take(model, optimizer, step)
             now = optimizer.exchange.policy
             rows = rows_of(model.flat())
             equal = (rows == rows[0]).all()
-            assert equal == (not now.alternation.apart or now.alternation.equal), (high, step)
-            assert equal or now.alternation.apart
-            assert was or not now.alternation.apart or len(now.history) >= 2
+            assert equal == (not now.alternation.averaging_models or now.alternation.equal), (
+                high,
+                step,
+            )
+            assert equal or now.alternation.averaging_models
+            assert was or not now.alternation.averaging_models or len(now.history) >= 2
         levels = [row["level"] for row in now.history if row["name"] == MODEL]
         assert levels[:2] == [0, 1] and 0 in levels[2:], (high, levels)
 
@@ -122,7 +125,7 @@ def check_batches_grow_beside() -> None:
     for step in range(20):
         take(model, optimizer, step, micro=2)
     now = optimizer.exchange.policy
-    assert now.large and now.alternation.apart and optimizer.param_groups[0]["lr"] == LR
+    assert now.large and now.alternation.averaging_models and optimizer.param_groups[0]["lr"] == LR
     before, steps = model.flat().detach().clone(), optimizer.averaging.steps
     optimizer.zero_grad()
     model.flat().sum().backward()
@@ -156,7 +159,9 @@ def check_without_waiting() -> None:
     for step in range(60):
         take(model, optimizer, step)
         now, rows = optimizer.exchange.policy, rows_of(model.flat())
-        assert (rows == rows[0]).all() or (now.alternation.apart and not now.alternation.equal)
+        assert (rows == rows[0]).all() or (
+            now.alternation.averaging_models and not now.alternation.equal
+        )
         if all(engine is not optimizer.averaging._engine for engine in engines):
             engines.append(optimizer.averaging._engine)
     mpi = "OMPI_COMM_WORLD_SIZE" in harness.os.environ

@@ -82,7 +82,7 @@ def check_real_ranks_do_what_the_oracle_does() -> None:
             np.testing.assert_allclose(found, due, atol=3e-5, err_msg=f"{graph} {step}")
             rows = rows_of(found)
             assert (rows == rows[0]).all() == (not oracle.apart or oracle.settled), (graph, step)
-            if not optimizer.apart:
+            if not optimizer.averaging_models:
                 rows = rows_of(optimizer.variables[-1])
                 assert (rows == rows[0]).all(), (graph, step, "velocities")
         judge(optimizer, oracle)
@@ -127,9 +127,9 @@ def check_epochs_end_with_equal_models() -> None:
     class Look(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             everything = tf.concat([v.value for v in self.model.weights], 0)
-            rows = rows_of(everything if optimizer.apart else everything[:SIZE])
+            rows = rows_of(everything if optimizer.averaging_models else everything[:SIZE])
             assert (rows == rows[0]).all(), epoch
-            apart.append(optimizer.apart)
+            apart.append(optimizer.averaging_models)
 
     calls = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Look()]
     model.fit(pulls(30), np.zeros((30, 1)), batch_size=5, epochs=6, callbacks=calls, verbose=0)
@@ -148,7 +148,10 @@ def check_other_methods_and_levels() -> None:
             now = optimizer.exchange.policy
             rows = rows_of(model.layers[0].w)
             equal = bool((rows == rows[0]).all())
-            assert equal == (not now.alternation.apart or now.alternation.equal), (high, step)
+            assert equal == (not now.alternation.averaging_models or now.alternation.equal), (
+                high,
+                step,
+            )
         levels = [row["level"] for row in now.history if row["name"] == MODEL]
         assert levels[:2] == [0, 1] and 0 in levels[2:], (high, levels)
         optimizer.averaging.close()
@@ -163,7 +166,9 @@ def check_batches_grow_beside() -> None:
     for pull in pulls(40):
         take(tf.constant(pull))
     now = optimizer.exchange.policy
-    assert now.large and optimizer.apart and np.isclose(float(optimizer.learning_rate), LR)
+    assert (
+        now.large and optimizer.averaging_models and np.isclose(float(optimizer.learning_rate), LR)
+    )
     before, steps = model.layers[0].w.numpy(), optimizer.averaging.steps
     take(tf.constant(pulls(1)[0]))
     assert (model.layers[0].w.numpy() == before).all() and optimizer.averaging.steps == steps

@@ -42,7 +42,7 @@ class Oracle:
         self.ranks, self.period, self.in_velocity = ranks, PERIOD, in_velocity
         self.groups = Groups(self.ranks, 2)
         self.models, self.slots = np.zeros((2, self.ranks, SIZE))
-        self.apart, self.settled, self.own = False, True, 0
+        self.averaging_models, self.settled, self.own = False, True, 0
         self.sum, self.count, self.before = np.zeros(SIZE), 0, None
         self.lr = rate(0)
         self.decisions: list[tuple[int, bool]] = []
@@ -59,7 +59,7 @@ class Oracle:
         pulls = np.array([centre(rank, step) for rank in range(self.ranks)])
         grads = self.models - pulls
         self.sum, self.count = self.sum + grads[0], self.count + 1
-        if not self.apart:
+        if not self.averaging_models:
             grads = np.broadcast_to(grads.mean(0), grads.shape)
         if self.in_velocity:
             self.slots = MOMENTUM * self.slots - rate(step) * grads
@@ -67,7 +67,7 @@ class Oracle:
         else:
             self.slots = MOMENTUM * self.slots + grads
             self.models = self.models - rate(step) * self.slots
-        if self.apart:
+        if self.averaging_models:
             self.average()
         return self.models
 
@@ -80,13 +80,13 @@ class Oracle:
         self.own += 1
 
     def decide(self, step: int) -> None:
-        norm, was = np.linalg.norm(self.sum), self.apart
+        norm, was = np.linalg.norm(self.sum), self.averaging_models
         critical = self.before is None or abs(norm - self.before) / self.before >= 99
-        self.apart = not critical and not rate(step) <= 0.5 * self.lr
+        self.averaging_models = not critical and not rate(step) <= 0.5 * self.lr
         self.before, self.lr = norm, rate(step)
         self.sum, self.count = np.zeros(SIZE), self.count - WINDOW
-        if was and not self.apart:
+        if was and not self.averaging_models:
             self.slots = np.broadcast_to(self.slots.mean(0), self.slots.shape)
-        if self.apart and not was:
+        if self.averaging_models and not was:
             self.own = 0
-        self.decisions.append((step, self.apart))
+        self.decisions.append((step, self.averaging_models))

@@ -72,10 +72,10 @@ def simulated_step(world: Any, model: torch.nn.Module, given: list[Any]) -> None
         gradients.append({name: p.grad.clone() for name, p in named})
     known = {name: p.detach().clone() for name, p in named}
     found = world.step(gradients, lr=1e-2, weights=[known] * len(given))[0]
-    slots = world.exchanges[0].slot_of
+    entries = world.exchanges[0].entry_of
     with torch.no_grad():
         for number, (name, p) in enumerate(named):
-            if slots[number].compressor.ASSIGNS:
+            if entries[number].compressor.returns_weights:
                 p.copy_(found[name])
             else:
                 p.sub_(found[name], alpha=1e-2)
@@ -93,7 +93,9 @@ def check_ranks_meet_again_after_steps_of_their_own() -> None:
         optimizer.step()
         rows = everywhere(weights(model))
         alike.append(bool((rows == rows[0]).all()))
-        assert alike[-1] == bool(span(optimizer.exchange.slots, optimizer.exchange.counted)), alike
+        assert alike[-1] == bool(
+            span(optimizer.exchange.bucket_states, optimizer.exchange.counted)
+        ), alike
     assert not all(alike) and sum(alike[8:]) >= 2, alike
 
 

@@ -137,12 +137,12 @@ def make_broadcast(variables: list[Any]) -> Any:
 def check_tape_averages() -> None:
     variables = [keras.Variable(tf.zeros((40, 40))), tf.Variable(tf.zeros((40, 40)))]
     want = np.mean([rank_gradient(0, rank) for rank in range(hvd.size())], 0)
-    ways: list[dict[str, Any]] = [
+    methods: list[dict[str, Any]] = [
         {}, {"compression": stock.Compression.fp16}, {"compression": "dense"},
         {"compression": TopK(1.0)}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0},
         {"num_groups": 0, "groups": 2},
     ]  # fmt: skip
-    for options in ways:
+    for options in methods:
         for graph in (False, True):
             run = in_graph(graph, tape_step(variables, guard="off", **options))
             factor = hvd.size() if "op" in options else 1
@@ -186,7 +186,7 @@ def check_tape_remembers_errors() -> None:
             want = want + rank_gradient(number)
         exchange = exchange_of(TopK(0.1), [variable])
         assert exchange.stats()["steps"] == 3
-        error = exchange.slots[0].state["error"].numpy().reshape(40, 40)
+        error = exchange.bucket_states[0].state["error"].numpy().reshape(40, 40)
         everything = everywhere(want - error).mean(0)
         np.testing.assert_allclose(total, everything, rtol=1e-4, atol=1e-5)
         results.append(total)

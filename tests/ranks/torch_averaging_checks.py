@@ -126,7 +126,7 @@ def check_real_ranks_do_what_simulated_ones_do() -> None:
     mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     for method in METHODS[1:2] + METHODS[-3:] if mpi else METHODS:
         averaging = follow(method).averaging
-        assert (averaging._neighbourhood is not None) == (mpi and method.neighbourly)
+        assert (averaging._neighbourhood is not None) == (mpi and method.neighbours_only)
     assert mpi or len(registered()) > 1
 
 

@@ -205,7 +205,7 @@ def check_a_gate_tries_and_chooses() -> None:
         assert all(row.dense > 0 for row in advice.tensors), advice
 
 
-# ---------------------------------------------------------------------- Horovod's ways, and better
+# ------------------------------------------------------------------- Horovod's calls, and better
 def check_closures_use_averaged_gradients() -> None:
     plain, closed = network(), network()
     ordinary, optimizer = wrapped(plain), wrapped(closed)
@@ -408,8 +408,8 @@ def check_loss_scaling() -> None:
             scaler.step(optimizer)
             scaler.update(scales[(step + 1) % len(scales)])
         assert_same(model)
-        slot = optimizer.exchange.slots[0]
-        return weights(model), slot.compressor.residual(slot.state).clone()
+        entry = optimizer.exchange.bucket_states[0]
+        return weights(model), entry.compressor.residual(entry.state).clone()
 
     plain, error = run([1.0] * 6, None)
     scaled, scaled_error = run([1024.0, 1024.0, 8.0, 8.0, 65536.0, 1.0], None)

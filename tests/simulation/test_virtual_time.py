@@ -11,7 +11,7 @@ from averages import replay
 
 from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.engine.halving import factors
+from accordion_hvd.engine.reduce_scatter import factors
 from accordion_hvd.simulation.virtual_time import (
     Constant,
     Link,

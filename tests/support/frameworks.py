@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd.core.base import Compressor, Info
-from accordion_hvd.core.places import consecutive
+from accordion_hvd.core.placement import consecutive
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 
@@ -98,7 +98,7 @@ class Ranks:
         self, compressor: Compressor, ranks: int, framework: Framework = NUMPY, name: str = "w"
     ) -> None:
         self.compressor, self.ranks, self.framework, self.name = compressor, ranks, framework, name
-        self.machines = consecutive(ranks, local_size(ranks))
+        self.hosts = consecutive(ranks, local_size(ranks))
         self.spec: Any = None
         self.steps = 0
         self.states: list[dict[str, Any]] = []
@@ -107,7 +107,7 @@ class Ranks:
 
     def info(self, rank: int, step: Any = None) -> Info:
         step, phase = self.steps if step is None else step, self.compressor.variant(self.steps)
-        return Info(step, rank, self.ranks, self.name, 0.1, self.machines, phase)
+        return Info(step, rank, self.ranks, self.name, 0.1, self.hosts, phase)
 
     def init(self, like: Any) -> list[dict[str, Any]]:
         self.spec = self.framework.xp.spec(like)
@@ -137,7 +137,9 @@ class Ranks:
         for rank, state in enumerate(self.states):
             x = self.compressor.residual(state)
             if x is not None:
-                x = self.framework.array(self.compressor.whole(x, self.spec, self.info(rank)))
+                x = self.framework.array(
+                    self.compressor.expand_residual(x, self.spec, self.info(rank))
+                )
             carried.append(None if x is None else x.reshape(-1))
         return carried
 

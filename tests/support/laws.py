@@ -278,9 +278,9 @@ def step(
         ]
     for exchange, mine, moves in zip(world.exchanges, weights, found, strict=bool(weights)):
         assigned = {
-            member: slot.compressor.ASSIGNS
-            for slot in exchange.slots
-            for member in slot.bucket.members
+            member: entry.compressor.returns_weights
+            for entry in exchange.bucket_states
+            for member in entry.bucket.members
         }
         for i, name in enumerate(mine if moves else ()):
             move = moves[name] if moves else None
@@ -292,7 +292,7 @@ def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dic
     """Each rank's weights where the world's methods read some, alike at first; else none."""
     policy = world._policies[0]
     levels = (*policy.levels("w"), policy.plain()) if policy.output == "update" else ()
-    if not any(level.reads for level in levels):
+    if not any(level.needs_weights for level in levels):
         return []
     kept = vars(world).setdefault("weights", [])
     if not kept:
@@ -306,9 +306,9 @@ def states(world: World, framework: Framework) -> list[Any]:
     """Every rank's state of every bucket."""
     return [
         {
-            (slot.bucket.name, key): framework.array(x)
-            for slot in exchange.slots
-            for key, x in (slot.state or {}).items()
+            (entry.bucket.name, key): framework.array(x)
+            for entry in exchange.bucket_states
+            for key, x in (entry.state or {}).items()
         }
         for exchange in world.exchanges
     ]

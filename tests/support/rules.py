@@ -24,8 +24,8 @@ from accordion_hvd.optimizers import (
     Lamb,
     OnebitAdam,
     OnebitLamb,
-    Rule,
     SketchedAMSGrad,
+    UpdateRule,
     ZeroOneAdam,
 )
 from accordion_hvd.resolve import as_policy
@@ -53,7 +53,7 @@ class Row:
         random: what a tensor draws depends on its name, or on those that it travels with.
     """
 
-    rule: Rule
+    rule: UpdateRule
     oracle: Callable[[int, int], Any]
     rounds: Callable[[int, int, int], Rounds]
     discrete: bool = False

@@ -38,7 +38,7 @@ class HorovodCommunicator(Communicator):
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self.extensible = addable()
         nccl = hvd.nccl_built() and tf.config.list_physical_devices("GPU")
-        self.half_allreduce = True if nccl else None
+        self.native_fp16_allreduce = True if nccl else None
         self.directly = False
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:

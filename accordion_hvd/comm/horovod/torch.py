@@ -28,8 +28,10 @@ class HorovodCommunicator(Communicator):
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self.extensible = addable()
-        self.half_allreduce = True if hvd.nccl_built() and torch.cuda.is_available() else None
-        self.kept = {}
+        self.native_fp16_allreduce = (
+            True if hvd.nccl_built() and torch.cuda.is_available() else None
+        )
+        self.scratch = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """Start one grouped, in-place allreduce."""

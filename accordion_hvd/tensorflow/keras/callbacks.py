@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from accordion_hvd import check
 from accordion_hvd.comm.horovod.tensorflow import hvd
-from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.functions import broadcast_variables
 from accordion_hvd.tensorflow.keras.optimizer import averages_models, is_distributed
 from accordion_hvd.tensorflow.variables import key_of
@@ -73,7 +73,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._fitting, self._averaged = True, None
         averager = self._averager()
         if is_distributed(self.model.optimizer) and self.model.jit_compile:
-            refusals.turn_xla_off(self.model)
+            validation.turn_xla_off(self.model)
             self.model.make_train_function()
         if averager is not None:
             averager.managed = not self.model.run_eagerly and not averager.idle
@@ -122,7 +122,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _average(self) -> None:
         optimizer = self.model.optimizer
-        if self.average == "nothing" or not (is_distributed(optimizer) and optimizer.apart):
+        if self.average == "nothing" or not (
+            is_distributed(optimizer) and optimizer.averaging_models
+        ):
             return
         if self._averaged != optimizer.averaging.steps:  # else it was for a validation
             optimizer.average_now(self.model if self.average == "all" else None)

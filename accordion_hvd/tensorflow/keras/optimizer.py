@@ -20,9 +20,9 @@ from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.byte_budget import ByteBudget
 from accordion_hvd.resolve import default_guard, resolve
-from accordion_hvd.tensorflow import refusals
-from accordion_hvd.tensorflow.averager import Averager
-from accordion_hvd.tensorflow.averaging import ModelAverager, Variables
+from accordion_hvd.tensorflow import validation
+from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
+from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
 from accordion_hvd.tensorflow.graph import call_back, when
 from accordion_hvd.tensorflow.variables import key_of
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
@@ -91,20 +91,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if op == hvd.Adasum:
         check_adasum(compression)
         raise ValueError("op == Adasum is not supported with Keras; use op=hvd.Average.")
-    refusals.check_strategy()
+    validation.check_strategy()
     check_passes(backward_passes_per_step)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
     serving, passes = resolve(compression), backward_passes_per_step
-    validate(serving, refusals.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
-    refusals.check_optimizer(serving, optimizer)
+    validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    validation.check_optimizer(serving, optimizer)
     if isinstance(serving, Averaging):
-        averages = Averages(
+        averages = AveragingSettings(
             serving, process_set, Guard(guard, guard_every), passes, average_aggregated_gradients
         )
-        wrapped = wrap(optimizer, averages, _Averaged)
+        wrapped = wrap(optimizer, averages, _ModelAveraging)
         wrapped.averaging.set_up()
         return wrapped
     guard = Guard(guard, guard_every, default_guard(compression)).mode
@@ -135,11 +135,11 @@ class Settings:
     hyper: Any = None  # what conversations are told (`Info.hyper`)
     used: bool = False
 
-    def averager(self, variables: Callable[[], Sequence[Any]]) -> Averager:
+    def averager(self, variables: Callable[[], Sequence[Any]]) -> TensorFlowGradientAverager:
         """Make an averager; from the second on with a policy of its own."""
         policy = copy.deepcopy(self.policy) if self.used else self.policy
         self.used = True
-        return Averager(
+        return TensorFlowGradientAverager(
             policy,
             self.process_set,
             variables,
@@ -151,13 +151,13 @@ class Settings:
             hyper=self.hyper,
         )
 
-    def models(self, averager: Averager) -> ModelAverager | None:
+    def models(self, averager: TensorFlowGradientAverager) -> TensorFlowModelAverager | None:
         """Make the averager of models, if the policy averages them at times."""
         alternation = averager.policy.observers.find(Alternation)
         if alternation is None:
             return None
         guard = Guard(self.guard, self.guard_every)
-        made = ModelAverager(
+        made = TensorFlowModelAverager(
             alternation.method, self.process_set, averager.variables, guard, alternation
         )
         made.local = averager.local
@@ -165,7 +165,7 @@ class Settings:
 
 
 @dataclass
-class Averages:
+class AveragingSettings:
     """The arguments of `DistributedOptimizer` that matter where models are averaged."""
 
     method: Averaging
@@ -174,11 +174,11 @@ class Averages:
     passes: int
     average_passes: bool
 
-    def averager(self, variables: Callable[[], Sequence[Any]]) -> ModelAverager:
+    def averager(self, variables: Callable[[], Sequence[Any]]) -> TensorFlowModelAverager:
         """Make an averager."""
-        return ModelAverager(self.method, self.process_set, variables, self.guard)
+        return TensorFlowModelAverager(self.method, self.process_set, variables, self.guard)
 
-    def models(self, averager: ModelAverager) -> ModelAverager:
+    def models(self, averager: TensorFlowModelAverager) -> TensorFlowModelAverager:
         """Return the same averager: there is no other."""
         return averager
 
@@ -217,7 +217,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 def averages_models(optimizer: Any) -> bool:
     """Return whether `DistributedOptimizer` made it with a method that averages models."""
-    return isinstance(optimizer, _Averaged)
+    return isinstance(optimizer, _ModelAveraging)
 
 
 class _Distributed(Controls):
@@ -264,7 +264,7 @@ class _Distributed(Controls):
     # ----------------------------------------------------------------------------- what Keras calls
     def build(self: Any, variables: Any) -> None:
         """Create the optimizer's variables; refuse what cannot work."""
-        refusals.check_keras_caller(self)
+        validation.check_keras_caller(self)
         super().build(variables)  # type: ignore[misc]
         self._averager.enlist()
         if self._models is not None:
@@ -416,7 +416,7 @@ class _Distributed(Controls):
             ]
 
 
-class _Averaged(_Distributed):
+class _ModelAveraging(_Distributed):
     """Takes its own steps with this rank's own gradients; a method then averages the models.
 
     Momentum and other state stay local, and so do the loss scale (a rank whose gradients are not
@@ -425,7 +425,7 @@ class _Averaged(_Distributed):
     In `fit`, the BroadcastGlobalVariablesCallback averages before validation and at epochs' ends.
     """
 
-    _averager: ModelAverager
+    _averager: TensorFlowModelAverager
 
     def close(self) -> None:
         """Average all models and end; for averaging without waiting, ends its thread.
@@ -434,7 +434,7 @@ class _Averaged(_Distributed):
         """
         self._averager.close()
 
-    apart = True  # always
+    averaging_models = True  # always
 
     @property
     def exchange(self) -> Any:

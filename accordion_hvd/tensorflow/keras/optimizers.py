@@ -22,9 +22,9 @@ from accordion_hvd import check, optimizers
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.optimizers import Rule
+from accordion_hvd.optimizers import UpdateRule
 from accordion_hvd.resolve import staged
-from accordion_hvd.tensorflow import refusals
+from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
 from accordion_hvd.tensorflow.variables import key_of
 
@@ -53,7 +53,7 @@ class Directions(keras.optimizers.Optimizer):
             )
         rule, old = self.serving(variable), tf.convert_to_tensor(variable)
         new = taken = tf.cast(gradient, variable.dtype)
-        if not rule.ASSIGNS:
+        if not rule.returns_weights:
             decay = 0.0 if rule.decays(True) else self.weight_decay
             if decay and self._use_weight_decay(variable):
                 taken = taken + decay * old
@@ -75,11 +75,11 @@ class Directions(keras.optimizers.Optimizer):
 class _Ruled(_Distributed):
     """Methods of a compressed optimizer: gradients stay local."""
 
-    def _remember(self: Any, rule: Rule) -> None:
+    def _remember(self: Any, rule: UpdateRule) -> None:
         inner: Any = getattr(self, "inner_optimizer", self)
         averager, self.rule = self._averager, rule
         inner.serving = lambda variable: averager.serving(key_of(variable))
-        if rule.DECAYS:
+        if rule.applies_weight_decay:
             self._averager.group_of = lambda v: "" if inner._use_weight_decay(v) else UNDECAYED
 
     def get_config(self: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class CompressedOptimizer(_Ruled, Directions):
         TypeError: an argument that it does not have.
     """
 
-    _rule: ClassVar[type[Rule]]
+    _rule: ClassVar[type[UpdateRule]]
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Under mixed_float16 something else, which Keras will not wrap in loss scaling."""
@@ -186,14 +186,14 @@ class CompressedOptimizer(_Ruled, Directions):
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
         **rest: Any,
-    ) -> tuple[Settings, dict[str, Any], Rule]:
+    ) -> tuple[Settings, dict[str, Any], UpdateRule]:
         """Settings, what Keras' own class takes, and the rule."""
         known = {field.name for field in dataclasses.fields(cls._rule)}  # type: ignore[arg-type]
         own = {key: rest.pop(key) for key in list(rest) if key in _FROM_KERAS | known}
         rule = cls._rule(**_from_keras(own, cls._rule()))
         passes = gradient_accumulation_steps or 1
         check.integer(cls.__name__, "gradient_accumulation_steps", passes, least=1)
-        refusals.check_strategy()
+        validation.check_strategy()
         decay = float(rest.get("weight_decay") or 0.0)
         told = {"weight_decay": decay, "decoupled_weight_decay": True}
         hyper = {"": told, UNDECAYED: told | {"weight_decay": 0.0}}

@@ -1,6 +1,6 @@
 """docs/compressors.md: bytes that a rank sends and receives, by formula and counted in simulation.
 
-`scripts/volumes.py` writes it.
+`scripts/bytes_sent.py` writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from accordion_hvd.ops import indices
 from accordion_hvd.simulation.one_process import simulate
-from benchmarks.compressors.shelf import SHELF, Volume, missing
+from benchmarks.compressors.catalog import CATALOG, CatalogRow, missing
 from benchmarks.report import render, write_page
 from examples.report import as_markdown
 
@@ -27,12 +27,12 @@ RANKS = (2, 4, 16, 64)
 
 
 @functools.cache
-def counted(volume: Volume, ranks: int) -> tuple[float, float]:
+def counted(row: CatalogRow, ranks: int) -> tuple[float, float]:
     """Bytes that `stats()` counts in a step, sent and received: a rank's, mean over ranks."""
-    world = simulate(volume.compressor, ranks, local_size=volume.local)
+    world = simulate(row.compressor, ranks, local_size=row.local)
     draw = np.random.default_rng(0)
     seen = [(0.0, 0.0)]
-    for _ in range(volume.after + 1):
+    for _ in range(row.after + 1):
         world.step([{"w": draw.standard_normal(SHAPE, np.float32)} for _ in range(ranks)], lr=0.1)
         stats = [exchange.stats() for exchange in world.exchanges]
         seen.append((_mean(stats, "sent"), _mean(stats, "received")))
@@ -43,29 +43,29 @@ def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
     return sum(found[key] for found in stats) / len(stats)
 
 
-def by_formula(volume: Volume, ranks: int) -> float:
-    """Bytes sent in a step by a rank, as `Volume.moved` says."""
-    outer, (a, b) = volume.compressor, SHAPE
+def by_formula(row: CatalogRow, ranks: int) -> float:
+    """Bytes sent in a step by a rank, as `CatalogRow.moved` says."""
+    outer, (a, b) = row.compressor, SHAPE
     compressor = getattr(outer, "codec", outer)
     names: dict[str, Any] = {
         f.name: getattr(compressor, f.name)
         for f in fields(compressor)  # type: ignore[arg-type]
     }
     names |= {"n": ranks, "d": a * b, "a": a, "b": b, "packed": indices.packed_length}
-    names |= {"L": volume.local, "m": ranks // volume.local}
+    names |= {"L": row.local, "m": ranks // row.local}
     if hasattr(compressor, "kept"):
         names["k"] = compressor.kept(a * b)
-    return float(eval(volume.moved, {"__builtins__": {}}, names))
+    return float(eval(row.moved, {"__builtins__": {}}, names))
 
 
 def table() -> list[list[str]]:
     """Head and rows."""
     heads = ["n = " + str(ranks) for ranks in RANKS]
     rows = [["compressor", "bytes sent by each of n ranks", *heads]]
-    for volume in SHELF:
-        formula = f"`{volume.moved}`" if volume.moved else "depends on the values"
-        cells = [_cell(*counted(volume, ranks)) for ranks in RANKS]
-        rows.append([f"`{volume.compressor!r}`", formula, *cells])
+    for row in CATALOG:
+        formula = f"`{row.moved}`" if row.moved else "depends on the values"
+        cells = [_cell(*counted(row, ranks)) for ranks in RANKS]
+        rows.append([f"`{row.compressor!r}`", formula, *cells])
     return rows
 
 

@@ -8,7 +8,7 @@ from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops.spec import Spec
 
 
-class Around(Compressor):
+class CompressorWrapper(Compressor):
     """Answers as the compressor inside does, and with its state.
 
     Attributes:
@@ -59,6 +59,6 @@ class Around(Compressor):
         """Return the inner compressor's state on another number of ranks."""
         return self.compressor.rescale(states, spec, info)
 
-    def foreign(self, state: State, spec: Spec, info: Info) -> State:
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Return the inner compressor's state made from another rank's."""
-        return self.compressor.foreign(state, spec, info)
+        return self.compressor.rescale_from_one(state, spec, info)

@@ -17,7 +17,7 @@ _WITHOUT = 0.002  # between looks, where datagrams do not arrive
 _TRIAL = 2.0  # seconds in which neighbours' first ones must come
 
 
-class Doorbell:
+class Wakeup:
     """One for each rank; made together.
 
     Args:

@@ -1,4 +1,4 @@
-"""docs/shelf.md: every compressor is trained with, and the page says what came of it."""
+"""docs/compressor-accuracy.md: every compressor is trained, and the page has its results."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from accordion_hvd.policies.base import Policy
-from benchmarks.compressors.shelf import SHELF
+from benchmarks.compressors.catalog import CATALOG
 
 pytest.importorskip("torch")
 pytest.importorskip("tqdm")
 
-from benchmarks.compressors import training as shelf  # noqa: E402
-from benchmarks.compressors.training import PLAIN, WAYS, Outcome  # noqa: E402
+from benchmarks.compressors import training  # noqa: E402
+from benchmarks.compressors.training import METHODS, PLAIN, Outcome  # noqa: E402
 from examples.data import load  # noqa: E402
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "shelf.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compressor-accuracy.md"
 
 
 def test_every_measured_compressor_is_trained_with() -> None:
-    assert all(isinstance(way.policy(10, 100), Policy) for way in WAYS)
-    words = " ".join(way.word for way in WAYS)
-    compressors = {type(row.compressor).__name__ for row in SHELF} - {"TopAgg"}
+    assert all(isinstance(method.policy(10, 100), Policy) for method in METHODS)
+    words = " ".join(method.word for method in METHODS)
+    compressors = {type(row.compressor).__name__ for row in CATALOG} - {"TopAgg"}
     for name in (*compressors, "Accordion", "AdaQS", "StepSchedule"):
         assert f"{name}(" in words, name
 
@@ -31,23 +31,23 @@ def test_every_measured_compressor_is_trained_with() -> None:
 def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is compressed sends less, learns something, and has its row."""
     pytest.importorskip("sklearn")
-    task = dataclasses.replace(shelf.TASKS["digits"], images=400, epochs=3)
-    monkeypatch.setitem(shelf.TASKS, "digits", task)
+    task = dataclasses.replace(training.TASKS["digits"], images=400, epochs=3)
+    monkeypatch.setitem(training.TASKS, "digits", task)
     files = ["--results", str(tmp_path / "a.json"), "--output", str(tmp_path / "a.md")]
     words = [PLAIN.word, "TopK(0.05)", "DGC(0.05, warmup=$tenth)"]
-    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", *words, *files])
-    kept = shelf._kept(tmp_path / "a.json")
+    training.main(["--tasks", "digits", "--seeds", "7", "--methods", *words, *files])
+    kept = training._kept(tmp_path / "a.json")
     plain, *others = (kept["digits", word, 7] for word in words)
     assert plain.ratio == pytest.approx(1, rel=0.01) and plain.accuracy > 0.5
     for outcome in others:
         assert outcome.settled > 4 and outcome.accuracy > 0.3 and outcome.ranks == 4
     text = (tmp_path / "a.md").read_text()
     assert all(f"| `{word}` | 1 |" in text for word in words) and "| `FP16()`" not in text
-    trained = [shelf._kept(tmp_path / "a.json")]
-    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", *words, *files])  # all there
-    trained.append(shelf._kept(tmp_path / "a.json"))
-    shelf.main(["--tasks", "digits", "--seeds", "7", "--ways", words[1], "--anew", *files])
-    trained.append(shelf._kept(tmp_path / "a.json"))
+    trained = [training._kept(tmp_path / "a.json")]
+    training.main(["--tasks", "digits", "--seeds", "7", "--methods", *words, *files])  # all there
+    trained.append(training._kept(tmp_path / "a.json"))
+    training.main(["--tasks", "digits", "--seeds", "7", "--methods", words[1], "--anew", *files])
+    trained.append(training._kept(tmp_path / "a.json"))
     first, second, third = ({key[1]: o.seconds for key, o in kept.items()} for kept in trained)
     assert first == second and third[words[1]] != first[words[1]]
     assert {word: third[word] for word in words if word != words[1]}.items() <= first.items()
@@ -61,15 +61,17 @@ def test_the_page_compares_with_the_first_row() -> None:
         for seed in (1, 2)
         for word, accuracy in ((PLAIN.word, 0.9 + seed / 100), ("TopK(0.01)", 0.9))
     ]
-    text = shelf.page(rows)
+    text = training.page(rows)
     assert "| `TopK(0.01)` | 1 | 90.0% | +1.5 (+1.0 to +2.0) | 10.0 | 20.0 |" in text
     assert "end within 1.0 points" in text and "CIFAR" not in text
 
 
-@pytest.mark.parametrize("words", ["--ways zip", "--ways topk:2", "--ranks 1", "--tasks mnist"])
+@pytest.mark.parametrize(
+    "words", ["--methods zip", "--methods topk:2", "--ranks 1", "--tasks mnist"]
+)
 def test_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        shelf.main(words.split())
+        training.main(words.split())
     wrong = words.split()[1].partition(":")[0]
     assert ended.value.code == 2 and wrong in capsys.readouterr().err.lower()
 

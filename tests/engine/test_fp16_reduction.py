@@ -11,7 +11,7 @@ import pytest
 from accordion_hvd import FP16, Accordion, Dense, Fixed, PowerSGD, TwoLevel
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.traffic import Traffic
-from accordion_hvd.engine import halves
+from accordion_hvd.engine import fp16_reduction
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.policies import Policy
 
@@ -26,7 +26,7 @@ class Line(LocalCommunicator):
         clock = SimpleNamespace(
             perf_counter=lambda: 1e-4 * len(self.launched) + self.traffic.sent / rate
         )
-        monkeypatch.setattr(halves, "time", clock)
+        monkeypatch.setattr(fp16_reduction, "time", clock)
 
     def launch(self, name: str, requests: Sequence[Any]) -> Any:
         """Count these."""
@@ -39,10 +39,10 @@ class Line(LocalCommunicator):
 @pytest.mark.parametrize("mbit", [5, 50, 90, 110, 1000, 100_000])
 def test_the_engine_adds_where_links_are_slow(mbit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(mbit * 1e6 / 8, monkeypatch)
-    halves.meet(line, Fixed(FP16()))
-    assert line.half_allreduce is (mbit < 100)
+    fp16_reduction.choose_reduction(line, Fixed(FP16()))
+    assert line.native_fp16_allreduce is (mbit < 100)
     before = len(line.launched)
-    halves.meet(line, Fixed(FP16()))
+    fp16_reduction.choose_reduction(line, Fixed(FP16()))
     assert len(line.launched) == before  # asked once
 
 
@@ -61,12 +61,12 @@ def test_only_those_who_send_halves_ask(
     policy: Policy, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = Line(1e6, monkeypatch)
-    halves.meet(line, policy)
-    assert bool(line.launched) == asks and line.half_allreduce is (True if asks else None)
+    fp16_reduction.choose_reduction(line, policy)
+    assert bool(line.launched) == asks and line.native_fp16_allreduce is (True if asks else None)
 
 
 def test_an_engine_that_adds_halves_well_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(1e9, monkeypatch)
-    line.half_allreduce = True
-    halves.meet(line, Fixed(FP16()))
-    assert line.half_allreduce and not line.launched
+    line.native_fp16_allreduce = True
+    fp16_reduction.choose_reduction(line, Fixed(FP16()))
+    assert line.native_fp16_allreduce and not line.launched

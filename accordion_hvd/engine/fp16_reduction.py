@@ -20,23 +20,23 @@ PROBE, TRIES = 1 << 16, 8
 else keeps a machine busy looks like a slow link."""
 
 
-def meet(communicator: Communicator, policy: Policy, device: Any = None) -> None:
+def choose_reduction(communicator: Communicator, policy: Policy, device: Any = None) -> None:
     """Measure the link once, if a level of `policy`, or its gate, sends halves; collective.
 
     Engines that are known to add halves well are not asked. A link that one rank has seen quick is
     quick: a rank that had to wait for others has measured the waiting.
     """
-    known = communicator.half_allreduce is not None or communicator.size == 1
+    known = communicator.native_fp16_allreduce is not None or communicator.size == 1
     if known or not _sends_halves(policy):
         return
     xp = communicator.xp
     tensor = xp.zeros((PROBE,), "float32", device)
-    fastest = communicator.run("accordion.halves", _fastest(tensor, xp, communicator.size))
-    communicator.half_allreduce = float(fastest) < SLOW
+    fastest = communicator.run("accordion.fp16_reduction", _fastest(tensor, xp, communicator.size))
+    communicator.native_fp16_allreduce = float(fastest) < SLOW
 
 
 def _sends_halves(policy: Policy) -> bool:
-    return policy.halves or (policy.gate is not None and policy.gate.halves)
+    return policy.fp16_reduction or (policy.gate is not None and policy.gate.fp16_reduction)
 
 
 def _fastest(tensor: Any, xp: Any, ranks: int) -> Any:

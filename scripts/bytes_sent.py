@@ -1,6 +1,6 @@
 """Write docs/compressors.md: what each compressor sends.
 
-See `benchmarks.compressors.volumes`.
+See `benchmarks.compressors.bytes_sent`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.compressors.volumes import main  # noqa: E402
+from benchmarks.compressors.bytes_sent import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -13,10 +13,12 @@ from accordion_hvd.core.base import Allreduce, Broadcast, Request
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import namespace
 
-Talk: TypeAlias = Generator[Any, Any, Any]
+RequestGenerator: TypeAlias = Generator[Any, Any, Any]
 
 
-def translated(conversation: Talk, serve: Callable[[Any], Talk]) -> Talk:
+def intercept(
+    conversation: RequestGenerator, serve: Callable[[Any], RequestGenerator]
+) -> RequestGenerator:
     """Wrap an exchange: `serve` answers each of its requests, or tuples of requests.
 
     Args:
@@ -29,18 +31,18 @@ def translated(conversation: Talk, serve: Callable[[Any], Talk]) -> Talk:
     return running.result
 
 
-def among(group: tuple[int, ...], conversation: Talk) -> Talk:
+def within_group(group: tuple[int, ...], conversation: RequestGenerator) -> RequestGenerator:
     """Let the ranks 0, 1, ... of an exchange be the members of a group.
 
     among the ranks of `group`.
     """
 
-    def serve(asked: Any) -> Talk:
+    def serve(asked: Any) -> RequestGenerator:
         if isinstance(asked, tuple):
             return (yield tuple(_addressed(request, group) for request in asked))
         return (yield _addressed(asked, group))
 
-    return translated(conversation, serve)
+    return intercept(conversation, serve)
 
 
 def _addressed(request: Request, group: tuple[int, ...]) -> Request:

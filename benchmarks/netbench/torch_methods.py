@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accordion_hvd.engine import halves
+from accordion_hvd.engine import fp16_reduction
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OPTIMIZER, OURS
 from benchmarks.netbench.torch_models import MODELS, describe
@@ -23,17 +23,17 @@ FIRST_COMPRESSED = 2
 
 
 class Torch:
-    """Ways of one launch, each with a network and an optimizer of its own.
+    """Methods of one launch, each with a network and an optimizer of its own.
 
     Args:
-        ways: their names.
+        methods: their names.
         model: a key of `MODELS`.
         batch: examples of each rank in a step.
     """
 
-    def __init__(self, ways: Sequence[str], model: str, batch: int) -> None:
+    def __init__(self, methods: Sequence[str], model: str, batch: int) -> None:
         torch.set_num_threads(1)
-        if contestants.group(ways[0]) == HOROVOD:
+        if contestants.group(methods[0]) == HOROVOD:
             import horovod.torch as hvd
 
             hvd.init()
@@ -43,25 +43,25 @@ class Torch:
             self.rank = torch.distributed.get_rank()
         make, batches = MODELS[model]
         self._nets, self._optimizers = {}, {}
-        for way in ways:
+        for method in methods:
             torch.manual_seed(1)
-            self._nets[way], self._optimizers[way] = contestant(way, make())
+            self._nets[method], self._optimizers[method] = contestant(method, make())
         torch.manual_seed(100 + self.rank)
         self._batches = [batches(batch) for _ in range(BATCHES)]
         self._next = 0
-        self.facts = describe(self._nets[ways[0]])
+        self.facts = describe(self._nets[methods[0]])
 
     def steps(
-        self, way: str, count: int, together: Callable[[], None] = lambda: None
+        self, method: str, count: int, together: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Train for some steps; milliseconds and CPU milliseconds a step, and the last loss.
 
         Args:
-            way: its name.
+            method: its name.
             count: steps.
             together: called before the first.
         """
-        net, optimizer = self._nets[way], self._optimizers[way]
+        net, optimizer = self._nets[method], self._optimizers[method]
         together()
         began, busy = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -72,74 +72,74 @@ class Torch:
             loss.backward()
             optimizer.step()
         spent, busy = time.perf_counter() - began, time.process_time() - busy
-        if way.startswith(OPTIMIZER) and optimizer.exchange.skipped:
-            raise RuntimeError(f"{way!r} has left out steps, which send less: it has diverged.")
+        if method.startswith(OPTIMIZER) and optimizer.exchange.skipped:
+            raise RuntimeError(f"{method!r} has left out steps, which send less: it has diverged.")
         return {"ms": 1000 * spent / count, "cpu_ms": 1000 * busy / count, "loss": loss.item()}
 
-    def warm(self, way: str, count: int) -> None:
+    def warm(self, method: str, count: int) -> None:
         """Steps after each of which a window ends, so that Accordion leaves its critical start."""
-        optimizer = self._optimizers[way]
+        optimizer = self._optimizers[method]
         for _ in range(count):
-            self.steps(way, 1)
-            if way.startswith(OURS):
+            self.steps(method, 1)
+            if method.startswith(OURS):
                 optimizer.end_window()
-        if contestants.adapts(way):
-            contestants.check_level(way, optimizer.exchange.policy.current)
+        if contestants.adapts(method):
+            contestants.check_level(method, optimizer.exchange.policy.current)
 
-    def settle(self, way: str, count: int) -> str:
-        """Let the way's gate judge the link as it is now; its verdict.
+    def settle(self, method: str, count: int) -> str:
+        """Let the method's gate judge the link as it is now; its verdict.
 
         Args:
-            way: its name.
+            method: its name.
             count: steps after which it must have done so.
 
         Raises:
             RuntimeError: it has not.
         """
-        gate = self._optimizers[way].exchange.policy.gate
+        gate = self._optimizers[method].exchange.policy.gate
         gate.restart()
         for _ in range(count):
-            self.steps(way, 1)
+            self.steps(method, 1)
             if gate.decided:
                 return gate.verdict
-        raise RuntimeError(f"the gate of {way!r} has given no verdict after {count} steps.")
+        raise RuntimeError(f"the gate of {method!r} has given no verdict after {count} steps.")
 
-    def judge(self, way: str, count: int) -> None:
-        """Let the way measure anew who should add its 16-bit floats."""
-        exchange = self._optimizers[way].exchange
-        exchange.communicator.half_allreduce = None
-        halves.meet(exchange.communicator, exchange.policy)
+    def judge(self, method: str, count: int) -> None:
+        """Let the method measure anew who should add its 16-bit floats."""
+        exchange = self._optimizers[method].exchange
+        exchange.communicator.native_fp16_allreduce = None
+        fp16_reduction.choose_reduction(exchange.communicator, exchange.policy)
 
-    def digest(self, way: str) -> str:
+    def digest(self, method: str) -> str:
         """The same on two ranks if their weights are, bit by bit."""
         found = hashlib.sha256()
-        for parameter in self._nets[way].parameters():
+        for parameter in self._nets[method].parameters():
             found.update(parameter.detach().numpy().tobytes())
         return found.hexdigest()
 
 
-def contestant(way: str, net: Any) -> tuple[Any, Any]:
-    """(network, optimizer) that exchange gradients in this way."""
-    if way.startswith(DDP):
-        net = _ddp(way.removeprefix(DDP).strip(), net)
+def contestant(method: str, net: Any) -> tuple[Any, Any]:
+    """(network, optimizer) that exchange gradients in this method."""
+    if method.startswith(DDP):
+        net = _ddp(method.removeprefix(DDP).strip(), net)
     plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    if way == COMPUTE or way.startswith(DDP):
+    if method == COMPUTE or method.startswith(DDP):
         return net, plain
-    named = [(f"{way}.{name}", parameter) for name, parameter in net.named_parameters()]
-    if way.startswith(OURS):
+    named = [(f"{method}.{name}", parameter) for name, parameter in net.named_parameters()]
+    if method.startswith(OURS):
         import accordion_hvd.torch as ours
 
-        word = contestants.compression(way)
+        word = contestants.compression(method)
         return net, ours.DistributedOptimizer(plain, named, compression=word, guard="off")
-    if way.startswith(OPTIMIZER):
+    if method.startswith(OPTIMIZER):
         import accordion_hvd.torch as ours
 
-        name = way.removeprefix(OPTIMIZER)
+        name = method.removeprefix(OPTIMIZER)
         made = getattr(ours, name.partition(",")[0])
         return net, made(named, lr=1e-4, guard="off", **contestants.RULES[name])
     import horovod.torch as hvd
 
-    wire = hvd.Compression.fp16 if way.endswith(FP16) else hvd.Compression.none
+    wire = hvd.Compression.fp16 if method.endswith(FP16) else hvd.Compression.none
     return net, hvd.DistributedOptimizer(plain, named, compression=wire)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.averaging.groups import Group, Groups
-from accordion_hvd.engine.halving import BLOCK
+from accordion_hvd.engine.reduce_scatter import BLOCK
 
 Model = Any
 
@@ -32,15 +32,15 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Turn:
+class GroupRound:
     """An exchange that a rank is ready for."""
 
     version: int
-    whole: bool
+    all_ranks: bool
     members: Group
 
 
-class Agent:
+class GroupProtocol:
     """One rank's part in the protocol.
 
     *Activation* (ours; the paper's runs along the dimensions of a hypercube and needs 2^d ranks):
@@ -107,37 +107,37 @@ class Agent:
             step *= 2
         return sends
 
-    def turn(self) -> Turn | None:
+    def next_round(self) -> GroupRound | None:
         """Return the exchange that this rank could take part in now."""
         if self.level >= self.next:
-            return Turn(self.next, False, self.groups.of(self.rank, self.next))
+            return GroupRound(self.next, False, self.groups.of(self.rank, self.next))
         if self.asked is not None and self.asked[0] == self.next:
-            return Turn(self.next, True, self.everybody)
+            return GroupRound(self.next, True, self.everybody)
         return None
 
-    def arrived(self, rank: int, version: int, whole: bool) -> None:
+    def arrived(self, rank: int, version: int, all_ranks: bool) -> None:
         """Another rank is ready for an exchange."""
-        self._here.setdefault((version, whole), set()).add(rank)
+        self._here.setdefault((version, all_ranks), set()).add(rank)
 
-    def missing(self, turn: Turn) -> Group:
+    def missing(self, round_: GroupRound) -> Group:
         """Return the members that are not ready."""
-        here = self._here.get((turn.version, turn.whole), set())
-        return tuple(rank for rank in turn.members if rank != self.rank and rank not in here)
+        here = self._here.get((round_.version, round_.all_ranks), set())
+        return tuple(rank for rank in round_.members if rank != self.rank and rank not in here)
 
-    def seed(self, turn: Turn) -> tuple[int, Model]:
+    def seed(self, round_: GroupRound) -> tuple[int, Model]:
         """Return the model that takes part, and its version."""
-        if turn.whole:
+        if round_.all_ranks:
             assert self.asked is not None
             return self.asked
         return self.label, self.published
 
-    def done(self, turn: Turn, average: Model = None) -> None:
+    def done(self, round_: GroupRound, average: Model = None) -> None:
         """End the exchange; an `average` over all ranks is published before the next one.
 
         Otherwise a rank late for the next version would contribute a model from before.
         """
-        if turn.whole:
-            self.publish(turn.version, average)
+        if round_.all_ranks:
+            self.publish(round_.version, average)
             self.asked = None
         self.next += 1
         for key in [key for key in self._here if key[0] < self.next]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accordion_hvd.policies import Accordion
-from benchmarks.netbench import accuracy_tasks, contestants, torch_ways
+from benchmarks.netbench import accuracy_tasks, contestants, torch_methods
 from benchmarks.netbench.contestants import HOROVOD, OURS
 from benchmarks.netbench.network import read_counters
 from benchmarks.netbench.torch_models import Batch, describe
@@ -56,14 +56,14 @@ class Accuracy:
     """Trains for one task, in one way at a time; `worker` calls it.
 
     Args:
-        ways: those of this launch.
+        methods: those of this launch.
         task: a key of `accuracy_tasks.TASKS`.
         batch: images of each rank in a step.
     """
 
-    def __init__(self, ways: Sequence[str], task: str, batch: int) -> None:
+    def __init__(self, methods: Sequence[str], task: str, batch: int) -> None:
         torch.set_num_threads(1)
-        if contestants.group(ways[0]) == HOROVOD:
+        if contestants.group(methods[0]) == HOROVOD:
             import horovod.torch as hvd
 
             hvd.init()
@@ -79,28 +79,28 @@ class Accuracy:
         self.facts = describe(network(task))
         self.facts |= {"train": len(self._data.train), "test": len(self._data.test)}
 
-    def warm(self, way: str, seed: int) -> None:
-        """Begin a training: `seed` decides on weights and order, alike in all ways."""
+    def warm(self, method: str, seed: int) -> None:
+        """Begin a training: `seed` decides on weights and order, alike in all methods."""
         self._net = self._wrapped = self._optimizer = None
         gc.collect()  # what belongs to the last training goes now, not while the clock runs
         torch.manual_seed(seed)
         self._net = network(self._name)
-        spelled = accuracy_tasks.spelled(way, self._task.window)
-        self._wrapped, self._optimizer = torch_ways.contestant(spelled, self._net)
+        spelled = accuracy_tasks.spelled(method, self._task.window)
+        self._wrapped, self._optimizer = torch_methods.contestant(spelled, self._net)
         part = (self._data, self.rank, self.size, self._batch, seed, "NCHW", self._task.shift)
         self._shard = Shard(*part)
         self._tests = [_tensors(*batch) for batch in self._shard.test_batches()]
         self._done, self._high = 0, 0.0
 
     def steps(
-        self, way: str, count: int, together: Callable[[], None] = lambda: None
+        self, method: str, count: int, together: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Train for some steps, then evaluate on this rank's part of the test images.
 
         Images are made ready before the clock starts, and accuracy is measured after it stopped.
 
         Args:
-            way: its name.
+            method: its name.
             count: steps.
             together: called before the first.
 
@@ -122,19 +122,19 @@ class Accuracy:
             self._done += 1
         seconds, sent = time.perf_counter() - began, _sent() - sent
         right, tested = self._evaluate()
-        self._high += count * self._share_high(way)
+        self._high += count * self._share_high(method)
         busy = time.process_time() - busy
         return {
             "seconds": seconds, "sent": sent, "loss": loss.item(), "right": right,
             "tested": tested, "busy": busy,
         }  # fmt: skip
 
-    def digest(self, way: str) -> dict[str, Any]:
+    def digest(self, method: str) -> dict[str, Any]:
         """What is to be known in the end: equal `weights` mean equal bits on two ranks."""
         found = hashlib.sha256()
         for parameter in self._net.parameters():
             found.update(parameter.detach().numpy().tobytes())
-        gate = self._optimizer.exchange.policy.gate if way.startswith(OURS) else None
+        gate = self._optimizer.exchange.policy.gate if method.startswith(OURS) else None
         return {
             "weights": found.hexdigest(),
             "high": self._high / max(1, self._done),
@@ -156,9 +156,9 @@ class Accuracy:
                 tested += len(labels)
         return right, tested
 
-    def _share_high(self, way: str) -> float:
+    def _share_high(self, method: str) -> float:
         """Which part of the layers Accordion wants at its high level now."""
-        policy = self._optimizer.exchange.policy if way.startswith(OURS) else None
+        policy = self._optimizer.exchange.policy if method.startswith(OURS) else None
         if not isinstance(policy, Accordion) or not policy.current:
             return 0.0
         return sum(policy.current.values()) / len(policy.current)

@@ -1,4 +1,4 @@
-"""Train with each compressor and write docs/shelf.md; see `benchmarks.compressors`."""
+"""Train with each compressor for docs/compressor-accuracy.md; see `benchmarks.compressors`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A codec has such messages. Of other methods the conversation is held by one rank alone: what it asks
 to exchange is its message, and the mean over that one rank is what the message means. Whoever is
-given the message replays the conversation with it. So every compressor of the shelf whose messages
+given the message replays the conversation with it. So every compressor whose messages
 have a fixed size serves here, without a line of its own.
 """
 
@@ -95,7 +95,7 @@ def _refuse(compressor: Compressor) -> None:
 
 
 def _alone(info: Info, sender: int) -> Info:
-    return replace(info, rank=0, size=1, name=f"{info.name}.{sender}", machines=())
+    return replace(info, rank=0, size=1, name=f"{info.name}.{sender}", hosts=())
 
 
 def _hold(
@@ -110,5 +110,5 @@ def _answer(request: Request, part: Tensor, sender: int) -> Any:
     read: Any = part
     if request.decode is not None:
         read, doubt = request.decode(part)
-        read = xp.insist(read, doubt, [sender] * xp.shape(doubt)[0])
+        read = xp.raise_on_invalid(read, doubt, [sender] * xp.shape(doubt)[0])
     return (read,) if isinstance(request, Allgather) else read

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.engine import halves
+from accordion_hvd.engine import fp16_reduction
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import COMPUTE, GROUPED, HOROVOD, OURS
 
@@ -22,73 +22,73 @@ FIRST = 1
 
 
 class Keras:
-    """Ways of one launch, each with a compiled model of its own.
+    """Methods of one launch, each with a compiled model of its own.
 
     Args:
-        ways: their names.
+        methods: their names.
         model: "vgg".
         batch: examples of each rank in a step.
     """
 
-    def __init__(self, ways: Sequence[str], model: str, batch: int) -> None:
+    def __init__(self, methods: Sequence[str], model: str, batch: int) -> None:
         self.rank = int(os.environ.get("RANK", 0))
-        if contestants.group(ways[0]) == HOROVOD:
+        if contestants.group(methods[0]) == HOROVOD:
             import horovod.tensorflow.keras as hvd
 
             hvd.init()
             self.rank = hvd.rank()
         self._models: dict[str, Any] = {}
         self._callbacks: dict[str, list[Any]] = {}
-        for way in ways:
+        for method in methods:
             keras.utils.set_random_seed(1)
-            self._models[way] = MODELS[model]()
-            optimizer, self._callbacks[way] = _contestant(way)
+            self._models[method] = MODELS[model]()
+            optimizer, self._callbacks[method] = _contestant(method)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            self._models[way].compile(optimizer, loss, jit_compile=False)
+            self._models[method].compile(optimizer, loss, jit_compile=False)
         rng = np.random.default_rng(100 + self.rank)
         inputs = rng.standard_normal((BATCHES * batch, 32, 32, 3), np.float32)
         labels = rng.integers(0, 10, BATCHES * batch)
         self._data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(batch).repeat()
-        sizes = [int(np.prod(v.shape)) for v in self._models[ways[0]].trainable_variables]
+        sizes = [int(np.prod(v.shape)) for v in self._models[methods[0]].trainable_variables]
         self.facts = {"parameters": sum(sizes), "tensors": len(sizes)}
 
     def steps(
-        self, way: str, count: int, together: Callable[[], None] = lambda: None
+        self, method: str, count: int, together: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Train for some steps; milliseconds and CPU milliseconds a step, and the last loss.
 
         Args:
-            way: its name.
+            method: its name.
             count: steps.
             together: called before the first of these, and after one that does not count: `fit`
                 may have to trace its function anew.
         """
         watch = _Stopwatch(together)
-        history = self._models[way].fit(
+        history = self._models[method].fit(
             self._data, steps_per_epoch=FIRST + count, verbose=0, shuffle=False,
-            callbacks=[*self._callbacks[way], watch],
+            callbacks=[*self._callbacks[method], watch],
         )  # fmt: skip
         spent, busy = watch.ms(count)
         return {"ms": spent, "cpu_ms": busy, "loss": history.history["loss"][-1]}
 
-    def warm(self, way: str, count: int) -> None:
+    def warm(self, method: str, count: int) -> None:
         """Steps after each of which a window ends, so that Accordion leaves its critical start."""
         for _ in range(count):
-            self.steps(way, 1)
-        if contestants.adapts(way):
-            contestants.check_level(way, self._models[way].optimizer.exchange.policy.current)
+            self.steps(method, 1)
+        if contestants.adapts(method):
+            contestants.check_level(method, self._models[method].optimizer.exchange.policy.current)
 
-    def judge(self, way: str, count: int) -> None:
-        """Let the way measure anew who should add its 16-bit floats; the next step is traced so."""
-        exchange = self._models[way].optimizer.exchange
-        exchange.communicator.half_allreduce = None
-        halves.meet(exchange.communicator, exchange.policy)
+    def judge(self, method: str, count: int) -> None:
+        """Measure the 16-bit reduction again; the next step is traced with the result."""
+        exchange = self._models[method].optimizer.exchange
+        exchange.communicator.native_fp16_allreduce = None
+        fp16_reduction.choose_reduction(exchange.communicator, exchange.policy)
         exchange.version += 1
 
-    def digest(self, way: str) -> str:
+    def digest(self, method: str) -> str:
         """The same on two ranks if their weights are, bit by bit."""
         found = hashlib.sha256()
-        for variable in self._models[way].trainable_variables:
+        for variable in self._models[method].trainable_variables:
             found.update(variable.numpy().tobytes())
         return found.hexdigest()
 
@@ -128,17 +128,17 @@ def vgg() -> Any:
 MODELS = {"vgg": vgg}
 
 
-def _contestant(way: str) -> tuple[Any, list[Any]]:
-    """(optimizer, callbacks) that exchange gradients in this way."""
+def _contestant(method: str) -> tuple[Any, list[Any]]:
+    """(optimizer, callbacks) that exchange gradients in this method."""
     plain = keras.optimizers.SGD(0.01, momentum=0.9)
-    if way == COMPUTE:
+    if method == COMPUTE:
         return plain, []
-    if way == GROUPED:
+    if method == GROUPED:
         return _averaging()(0.01, momentum=0.9), []
-    if way.startswith(OURS):
+    if method.startswith(OURS):
         import accordion_hvd.tensorflow.keras as ours
 
-        word = contestants.compression(way)
+        word = contestants.compression(method)
         optimizer = ours.DistributedOptimizer(plain, compression=word, guard="off")
         return optimizer, [ours.callbacks.BroadcastGlobalVariablesCallback(0)]
     import horovod.tensorflow.keras as hvd
