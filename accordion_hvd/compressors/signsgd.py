@@ -127,7 +127,7 @@ class EFSignSGD(Codec):
     def encode(self, x: Tensor, info: Info) -> Message:
         """Signs, and for each tensor the step from -scale to scale."""
         xp, size = namespace(x), namespace(x).shape(x)[-1]
-        return xp.pack_signs(x), xp.bucket_norms(x, size, "l1") * (2 / size)
+        return xp.pack_signs(x), xp.bucket_norms(x, size, "mean") * 2
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
         """Add up signs times scales."""

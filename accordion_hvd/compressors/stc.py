@@ -41,7 +41,7 @@ class STC(Ratio, SparseCodec):
         kept = self.kept(shape[-1])
         total, index = xp.accumulate_largest(error, x, kept)
         values = xp.take(xp.reshape(total, (-1,)), index)
-        scale = xp.bucket_norms(values, kept, "l1") * (1 / kept)
+        scale = xp.bucket_norms(values, kept, "mean")
         parts = [xp.to_bytes(scale), xp.pack_signs(values), xp.pack_index(index, math.prod(shape))]
         return (xp.concat(parts),), total
 

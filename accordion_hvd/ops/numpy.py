@@ -381,9 +381,14 @@ def norm(x: Array) -> Array:
 
 
 def nonfinite(x: Array) -> Array:
-    """Return one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
+    """Return one fp32 element: 0 if all elements of `x` are finite, else 1.
+
+    The sum of all elements takes one pass and no copy. A finite sum has finite terms; only if the
+    sum overflows are the elements examined one by one.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.array([not np.isfinite(np.sum(x, dtype=np.float32))], np.float32)
+        finite = np.isfinite(np.sum(x, dtype=np.result_type(x, np.float32)))
+    return np.array([not (finite or np.isfinite(x).all())], np.float32)
 
 
 def zero_if_nonfinite(x: Array, bad: Array) -> Array:

@@ -122,7 +122,8 @@ def _unpack_width(packed: np.ndarray, width: int) -> np.ndarray:
 def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
     """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32.
 
-    NaN and infinity show in the norm of their bucket.
+    With `kind` "mean", the l1 norm divided by `bucket`, which overflows only if an element does.
+    A bucket that holds NaN or infinity has such a norm.
     """
     x = _flat(x)
     norms = np.zeros(-(-x.size // bucket), np.float32 if kind == "max" else np.float64)
@@ -136,8 +137,15 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
             values = np.abs(block, out=_scratch.values[: block.size])
         here = norms[start // bucket : start // bucket + starts.size]
         combine = np.maximum if kind == "max" else np.add
-        combine(here, combine.reduceat(values, starts), out=here)
-    return (np.sqrt(norms) if kind == "l2" else norms).astype(np.float32)
+        with np.errstate(over="ignore"):
+            parts = combine.reduceat(values, starts)
+        if values.dtype == np.float32 and not np.isfinite(parts).all():  # an fp32 sum overflowed
+            parts = combine.reduceat(values.astype(np.float64), starts)
+        combine(here, parts, out=here)
+    if kind == "mean":
+        norms /= bucket
+    with np.errstate(over="ignore"):
+        return (np.sqrt(norms) if kind == "l2" else norms).astype(np.float32)
 
 
 def quantize(

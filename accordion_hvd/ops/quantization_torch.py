@@ -51,8 +51,8 @@ def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
     rows = _padded(x, min(bucket, x.numel()))
     if kind == "max":
         return rows.abs().amax(1)
-    order = 1 if kind == "l1" else 2
-    return torch.linalg.vector_norm(rows, order, 1, dtype=torch.float64).float()
+    norms = torch.linalg.vector_norm(rows, 2 if kind == "l2" else 1, 1, dtype=torch.float64)
+    return (norms / bucket if kind == "mean" else norms).float()
 
 
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None = None) -> Tensor:

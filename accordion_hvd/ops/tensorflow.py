@@ -420,9 +420,14 @@ def norm(x: Tensor) -> Tensor:
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Return a vector with one fp32 element: 0 if all elements are finite, else 1."""
-    total = tf.reduce_sum(tf.cast(x, tf.float32))
-    return tf.reshape(tf.cast(tf.logical_not(tf.math.is_finite(total)), tf.float32), (1,))
+    """Return a vector with one fp32 element: 0 if all elements of `x` are finite, else 1."""
+    wide = tf.float64 if x.dtype == tf.float64 else tf.float32
+    finite = tf.cond(
+        tf.math.is_finite(tf.reduce_sum(tf.cast(x, wide))),
+        lambda: tf.constant(True),
+        lambda: tf.reduce_all(tf.math.is_finite(x)),
+    )
+    return tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), (1,))
 
 
 def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:

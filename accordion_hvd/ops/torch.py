@@ -525,11 +525,12 @@ def norm(x: Tensor) -> Tensor:
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Return one fp32 element: 0 if all elements are finite, else 1 (one pass, no copy)."""
-    total = x.sum(dtype=torch.float32)
-    if x.device.type == "cpu":  # a tenth of the time that small tensors' operations take
-        return torch.tensor([0.0 if math.isfinite(total.item()) else 1.0])
-    return (~torch.isfinite(total)).float().reshape(1)
+    """Return one fp32 element: 0 if all elements of `x` are finite, else 1 (one pass, no copy)."""
+    if x.device.type != "cpu" and x.numel():  # extremes cannot overflow, and propagate NaN
+        return (~torch.isfinite(torch.stack(torch.aminmax(x)))).any().float().reshape(1)
+    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+    finite = math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    return torch.tensor([0.0 if finite else 1.0])  # from a number: a tenth of the time
 
 
 def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class DPSGD(Compressor):
     scope = "model"
     batching = "any"
     private = True
-    several = True
+    per_sample = True
 
     clip: float
     noise: float

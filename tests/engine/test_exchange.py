@@ -13,12 +13,16 @@ from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters
 from laws import several, step
 
 from accordion_hvd import (
+    STC,
     Accordion,
     Allreduce,
     Compressor,
     Dense,
+    EFSignSGD,
     Fixed,
     Info,
+    Int8,
+    OneBit,
     PowerSGD,
     RandomK,
     TopK,
@@ -374,3 +378,14 @@ def test_sharing_a_conversation_changes_no_decision(
     for one, other in zip(ours, theirs, strict=True):
         assert all(one[key] == other[key] for key in ("name", "level", "reason"))
         np.testing.assert_allclose(one["norm"], other["norm"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.1), PowerSGD(2), EFSignSGD(), OneBit(), Int8(), STC(0.1)], ids=repr
+)
+def test_large_finite_gradients_count(compressor: Compressor) -> None:
+    """The sum of these gradients overflows in fp32; that is no reason to skip the step."""
+    world = simulate(compressor, 2)
+    means = world.step([{"w": np.full((40, 30), 1e36, np.float32)}] * 2)
+    assert world.exchanges[0].skipped == 0 and means[0] is not None
+    assert np.isfinite(means[0]["w"]).all() and abs(means[0]["w"]).max() > 1e35

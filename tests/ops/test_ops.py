@@ -54,6 +54,7 @@ V = RNG.standard_normal(40).astype(np.float32)
 INDEX = np.array([3, 9, 10, 39], np.int32)
 NAN = np.array([1, np.nan, 3], np.float32)
 INF = np.array([np.inf, -np.inf], np.float32)
+HUGE = np.full(1200, 1e36, np.float32)  # finite, but its sum is not
 CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
 CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
@@ -174,7 +175,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     *[("deflate", (LARGE, TALL[:r], WIDE[:r]), 1e-3) for r in (1, 8)],
     *[("pack_bits", (CODES & 2**bits - 1, bits), 0) for bits in range(1, 9)],
     *[("unpack_bits", (q.pack_bits(CODES & 2**b - 1, b), b, CODES.size), 0) for b in range(1, 9)],
-    *[("bucket_norms", (x, 16, kind), 0) for x in (X, LONG) for kind in ("max", "l1", "l2")],
+    *[("bucket_norms", (x, 16, kind), 0) for x in (X, LONG) for kind in ("max", "l1", "l2", "mean")],
+    ("bucket_norms", (HUGE, 1200, "mean"), 1e-6),
     *[("bucket_norms", (x, 10**6, "max"), 0) for x in (V, V.astype(np.float16), NAN, INF)],
     *[("quantize", (LONG, STEPS, 7, bits, 5), 0) for bits in (3, 4, 8)],
     ("quantize", (X, np.ones(1, np.float32), 35, 8), 0),
@@ -206,6 +208,9 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("nonfinite", (NAN,), 0),
     ("nonfinite", (INF,), 0),
     ("nonfinite", (X.astype(np.float16),), 0),
+    ("nonfinite", (HUGE,), 0),
+    ("nonfinite", (np.append(HUGE, np.float32(np.inf)),), 0),
+    ("nonfinite", (HUGE.astype(np.float64) * 1e200,), 0),
     ("zero_if_nonfinite", (X, GOOD), 0),
     ("zero_if_nonfinite", (X, BAD), 0),
     ("nans_like", (X,), 0),
@@ -533,3 +538,16 @@ def test_bins_in_blocks(size: int) -> None:
         np.testing.assert_allclose(scale, [most.mean(dtype=np.float64)], rtol=1e-6)
         best = [edge + np.abs(total[edge : edge + width]).argmax() for edge in edges]
         np.testing.assert_array_equal(largest_of_bins(total, width), best)
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_only_nonfinite_elements_are_nonfinite(framework: Framework, dtype: str) -> None:
+    """Large finite elements, whose sum overflows, are not: Adam and clipping can handle them."""
+    huge = np.full(5000, np.finfo(dtype).max / 100, dtype)
+    with framework.running():
+        for x in (huge, -huge):
+            assert framework.array(framework.xp.nonfinite(framework.tensor(x)))[0] == 0
+        for bad in (np.nan, np.inf, -np.inf):
+            x = np.append(huge, np.asarray(bad, dtype))
+            assert framework.array(framework.xp.nonfinite(framework.tensor(x)))[0] == 1
