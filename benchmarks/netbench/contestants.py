@@ -83,7 +83,7 @@ def gated(method: str) -> bool:
 
 def halves(method: str) -> bool:
     """Whether who adds its 16-bit floats depends on the link."""
-    return method.startswith(OURS) and compression(method).halves
+    return method.startswith(OURS) and compression(method).fp16_reduction
 
 
 def adapts(method: str) -> bool:

@@ -358,7 +358,9 @@ def test_resuming_goes_on_where_it_was(form: str, at: int, tmp_path: Path) -> No
     again = resumed(tmp_path, world, Replay(named), 2, steps[0][0])
     for ours, theirs in zip(steps[at:], copies[at:], strict=True):
         means, wanted = step(again, NUMPY, theirs)[0], step(world, NUMPY, ours)[0]
-        assert again.exchanges[0].bucket_batches._phases == world.exchanges[0].bucket_batches._phases
+        assert (
+            again.exchanges[0].bucket_batches._phases == world.exchanges[0].bucket_batches._phases
+        )
         assert means is not None and wanted is not None
         assert all(same_bits(means[name], wanted[name]) for name in wanted)
 

@@ -175,7 +175,11 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     *[("deflate", (LARGE, TALL[:r], WIDE[:r]), 1e-3) for r in (1, 8)],
     *[("pack_bits", (CODES & 2**bits - 1, bits), 0) for bits in range(1, 9)],
     *[("unpack_bits", (q.pack_bits(CODES & 2**b - 1, b), b, CODES.size), 0) for b in range(1, 9)],
-    *[("bucket_norms", (x, 16, kind), 0) for x in (X, LONG) for kind in ("max", "l1", "l2", "mean")],
+    *[
+        ("bucket_norms", (x, 16, kind), 0)
+        for x in (X, LONG)
+        for kind in ("max", "l1", "l2", "mean")
+    ],
     ("bucket_norms", (HUGE, 1200, "mean"), 1e-6),
     *[("bucket_norms", (x, 10**6, "max"), 0) for x in (V, V.astype(np.float16), NAN, INF)],
     *[("quantize", (LONG, STEPS, 7, bits, 5), 0) for bits in (3, 4, 8)],

@@ -62,7 +62,7 @@ def check_real_ranks_do_what_the_oracle_does() -> None:
         take(model, optimizer, step)
         np.testing.assert_allclose(model.flat().detach().numpy(), due[hvd.rank()], atol=1e-12)
         rows = rows_of(model.flat())
-        assert (rows == rows[0]).all() == (not oracle.apart or oracle.settled), step
+        assert (rows == rows[0]).all() == (not oracle.averaging_models or oracle.settled), step
     history = [row for row in optimizer.exchange.policy.history if row["name"] == MODEL]
     assert [bool(row["level"]) for row in history] == [apart for _, apart in oracle.decisions]
     assert oracle.came_back()
@@ -177,7 +177,7 @@ def check_resuming_equals_not_stopping() -> None:
     oracle, wanted, apart, refused = Oracle(hvd.size()), [], [], []
     for step in range(40):
         wanted.append(oracle.take(step)[hvd.rank()])
-        apart += [] if oracle.settled or not oracle.apart else [step + 1]
+        apart += [] if oracle.settled or not oracle.averaging_models else [step + 1]
     stops = (8, 18, 20, 34)
     for stop in stops:
         model = Model()

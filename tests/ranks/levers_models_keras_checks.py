@@ -81,7 +81,10 @@ def check_real_ranks_do_what_the_oracle_does() -> None:
             found = model.layers[0].w.numpy()
             np.testing.assert_allclose(found, due, atol=3e-5, err_msg=f"{graph} {step}")
             rows = rows_of(found)
-            assert (rows == rows[0]).all() == (not oracle.apart or oracle.settled), (graph, step)
+            assert (rows == rows[0]).all() == (not oracle.averaging_models or oracle.settled), (
+                graph,
+                step,
+            )
             if not optimizer.averaging_models:
                 rows = rows_of(optimizer.variables[-1])
                 assert (rows == rows[0]).all(), (graph, step, "velocities")
