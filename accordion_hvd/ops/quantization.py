@@ -143,7 +143,7 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
             parts = combine.reduceat(values.astype(np.float64), starts)
         combine(here, parts, out=here)
     if kind == "mean":
-        norms /= bucket
+        norms = np.divide(norms, bucket)
     with np.errstate(over="ignore"):
         return (np.sqrt(norms) if kind == "l2" else norms).astype(np.float32)
 
