@@ -34,7 +34,7 @@ class BucketBatches:
         self._plan: Plan | None = None
         self._number = 0  # of the plan
         self._payloads: dict[tuple[int, int], float] = {}  # (bucket, level) -> bytes
-        self._weighing = False  # whether the next step measures payloads
+        self._measure_payloads = False  # whether the next step measures payloads
         self._outdated = False  # whether the next step needs a new plan
         self._phases: list[int] = []  # phases of `_phased` when the plan was made
         self._phased: list[BucketState] = []  # buckets with phases
@@ -89,15 +89,15 @@ class BucketBatches:
         return *kind, bucket.dtype, str(entry.spec.device), bucket.group, bucket.compress
 
     def _sizes(self) -> list[float]:
-        sizes, self._weighing = [], False
+        sizes, self._measure_payloads = [], False
         for i, entry in enumerate(self._exchange.bucket_states):
-            self._weighing |= (i, entry.level) not in self._payloads
+            self._measure_payloads |= (i, entry.level) not in self._payloads
             sizes.append(self._payloads.get((i, entry.level), entry.bucket.dense_bytes))
         return sizes
 
     def weigh(self, step: Step) -> None:
         """Record the payloads of the first requests for the next step's plan."""
-        if not self._weighing:
+        if not self._measure_payloads:
             return
         for index, batch in enumerate(self.plan.batches):
             entries = [self._exchange.bucket_states[i] for i in batch.buckets]
@@ -105,7 +105,7 @@ class BucketBatches:
             for i, entry in zip(batch.buckets, entries, strict=True):
                 share = step.payload(index) * entry.bucket.size / size
                 self._payloads[i, entry.level] = share
-        self._weighing, self._outdated = False, True
+        self._measure_payloads, self._outdated = False, True
 
     # --------------------------------------------------------------------------- tensors in and out
     def first(self, index: int) -> BucketState:
@@ -116,9 +116,9 @@ class BucketBatches:
         """Return the tensors of batch `index`, ordered as `members`, in its compressor's layout."""
         if self.plan.batches[index].stacked != "alike" or not self.keep_buffers:
             return self._packed(index, parts)
-        memory = self.memory[index]
-        memory.buffer = self._packed(index, parts, memory.buffer)
-        return memory.buffer
+        batch_state = self.memory[index]
+        batch_state.buffer = self._packed(index, parts, batch_state.buffer)
+        return batch_state.buffer
 
     def pack_weights(self, index: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the weights of batch `index` in the layout of its compressor."""

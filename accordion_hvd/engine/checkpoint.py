@@ -157,7 +157,7 @@ def saved_of(exchange: Exchange) -> list[SavedState]:
 
 def named(saved: Sequence[SavedState], prefix: str = "") -> dict[str, Any]:
     """Return all tensors by their names in files, `{bucket}/{name}` (`SavedState.tensors`)."""
-    return {f"{prefix}{i}/{k}": x for i, one in enumerate(saved) for k, x in one.tensors().items()}
+    return {f"{prefix}{i}/{k}": x for i, row in enumerate(saved) for k, x in row.tensors().items()}
 
 
 def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[SavedState]:
@@ -228,7 +228,7 @@ def move(exchange: Exchange, link: Communicator) -> None:
     exchange.bucket_batches.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
-    mine = [one.scaled(link.size / before.size) for one in mine]
+    mine = [saved.scaled(link.size / before.size) for saved in mine]
     restore(exchange, _from_one(exchange, mine), about)
 
 
@@ -279,9 +279,9 @@ def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any
         exchange.load_bucket_state(entry, saved, made)
 
 
-def same_name(one: str, other: str) -> bool:
+def same_name(name: str, other: str) -> bool:
     """Return whether names are equal except for leading parts, some of which Keras drops."""
-    return one == other or one.endswith("/" + other) or other.endswith("/" + one)
+    return name == other or name.endswith("/" + other) or other.endswith("/" + name)
 
 
 def _renamed(value: Any, names: dict[str, str]) -> Any:
@@ -390,22 +390,22 @@ def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> li
     rank, size = exchange.communicator.rank, exchange.communicator.size
     if ranks == size:
         return read_named(load(rank), row)
-    everyone = [
+    all_saved = [
         _expanded(exchange, read_named(load(other), row), _info_when_saved(row, other, ranks))
         for other in range(ranks)
     ]
-    buckets = zip(exchange.bucket_states, *everyone, strict=True)
+    buckets = zip(exchange.bucket_states, *all_saved, strict=True)
     return [rescaled(all_, *_kind(exchange, entry)) for entry, *all_ in buckets]
 
 
 def _from_one(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState]:
     pairs = zip(exchange.bucket_states, mine, strict=True)
-    return [rescale_from_one(one, *_kind(exchange, entry)) for entry, one in pairs]
+    return [rescale_from_one(saved, *_kind(exchange, entry)) for entry, saved in pairs]
 
 
 def _expanded(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> list[SavedState]:
     pairs = zip(exchange.bucket_states, mine, strict=True)
-    return [one.of_whole(*_kind(exchange, entry)[:2], made) for entry, one in pairs]
+    return [saved.of_whole(*_kind(exchange, entry)[:2], made) for entry, saved in pairs]
 
 
 def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...], Spec, Info]:

@@ -42,22 +42,22 @@ class EvidenceCollector:
             if (entry.bucket.compress or evidence.everywhere) and evidence.suits(entry.compressor)
         ]
 
-    def before(self, memory: BatchState, wanted: Sequence[Evidence], grad: Tensor) -> None:
+    def before(self, batch_state: BatchState, wanted: Sequence[Evidence], grad: Tensor) -> None:
         """Update the evidence with a bucket batch's gradients, before the exchange."""
-        step, old = self._step(memory, grad), memory.evidence
-        memory.before = old
-        memory.evidence = old | {x.key: x.before(old[x.key], step) for x in wanted}
+        step, old = self._step(batch_state, grad), batch_state.evidence
+        batch_state.before = old
+        batch_state.evidence = old | {x.key: x.before(old[x.key], step) for x in wanted}
 
-    def after(self, memory: BatchState, mean: Tensor, bad: Any) -> None:
+    def after(self, batch_state: BatchState, mean: Tensor, bad: Any) -> None:
         """Update the evidence with a bucket batch's mean; `bad` may be symbolic."""
-        step, old = self._step(memory, None, mean), memory.evidence
-        new = {x.key: x.after(old[x.key], step) for x in self.wanted(memory.entries[0])}
+        step, old = self._step(batch_state, None, mean), batch_state.evidence
+        new = {x.key: x.after(old[x.key], step) for x in self.wanted(batch_state.entries[0])}
         if bad is not False:
             where = self._exchange.xp.where
             new = {k: x if x is old[k] else where(bad, old[k], x) for k, x in new.items()}
         if new:
-            memory.evidence = old | new
-        memory.before = None
+            batch_state.evidence = old | new
+        batch_state.before = None
 
     def observe(self, entry: BucketState, grads: Sequence[Tensor]) -> None:
         """Update a bucket's evidence with gradients that are not exchanged.
@@ -69,14 +69,14 @@ class EvidenceCollector:
         xp, wanted = self._exchange.xp, [x for x in self.wanted(entry) if x.looks_before]
         if wanted:
             parts = [xp.reshape(grads[member], (-1,)) for member in entry.bucket.members]
-            memory = BatchState([entry], "", xp, wanted)
-            memory.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
-            self.before(memory, wanted, xp.reshape(xp.concat(parts), entry.bucket.shape))
+            batch_state = BatchState([entry], "", xp, wanted)
+            batch_state.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
+            self.before(batch_state, wanted, xp.reshape(xp.concat(parts), entry.bucket.shape))
 
-    def _step(self, memory: BatchState, grad: Tensor, mean: Tensor = None) -> Step:
-        buckets = len(memory.entries) if memory.stacked == "alike" else 0
+    def _step(self, batch_state: BatchState, grad: Tensor, mean: Tensor = None) -> Step:
+        buckets = len(batch_state.entries) if batch_state.stacked == "alike" else 0
         compressor, weight = (
-            memory.entries[0].compressor,
+            batch_state.entries[0].compressor,
             self._exchange.policy.observers.weight,
         )
-        return Step(grad, compressor, memory.state, weight, buckets, mean)
+        return Step(grad, compressor, batch_state.state, weight, buckets, mean)

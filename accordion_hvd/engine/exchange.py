@@ -168,26 +168,26 @@ class Exchange:
                 `needs_weights`.
         """
         assert self.running is not None
-        memory = self.bucket_batches.memory[index]
-        first, wanted = memory.entries[0], self.evidence.wanted(memory.entries[0])
-        detects_nonfinite = first.compressor.detects_nonfinite and memory.carried() is None
+        batch_state = self.bucket_batches.memory[index]
+        first, wanted = batch_state.entries[0], self.evidence.wanted(batch_state.entries[0])
+        detects_nonfinite = first.compressor.detects_nonfinite and batch_state.carried() is None
         detects_nonfinite = detects_nonfinite and not any(x.looks_before for x in wanted)
-        opening = functools.partial(self._opening, memory, wanted, parameter)
+        opening = functools.partial(self._opening, batch_state, wanted, parameter)
         self.running.start(index, grad, opening, detects_nonfinite)
 
     def _opening(
-        self, memory: BatchState, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
+        self, batch_state: BatchState, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
     ) -> ExchangeGenerator:
         """Collect evidence and return the exchange generator of a bucket batch."""
-        first = memory.entries[0]
+        first = batch_state.entries[0]
         info = replace(self.info(first), parameter=parameter)
-        memory.open(info, wanted)
+        batch_state.open(info, wanted)
         if wanted:
-            self.evidence.before(memory, wanted, grad)
-        carried = memory.carried()
+            self.evidence.before(batch_state, wanted, grad)
+        carried = batch_state.carried()
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
-        return first.compressor.exchange(grad, memory.state, info)
+        return first.compressor.exchange(grad, batch_state.state, info)
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
         """Update policy and evidence with this rank's gradients in a step without an exchange.
@@ -216,11 +216,11 @@ class Exchange:
         step = self.running
         assert step is not None
         self.results = {}
-        for index, memory in enumerate(self.bucket_batches.memory):
+        for index, batch_state in enumerate(self.bucket_batches.memory):
             if step.bad is True:
-                memory.take_back()
+                batch_state.take_back()
             else:
-                self.results[index] = self._store(memory, *step.result(index), step.bad)
+                self.results[index] = self._store(batch_state, *step.result(index), step.bad)
         self.bucket_batches.weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
@@ -230,14 +230,14 @@ class Exchange:
         self.running = None
         return step.bad is not True
 
-    def _store(self, memory: BatchState, mean: Tensor, state: State, bad: Any) -> Tensor:
+    def _store(self, batch_state: BatchState, mean: Tensor, state: State, bad: Any) -> Tensor:
         """Store state and evidence of a bucket batch; return the mean. `bad` may be symbolic."""
         if bad is not False:
-            xp, old = self.xp, memory.state
+            xp, old = self.xp, batch_state.state
             mean = xp.where(bad, xp.nans_like(mean), mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
-        memory.keep(state)
-        self.evidence.after(memory, mean, bad)
+        batch_state.keep(state)
+        self.evidence.after(batch_state, mean, bad)
         return mean
 
     def _count(self, step: Step) -> None:
@@ -257,8 +257,8 @@ class Exchange:
         if self.running is not None:
             self.running.take_back()
             self.running = None
-            for memory in self.bucket_batches.memory:
-                memory.take_back()
+            for batch_state in self.bucket_batches.memory:
+                batch_state.take_back()
 
     # ------------------------------------------------------------------- step numbers and rates
     def info(self, entry: BucketState, step: Any = None) -> Info:

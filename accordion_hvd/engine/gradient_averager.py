@@ -84,9 +84,9 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.name = f"accordion.{number}.{_numbers[number]}"
         _numbers[number] += 1
         self._exchange: E | None = None
-        self._unused = copy.deepcopy(policy.state_dict())
+        self._initial_policy = copy.deepcopy(policy.state_dict())
         self.agreed = False
-        self._own = True  # whether the adopted state was saved by this rank
+        self._own_state = True  # whether the adopted state was saved by this rank
         self._compared = 0  # number of the last step with a comparison
 
     # ----------------------------------------------------------------- supplied by the adapter
@@ -194,8 +194,8 @@ class GradientAverager(abc.ABC, Generic[E]):
         require_agreement(self.communicator, text, self.device)
         self.discover()
         if self.with_settings:
-            checkpoint.agree_on_origin(self.exchange, self._own, self.device)
-            self._own = True
+            checkpoint.agree_on_origin(self.exchange, self._own_state, self.device)
+            self._own_state = True
         self.agreed = True
 
     def discover(self) -> None:
@@ -219,7 +219,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.communicator = self.connect()
         if self._exchange is not None:
             checkpoint.move(self._exchange, self.communicator)
-        self._own = False
+        self._own_state = False
         self.doubt()
 
     def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
@@ -267,9 +267,9 @@ class GradientAverager(abc.ABC, Generic[E]):
         if saved is None:
             self._exchange = None
             self.policy._bound = None
-            self.policy.load_state_dict(copy.deepcopy(self._unused))
+            self.policy.load_state_dict(copy.deepcopy(self._initial_policy))
         else:
-            self._own = checkpoint.adopt(self.exchange, saved)
+            self._own_state = checkpoint.adopt(self.exchange, saved)
         self.doubt()
 
     # ----------------------------------------------------------------------------------- replicas

@@ -88,7 +88,7 @@ class ModelAverager(checkpoint.Keeper):
         self.single_rank = communicator.size == 1
         self._of_all = number == 0
         self._traffic, self._seconds = Traffic(), 0.0
-        self._set = self._ready = self._by_shares = False
+        self._is_set_up = self._ready = self._by_shares = False
         self._neighbourhood: Neighbourhood | None = None
         self._agreed: Sequence[TensorInfo] = ()  # tensors on which all ranks have agreed
         self._kinds: list[tuple[str, list[int]]] = []  # dtype and positions of its parameters
@@ -100,7 +100,7 @@ class ModelAverager(checkpoint.Keeper):
 
     # ------------------------------------------------------------------------------------- set-up
     def set_up(self) -> None:
-        """Choose between wait-avoiding and waiting averages; register all groups.
+        """Choose between wait-avoiding averages and averages that wait; register all groups.
 
         Raises:
             ValueError: if the method does not support this number of ranks, or if groups cannot be
@@ -108,7 +108,7 @@ class ModelAverager(checkpoint.Keeper):
             RuntimeError: if wait-avoiding averaging was requested but is not possible, if the job
                 is elastic, or if the set-ups of the ranks differ.
         """
-        if self.single_rank or self._set:
+        if self.single_rank or self._is_set_up:
             return
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise RuntimeError(
@@ -122,7 +122,7 @@ class ModelAverager(checkpoint.Keeper):
             self._register(groups)
         if self.method.neighbours_only and self._all(self._of_all and self._mpi_serves()):
             self._neighbourhood = Neighbourhood(self.communicator.pause)
-        self._set = True
+        self._is_set_up = True
 
     def _mpi_serves(self) -> bool:
         return why_not(self.communicator.size) is None

@@ -101,41 +101,43 @@ def of_parts(levels: Sequence[Compressor]) -> bool:
 
 
 def rescaled(
-    everyone: Sequence[SavedState], levels: Sequence[Compressor], spec: Spec, info: Info
+    all_saved: Sequence[SavedState], levels: Sequence[Compressor], spec: Spec, info: Info
 ) -> SavedState:
     """Return a rank's new state, made from the states of all ranks (`Compressor.rescale`).
 
     Args:
-        everyone: states of all ranks, in rank order, with residuals of full tensors.
+        all_saved: states of all ranks, in rank order, with residuals of full tensors.
         levels: levels of the bucket.
         spec: spec of the bucket, in NumPy.
         info: `Info` of the rank that receives the state.
     """
-    result = SavedState(everyone[0].level, evidence=everyone[0].evidence if info.rank == 0 else {})
-    carried = [one.carried for one in everyone if one.carried is not None]
+    result = SavedState(
+        all_saved[0].level, evidence=all_saved[0].evidence if info.rank == 0 else {}
+    )
+    carried = [saved.carried for saved in all_saved if saved.carried is not None]
     if carried:
         result.carried = sum(carried) / info.size
-    for number in _lasting(everyone[0], levels):
-        states = [one.states[number] for one in everyone]
+    for number in _retained(all_saved[0], levels):
+        states = [saved.states[number] for saved in all_saved]
         result.states[number] = levels[number].rescale(states, spec, info)
     return result
 
 
 def rescale_from_one(
-    one: SavedState, levels: Sequence[Compressor], spec: Spec, info: Info
+    saved: SavedState, levels: Sequence[Compressor], spec: Spec, info: Info
 ) -> SavedState:
     """Return a rank's state, made from another rank's state (`Compressor.rescale_from_one`)."""
     states = {
-        number: levels[number].rescale_from_one(one.states[number], spec, info)
-        for number in _lasting(one, levels)
+        number: levels[number].rescale_from_one(saved.states[number], spec, info)
+        for number in _retained(saved, levels)
     }
-    return replace(one, states=states)
+    return replace(saved, states=states)
 
 
-def _lasting(one: SavedState, levels: Sequence[Compressor]) -> list[int]:
+def _retained(saved: SavedState, levels: Sequence[Compressor]) -> list[int]:
     """Return the levels whose states are retained; inactive stages of an `UpdateRule` are not."""
     return [
         number
-        for number in one.states
-        if number == one.level or not isinstance(levels[number], UpdateRule)
+        for number in saved.states
+        if number == saved.level or not isinstance(levels[number], UpdateRule)
     ]

@@ -31,7 +31,7 @@ from accordion_hvd.engine.wakeup import Wakeup
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
-_ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
+_ACTIVATE, _READY, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # step numbers are sent modulo this, so that sums of their squares are exact
 _NAP = 1e-4  # seconds between polls of pending messages
 _POLL = 0.1  # seconds between polls of control messages while data is transferred
@@ -405,7 +405,7 @@ class WaitAvoiding:
             if kind == _ACTIVATE:
                 self._outbox += self._agent.hear(version, more)
                 self._changed.notify_all()
-            elif kind == _HERE:
+            elif kind == _READY:
                 self._agent.arrived(source, version, bool(more))
             elif kind == _BYE:
                 self._goodbyes.add(source)
@@ -424,7 +424,7 @@ class WaitAvoiding:
         """Sleep until all members are ready, then add up their models."""
         for rank in round_.members:
             if rank != self.rank:
-                self._send(rank, _HERE, round_.version, round_.all_ranks)
+                self._send(rank, _READY, round_.version, round_.all_ranks)
         began = time.monotonic()
         while True:
             self._listen()
