@@ -1,1 +1,1 @@
-"""Runs algorithms: buckets, their state, steps, decisions, checkpoints."""
+"""Engine that runs the algorithms: buckets and their states, steps, decisions, checkpoints."""

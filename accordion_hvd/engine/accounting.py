@@ -1,4 +1,4 @@
-"""The cost of an exchange so far: bytes and seconds."""
+"""Bytes and seconds that an exchange has cost so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accordion_hvd.engine.step import Step
 
 
 class Accounts:
-    """Bytes and seconds of this rank since the beginning.
+    """Bytes and seconds of this rank since the start of training.
 
     Attributes:
-        traffic: what has travelled.
-        dense_bytes: of the gradients.
-        seconds: spent encoding, waiting and decoding.
-        each_step: bytes of the gradients of one step.
+        traffic: payload bytes and the bytes sent and received.
+        dense_bytes: bytes of the uncompressed gradients of all steps.
+        seconds: seconds spent in encoding, waiting and decoding, by these names.
+        each_step: bytes of the uncompressed gradients of one step.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Accounts:
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
 
     def count(self, step: Step) -> None:
-        """Add a step."""
+        """Add the bytes and seconds of a step."""
         self.traffic.add(step.traffic)
         self.dense_bytes += self.each_step
         for key, value in step.seconds.items():
             self.seconds[key] += value
 
     def stats(self, ranks: int) -> dict[str, Any]:
-        """Return the figures of `Exchange.stats` that are known here."""
+        """Return the entries of `Exchange.stats` about bytes and seconds."""
         dense_sent, sent = 2 * (ranks - 1) / ranks * self.dense_bytes, self.traffic.sent
         return {
             "dense": self.dense_bytes,
@@ -49,7 +49,7 @@ class Accounts:
 
 
 def reports(entries: Sequence[BucketState]) -> dict[str, dict[str, float]]:
-    """Return what compressors say of themselves (`Compressor.report`), by bucket."""
+    """Return the reports of the compressors (`Compressor.report`) by bucket, without empty ones."""
     found = {entry.bucket.name: entry.compressor.report(entry.state or {}) for entry in entries}
     return {
         entry.bucket.name: {

@@ -1,4 +1,4 @@
-"""BucketBatches: the buckets that share a call, and the packing and unpacking of their tensors."""
+"""Bucket batches of an exchange, and the packing and unpacking of their tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from accordion_hvd.engine.step import Step
 
 
 class BucketBatches:
-    """Groups an exchange's buckets into batches at their present levels; packs tensors for them.
+    """The bucket batches of an exchange at the present levels.
 
     Args:
-        exchange: has the entries.
-        limit: bytes after which a group of batches is closed; None for the plan's own rule.
+        exchange: the exchange, which owns the bucket states.
+        limit: size in bytes at which a fusion group is closed; None: as in `make_plan`.
 
     Attributes:
-        keep_buffers: whether nobody looks at a step's means when the next one begins, so that
-            gradients may be brought together in the same memory.
-        memory: of each batch.
+        keep_buffers: whether the means of a step are no longer needed when the next step begins, so
+            that the next gradients may be packed into the same memory.
+        memory: state of each bucket batch.
     """
 
     def __init__(self, exchange: Any, limit: float | None = None) -> None:
@@ -33,22 +33,22 @@ class BucketBatches:
         self._exchange, self._limit = exchange, limit
         self._plan: Plan | None = None
         self._number = 0  # of the plan
-        self._payloads: dict[tuple[int, int], float] = {}  # bucket and level -> bytes
-        self._weighing = False  # the next step tells how many bytes the first requests have
-        self._outdated = False  # the plan, from the next step on
-        self._phases: list[int] = []  # when the plan was made, of those
-        self._phased: list[BucketState] = []  # that have some
+        self._payloads: dict[tuple[int, int], float] = {}  # (bucket, level) -> bytes
+        self._measure_payloads = False  # whether the next step measures payloads
+        self._outdated = False  # whether the next step needs a new plan
+        self._phases: list[int] = []  # phases of `_phased` when the plan was made
+        self._phased: list[BucketState] = []  # buckets with phases
 
     # ----------------------------------------------------------------------------------- the plan
     @property
     def plan(self) -> Plan:
-        """Return the plan of batches and groups at the present levels."""
+        """Return the plan of bucket batches and fusion groups at the present levels."""
         if self._plan is None:
             exchange, entries = self._exchange, self._exchange.bucket_states
             buckets = [entry.bucket for entry in entries]
             kinds = [(s.compressor.batching, self._common(s)) for s in entries]
             self._plan = make_plan(buckets, kinds, self._sizes(), self._limit)
-            evidence = [one for one in exchange.policy.evidence if one.follows]
+            evidence = [x for x in exchange.policy.evidence if x.follows]
             self.memory = [
                 BatchState(
                     [entries[i] for i in batch.buckets], batch.stacked, exchange.xp, evidence
@@ -62,20 +62,20 @@ class BucketBatches:
         return self._plan
 
     def number(self) -> int:
-        """Return a number that is equal on ranks that are about to exchange the same things."""
+        """Return the number of the plan; it is equal on ranks whose plans and levels are equal."""
         return self._number if self.plan else 0
 
     def outdate(self) -> None:
-        """Plan anew: buckets or levels have changed."""
+        """Discard the plan because buckets or levels have changed."""
         self._plan = None
 
     def forget(self) -> None:
-        """Plan as at the beginning: other ranks may not know what this one has learned."""
+        """Discard the plan and the measured payloads, which other ranks may not have."""
         self.outdate()
         self._payloads.clear()
 
     def refresh(self) -> Plan:
-        """Return the plan for the step that begins; phases may have changed."""
+        """Return the plan for the step that begins, remade if phases or payloads have changed."""
         if self._outdated or self._phases != [
             self._exchange.phase(entry) for entry in self._phased
         ]:
@@ -83,21 +83,21 @@ class BucketBatches:
         return self.plan
 
     def _common(self, entry: BucketState) -> Hashable:
-        """Return the key that buckets in one call share."""
+        """Return the key that is equal for buckets that may share a bucket batch."""
         bucket = entry.bucket
         kind = repr(entry.compressor), self._exchange.phase(entry)
         return *kind, bucket.dtype, str(entry.spec.device), bucket.group, bucket.compress
 
     def _sizes(self) -> list[float]:
-        known, self._weighing = [], False
+        sizes, self._measure_payloads = [], False
         for i, entry in enumerate(self._exchange.bucket_states):
-            self._weighing |= (i, entry.level) not in self._payloads
-            known.append(self._payloads.get((i, entry.level), entry.bucket.dense_bytes))
-        return known
+            self._measure_payloads |= (i, entry.level) not in self._payloads
+            sizes.append(self._payloads.get((i, entry.level), entry.bucket.dense_bytes))
+        return sizes
 
     def weigh(self, step: Step) -> None:
-        """Plan anew once it is known how many bytes the first requests have."""
-        if not self._weighing:
+        """Record the payloads of the first requests for the next step's plan."""
+        if not self._measure_payloads:
             return
         for index, batch in enumerate(self.plan.batches):
             entries = [self._exchange.bucket_states[i] for i in batch.buckets]
@@ -105,23 +105,23 @@ class BucketBatches:
             for i, entry in zip(batch.buckets, entries, strict=True):
                 share = step.payload(index) * entry.bucket.size / size
                 self._payloads[i, entry.level] = share
-        self._weighing, self._outdated = False, True
+        self._measure_payloads, self._outdated = False, True
 
     # --------------------------------------------------------------------------- tensors in and out
     def first(self, index: int) -> BucketState:
-        """Return the first entry of batch `index`; its compressor serves all of the batch."""
+        """Return the first bucket state of batch `index`; all have the same compressor."""
         return self._exchange.bucket_states[self.plan.batches[index].buckets[0]]
 
     def pack(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the tensors of batch `index`, ordered as `members`, in the compressor's layout."""
+        """Return the tensors of batch `index`, ordered as `members`, in its compressor's layout."""
         if self.plan.batches[index].stacked != "alike" or not self.keep_buffers:
             return self._packed(index, parts)
-        memory = self.memory[index]
-        memory.buffer = self._packed(index, parts, memory.buffer)
-        return memory.buffer
+        batch_state = self.memory[index]
+        batch_state.buffer = self._packed(index, parts, batch_state.buffer)
+        return batch_state.buffer
 
     def pack_weights(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return batch `index`'s weights as its compressor sees them."""
+        """Return the weights of batch `index` in the layout of its compressor."""
         return self._packed(index, parts)
 
     def _packed(self, index: int, parts: Sequence[Tensor], buffer: Tensor = None) -> Tensor:
@@ -135,7 +135,7 @@ class BucketBatches:
         return parts[0]
 
     def unpack(self, index: int) -> list[Tensor]:
-        """Return the means of batch `index`, one per member, in the tensors' shapes and dtype."""
+        """Return the means of batch `index`, one per member, in the members' shapes and dtype."""
         exchange, batch, bucket = self._exchange, self.plan.batches[index], self.first(index).bucket
         mean = exchange.xp.cast(exchange.results[index], bucket.dtype)
         if batch.stacked == "alike":
@@ -146,31 +146,32 @@ class BucketBatches:
         return [exchange.xp.reshape(p, t.shape) for p, t in zip(pieces, tensors, strict=True)]
 
     def means(self) -> list[Tensor]:
-        """Return the means of the step that was closed, tensor by tensor."""
-        found: dict[int, Tensor] = {}
+        """Return the means of the last closed step in the order of the tensors."""
+        means: dict[int, Tensor] = {}
         for index, batch in enumerate(self.plan.batches):
-            found |= dict(zip(batch.members, self.unpack(index), strict=True))
-        return [found[member] for member in range(len(self._exchange.tensors))]
+            means |= dict(zip(batch.members, self.unpack(index), strict=True))
+        return [means[member] for member in range(len(self._exchange.tensors))]
 
     def give(self, grads: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
-        """Start every batch with its part of `grads` and `weights`, in the order of the tensors."""
+        """Start every bucket batch, given all `grads` and `weights` in the order of the tensors."""
         for index, batch in enumerate(self.plan.batches):
-            told = None
+            parameter = None
             if weights and self.needs_weights(index):
-                told = self.pack_weights(index, [weights[m] for m in batch.members])
-            self._exchange.start(index, self.pack(index, [grads[m] for m in batch.members]), told)
+                parameter = self.pack_weights(index, [weights[m] for m in batch.members])
+            grad = self.pack(index, [grads[m] for m in batch.members])
+            self._exchange.start(index, grad, parameter)
 
     def shares(self, index: int) -> bool:
-        """Return whether the means of batch `index` share their memory."""
+        """Return whether the means of batch `index` are views of one array."""
         return bool(self.plan.batches[index].stacked) or self.first(index).bucket.packed
 
     def needs_weights(self, index: int) -> bool:
-        """Return whether batch `index`'s compressor is told the weights."""
+        """Return whether the compressor of batch `index` needs the weights."""
         return self.first(index).compressor.needs_weights
 
     @property
     def any_needs_weights(self) -> bool:
-        """Return whether any compressor, of any level, needs the weights."""
+        """Return whether a compressor of any level needs the weights."""
         return any(
             level.needs_weights for entry in self._exchange.bucket_states for level in entry.levels
         )

@@ -1,4 +1,4 @@
-"""The state of one bucket from step to step, and its changes where levels change."""
+"""The state of one bucket from step to step, and its conversion when levels change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from accordion_hvd.policies.evidence import Evidence
 
 @dataclass
 class StackedState:
-    """The memory of several entries: along a new first dimension, or flat, one after the other."""
+    """The states of several buckets in common tensors.
+
+    Attributes:
+        state: tensors of the compressor's state.
+        evidence: tensors for the policy's evidence.
+        flat: whether each tensor is the concatenation of the buckets' flattened tensors; otherwise
+            the buckets' tensors are stacked along a new first dimension.
+    """
 
     state: State
     evidence: dict[str, Tensor]
     flat: bool
 
     def part(self, value: Tensor, place: int, entry: BucketState) -> Tensor:
-        """Return a entry's part of a tensor: a view, where the framework has views."""
+        """Return a bucket's part of a tensor: a view, if the framework has views."""
         if not self.flat:
             return value[place]
         part = value[place : place + entry.bucket.size]
@@ -30,21 +37,23 @@ class StackedState:
 
 
 class BucketState:
-    """One bucket's levels and memory.
+    """The levels and the state of one bucket.
 
     Attributes:
-        bucket: which tensors it serves.
-        levels: the compressors that may serve it.
-        spec: what its conversations are told of its gradients.
-        level: which of the levels serves now.
-        inactive: other levels' states, by level.
-        carried: the residual of a level without error feedback, for the next gradient.
-        created_with: the `Info` with which `state` was made; None if it was loaded without saying.
-        served_by_level: exchanges that other levels have served, by level.
-        name: what its conversations are told, the root of their random numbers; kept from job to
-            job, where Keras may give a loaded model's variables other names.
-        served_from: how many exchanges had counted when the present level began, less those that
-            it had served before that.
+        bucket: the bucket.
+        levels: compressors that may serve the bucket.
+        spec: shape, dtype and device of the bucket's gradient, as compressors receive them.
+        level: number of the level that serves the bucket now.
+        inactive: states of other levels, by level.
+        carried: residual of earlier levels that is not part of the present level's state and is
+            added to the next gradient; None if there is none.
+        created_with: the `Info` with which `state` was made; None before that, and if `state` was
+            loaded without it.
+        served_by_level: number of exchanges that other levels have served, by level.
+        name: name in the compressors' `Info`, from which their random numbers derive. Checkpoints
+            save it, because Keras may rename the variables of a loaded model.
+        served_from: number of exchanges that were not skipped when the present level began, minus
+            the number of exchanges that this level had served before.
     """
 
     def __init__(
@@ -58,20 +67,20 @@ class BucketState:
         self.served_from = 0
         self._state: State | None = None
         self._evidence: dict[str, Tensor] = {}
-        self._stack: StackedState | None = None  # where state and evidence are, if not here
-        self._place = 0
+        self._stack: StackedState | None = None  # storage of state and evidence, if stacked
+        self._place = 0  # in the stack: number of the bucket, or offset if flat
         self.created_with: Info | None = None
 
     @property
     def compressor(self) -> Compressor:
-        """Return the compressor that serves now."""
+        """Return the compressor that serves the bucket now."""
         return self.levels[self.level]
 
     @property
     def state(self) -> State | None:
-        """Return the state of the level that serves now; None before the first exchange.
+        """Return the state of the present level; None before the first exchange.
 
-        Its tensors may be views of memory that the next step writes into.
+        The tensors may be views of memory that the next step overwrites.
         """
         if self._stack is None:
             return self._state
@@ -79,53 +88,53 @@ class BucketState:
 
     @state.setter
     def state(self, state: State | None) -> None:
-        self._leave()
+        self._unstack()
         self._state = state
 
     @property
     def evidence(self) -> dict[str, Tensor]:
-        """Return the tensors for the policy's evidence, by its key; not to be written into."""
+        """Return the tensors for the policy's evidence by key; do not modify them."""
         if self._stack is None:
             return self._evidence
         return {k: self._stack.part(v, self._place, self) for k, v in self._stack.evidence.items()}
 
     @evidence.setter
-    def evidence(self, kept: dict[str, Tensor]) -> None:
-        self._leave()
-        self._evidence = kept
+    def evidence(self, evidence: dict[str, Tensor]) -> None:
+        self._unstack()
+        self._evidence = evidence
 
     def within(self, stack: StackedState) -> bool:
-        """Return whether the entry's memory is part of `stack`."""
+        """Return whether state and evidence are stored in `stack`."""
         return self._stack is stack
 
     def join(self, stack: StackedState, place: int) -> None:
-        """From now on the entry's memory is at `place` of `stack`: its number, or its offset."""
+        """Store state and evidence at `place` of `stack`: a number, or an offset if it is flat."""
         self._stack, self._place = stack, place
         self._state, self._evidence = None, {}
 
-    def _leave(self) -> None:
-        """Have a memory of one's own (views, where possible)."""
+    def _unstack(self) -> None:
+        """Store state and evidence separately, as views of the stack where possible."""
         if self._stack is not None:
             self._state, self._evidence, self._stack = self.state, self.evidence, None
 
     def prepare(self, info: Info) -> None:
-        """Make the state, if there is none yet or the rank has moved to another machine."""
+        """Make the state if there is none, or if rank or hosts of sharded states have changed."""
         before = self.created_with
         if before is not None and any(level.sharded for level in self.levels):
             if (before.hosts, before.rank) != (info.hosts, info.rank):
-                self._move(before)
+                self._carry_residual(before)
         if self._stack is None and self._state is None:
             self._state = self.compressor.init(self.spec, info)
         if self.created_with is None:
             self.created_with = info
 
-    def _move(self, before: Info) -> None:
-        """Carry the residual of the whole tensor in place of states of its parts."""
+    def _carry_residual(self, before: Info) -> None:
+        """Discard sharded states, and carry the residual of the full tensor instead."""
         self.carried = self._total_residual(self.compressor, self.state or {}, before)
         self.state, self.inactive, self.created_with = None, {}, None
 
     def _total_residual(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
-        """Return the residual of the whole tensor, of levels without error feedback, too."""
+        """Return the residual of the full tensor, with `carried` added; None if there is none."""
         residual = compressor.residual(state)
         if residual is None:
             return self.carried
@@ -134,16 +143,21 @@ class BucketState:
         return residual if self.carried is None else residual + xp.reshape(self.carried, shape)
 
     def residual(self, info: Info) -> Tensor | None:
-        """Return this rank's residual of the bucket, in its shape; None without error feedback."""
+        """Return this rank's residual in the bucket's shape; None if there is none."""
         return self._total_residual(self.compressor, self.state or {}, self.created_with or info)
 
     def record_switch(self, level: int, counted: int) -> None:
-        """Another level is about to serve, `counted` exchanges having counted so far."""
+        """Update `served_from` before a switch to `level`.
+
+        Args:
+            level: number of the new level.
+            counted: number of exchanges so far that were not skipped.
+        """
         self.served_by_level[self.level] = counted - self.served_from
         self.served_from = counted - self.served_by_level.pop(level, 0)
 
     def switch(self, level: int, info: Info) -> None:
-        """Let another level serve: the new one takes over the residual of the old one."""
+        """Switch to another level, which takes over the residual of the old one."""
         if level == self.level:
             return
         old, old_level, old_state = self.compressor, self.level, self.state
@@ -157,24 +171,24 @@ class BucketState:
         self.inactive[old_level] = old.deactivate(old_state)
 
     def _take_residual(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
-        """Return the new level's state with the old one's residual, or put it in `carried`."""
+        """Return the new level's state with the old residual in it, or store it in `carried`."""
         new, part = self.compressor, old.residual(old_state)
-        keeps = new.residual(state) is not None
-        if keeps and part is not None and new.sharded and old.sharded:
-            return new.with_residual(state, part)  # the same part of the tensor, in the same units
+        feeds_back = new.residual(state) is not None
+        if feeds_back and part is not None and new.sharded and old.sharded:
+            return new.with_residual(state, part)  # the same shard, in the same units
         residual = self._total_residual(old, old_state, info)
         self.carried = None
         if residual is None:
             return state
-        if keeps and not new.sharded:
+        if feeds_back and not new.sharded:
             return new.with_residual(state, residual)
         self.carried = residual
         return state
 
     def saved(self) -> SavedState:
-        """Return what must be saved; errors that are in several tensors, in one.
+        """Return the state to save; residuals that consist of several tensors are added up.
 
-        Its tensors may be views of memory that the next step writes into.
+        The tensors may be views of memory that the next step overwrites.
         """
         states = dict(self.inactive)
         state = self.state
@@ -185,7 +199,7 @@ class BucketState:
         return SavedState(self.level, states, self.carried, dict(self.evidence))
 
     def load(self, saved: SavedState) -> None:
-        """Go on from what was saved."""
+        """Continue from a saved state."""
         states = dict(saved.states)
         self.level, self.carried, self.created_with = saved.level, saved.carried, None
         self.state, self.evidence = states.pop(saved.level, None), dict(saved.evidence)
@@ -193,11 +207,17 @@ class BucketState:
 
 
 class BatchState:
-    """The memory of entries that share a conversation, as that conversation sees it.
+    """The states of the buckets of a bucket batch, in the layout of their compressor.
+
+    Args:
+        entries: states of the buckets.
+        stacked: layout of the batch (`BucketBatch.stacked`).
+        xp: operations on the framework's tensors.
+        evidence: evidence that the policy may ask for.
 
     Attributes:
-        before: the policy's evidence before the current step, should that be undone.
-        buffer: what the gradients of the last step were brought together in.
+        before: the policy's evidence before the current step, to undo the step.
+        buffer: packed gradients of the last step, whose memory serves again.
     """
 
     def __init__(
@@ -213,44 +233,42 @@ class BatchState:
         self.buffer: Tensor | None = None
 
     def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
-        """Make what is missing; bring together what is not."""
-        if not self._together() or any(level.sharded for level in self.entries[0].levels):
+        """Make missing states and evidence, and stack the states of the buckets."""
+        if not self._is_stacked() or any(level.sharded for level in self.entries[0].levels):
             for entry in self.entries:
                 entry.prepare(replace(info, name=entry.name) if self.stacked else info)
-            if self.stacked and not self._together():
-                self._gather()
+            if self.stacked and not self._is_stacked():
+                self._stack_states()
         nothing: list[dict[str, Tensor]] = [{} for _ in self.entries]
         missing = {x.key: self._joined(x, nothing) for x in wanted if x.key not in self.evidence}
         if missing:
             self.evidence = self.evidence | missing
 
-    def _together(self) -> bool:
+    def _is_stacked(self) -> bool:
         stack = self._stack
         return stack is not None and all(entry.within(stack) for entry in self.entries)
 
-    def _gather(self) -> None:
-        states, kept = (
-            [entry.state or {} for entry in self.entries],
-            [s.evidence for s in self.entries],
-        )
+    def _stack_states(self) -> None:
+        states = [entry.state or {} for entry in self.entries]
+        tensors = [entry.evidence for entry in self.entries]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
-        known = [x for x in self.declared if any(x.key in mine for mine in kept)]
-        joined = {x.key: self._joined(x, kept) for x in known}
+        present = [x for x in self.declared if any(x.key in row for row in tensors)]
+        joined = {x.key: self._joined(x, tensors) for x in present}
         self._stack = StackedState(state, joined, self.stacked == "any")
 
-    def _joined(self, evidence: Evidence, kept: Sequence[dict[str, Tensor]]) -> Tensor:
-        pairs, key = zip(kept, self.entries, strict=True), evidence.key
+    def _joined(self, evidence: Evidence, tensors: Sequence[dict[str, Tensor]]) -> Tensor:
+        pairs, key = zip(tensors, self.entries, strict=True), evidence.key
         return self.combine([x[key] if key in x else evidence.zeros(entry) for x, entry in pairs])
 
     def combine(self, parts: Sequence[Tensor]) -> Tensor:
-        """Combine one tensor per entry into the form that the compressor sees."""
+        """Combine one tensor per bucket into the layout of the compressor."""
         if self.stacked == "any":
             return self._xp.concat([self._xp.reshape(x, (-1,)) for x in parts])
         return self._xp.stack(parts) if self.stacked else parts[0]
 
     @property
     def state(self) -> State:
-        """Return the state for the compressor's generator."""
+        """Return the state for the exchange generator."""
         return self._stack.state if self._stack is not None else self.entries[0].state or {}
 
     @property
@@ -259,14 +277,14 @@ class BatchState:
         return self._stack.evidence if self._stack is not None else self.entries[0].evidence
 
     @evidence.setter
-    def evidence(self, kept: dict[str, Tensor]) -> None:
+    def evidence(self, evidence: dict[str, Tensor]) -> None:
         if self._stack is not None:
-            self._stack.evidence = kept
+            self._stack.evidence = evidence
         else:
-            self.entries[0].evidence = kept
+            self.entries[0].evidence = evidence
 
     def carried(self) -> Tensor | None:
-        """Return the residual of earlier levels that this gradient must include."""
+        """Return the residuals of earlier levels to add to the gradient; None if there are none."""
         if not any(entry.carried is not None for entry in self.entries):
             return None
         return self.combine(
@@ -279,14 +297,14 @@ class BatchState:
         )
 
     def keep(self, state: State) -> None:
-        """Keep the state that a finished step has returned, and clear the residual beside it."""
+        """Store the state that a finished step has returned; the carried residuals are used up."""
         for entry in self.entries:
             entry.carried = None
         if self._stack is None:
             self.entries[0].state = state
             return
         self._stack.state = state
-        if self._together():
+        if self._is_stacked():
             return
         place = 0
         for entry in self.entries:
@@ -294,6 +312,6 @@ class BatchState:
             place += entry.bucket.size if self._stack.flat else 1
 
     def take_back(self) -> None:
-        """Restore the policy's evidence from before the current step."""
+        """Restore the policy's evidence to its value before the current step."""
         if self.before is not None:
             self.evidence, self.before = self.before, None

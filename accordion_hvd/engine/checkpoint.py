@@ -1,9 +1,10 @@
-"""Saves and restores what optimizer checkpoints leave out: errors, levels, policy.
+"""Checkpoints of the state that optimizers' own checkpoints omit: residuals, levels, policy.
 
-One file a rank (NumPy arrays, no pickles) and a manifest. On another number of ranks the sum of
-the residuals over ranks is kept: each new rank gets an equal part of it; what becomes of the
-errors of a compressed optimizer, its rule says (`Compressor.rescale`). Residuals of parts of
-tensors (`TwoLevel`) are then, or on other machines, carried as those of whole tensors.
+A checkpoint has one file per rank (NumPy arrays, no pickles) and a manifest. On another number of
+ranks, the sum of the residuals over the ranks stays the same: each new rank gets an equal part.
+For compressed optimizers, the update rule defines the conversion (`Compressor.rescale`). On another
+number of ranks or other hosts, sharded residuals (`TwoLevel`) are carried as residuals of full
+tensors.
 """
 
 from __future__ import annotations
@@ -38,38 +39,47 @@ _live: list[weakref.ref[Any]] = []
 
 
 class Keeper(abc.ABC):
-    """Interface of objects that are saved in place of an exchange, by their own rules."""
+    """Interface of objects other than exchanges that save and restore their own state."""
 
     communicator: Communicator
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the values that are equal on all ranks; "tensors" has names."""
+        """Return the values that are equal on all ranks; "tensors" lists the tensors' names."""
 
     @abc.abstractmethod
     def export(self) -> dict[str, np.ndarray]:
-        """Return this rank's arrays. Raises: ValueError when this is not the time to save."""
+        """Return this rank's arrays.
+
+        Raises:
+            ValueError: if the state cannot be saved now.
+        """
 
     @abc.abstractmethod
     def restore(self, row: dict[str, Any], load: Loader, ranks: int) -> None:
-        """Restore from `describe` and from the arrays of all `ranks`.
+        """Restore a saved state.
+
+        Args:
+            row: the saved result of `describe`.
+            load: function that returns the saved arrays of a rank.
+            ranks: number of ranks that saved.
 
         Raises:
-            ValueError: it does not fit, and why.
+            ValueError: if the saved state does not fit; the message has the reason.
         """
 
 
 def register(owner: Any) -> None:
-    """Count `owner.exchange` among what is saved, as long as `owner` is alive.
+    """Register `owner.exchange` to be saved and restored while `owner` is alive.
 
-    If the exchange is not made before the first step, `owner.expect(names)` is called before it
-    is restored: the names of the tensors that it exchanged when it was saved.
+    Before the exchange is restored, `owner.expect(names)` is called with the names of the tensors
+    of the saved exchange, because the exchange may not exist before the first step.
     """
     _live.append(weakref.ref(owner))
 
 
 def owners() -> list[Any]:
-    """Return the live owners of this process, in the order in which they were made."""
+    """Return the live owners of this process, in the order of their registration."""
     _live[:] = [reference for reference in _live if reference() is not None]
     return [owner for reference in _live if (owner := reference()) is not None]
 
@@ -78,16 +88,16 @@ def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
     """Write the state of all exchanges of this job; collective.
 
     Args:
-        directory: made if it does not exist; the same, shared one on every rank.
-        only: distributed optimizers to save, instead of all that are alive.
+        directory: directory on a file system that all ranks share; created if it does not exist.
+        only: distributed optimizers to save; default: all of this process.
 
     Raises:
-        RuntimeError: on every rank, if one could not write; there is nothing to save.
+        RuntimeError: on every rank, if a rank cannot write, or if there is nothing to save.
     """
     chosen = [owner.exchange for owner in _chosen(only)]
     directory = Path(directory)
     lead = chosen[0].communicator
-    _together(lead, lambda: _write(directory, chosen), f"writing to {directory}")
+    _on_all_ranks(lead, lambda: _write(directory, chosen), f"writing to {directory}")
     if lead.rank == 0:
         manifest = {
             "format": FORMAT,
@@ -96,22 +106,23 @@ def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
             "exchanges": [describe(exchange) for exchange in chosen],
         }
         _replace(directory / "manifest.json", json.dumps(manifest, indent=1).encode())
-    _together(lead, lambda: None, "")
+    _on_all_ranks(lead, lambda: None, "")
 
 
 def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
-    """Restore what `save_state` wrote, on any number of ranks; collective.
+    """Restore a state written by `save_state`, on any number of ranks; collective.
 
     Args:
-        directory: where it was written.
-        only: distributed optimizers to restore, in the order in which they were saved.
+        directory: directory of the saved state.
+        only: distributed optimizers to restore, in the order in which they were saved; default: all
+            of this process.
 
     Raises:
-        RuntimeError: on every rank, saying what is missing or does not fit.
+        RuntimeError: on every rank, if files are missing or do not fit; the message has the reason.
     """
     chosen = _chosen(only)
     lead = chosen[0].communicator
-    _together(lead, lambda: _read(Path(directory), chosen), f"reading from {directory}")
+    _on_all_ranks(lead, lambda: _read(Path(directory), chosen), f"reading from {directory}")
 
 
 def describe(exchange: Any) -> dict[str, Any]:
@@ -140,118 +151,125 @@ def describe(exchange: Any) -> dict[str, Any]:
 
 
 def saved_of(exchange: Exchange) -> list[SavedState]:
-    """Return what this rank keeps of each bucket, in NumPy."""
+    """Return this rank's state of each bucket, in NumPy."""
     return [entry.saved().map(exchange.xp.to_numpy) for entry in exchange.bucket_states]
 
 
 def named(saved: Sequence[SavedState], prefix: str = "") -> dict[str, Any]:
-    """Return all tensors under the names in files, `{bucket}/{name}` (`SavedState.tensors`)."""
-    return {f"{prefix}{i}/{k}": x for i, one in enumerate(saved) for k, x in one.tensors().items()}
+    """Return all tensors by their names in files, `{bucket}/{name}` (`SavedState.tensors`)."""
+    return {f"{prefix}{i}/{k}": x for i, row in enumerate(saved) for k, x in row.tensors().items()}
 
 
 def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[SavedState]:
-    """Return what such tensors were made of; `about` is from `describe`."""
-    found: list[dict[str, Any]] = [{} for _ in about["buckets"]]
+    """Return the saved states with these tensors, as from `named`; `about` is from `describe`."""
+    by_bucket: list[dict[str, Any]] = [{} for _ in about["buckets"]]
     for name, tensor in tensors.items():
         number, _, key = name.partition("/")
-        found[int(number)][key] = tensor
-    rows = zip(about["buckets"], found, strict=True)
-    return [SavedState.read(row["level"], mine) for row, mine in rows]
+        by_bucket[int(number)][key] = tensor
+    rows = zip(about["buckets"], by_bucket, strict=True)
+    return [SavedState.read(row["level"], arrays) for row, arrays in rows]
 
 
 def snapshot(exchange: Exchange) -> dict[str, Any]:
-    """Return this rank's whole state as a dict of tensors, numbers, strings, lists and dicts."""
+    """Return this rank's entire state as a dict of tensors, numbers, strings, lists and dicts."""
     tensors = named([entry.saved().map(exchange.xp.copy) for entry in exchange.bucket_states])
     link = exchange.communicator
     return {"rank": link.rank, "ranks": link.size, "about": describe(exchange), "tensors": tensors}
 
 
 def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
-    """Restore a `snapshot`; return whether it was this rank's, of as many ranks.
+    """Restore a `snapshot`.
 
-    If not, what belonged to that rank alone is left out (`Compressor.rescale_from_one`).
+    A snapshot of another rank, or of another number of ranks, is restored without per-rank state
+    (`Compressor.rescale_from_one`).
+
+    Returns:
+        Whether the snapshot was made by this rank in a job of this size.
 
     Raises:
-        ValueError: it does not fit, and why.
+        ValueError: if the snapshot does not fit; the message has the reason.
     """
     _compare(exchange, saved["about"])
     arrays = {key: exchange.xp.to_numpy(value) for key, value in saved["tensors"].items()}
     mine, link = read_named(arrays, saved["about"]), exchange.communicator
     own = (saved["rank"], saved["ranks"]) == (link.rank, link.size)
-    restore(exchange, mine if own else _foreign(exchange, mine), saved["about"])
+    restore(exchange, mine if own else _from_one(exchange, mine), saved["about"])
     return own
 
 
 def shared(exchange: Exchange) -> dict[str, Any]:
-    """Return what a rank that joins takes over from this one, as NumPy arrays and plain values."""
-    mine = [replace(one.scaled(0), evidence={}) for one in saved_of(exchange)]
-    return {"ranks": exchange.communicator.size, "about": describe(exchange), "buckets": mine}
+    """Return this rank's state for a rank that joins, as NumPy arrays and plain values."""
+    buckets = [replace(saved.scaled(0), evidence={}) for saved in saved_of(exchange)]
+    return {"ranks": exchange.communicator.size, "about": describe(exchange), "buckets": buckets}
 
 
 def join(exchange: Exchange, saved: dict[str, Any]) -> None:
-    """Take over what another rank has `shared`; residuals are zero.
+    """Take over the state that another rank returned from `shared`; residuals are zero.
 
     Raises:
-        ValueError: it does not fit, and why.
+        ValueError: if the state does not fit; the message has the reason.
     """
     _compare(exchange, saved["about"])
-    restore(exchange, _foreign(exchange, saved["buckets"]), saved["about"])
+    restore(exchange, _from_one(exchange, saved["buckets"]), saved["about"])
 
 
 def move(exchange: Exchange, link: Communicator) -> None:
-    """Go on over another communicator, whose ranks may be more or fewer.
+    """Continue over another communicator, which may have more or fewer ranks.
 
-    Residuals are multiplied by the ratio of the numbers of ranks, so that the mean of those which
-    stay is what it was.
+    Residuals are multiplied by the ratio of the new to the old number of ranks, so that the
+    residuals of the remaining ranks contribute to the mean over all ranks as before.
     """
     exchange.abort()
     before, about = exchange.communicator, describe(exchange)
-    mine = _of_wholes(exchange, saved_of(exchange), _told(about, before.rank, before.size))
+    mine = _expanded(
+        exchange, saved_of(exchange), _info_when_saved(about, before.rank, before.size)
+    )
     exchange.communicator = link
     exchange.bucket_batches.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
-    mine = [one.scaled(link.size / before.size) for one in mine]
-    restore(exchange, _foreign(exchange, mine), about)
+    mine = [saved.scaled(link.size / before.size) for saved in mine]
+    restore(exchange, _from_one(exchange, mine), about)
 
 
 def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
-    """If a rank has adopted what was another's, all forget what was theirs alone; collective.
+    """Discard per-rank state on all ranks if a rank adopted the state of another; collective.
 
     Args:
-        exchange: whose state it is.
-        own: whether this rank's was its own.
-        device: where the exchange's tensors are.
+        exchange: exchange with the adopted state.
+        own: whether this rank adopted a state of its own.
+        device: device of the exchange's tensors.
 
     Raises:
-        RuntimeError: on every rank, if some have gone further than others.
+        RuntimeError: on every rank, if the numbers of steps of the ranks differ.
     """
     link = exchange.communicator
-    mine = link.xp.asarray(np.array([own, exchange.steps], np.int64), device)
-    told = link.run("accordion.adopted", gather(link, mine))
-    whose, steps = np.stack(told).T.tolist()
+    local = link.xp.asarray(np.array([own, exchange.steps], np.int64), device)
+    rows = link.run("accordion.adopted", gather(link, local))
+    owned, steps = np.stack(rows).T.tolist()
     if len(set(steps)) > 1:
         raise RuntimeError(
-            f"ranks 0, 1, ... go on after {steps} steps: load the optimizer's state on all of them "
-            "(or, in PyTorch, on one and call broadcast_optimizer_state)."
+            f"ranks 0, 1, ... continue after {steps} steps, but must continue after the same step: "
+            "load the optimizer's state on all ranks (or, in PyTorch, load it on one rank and call "
+            "broadcast_optimizer_state)."
         )
-    if all(whose):
+    if all(owned):
         return
     if own:
-        adopt(exchange, {**snapshot(exchange), "rank": -1})  # as if it were another's
+        adopt(exchange, {**snapshot(exchange), "rank": -1})  # as a state of another rank
     if link.rank == 0:
-        text = "on some rank the state of another was loaded; what ranks had of their own"
-        print(f"{exchange.policy!r}: {text} (errors, replicas) begins anew.", file=sys.stderr)
+        text = "a rank loaded the state of another rank, so all ranks reset their per-rank state"
+        print(f"{exchange.policy!r}: {text} (residuals, replicas).", file=sys.stderr)
 
 
 def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> None:
-    """Go on from what was saved of each bucket, and from what was described."""
+    """Restore the exchange from the saved state of each bucket and a result of `describe`."""
     pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
     names = {row["name"]: entry.bucket.name for row, entry in pairs}
     exchange.policy.load_state_dict(_renamed(about["policy"], names))
     exchange.steps, exchange.skipped = about["steps"], about.get("skipped", 0)
     lead = exchange.communicator
-    made = _told(about, lead.rank, lead.size)
+    made = _info_when_saved(about, lead.rank, lead.size)
     for row, entry, saved in zip(about["buckets"], exchange.bucket_states, mine, strict=True):
         entry.served_from, entry.served_by_level = exchange.counted, {}
         entry.name = row.get("seed", entry.name)
@@ -261,13 +279,13 @@ def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any
         exchange.load_bucket_state(entry, saved, made)
 
 
-def same_name(one: str, other: str) -> bool:
-    """Return whether names are equal but for leading parts, some of which Keras drops."""
-    return one == other or one.endswith("/" + other) or other.endswith("/" + one)
+def same_name(name: str, other: str) -> bool:
+    """Return whether names are equal except for leading parts, some of which Keras drops."""
+    return name == other or name.endswith("/" + other) or other.endswith("/" + name)
 
 
 def _renamed(value: Any, names: dict[str, str]) -> Any:
-    """`value` with buckets called as they are now."""
+    """Return `value` with the saved names of buckets replaced by the present names."""
     if isinstance(value, dict):
         return {_renamed(k, names): _renamed(item, names) for k, item in value.items()}
     if isinstance(value, list):
@@ -276,8 +294,8 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
 
 
 def _chosen(only: Sequence[Any]) -> list[Any]:
-    found = [getattr(item, "exchange_owner", item) for item in only]
-    named = [owner for item in found for owner in (item if isinstance(item, tuple) else (item,))]
+    values = [getattr(item, "exchange_owner", item) for item in only]
+    named = [owner for item in values for owner in (item if isinstance(item, tuple) else (item,))]
     chosen = named or owners()
     if not chosen:
         raise RuntimeError("state: there is no distributed optimizer in this process.")
@@ -306,7 +324,7 @@ def _arrays(exchange: Any, prefix: str) -> dict[str, np.ndarray]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is either the old one or the new one, never half."""
+    """Write a file atomically: readers see the old file or the new one."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
     part.replace(path)
@@ -317,7 +335,7 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
     saved, ranks = manifest["exchanges"], manifest["ranks"]
     if len(saved) != len(chosen):
         raise ValueError(
-            f"{len(saved)} optimizers were saved, but {len(chosen)} are to be restored"
+            f"{len(saved)} optimizers were saved, but there are {len(chosen)} to restore"
         )
     missing = [r for r in range(ranks) if not _file(directory, r, ranks).exists()]
     if missing:
@@ -331,10 +349,10 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
         _compare(owner.exchange, row)
         restore(owner.exchange, _for_this_rank(owner.exchange, row, load, ranks), row)
         if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
-            _tell(owner.exchange, ranks)
+            _report_rescaling(owner.exchange, ranks)
 
 
-def _tell(exchange: Exchange, ranks: int) -> None:
+def _report_rescaling(exchange: Exchange, ranks: int) -> None:
     rules = {
         entry.compressor
         for entry in exchange.bucket_states
@@ -343,61 +361,63 @@ def _tell(exchange: Exchange, ranks: int) -> None:
     kinds = {type(rule).__name__: rule.rescale_note for rule in rules if rule.per_rank_state}
     size = exchange.communicator.size
     for name, text in sorted(kinds.items()):
-        waiting = "; what waited in another stage is dropped"
-        print(f"{name}: saved on {ranks} ranks, goes on with {size}: {text}{waiting}.",
+        inactive = "; the states of inactive stages are discarded"
+        print(f"{name}: saved on {ranks} ranks, continues on {size}: {text}{inactive}.",
               file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     if not path.exists():
-        raise FileNotFoundError(f"{path.name} is missing there")
+        raise FileNotFoundError(f"{path.name} is missing")
     manifest = json.loads(path.read_text())
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"its format is {manifest.get('format')!r}, but must be {FORMAT}")
+        raise ValueError(
+            f"the manifest's format is {manifest.get('format')!r}, but must be {FORMAT}"
+        )
     return manifest
 
 
 def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[SavedState]:
-    """Return what this rank goes on with; on another number of ranks, what is made of all.
+    """Return this rank's saved states; on another number of ranks, made from those of all ranks.
 
     Args:
-        exchange: whose state it is.
-        row: what the manifest says of it.
-        load: gives what a rank has saved.
-        ranks: how many have.
+        exchange: exchange to restore.
+        row: description of the exchange in the manifest.
+        load: function that returns the saved arrays of a rank.
+        ranks: number of ranks that saved.
     """
     rank, size = exchange.communicator.rank, exchange.communicator.size
     if ranks == size:
         return read_named(load(rank), row)
-    everyone = [
-        _of_wholes(exchange, read_named(load(other), row), _told(row, other, ranks))
+    all_saved = [
+        _expanded(exchange, read_named(load(other), row), _info_when_saved(row, other, ranks))
         for other in range(ranks)
     ]
-    buckets = zip(exchange.bucket_states, *everyone, strict=True)
+    buckets = zip(exchange.bucket_states, *all_saved, strict=True)
     return [rescaled(all_, *_kind(exchange, entry)) for entry, *all_ in buckets]
 
 
-def _foreign(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState]:
+def _from_one(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState]:
     pairs = zip(exchange.bucket_states, mine, strict=True)
-    return [rescale_from_one(one, *_kind(exchange, entry)) for entry, one in pairs]
+    return [rescale_from_one(saved, *_kind(exchange, entry)) for entry, saved in pairs]
 
 
-def _of_wholes(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> list[SavedState]:
+def _expanded(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> list[SavedState]:
     pairs = zip(exchange.bucket_states, mine, strict=True)
-    return [one.of_whole(*_kind(exchange, entry)[:2], made) for entry, one in pairs]
+    return [saved.of_whole(*_kind(exchange, entry)[:2], made) for entry, saved in pairs]
 
 
 def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...], Spec, Info]:
-    """Return a bucket's levels, its spec in NumPy, and what its compressor is told."""
+    """Return a bucket's levels, its spec in NumPy, and the `Info` for its compressor."""
     spec = Spec(entry.bucket.shape, entry.bucket.dtype, backend("numpy"))
     return entry.levels, spec, exchange.info(entry)
 
 
-def _told(row: dict[str, Any], rank: int, ranks: int) -> Info:
-    """Return the `Info` that a rank's algorithms had when its saved states were made."""
-    machines = tuple(tuple(members) for members in row.get("machines", ()))
-    return Info(rank=rank, size=ranks, hosts=machines)
+def _info_when_saved(row: dict[str, Any], rank: int, ranks: int) -> Info:
+    """Return the `Info` with which a rank's saved states were made."""
+    hosts = tuple(tuple(members) for members in row.get("machines", ()))
+    return Info(rank=rank, size=ranks, hosts=hosts)
 
 
 def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.ndarray]:
@@ -407,8 +427,8 @@ def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.n
 
 def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
     if "buckets" not in saved:
-        was = saved.get("averaging")
-        raise ValueError(f"the compression is {exchange.policy!r}, but was {was} when saved")
+        method = saved.get("averaging")
+        raise ValueError(f"the compression is {exchange.policy!r}, but was {method} when saved")
     ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.bucket_states]
     theirs = [(row["name"], row["shape"]) for row in saved["buckets"]]
     for mine, other in zip(ours, theirs, strict=False):
@@ -422,18 +442,18 @@ def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
         )
 
 
-def _together(lead: Communicator, action: Any, doing: str) -> None:
-    """Do `action` on every rank; if it fails on one, every rank raises."""
+def _on_all_ranks(lead: Communicator, action: Any, doing: str) -> None:
+    """Run `action` on every rank; raise on every rank if it fails on one."""
     problem = ""
     try:
         action()
     except (OSError, ValueError, KeyError) as error:
         problem = str(error)
-    failed = lead.run("accordion.checkpoint", _failures(lead, bool(problem)))
+    any_failed = lead.run("accordion.checkpoint", _failures(lead, bool(problem)))
     if problem:
         raise RuntimeError(f"state: {doing} failed on rank {lead.rank}: {problem}.")
-    if failed:
-        raise RuntimeError(f"state: {doing} failed on another rank; see its message.")
+    if any_failed:
+        raise RuntimeError(f"state: {doing} failed on another rank; see that rank's message.")
 
 
 def _failures(lead: Communicator, failed: bool) -> ExchangeGenerator:

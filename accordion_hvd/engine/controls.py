@@ -1,4 +1,4 @@
-"""The methods of a wrapped optimizer, in every framework, beyond those of its own class."""
+"""Methods that a wrapped optimizer has besides those of its class, in all frameworks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from accordion_hvd.policies.batch_growth import BatchGrowth
 class Controls:
     """Properties and methods that users call on a `DistributedOptimizer`.
 
-    A wrapper has `_averager`, the `GradientAverager`, and `_models`, which averages models (always
-    or at times), or None; `_statistics(model)` returns a model's `Parameters` that are not trained.
+    A wrapped optimizer defines these attributes:
+        _averager: the `GradientAverager`.
+        _models: the `ModelAverager`; None if the policy never averages models.
+        _statistics: a method that returns the `Parameters` of a model that are not trained.
     """
 
     _averager: Any
@@ -21,65 +23,67 @@ class Controls:
 
     @property
     def exchange(self) -> Any:
-        """Bytes, times, levels and policy of this optimizer's exchanges: `stats()`, `levels()`.
+        """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy.
 
-        A process that is alone, or outside the optimizer's process set, exchanges nothing; its
-        figures stay zero.
+        A single process, or one outside the optimizer's process set, exchanges nothing, so its
+        statistics stay zero.
 
         Raises:
-            RuntimeError: the optimizer is not built, so that no tensors are known.
+            RuntimeError: if the optimizer is not built yet, so that its tensors are not known.
         """
         return self._averager.exchange
 
     @property
     def exchange_owner(self) -> Any:
-        """Return the object that `save_state(only=[optimizer])` saves; several in a tuple."""
+        """Return the object, or a tuple of objects, that `save_state(only=[optimizer])` saves."""
         both = self._models is not None and self._models is not self._averager
         return (self._averager, self._models) if both else self._averager
 
     @property
     def process_set(self) -> Any:
-        """Return the ranks that average."""
+        """Return the process set over which gradients are averaged."""
         return self._averager.process_set
 
     @property
     def averaging(self) -> Any:
-        """Return the averager of models, with `stats()` and `state`; None if there is none."""
+        """Return the model averager, with `stats()` and `state()`; None if there is none."""
         return self._models
 
     @property
     def averaging_models(self) -> bool:
-        """Return whether ranks average models now, which differ in between."""
+        """Return whether ranks average models now, so that replicas differ between averages."""
         return self._averager.policy.observers.any("withholds")
 
     apart = _renamed.attribute("apart", "averaging_models")
 
     @property
     def growth(self) -> BatchGrowth | None:
-        """Return the observer that makes batches grow; None if there is none."""
+        """Return the observer that increases the batch size; None if there is none."""
         return self._averager.policy.observers.find(BatchGrowth)
 
     def end_window(self) -> None:
-        """End a window of the policy (an epoch); call it on every rank."""
+        """End a window of the policy (normally an epoch); call it on every rank."""
         self._averager.policy.end_window()
 
     def average_now(self, model: Any = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
+        """Replace the models of all ranks by their average; all ranks call it after the same step.
 
-        For evaluation and checkpoints under policies that average models; where gradients are
-        averaged now (`Accordion(high=WAGMA())` in critical regimes), models are equal already.
+        Use it before evaluation and checkpoints under policies that average models. While gradients
+        are averaged (`Accordion(high=WAGMA())` in critical regimes), models are equal already.
 
         Args:
-            model: the model whose statistics are averaged, too: floating-point buffers in PyTorch,
-                in Keras floating-point variables that are never trained.
+            model: model whose statistics are averaged, too: floating-point buffers in PyTorch,
+                floating-point variables that are never trained in Keras. None: only the parameters
+                are averaged.
 
         Raises:
-            RuntimeError: the optimizer never averages models; in Keras, within a graph.
+            RuntimeError: if the optimizer never averages models, or if the method is called within
+                a graph in Keras.
         """
         if self._models is None:
             raise RuntimeError(
-                "average_now() is for methods that average models, but "
-                f"{self._averager.policy!r} averages gradients, which keeps models equal."
+                "average_now() requires a policy that averages models, but "
+                f"{self._averager.policy!r} averages gradients, so models are equal already."
             )
         statistics = None if model is None else self._statistics(model)
         if self.averaging_models:

@@ -1,4 +1,4 @@
-"""Decisions: rank 0 takes them, and all ranks apply them at the same step."""
+"""Decisions, which rank 0 takes and all ranks apply at the same step."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from accordion_hvd.policies import decision
 
 
 class Decisions:
-    """The decisions of an exchange's policy and of its observers, between two steps.
+    """The decisions that an exchange's policy and its observers take between two steps.
 
     Args:
-        exchange: whose levels they change.
+        exchange: the exchange; decisions change the levels of its buckets.
     """
 
     def __init__(self, exchange: Any) -> None:
         self._exchange = exchange
 
     def due(self, rates: Mapping[str, float]) -> bool:
-        """Return whether there is something to decide now; equal on all ranks."""
+        """Return whether a decision is due now; equal on all ranks."""
         policy = self._exchange.policy
-        others = [observer.due(self._exchange) for observer in policy.observers]
-        return policy.due(rates) or any(others)
+        observers = [observer.due(self._exchange) for observer in policy.observers]
+        return policy.due(rates) or any(observers)
 
     def take(self, rates: Mapping[str, float]) -> Generator[Any, Any, None]:
-        """Decide, and follow; a generator of collectives."""
+        """Take the decisions that are due and apply them; a generator of collectives."""
         exchange, policy = self._exchange, self._exchange.policy
         if policy.due(rates):
-            yield from self._judge(rates)
+            yield from self._decide(rates)
         for observer in policy.observers:
             if observer.due(exchange):
                 yield from observer.decide(exchange)
-        self._follow()
+        self._apply()
 
-    def _judge(self, rates: Mapping[str, float]) -> Generator[Any, Any, None]:
-        exchange, policy, seen = self._exchange, self._exchange.policy, {}
+    def _decide(self, rates: Mapping[str, float]) -> Generator[Any, Any, None]:
+        exchange, policy = self._exchange, self._exchange.policy
+        values = {}
         for evidence in policy.evidence:
-            seen[evidence.key] = yield from evidence.read(exchange)
+            values[evidence.key] = yield from evidence.read(exchange)
         lead = exchange.communicator.rank == 0
-        rows = decision.plain(policy.decide(seen, rates)) if lead else None
+        rows = decision.plain(policy.decide(values, rates)) if lead else None
         rows = yield from share(exchange.communicator, rows, exchange.device)
         policy.apply(decision.read(rows))
         for entry in exchange.bucket_states:
             if entry.evidence:
                 entry.evidence = {}
 
-    def _follow(self) -> None:
+    def _apply(self) -> None:
         policy = self._exchange.policy
         switched = [s for s in self._exchange.bucket_states if s.level != policy.choice(s.bucket)]
         for entry in switched:

@@ -1,4 +1,4 @@
-"""When the ranks' weights are alike, under methods that let them differ at times."""
+"""Steps after which weights are equal on all ranks, for methods that let them differ at times."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from accordion_hvd.engine.bucket_state import BucketState
 
 
 def drifting(entries: Sequence[BucketState]) -> list[BucketState]:
-    """Return the entries under whose compressors the ranks' weights differ at times."""
+    """Return the bucket states with compressors that let weights differ between ranks."""
     plain = Compressor.synchronous
     return [entry for entry in entries if type(entry.compressor).synchronous is not plain]
 
 
 def span(entries: Sequence[BucketState], counted: int) -> int:
-    """Return the exchanges at whose end the weights are alike now and were not before: 0 if not.
+    """Return how many exchanges ago the weights were equal before; 0 if they differ now.
 
-    1 with methods that keep them alike; else the number of those since they last were, without
-    skipped ones. A function of the clock alone, so equal on all ranks.
+    Skipped exchanges do not count. The number is 1 if no compressor lets weights differ. It depends
+    only on the numbers of exchanges, so it is equal on all ranks.
 
     Args:
-        entries: of an exchange.
-        counted: its exchanges that were not skipped.
+        entries: bucket states of an exchange.
+        counted: number of exchanges so far that were not skipped.
     """
-    found = drifting(entries)
+    states = drifting(entries)
 
-    def alike(back: int) -> bool:
-        turns = ((s.compressor, counted - s.served_from - back) for s in found)
-        return all(method.synchronous(max(turn, 0)) for method, turn in turns)
+    def equal(back: int) -> bool:
+        served = ((s.compressor, counted - s.served_from - back) for s in states)
+        return all(compressor.synchronous(max(count, 0)) for compressor, count in served)
 
-    if not found:
+    if not states:
         return 1
-    return next(n for n in itertools.count(1) if alike(n)) if alike(0) else 0
+    return next(n for n in itertools.count(1) if equal(n)) if equal(0) else 0

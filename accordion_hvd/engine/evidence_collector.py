@@ -1,4 +1,4 @@
-"""Collects the evidence that a policy has asked for, step by step."""
+"""Collection of the evidence that a policy needs, step by step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from accordion_hvd.policies.evidence import Evidence, Step
 
 
 class EvidenceCollector:
-    """The evidence of an exchange's policy, as far as it follows steps.
+    """Collector of the evidence that is updated in each step of an exchange.
 
     Args:
-        exchange: whose steps are followed.
+        exchange: the exchange.
 
     Attributes:
-        always: whether evidence is collected in windows, too, in which it does not count; for
-            graphs, where a sum that stops means a new trace.
+        always: whether to collect evidence also in windows in which the policy does not use it.
+            Graphs need this: with a sum that stops, they would have to be traced again.
     """
 
     def __init__(self, exchange: Any) -> None:
@@ -26,52 +26,57 @@ class EvidenceCollector:
 
     @property
     def followed(self) -> tuple[Evidence, ...]:
-        """Return the evidence that follows steps now; equal on all ranks."""
+        """Return the evidence that the present step updates; equal on all ranks."""
         policy = self._exchange.policy
         if not (self.always or policy.observing()):
             return ()
-        return tuple(one for one in policy.evidence if one.follows)
+        return tuple(evidence for evidence in policy.evidence if evidence.follows)
 
     def wanted(self, entry: BucketState) -> list[Evidence]:
-        """Return the evidence that this rank collects of a entry's step now."""
+        """Return the evidence that this rank collects for a bucket in the present step."""
         if self._exchange.communicator.rank:
             return []
         return [
-            one
-            for one in self.followed
-            if (entry.bucket.compress or one.everywhere) and one.suits(entry.compressor)
+            evidence
+            for evidence in self.followed
+            if (entry.bucket.compress or evidence.everywhere) and evidence.suits(entry.compressor)
         ]
 
-    def before(self, memory: BatchState, wanted: Sequence[Evidence], grad: Tensor) -> None:
-        """Look at a batch's gradients."""
-        told, kept = self._told(memory, grad), memory.evidence
-        memory.before = kept
-        memory.evidence = kept | {one.key: one.before(kept[one.key], told) for one in wanted}
+    def before(self, batch_state: BatchState, wanted: Sequence[Evidence], grad: Tensor) -> None:
+        """Update the evidence with a bucket batch's gradients, before the exchange."""
+        step, old = self._step(batch_state, grad), batch_state.evidence
+        batch_state.before = old
+        batch_state.evidence = old | {x.key: x.before(old[x.key], step) for x in wanted}
 
-    def after(self, memory: BatchState, mean: Tensor, bad: Any) -> None:
-        """Look at a batch's results; `bad` may be symbolic."""
-        told, kept = self._told(memory, None, mean), memory.evidence
-        new = {x.key: x.after(kept[x.key], told) for x in self.wanted(memory.entries[0])}
+    def after(self, batch_state: BatchState, mean: Tensor, bad: Any) -> None:
+        """Update the evidence with a bucket batch's mean; `bad` may be symbolic."""
+        step, old = self._step(batch_state, None, mean), batch_state.evidence
+        new = {x.key: x.after(old[x.key], step) for x in self.wanted(batch_state.entries[0])}
         if bad is not False:
-            either = self._exchange.xp.where
-            new = {k: x if x is kept[k] else either(bad, kept[k], x) for k, x in new.items()}
+            where = self._exchange.xp.where
+            new = {k: x if x is old[k] else where(bad, old[k], x) for k, x in new.items()}
         if new:
-            memory.evidence = kept | new
-        memory.before = None
+            batch_state.evidence = old | new
+        batch_state.before = None
 
     def observe(self, entry: BucketState, grads: Sequence[Tensor]) -> None:
-        """Look at gradients that stay with this rank, of all tensors."""
+        """Update a bucket's evidence with gradients that are not exchanged.
+
+        Args:
+            entry: state of the bucket.
+            grads: gradients of all tensors.
+        """
         xp, wanted = self._exchange.xp, [x for x in self.wanted(entry) if x.looks_before]
         if wanted:
             parts = [xp.reshape(grads[member], (-1,)) for member in entry.bucket.members]
-            memory = BatchState([entry], "", xp, wanted)
-            memory.evidence = {one.key: one.zeros(entry) for one in wanted} | entry.evidence
-            self.before(memory, wanted, xp.reshape(xp.concat(parts), entry.bucket.shape))
+            batch_state = BatchState([entry], "", xp, wanted)
+            batch_state.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
+            self.before(batch_state, wanted, xp.reshape(xp.concat(parts), entry.bucket.shape))
 
-    def _told(self, memory: BatchState, grad: Tensor, mean: Tensor = None) -> Step:
-        buckets = len(memory.entries) if memory.stacked == "alike" else 0
+    def _step(self, batch_state: BatchState, grad: Tensor, mean: Tensor = None) -> Step:
+        buckets = len(batch_state.entries) if batch_state.stacked == "alike" else 0
         compressor, weight = (
-            memory.entries[0].compressor,
+            batch_state.entries[0].compressor,
             self._exchange.policy.observers.weight,
         )
-        return Step(grad, compressor, memory.state, weight, buckets, mean)
+        return Step(grad, compressor, batch_state.state, weight, buckets, mean)

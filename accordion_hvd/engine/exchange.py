@@ -1,4 +1,4 @@
-"""Runs the compressors: state, levels, bytes and checkpoints of everything that is exchanged."""
+"""The exchange, which runs the compressors of all buckets with their states and levels."""
 
 from __future__ import annotations
 
@@ -27,30 +27,34 @@ from accordion_hvd.policies.gating import Gating
 class Exchange:
     """Averages gradients over the ranks, bucket by bucket, under a policy.
 
-    Use: `begin`, then `start` for each batch of the plan in any order, then `finish`;
-    `batches.unpack(i)` then gives each batch's results. The policy's observers are told when
-    tensors
-    are added, when a step begins and when it is done, and whether there is something to decide
-    (`core.observer`).
+    For each step, call `begin`, then `start` for each bucket batch of the plan in any order, then
+    `finish`. `bucket_batches.unpack(i)` then returns the means of batch i. The exchange notifies
+    the policy's observers (`core.observer`) when tensors are added, before and after each step, and
+    when decisions may be due.
 
     Args:
-        communicator: carries requests.
-        policy: decides which compressor serves which bucket.
-        tensors: what is exchanged, in the order in which gradients are expected.
-        skip: patterns of tensor names that travel dense.
-        name: prefix of its collectives; the same on all ranks, unique in a process.
+        communicator: communicator that carries the requests.
+        policy: policy that decides which compressor serves which bucket.
+        tensors: tensors to exchange, in the order in which their gradients are expected.
+        skip: patterns of the names of tensors to send uncompressed.
+        name: prefix of the names of collectives; equal on all ranks, unique in a process.
 
     Attributes:
-        steps: exchanges so far, skipped ones included.
-        skipped: exchanges that a gradient spoilt which was not finite.
-        device: of the first bucket.
-        evidence: what the policy has asked for.
-        replicas: returns the weights, by the tensors' names, for evidence that looks at them.
-        hyper: parameter group -> its settings, as compressors are told them (`Info.hyper`).
-        batches: which buckets share a call; packs and unpacks tensors.
-        decisions: of the policy and its observers.
-        accounts: bytes and seconds.
-        results: of the step that was closed, by batch.
+        steps: number of exchanges so far, skipped ones included.
+        skipped: number of exchanges that were skipped because a gradient was not finite.
+        device: device of the first bucket.
+        evidence: collector of the policy's evidence.
+        replicas: function that returns the weights by the tensors' names, for evidence that depends
+            on the weights.
+        hyper: settings of each parameter group, as compressors receive them (`Info.hyper`).
+        bucket_states: states of the buckets.
+        entry_of: bucket state of each tensor, by the tensor's number.
+        tensors: all tensors; positions in this list are the tensors' numbers.
+        bucket_batches: the bucket batches, which pack and unpack tensors.
+        decisions: decisions of the policy and its observers.
+        accounts: bytes and seconds so far.
+        running: the present step; None between steps.
+        results: means of the last closed step, by bucket batch.
     """
 
     group_bytes: float | None = None
@@ -69,28 +73,28 @@ class Exchange:
         self.skip = tuple(skip)
         self.steps = self.skipped = 0
         self.device: Any = None
-        self.replicas: Callable[[], Mapping[str, Tensor]] = _unknown
+        self.replicas: Callable[[], Mapping[str, Tensor]] = _no_replicas
         self.hyper: Mapping[str, Mapping[str, Any]] = {}
         self.bucket_states: list[BucketState] = []
-        self.entry_of: dict[int, BucketState] = {}  # by number of the tensor
+        self.entry_of: dict[int, BucketState] = {}
         self.tensors: list[TensorInfo] = []
         self.bucket_batches = BucketBatches(self, self.group_bytes)
         self.evidence = EvidenceCollector(self)
         self.decisions = Decisions(self)
         self.accounts = Accounts()
-        self.running: Step | None = None  # the current step
+        self.running: Step | None = None
         self.results: dict[int, Tensor] = {}
         self._lr: dict[str, float] = {}
         self.extend(tensors)
 
     # --------------------------------------------------------------------------------- the layout
     def extend(self, tensors: Sequence[TensorInfo]) -> None:
-        """Exchange these tensors too, from now on.
+        """Add tensors to the exchange, in buckets of their own.
 
-        Every rank must do so before the same exchange. What is there stays as it is.
+        Every rank must add the same tensors before the same exchange.
 
         Raises:
-            ValueError: one of them cannot be exchanged (`Compressor.accept`).
+            ValueError: if a compressor does not support one of the tensors (`Compressor.accept`).
         """
         buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
         specs = [
@@ -118,21 +122,25 @@ class Exchange:
 
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
-        """Begin an exchange. Runs the policy's decision first, if one is due (then it waits)."""
+        """Begin an exchange, after the decisions that are due; these wait for the other ranks.
+
+        Args:
+            lr: learning rate of the step; a float, or a rate per bucket name.
+        """
         self.decide(lr)
         self.open(lr)
 
     def decide(self, lr: float | Mapping[str, float]) -> None:
-        """Take a decision if one is due; collective."""
+        """Take the decisions that are due; collective."""
         rates = self.rates(lr)
         if self.decisions.due(rates):
             self.communicator.run(f"{self.name}.policy", self.decisions.take(rates))
 
     def open(self, lr: float | Mapping[str, float] = 0.0) -> Step:
-        """Begin an exchange whose decisions have been taken."""
+        """Begin an exchange without taking decisions."""
         self._tick(self.rates(lr))
         observers = self.policy.observers
-        if observers.weight != 1:  # which is the rate that this step will be taken with
+        if observers.weight != 1:  # the optimizer step uses the rate times the weight
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
         guarded = bool(self.evidence.followed)
         guarded |= any(
@@ -154,60 +162,65 @@ class Exchange:
         """Start the exchange of one bucket batch.
 
         Args:
-            index: of the batch.
-            grad: the gradients, from `BucketBatches.pack`; their memory may be overwritten.
-            parameter: the weights, from `BucketBatches.pack_weights`, if the compressor
+            index: position of the bucket batch.
+            grad: gradients from `BucketBatches.pack`; their memory may be overwritten.
+            parameter: weights from `BucketBatches.pack_weights`, if the compressor
                 `needs_weights`.
         """
         assert self.running is not None
-        memory = self.bucket_batches.memory[index]
-        first, wanted = memory.entries[0], self.evidence.wanted(memory.entries[0])
-        detects_nonfinite = first.compressor.detects_nonfinite and memory.carried() is None
-        detects_nonfinite = detects_nonfinite and not any(one.looks_before for one in wanted)
-        opening = functools.partial(self._opening, memory, wanted, parameter)
+        batch_state = self.bucket_batches.memory[index]
+        first, wanted = batch_state.entries[0], self.evidence.wanted(batch_state.entries[0])
+        detects_nonfinite = first.compressor.detects_nonfinite and batch_state.carried() is None
+        detects_nonfinite = detects_nonfinite and not any(x.looks_before for x in wanted)
+        opening = functools.partial(self._opening, batch_state, wanted, parameter)
         self.running.start(index, grad, opening, detects_nonfinite)
 
     def _opening(
-        self, memory: BatchState, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
+        self, batch_state: BatchState, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
     ) -> ExchangeGenerator:
-        """Collect evidence; return the compressor's generator."""
-        first = memory.entries[0]
+        """Collect evidence and return the exchange generator of a bucket batch."""
+        first = batch_state.entries[0]
         info = replace(self.info(first), parameter=parameter)
-        memory.open(info, wanted)
+        batch_state.open(info, wanted)
         if wanted:
-            self.evidence.before(memory, wanted, grad)
-        carried = memory.carried()
+            self.evidence.before(batch_state, wanted, grad)
+        carried = batch_state.carried()
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
-        return first.compressor.exchange(grad, memory.state, info)
+        return first.compressor.exchange(grad, batch_state.state, info)
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
-        """Tell policy and evidence of this rank's gradients in a step without an exchange.
+        """Update policy and evidence with this rank's gradients in a step without an exchange.
 
         Args:
-            grads: in the order of `tensors`.
-            lr: as in `begin`.
+            grads: gradients in the order of `tensors`.
+            lr: learning rate, as in `begin`.
         """
         for entry in self.bucket_states:
             self.evidence.observe(entry, grads)
         self._tick(self.rates(lr))
 
     def finish(self) -> bool:
-        """Wait for the end; False if a rank's gradient was not finite: all means are NaN then."""
+        """Wait until the step's exchanges have ended, and close the step.
+
+        Returns:
+            False if the step was skipped because a gradient of some rank was not finite. `results`
+            is then empty, and callers return NaN as means.
+        """
         assert self.running is not None
         self.running.finish()
         return self.close()
 
     def close(self) -> bool:
-        """Keep what a step that is done has brought; see `finish`."""
+        """Store the results and states of a completed step; returns as `finish` does."""
         step = self.running
         assert step is not None
         self.results = {}
-        for index, memory in enumerate(self.bucket_batches.memory):
+        for index, batch_state in enumerate(self.bucket_batches.memory):
             if step.bad is True:
-                memory.take_back()
+                batch_state.take_back()
             else:
-                self.results[index] = self._keep(memory, *step.result(index), step.bad)
+                self.results[index] = self._store(batch_state, *step.result(index), step.bad)
         self.bucket_batches.weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
@@ -217,14 +230,14 @@ class Exchange:
         self.running = None
         return step.bad is not True
 
-    def _keep(self, memory: BatchState, mean: Tensor, state: State, bad: Any) -> Tensor:
-        """Keep a batch's state and evidence; `bad` may be symbolic. Returns the mean."""
+    def _store(self, batch_state: BatchState, mean: Tensor, state: State, bad: Any) -> Tensor:
+        """Store state and evidence of a bucket batch; return the mean. `bad` may be symbolic."""
         if bad is not False:
-            xp, old = self.xp, memory.state
+            xp, old = self.xp, batch_state.state
             mean = xp.where(bad, xp.nans_like(mean), mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
-        memory.keep(state)
-        self.evidence.after(memory, mean, bad)
+        batch_state.keep(state)
+        self.evidence.after(batch_state, mean, bad)
         return mean
 
     def _count(self, step: Step) -> None:
@@ -232,24 +245,24 @@ class Exchange:
         self.steps += 1
 
     def advance(self) -> bool:
-        """Move on without waiting; True when the step is done and `close` may be called."""
+        """Continue the step without waiting; return True once `close` may be called."""
         assert self.running is not None
         return self.running.advance()
 
     def abort(self) -> None:
-        """Forget a step that was begun and cannot be finished (after an error).
+        """Undo a step that cannot be finished (after an error).
 
-        Errors and sums are as before it, unless later rounds had begun.
+        Residuals and evidence are as before the step, unless later rounds have begun.
         """
         if self.running is not None:
             self.running.take_back()
             self.running = None
-            for memory in self.bucket_batches.memory:
-                memory.take_back()
+            for batch_state in self.bucket_batches.memory:
+                batch_state.take_back()
 
-    # ----------------------------------------------------------------------------------- the clock
+    # ------------------------------------------------------------------- step numbers and rates
     def info(self, entry: BucketState, step: Any = None) -> Info:
-        """Return what a entry's compressor is told."""
+        """Return the `Info` for a bucket's compressor."""
         return Info(
             step=self.steps if step is None else step,
             rank=self.communicator.rank,
@@ -264,23 +277,23 @@ class Exchange:
 
     @property
     def counted(self) -> int:
-        """Exchanges that were not skipped."""
+        """Return the number of exchanges that were not skipped."""
         return self.steps - self.skipped
 
     def phase(self, entry: BucketState) -> int:
-        """Return the phase that a entry's compressor is in (`Compressor.variant`)."""
+        """Return the phase of a bucket's compressor (`Compressor.variant`)."""
         compressor = entry.compressor
         return compressor.variant(self.counted - entry.served_from) if compressor.phases else 0
 
     def rates(self, lr: float | Mapping[str, float]) -> dict[str, float]:
-        """Return each bucket's learning rate, from one for all or one each."""
+        """Return each bucket's learning rate, given one rate for all buckets or one per bucket."""
         if isinstance(lr, Mapping):
             return dict(lr)
         return {entry.bucket.name: lr for entry in self.bucket_states}
 
     # -------------------------------------------------------------------------------------- levels
     def switch(self, entry: BucketState, level: int) -> None:
-        """Let another level serve."""
+        """Switch a bucket to another level."""
         if level != entry.level:
             entry.record_switch(level, self.counted)
             entry.switch(level, self.info(entry))
@@ -289,51 +302,64 @@ class Exchange:
     def load_bucket_state(
         self, entry: BucketState, saved: SavedState, made: Info | None = None
     ) -> None:
-        """Put a entry back as it was saved, in NumPy; see `BucketState.created_with`."""
+        """Restore a bucket from its saved state.
+
+        Args:
+            entry: state of the bucket.
+            saved: saved state, in NumPy.
+            made: the `Info` with which the saved state was made (`BucketState.created_with`).
+        """
         entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)))
         entry.created_with = made
         self.bucket_batches.outdate()
-        if entry.bucket.compress:  # what a gate found holds no more
+        if entry.bucket.compress:  # measurements of a gate are no longer valid
             self.switch(entry, self.policy.choice(entry.bucket))
 
     # --------------------------------------------------------------------------------- accounting
     def stats(self) -> dict[str, Any]:
-        """Bytes and seconds of this rank since the beginning.
+        """Return counts of bytes and seconds of this rank since the start of training.
 
-        steps: exchanges; dense: bytes of the gradients; dense_sent: what a ring allreduce of them
-        would send; payload, sent, received: see `traffic`; between: `sent` without what is known
-        to have stayed within a machine (see `machines`); ratio: dense_sent / sent; seconds: in
-        encoding (until the first request), waiting, and decoding (after it); reports: for each
-        bucket whose method has something to say of itself, what (`Compressor.report`); privacy:
-        what has been spent (`PrivacyBudget.stats`), if there is a budget; batch_size: examples of
-        all ranks in a step now, if the policy has a say in that.
+        Returns:
+            A dict with these keys:
+                steps: number of exchanges.
+                dense: bytes of the uncompressed gradients.
+                dense_sent: bytes that a ring allreduce of the gradients would send.
+                payload, sent, received: see `comm.traffic`.
+                between: `sent` without the bytes known to have stayed within a host (see `hosts`).
+                ratio: dense_sent / sent.
+                seconds: seconds spent in encoding (before the first requests), waiting, and
+                    decoding (after the first requests).
+                reports: reports of the compressors by bucket (`Compressor.report`).
+                privacy: privacy spent so far (`PrivacyBudget.stats`), if there is a budget.
+                batch_size: number of examples of all ranks in a step, if the policy controls it.
         """
-        known = self.accounts.stats(self.communicator.size)
-        found = {
+        counts = self.accounts.stats(self.communicator.size)
+        result = {
             "steps": self.steps,
-            **known,
+            **counts,
             "reports": reports(self.bucket_states),
             "privacy": {},
         }
-        return found | self.policy.observers.stats()
+        return result | self.policy.observers.stats()
 
     def levels(self) -> dict[str, str]:
-        """Return which compressor serves each bucket now."""
+        """Return the compressor that serves each bucket now, by bucket name."""
         return {entry.bucket.name: repr(entry.compressor) for entry in self.bucket_states}
 
     def advice(self) -> Advice:
-        """Return where compression pays in this job, with the figures (on rank 0).
+        """Return the gate's advice whether compression saves time in this job (on rank 0).
 
         Raises:
-            RuntimeError: the policy has no gate.
+            RuntimeError: if the policy has no gate.
         """
         gating = self.policy.observers.find(Gating)
         if gating is None:
             raise RuntimeError(
-                "exchange.advice() needs a gate: pass for example Fixed(PowerSGD(1), gate='auto')."
+                "exchange.advice() needs a gate: pass, for example, "
+                "Fixed(PowerSGD(1), gate='auto')."
             )
         return gating.advice(self)
 
 
-def _unknown() -> Mapping[str, Tensor]:
-    raise RuntimeError("weights: the policy looks at them; simulated ranks give them to step().")
+def _no_replicas() -> Mapping[str, Tensor]:
+    raise RuntimeError("weights: the policy needs them; with simulated ranks, pass them to step().")

@@ -1,4 +1,4 @@
-"""Average gradients over the ranks: everything in which PyTorch and TensorFlow do not differ."""
+"""Averaging of gradients over the ranks: the part that PyTorch and TensorFlow share."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ from accordion_hvd.policies import Policy
 E = TypeVar("E", bound=Exchange)
 Key = Any  # hashable
 
-_numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
+_numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
 
 
 class GradientAverager(abc.ABC, Generic[E]):
-    """Average a model's gradients over the ranks of a process set.
+    """Averages a model's gradients over the ranks of a process set.
 
-    A framework's adapter says when gradients are there and hands over tensors. Whatever ranks must
-    do alike is here: names of collectives, the agreement before the first step, the exchange and
-    what belongs to it, comparisons of the replicas, checkpoints, a change of the ranks.
+    The adapter of a framework decides when gradients are ready and passes the tensors. This class
+    does what all ranks must do in the same order: it names the collectives, compares the settings
+    of the ranks before the first step, owns the exchange, compares replicas, saves and restores
+    checkpoints, and handles changes of the ranks.
 
     Args:
-        policy: decides which compressor serves which tensor.
-        process_set: the ranks that average.
+        policy: policy that decides which compressor serves which tensor.
+        process_set: process set over which gradients are averaged.
         total: whether the result is the sum instead of the average.
-        sparse_as_dense: whether sparse gradients are exchanged like dense ones; otherwise they are
-            gathered, beside any compression.
-        skip: patterns of names that travel dense.
-        guard: compares replicas now and then.
-        with_settings: whether exchanges are told the optimizer's settings (`Info.hyper`), as
-            compressed optimizers want; these exchange on one rank, too.
+        sparse_as_dense: whether sparse gradients are exchanged like dense ones. Otherwise they are
+            gathered without compression.
+        skip: patterns of the names of tensors to send uncompressed.
+        guard: guard that compares the replicas; None: no comparisons.
+        with_settings: whether compressors receive the optimizer's settings (`Info.hyper`), which
+            compressed optimizers need. These also exchange on a single rank.
 
     Attributes:
-        framework: name in messages.
-        device: where numbers go that accompany the gradients, as `ops.asarray` takes it.
-        name: prefix of the collectives; equal on all ranks, unique in a process.
-        keys: the exchange's tensors by number: what the adapter knows them by.
-        number: the inverse of `keys`.
+        framework: name of the framework in messages.
+        device: device of numbers that accompany the gradients, as for `ops.asarray`.
+        name: prefix of the names of collectives; equal on all ranks, unique in a process.
+        keys: the adapter's keys of the exchange's tensors, by number.
+        number: number of each tensor, by key; the inverse of `keys`.
         sparse: keys of the tensors whose gradients are gathered.
-        agreed: whether ranks know that they are set up alike.
+        agreed: whether the ranks have compared their settings (`agree`).
     """
 
     framework: ClassVar[str]
@@ -83,23 +84,23 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.name = f"accordion.{number}.{_numbers[number]}"
         _numbers[number] += 1
         self._exchange: E | None = None
-        self._unused = copy.deepcopy(policy.state_dict())
+        self._initial_policy = copy.deepcopy(policy.state_dict())
         self.agreed = False
-        self._own = True  # the state that was adopted was this rank's
-        self._compared = 0  # the last step whose replicas were compared
+        self._own_state = True  # whether the adopted state was saved by this rank
+        self._compared = 0  # number of the last step with a comparison
 
-    # ------------------------------------------------------------------- what an adapter supplies
+    # ----------------------------------------------------------------- supplied by the adapter
     @abc.abstractmethod
     def connect(self) -> Communicator:
-        """Return a new communicator among the ranks of the process set."""
+        """Return a new communicator of the ranks of the process set."""
 
     @abc.abstractmethod
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> E:
-        """Return a new exchange of these tensors."""
+        """Return a new exchange of `tensors`."""
 
     @abc.abstractmethod
     def tensors(self) -> Mapping[Key, TensorInfo]:
-        """Return all tensors with gradients to be averaged, in an order equal on all ranks."""
+        """Return all tensors with gradients to average, in an order that is equal on all ranks."""
 
     @abc.abstractmethod
     def replicas(self) -> Mapping[str, Tensor]:
@@ -108,10 +109,10 @@ class GradientAverager(abc.ABC, Generic[E]):
     # ---------------------------------------------------------------------------- the exchange
     @property
     def exchange(self) -> E:
-        """Return the exchange of all tensors but the sparse ones; it is made at the first use.
+        """Return the exchange of all tensors except the sparse ones; made at the first use.
 
         Raises:
-            RuntimeError: no tensors are known yet.
+            RuntimeError: if no tensors are known yet.
         """
         if self._exchange is None:
             self._renew_exchange()
@@ -119,16 +120,16 @@ class GradientAverager(abc.ABC, Generic[E]):
         return self._exchange
 
     def expect_sparse(self, keys: Sequence[Key]) -> None:
-        """Gather the gradients of these tensors; an exchange that has them is made anew.
+        """Gather the gradients of these tensors, and replace an exchange that contains them.
 
         Raises:
-            RuntimeError: they have been exchanged already.
+            RuntimeError: if dense gradients have been exchanged already.
         """
         if self._exchange is not None and list(keys) != self.sparse:
             if self._exchange.steps:
                 raise RuntimeError(
-                    "sparse gradients appeared after dense ones had been exchanged; pass "
-                    "sparse_as_dense=True where gradients are not always of one kind."
+                    "sparse gradients appeared after dense ones had been exchanged. If a tensor's "
+                    "gradients are not always of one kind, pass sparse_as_dense=True."
                 )
             self.sparse = list(keys)
             self._renew_exchange()
@@ -143,8 +144,8 @@ class GradientAverager(abc.ABC, Generic[E]):
             self.policy._bound = None
         self.keys, self.number = [], {}
         self._exchange = self.make_exchange(list(dense.values()))
-        mine = weakref.ref(self)  # averagers are alive as long as their optimizers are
-        self._exchange.replicas = lambda: mine().replicas()  # type: ignore[union-attr]
+        reference = weakref.ref(self)  # the optimizer keeps this averager alive
+        self._exchange.replicas = lambda: reference().replicas()  # type: ignore[union-attr]
         self._number(list(dense))
 
     def _number(self, keys: Sequence[Key]) -> None:
@@ -152,21 +153,21 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.keys.extend(keys)
 
     def extend(self, tensors: Mapping[Key, TensorInfo]) -> None:
-        """Exchange these tensors, too, if the exchange is made already."""
+        """Add tensors to the exchange, if it exists already."""
         if self._exchange is not None and tensors:
             self._exchange.extend(list(tensors.values()))
             self._number(list(tensors))
 
     def serving(self, key: Key) -> Compressor:
-        """Return the compressor that serves a tensor now."""
+        """Return the compressor that serves the tensor of `key` now."""
         return self.exchange.entry_of[self.number[key]].compressor
 
     @property
     def idle(self) -> bool:
-        """Return whether gradients stay local: there is no other rank, and no other need.
+        """Return whether gradients need no exchange, because there is a single rank.
 
-        A policy that returns updates, is private or grows batches is needed on one rank, too, and
-        so is every policy where ranks may join.
+        A single rank still needs policies that return updates, are private or grow batches. It
+        needs every policy in elastic jobs, where other ranks may join.
         """
         policy = self.policy
         needed = policy.output == "update" or policy.observers.any("needed_alone")
@@ -176,63 +177,64 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     # ---------------------------------------------------------------------------------- agreement
     def agree(self, *lines: str) -> None:
-        """See that all ranks are set up alike, before the first exchange; collective.
+        """Check that all ranks have the same set-up, before the first exchange; collective.
 
         Args:
-            lines: what they must agree on besides policy, settings and tensors.
+            lines: descriptions that must be equal, besides policy, settings and tensors.
 
         Raises:
-            RanksDisagree: on all ranks, they are not; names the ranks and the difference.
+            RanksDisagree: on all ranks, if set-ups differ; the message has the ranks and the
+                difference.
         """
         settings = f"sum={self.total} skip={self.skip}"
-        followed = [observer.agreement() for observer in self.policy.observers]
-        known = [f"{x.name} {x.shape} {x.dtype}" for x in self.tensors().values()]
+        observers = [observer.agreement() for observer in self.policy.observers]
+        tensors = [f"{x.name} {x.shape} {x.dtype}" for x in self.tensors().values()]
         version = f"accordion_hvd {accordion_hvd.__version__}, {self.framework}, {self.name}"
-        text = "\n".join([version, repr(self.policy), settings, *followed, *lines, *known])
+        text = "\n".join([version, repr(self.policy), settings, *observers, *lines, *tensors])
         require_agreement(self.communicator, text, self.device)
         self.discover()
         if self.with_settings:
-            checkpoint.agree_on_origin(self.exchange, self._own, self.device)
-            self._own = True
+            checkpoint.agree_on_origin(self.exchange, self._own_state, self.device)
+            self._own_state = True
         self.agreed = True
 
     def discover(self) -> None:
-        """Find out about hosts and link what the policy needs to know; collective, once."""
+        """Discover hosts and measure the link, if the policy needs them; collective, once."""
         hosts.discover_hosts(self.communicator, self.policy.topology_aware, self.device)
         fp16_reduction.choose_reduction(self.communicator, self.policy, self.device)
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return, for each flag, whether some rank has set it; collective."""
-        mine = self.communicator.xp.asarray(np.array(flags, np.int32), self.device)
-        found = self.communicator.run(f"{self.name}.flags", _largest(mine))
-        return [bool(flag) for flag in self.communicator.xp.to_numpy(found)]
+        local = self.communicator.xp.asarray(np.array(flags, np.int32), self.device)
+        largest = self.communicator.run(f"{self.name}.flags", _largest(local))
+        return [bool(flag) for flag in self.communicator.xp.to_numpy(largest)]
 
     def doubt(self) -> None:
-        """Have ranks agree again before the next exchange."""
+        """Make ranks compare their set-ups again before the next exchange."""
         self.agreed = False
 
     # -------------------------------------------------------------------------- elastic jobs
     def ranks_changed(self) -> None:
-        """Connect to the ranks that there are now, after Horovod has started again."""
+        """Connect to the present ranks after Horovod has been initialized again."""
         self.communicator = self.connect()
         if self._exchange is not None:
             checkpoint.move(self._exchange, self.communicator)
-        self._own = False
+        self._own_state = False
         self.doubt()
 
     def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
-        """Take over policy, levels and clock of rank 0, if this rank has just come; collective.
+        """Take over policy, levels and step counts of rank 0, if this rank is new; collective.
 
-        A rank that has taken part in as many steps as rank 0 keeps what it has. Another one begins
-        without a residual.
+        A rank that has taken part in as many steps as rank 0 retains its state. Any other rank
+        begins without a residual.
 
         Args:
-            broadcast: returns rank 0's object on all ranks.
+            broadcast: function that returns rank 0's object on all ranks.
         """
         begun = self._exchange is not None and self._exchange.steps > 0
         leads = self.communicator.rank == 0
-        mine = checkpoint.shared(self.exchange) if leads and begun else None
-        self.name, saved = broadcast((self.name, mine))
+        state = checkpoint.shared(self.exchange) if leads and begun else None
+        self.name, saved = broadcast((self.name, state))
         if saved is not None and not (begun and self.exchange.steps == saved["about"]["steps"]):
             self.expect(saved["about"]["tensors"])
             checkpoint.join(self.exchange, saved)
@@ -242,7 +244,7 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     # -------------------------------------------------------------------------------- checkpoints
     def expect(self, names: Sequence[str]) -> None:
-        """Before a restore: take tensors of other names for sparse ones, as they were then."""
+        """Prepare a restore: tensors that are not in `names` had sparse gradients when saved."""
         if self._exchange is None:
             self.sparse = [
                 key
@@ -251,30 +253,31 @@ class GradientAverager(abc.ABC, Generic[E]):
             ]
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
-        """Go on from a `checkpoint.snapshot`, before the next exchange.
+        """Continue from a `checkpoint.snapshot`, before the next exchange.
 
-        Ranks then find out whether each had its own: if not, all drop per-rank state.
+        Before that exchange, the ranks check whether each adopted its own snapshot. If not, all
+        ranks discard per-rank state.
 
         Args:
-            saved: the snapshot; None for the beginning.
+            saved: the snapshot; None to return to the initial state.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: if the snapshot is from other tensors or another policy.
         """
         if saved is None:
             self._exchange = None
             self.policy._bound = None
-            self.policy.load_state_dict(copy.deepcopy(self._unused))
+            self.policy.load_state_dict(copy.deepcopy(self._initial_policy))
         else:
-            self._own = checkpoint.adopt(self.exchange, saved)
+            self._own_state = checkpoint.adopt(self.exchange, saved)
         self.doubt()
 
     # ----------------------------------------------------------------------------------- replicas
     def comparison_due(self, step: int) -> bool:
-        """Return whether a step since the last comparison asks for one.
+        """Return whether the guard schedules a comparison for a step since the last one.
 
-        While models are averaged or an algorithm lets weights differ for some steps
-        (`drift.span` is 0), comparisons wait.
+        Comparisons are delayed while models are averaged, and while an algorithm lets weights
+        differ for some steps (`drift.span` is 0).
         """
         if not drift.span(self.exchange.bucket_states, self.exchange.counted):
             return False
@@ -289,22 +292,22 @@ class GradientAverager(abc.ABC, Generic[E]):
         return xp.stack([*map(xp.checksum, self.replicas().values()), level])
 
     def compare(self, step: int, checksums: Tensor) -> None:
-        """Compare checksums with the other ranks'; collective.
+        """Compare checksums with those of the other ranks; collective.
 
         Raises:
-            ReplicasDiffer: they differ, and the guard's mode is "error".
+            ReplicasDiffer: if checksums differ and the guard's mode is "error".
         """
         names = [*self.replicas(), "compression levels"]
         self.guard.compare(self.communicator, step, names, checksums)
 
 
 def gradient_averagers(optimizers: Iterable[Any] | None = None) -> list[GradientAverager[Any]]:
-    """Return the averagers of these optimizers, in order; of the whole process if None."""
+    """Return the gradient averagers of these optimizers, in order; None: of all optimizers."""
     if optimizers is None:
         owners = checkpoint.owners()
     else:
-        found = [getattr(item, "exchange_owner", None) for item in optimizers]
-        owners = [owner for x in found for owner in (x if isinstance(x, tuple) else (x,))]
+        values = [getattr(item, "exchange_owner", None) for item in optimizers]
+        owners = [owner for x in values for owner in (x if isinstance(x, tuple) else (x,))]
     return [owner for owner in owners if isinstance(owner, GradientAverager)]
 
 

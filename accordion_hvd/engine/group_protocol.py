@@ -1,12 +1,12 @@
-"""The decisions of a rank's progress thread in wait-avoiding averaging: no clocks, no network.
+"""Protocol of wait-avoiding averaging: the decisions of a rank's progress thread.
 
-Versions 0, 1, 2, ... of the model are averaged one after the other, each within a group or among
-all. A group's average needs nobody's training thread: as soon as anybody has activated version t,
-each rank takes part with the model that was published last there. An average among all takes
-place when every training thread has asked for it.
+Versions 0, 1, 2, ... of the model are averaged one after the other, each within groups or over all
+ranks. A group average does not wait for training threads: as soon as any rank has activated version
+t, each rank contributes the model that it published last. An average over all ranks starts when
+every training thread has requested it.
 
-`engine.wait_avoiding` runs this over MPI, `simulation.virtual_time` in virtual time, and tests
-under adversaries.
+This module uses neither clocks nor a network. `engine.wait_avoiding` runs the protocol over MPI,
+`simulation.virtual_time` runs it in virtual time, and tests run it with adversarial schedules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Model = Any
 
 @dataclass(frozen=True)
 class Activation:
-    """A message: `version` is active; rank `to` shall tell the `span` - 1 ranks after it."""
+    """Message that `version` is active; rank `to` forwards it to the next `span` - 1 ranks."""
 
     to: int
     version: int
@@ -33,7 +33,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class GroupRound:
-    """An exchange that a rank is ready for."""
+    """An average in which a rank is ready to take part."""
 
     version: int
     all_ranks: bool
@@ -41,30 +41,32 @@ class GroupRound:
 
 
 class GroupProtocol:
-    """One rank's part in the protocol.
+    """State of the protocol on one rank.
 
-    *Activation* (ours; the paper's runs along the dimensions of a hypercube and needs 2^d ranks):
-    whoever activates a version tells the ranks 1, 2, 4, ... further on, each of which tells those
-    up to the next of these. Activating t activates all versions before it, so messages may
-    overtake each other; a rank that is reached by several trees passes on what an earlier one did
-    not ask of it. So every rank is reached, at most 2 log2 P steps from the first.
+    *Activation* (ours; the paper's activation runs along the dimensions of a hypercube and needs
+    2^d ranks): the rank that activates a version sends messages to the ranks at distances 1, 2, 4,
+    .... Each receiver forwards the message to the ranks between itself and the next receiver.
+    Activating t activates all earlier versions, so messages may overtake each other. A rank that
+    several trees reach forwards only to ranks that earlier messages did not assign to it. So a
+    message reaches every rank, at most 2 log2 P steps from the first.
 
-    *Order*: a rank takes its versions strictly one after the other. No two ranks can then wait
-    for each other: whoever waits does so for one with an older version, or for a training thread.
+    *Order*: a rank takes part in its versions strictly one after the other. Ranks cannot wait for
+    each other in a cycle: a rank waits only for ranks at an older version or for a training thread.
 
     Args:
-        rank: this one.
-        size: how many there are.
-        groups: who averages at which version.
-        first: the model that all start from; counts as the version before.
-        version: the first one.
+        rank: number of this rank.
+        size: number of ranks.
+        groups: groups that average models at each version.
+        first: initial model, equal on all ranks; it counts as version `version` - 1.
+        version: first version to average.
 
     Attributes:
-        next: the version that comes next here.
-        level: the highest version that is known to be active.
-        label: of which version the published model is.
-        published: that model.
-        asked: the version that this rank's training thread wants all to average, and its model.
+        next: next version on this rank.
+        level: highest version known to be active.
+        label: version of the published model.
+        published: the published model.
+        asked: version for which this rank's training thread has requested an average over all
+            ranks, and the thread's model; None without a request.
     """
 
     def __init__(
@@ -74,41 +76,41 @@ class GroupProtocol:
         self.everybody = tuple(range(size))
         self.next, self.level = version, version - 1
         self.label, self.published = version - 1, first
-        self._covered = 0  # ranks from this one on that will be told of `level`
+        self._covered = 0  # ranks, from this one on, to which `level` is forwarded
         self.asked: tuple[int, Model] | None = None
-        self._here: dict[tuple[int, bool], set[int]] = {}
+        self._ready: dict[tuple[int, bool], set[int]] = {}
 
-    # ------------------------------------------------------------- what the training thread does
+    # --------------------------------------------------------- called for the training thread
     def publish(self, version: int, model: Model) -> None:
-        """From now on this rank takes part with this model."""
+        """Publish the model that this rank contributes from now on."""
         assert version > self.label
         self.label, self.published = version, model
 
     def activate(self, version: int) -> list[Activation]:
-        """Versions up to this one may run; returns what to send: nothing if they may already."""
+        """Activate all versions up to `version`; return the messages to send, if any."""
         return self.hear(version, self.size) if version > self.level else []
 
     def ask(self, version: int, model: Model) -> None:
-        """Take part in an average among all, with this model."""
+        """Request an average over all ranks, with `model` as this rank's contribution."""
         self.asked = version, model
 
-    # ------------------------------------------------------------- what the progress thread does
+    # -------------------------------------------------------- called by the progress thread
     def hear(self, version: int, span: int) -> list[Activation]:
-        """Take a message; return the messages to send on."""
+        """Handle an activation message; return the messages to forward."""
         if version < self.level or (version == self.level and span <= self._covered):
             return []
-        told = self._covered if version == self.level else 1
+        covered = self._covered if version == self.level else 1
         self.level, self._covered = version, span
         sends, step = [], 1
         while step < span:
-            if 2 * step > told:
+            if 2 * step > covered:
                 to = (self.rank + step) % self.size
                 sends.append(Activation(to, version, min(2 * step, span) - step))
             step *= 2
         return sends
 
     def next_round(self) -> GroupRound | None:
-        """Return the exchange that this rank could take part in now."""
+        """Return the average in which this rank can take part now; None if there is none."""
         if self.level >= self.next:
             return GroupRound(self.next, False, self.groups.of(self.rank, self.next))
         if self.asked is not None and self.asked[0] == self.next:
@@ -116,48 +118,49 @@ class GroupProtocol:
         return None
 
     def arrived(self, rank: int, version: int, all_ranks: bool) -> None:
-        """Another rank is ready for an exchange."""
-        self._here.setdefault((version, all_ranks), set()).add(rank)
+        """Record that another rank is ready for an average."""
+        self._ready.setdefault((version, all_ranks), set()).add(rank)
 
     def missing(self, round_: GroupRound) -> Group:
-        """Return the members that are not ready."""
-        here = self._here.get((round_.version, round_.all_ranks), set())
-        return tuple(rank for rank in round_.members if rank != self.rank and rank not in here)
+        """Return the other members that are not ready."""
+        ready = self._ready.get((round_.version, round_.all_ranks), set())
+        return tuple(rank for rank in round_.members if rank != self.rank and rank not in ready)
 
     def seed(self, round_: GroupRound) -> tuple[int, Model]:
-        """Return the model that takes part, and its version."""
+        """Return the version of the model that this rank contributes, and the model."""
         if round_.all_ranks:
             assert self.asked is not None
             return self.asked
         return self.label, self.published
 
     def done(self, round_: GroupRound, average: Model = None) -> None:
-        """End the exchange; an `average` over all ranks is published before the next one.
+        """End an average; publish an `average` over all ranks at once.
 
-        Otherwise a rank late for the next version would contribute a model from before.
+        Otherwise a rank that is late for the next version would contribute an older model.
         """
         if round_.all_ranks:
             self.publish(round_.version, average)
             self.asked = None
         self.next += 1
-        for key in [key for key in self._here if key[0] < self.next]:
-            del self._here[key]
+        for key in [key for key in self._ready if key[0] < self.next]:
+            del self._ready[key]
 
 
 def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -> None:
-    """Combine two models with the paper's weights, into `fresh`.
+    """Combine the group's sum and this rank's newest model into `fresh`, with the paper's weights.
 
     Args:
-        total: the sum over the group.
-        fresh: this rank's newest model.
-        members: of the group.
-        on_time: whether `fresh` is in the sum. If it is not, it counts as one member more, and the
-            older model that stood in for it stays in.
+        total: sum of the models over the group.
+        fresh: newest model of this rank.
+        members: number of members of the group.
+        on_time: whether the sum includes `fresh`. If so, `fresh` becomes total / members. Otherwise
+            the sum includes an older model of this rank, and `fresh` becomes
+            (total + fresh) / (members + 1).
     """
     if on_time:
         np.divide(total, members, out=fresh)
         return
-    for start in range(0, fresh.size, BLOCK):  # what is added is in the cache yet when divided
+    for start in range(0, fresh.size, BLOCK):  # the sum is still in the cache when divided
         part = fresh[start : start + BLOCK]
         part += total[start : start + BLOCK]
         part /= members + 1

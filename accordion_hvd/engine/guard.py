@@ -1,4 +1,4 @@
-"""Notices what otherwise goes wrong in silence: replicas that drift."""
+"""Detection of replicas that differ between ranks, which would otherwise go unnoticed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accordion_hvd.core.base import Tensor
 
 MODES = ("error", "warn", "off")
 EARLY = (1, 2, 10)
-"""Steps that are checked besides every `every`-th: most mistakes show at once."""
+"""Steps to check besides every `every`-th one: most mistakes show in the first steps."""
 
 
 class ReplicasDiffer(RuntimeError):
@@ -27,20 +27,21 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Guard:
-    """Compares a cheap checksum of weights and levels between ranks now and then.
+    """Periodic comparison of checksums of the weights and levels between ranks.
 
-    A checksum is the sum of a tensor's bits as integers: one pass, no copy, and it differs as
-    soon as one bit does (unless changes cancel out exactly).
+    A checksum is the sum of a tensor's bits, read as integers. It takes one pass and no copy, and
+    changes with any bit (unless several changes cancel out exactly).
 
     Args:
-        mode: "error" raises `ReplicasDiffer` on every rank, "warn" warns once, on rank 0, "off".
-            None means what the environment variable ACCORDION_HVD_GUARD says, else `default`.
-        every: steps between checks; steps 1, 2 and 10 are checked too. None means
-            ACCORDION_HVD_GUARD_EVERY, else 100.
-        default: the mode where nobody has chosen one; see `resolve.default_guard`.
+        mode: "error" to raise `ReplicasDiffer` on every rank, "warn" to warn once on rank 0, or
+            "off". None: the environment variable ACCORDION_HVD_GUARD if it is set, else `default`.
+        every: number of steps between checks; steps 1, 2 and 10 are checked, too. None: the
+            environment variable ACCORDION_HVD_GUARD_EVERY if it is set, else 100.
+        default: mode if neither `mode` nor the environment variable is set; see
+            `resolve.default_guard`.
 
     Raises:
-        ValueError: one is none of these.
+        ValueError: if an argument or an environment variable has an invalid value.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Guard:
     ) -> None:
         if mode is None:
             mode = os.environ.get("ACCORDION_HVD_GUARD", default)
-        word: Any = os.environ.get("ACCORDION_HVD_GUARD_EVERY", "100")
-        steps = every if every is not None else int(word) if word.isdecimal() else word
+        text: Any = os.environ.get("ACCORDION_HVD_GUARD_EVERY", "100")
+        steps = every if every is not None else int(text) if text.isdecimal() else text
         check.one_of("DistributedOptimizer", "guard", mode, MODES)
         check.integer("DistributedOptimizer", "guard_every", steps, least=1)
         self.mode, self.every, self.warned = mode, int(steps), False
@@ -58,23 +59,24 @@ class Guard:
         """Return whether to compare replicas after exchange number `step` (from 1).
 
         Args:
-            step: the exchange.
-            span: how many exchanges, this one the last, are to be checked now (`Exchange.span`):
-                where weights differ between ranks for some steps, a check waits until they do not.
+            step: number of the exchange.
+            span: number of exchanges, up to and including this one, since the replicas were last
+                equal (`drift.span`). Where weights differ between ranks for some steps, a check
+                waits until they are equal again.
         """
-        asked = (n in EARLY or n % self.every == 0 for n in range(step - span + 1, step + 1))
-        return self.mode != "off" and any(asked)
+        scheduled = (n in EARLY or n % self.every == 0 for n in range(step - span + 1, step + 1))
+        return self.mode != "off" and any(scheduled)
 
     def compare(
         self, communicator: Communicator, step: int, names: Sequence[str], sums: Tensor
     ) -> None:
-        """Compare checksums (int64, one for each name) with the other ranks'; collective.
+        """Compare checksums (int64, one per name) with those of the other ranks; collective.
 
-        After a warning the ranks go on comparing, in silence: a rank that joins them later, which
-        knows of no warning, would wait for them.
+        After a warning, ranks continue to compare without further warnings: a rank that joins
+        later does not know of the warning and takes part in the comparisons.
 
         Raises:
-            ReplicasDiffer: they differ, and the mode is "error".
+            ReplicasDiffer: if checksums differ and the mode is "error".
         """
         name = "accordion.guard"
         table = np.stack(communicator.run(name, gather(communicator, sums)))
@@ -82,35 +84,37 @@ class Guard:
         if message is None:
             return
         if self.mode == "error":
-            message += " (guard='warn' or guard='off' goes on regardless.)"
+            message += " (To continue anyway, pass guard='warn' or guard='off'.)"
             if communicator.rank == 0:
                 print(f"accordion_hvd: {message}", file=sys.stderr, flush=True)
             raise ReplicasDiffer(message)
         if communicator.rank == 0 and not self.warned:
-            message += " (Training goes on without another warning; guard='error' stops it.)"
+            message += (
+                " (Training continues without further warnings; guard='error' would stop it.)"
+            )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.warned = True
 
 
 def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """Describe the first difference in a table of checksums (ranks, names), if there is one."""
+    """Describe the first difference in a table of checksums (ranks, names), or return None."""
     different = np.flatnonzero((table != table[0]).any(0))
     if not different.size:
         return None
     first = int(different[0])
     values, counts = np.unique(table[:, first], return_counts=True)
-    most = values[counts.argmax()]
-    odd = np.flatnonzero(table[:, first] != most).tolist()
-    who = f"rank(s) {odd} hold other values than the rest"
+    majority = values[counts.argmax()]
+    odd = np.flatnonzero(table[:, first] != majority).tolist()
+    ranks = f"rank(s) {odd} hold other values than the other ranks"
     if counts.max() == 1:
-        who = "no two ranks hold the same values"
+        ranks = "each rank holds different values"
     others = f" and {different.size - 1} more" if different.size > 1 else ""
     cause = (
-        "Were the initial weights broadcast, before the first step, to every rank?"
+        "Were the initial weights broadcast to every rank before the first step?"
         if step == min(EARLY)
-        else "Does every rank take every step, and does nothing else change weights?"
+        else "Does every rank take every step? Does any other code change the weights?"
     )
     return (
-        f"after step {step} the ranks' replicas differ, first in {names[first]!r}{others}: "
-        f"{who}. {cause}"
+        f"after step {step} replicas differ between ranks, first in {names[first]!r}{others}: "
+        f"{ranks}. {cause}"
     )

@@ -1,4 +1,4 @@
-"""Averages the models of ranks after each step, whatever framework they are in."""
+"""Averaging of the ranks' models after each step: the part that all frameworks share."""
 
 from __future__ import annotations
 
@@ -27,47 +27,48 @@ from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.policies.alternation import Alternation
 
 _HALF = ("float16", "bfloat16")
-_numbers: Counter[int] = Counter()  # by process set: members count alike, others do not count
+_numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
 
 
 class Parameters(abc.ABC):
-    """A model's parameters (or statistics), as a framework has them.
+    """Access to a model's parameters or statistics in a framework.
 
     Attributes:
-        device: where numbers go that accompany them, as `ops.asarray` takes it.
+        device: device of numbers that accompany the parameters, as for `ops.asarray`.
     """
 
     device: Any = None
 
     @abc.abstractmethod
     def tensors(self) -> Sequence[TensorInfo]:
-        """Return all of them, in an order that is equal on all ranks; () while none are known."""
+        """Return descriptions of the tensors in an order equal on all ranks; () while unknown."""
 
     @abc.abstractmethod
     def read(self) -> list[Tensor]:
-        """Their values, of which nothing is to be differentiated; not to be written into."""
+        """Return the values, detached from any gradient computation; do not modify them."""
 
     @abc.abstractmethod
     def write(self, values: Sequence[Tensor]) -> None:
-        """Give them values of the same shapes and dtypes."""
+        """Assign values of the same shapes and dtypes."""
 
 
 class ModelAverager(checkpoint.Keeper):
     """Averages the models of the ranks after each step.
 
     Args:
-        method: how.
-        parameters: what.
-        communicator: among whom; with one rank nothing is ever averaged.
-        guard: compares models when they should be equal.
-        number: of the process set; 0 is that of all ranks.
-        alternation: says when models are averaged and when gradients are; None: models always
-            are.
+        method: averaging method.
+        parameters: parameters of the model.
+        communicator: communicator of the ranks that average; a single rank averages nothing.
+        guard: guard that compares models when they should be equal.
+        number: number of the process set; 0 for all ranks.
+        alternation: policy that switches between averaging of models and of gradients; None:
+            models are always averaged.
 
     Attributes:
-        steps: how many there have been.
-        equal: whether all ranks' models are, since the last average.
-        without_waiting: whether late ranks hold nobody up.
+        steps: number of steps so far.
+        equal: whether the models of all ranks are equal since the last average.
+        without_waiting: whether averaging is wait-avoiding.
+        single_rank: whether there is only one rank.
     """
 
     def __init__(
@@ -87,31 +88,32 @@ class ModelAverager(checkpoint.Keeper):
         self.single_rank = communicator.size == 1
         self._of_all = number == 0
         self._traffic, self._seconds = Traffic(), 0.0
-        self._set = self._ready = self._by_shares = False
+        self._is_set_up = self._ready = self._by_shares = False
         self._neighbourhood: Neighbourhood | None = None
-        self._agreed: Sequence[TensorInfo] = ()  # what all ranks have told each other
-        self._kinds: list[tuple[str, list[int]]] = []  # dtypes, and whose they are
+        self._agreed: Sequence[TensorInfo] = ()  # tensors on which all ranks have agreed
+        self._kinds: list[tuple[str, list[int]]] = []  # dtype and positions of its parameters
         self._states: list[State] = []
         self._engine: WaitAvoiding | None = None
-        self._saved: dict[str, Any] | None = None  # to go on from
+        self._saved: dict[str, Any] | None = None  # state to continue from
         self._name = f"accordion.averaging.{number}.{_numbers[number]}"
         _numbers[number] += 1
 
     # ------------------------------------------------------------------------------------- set-up
     def set_up(self) -> None:
-        """Choose between groups that wait and averaging without waiting; register all groups.
+        """Choose between wait-avoiding averages and averages that wait; register all groups.
 
         Raises:
-            ValueError: the method does not suit this number of ranks, or groups cannot be added.
-            RuntimeError: averaging without waiting was asked for and is not possible here; or the
-                job is elastic; or ranks were set up differently.
+            ValueError: if the method does not support this number of ranks, or if groups cannot be
+                registered.
+            RuntimeError: if wait-avoiding averaging was requested but is not possible, if the job
+                is elastic, or if the set-ups of the ranks differ.
         """
-        if self.single_rank or self._set:
+        if self.single_rank or self._is_set_up:
             return
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise RuntimeError(
-                f"{self.method!r}: models are not averaged in elastic jobs, whose ranks change; "
-                "start the job with a fixed number of ranks."
+                f"{self.method!r}: elastic jobs, in which ranks change, do not support model "
+                "averaging; start the job with a fixed number of ranks."
             )
         groups = self.method.groups(self.communicator.size)
         self._agree()
@@ -120,13 +122,13 @@ class ModelAverager(checkpoint.Keeper):
             self._register(groups)
         if self.method.neighbours_only and self._all(self._of_all and self._mpi_serves()):
             self._neighbourhood = Neighbourhood(self.communicator.pause)
-        self._set = True
+        self._is_set_up = True
 
     def _mpi_serves(self) -> bool:
         return why_not(self.communicator.size) is None
 
     def _register(self, groups: Sequence[Group]) -> None:
-        """Register groups with the engine where it has or takes them; else use `by_shares`."""
+        """Register groups as process sets if the engine supports them; else use `by_shares`."""
         self.communicator.extensible = self._all(self.communicator.extensible)
         try:
             self.communicator.register(groups)
@@ -143,35 +145,39 @@ class ModelAverager(checkpoint.Keeper):
         self._agreed = rows
 
     def _choose(self, method: WAGMA) -> bool:
-        """Return whether to use wait-avoiding averages; equal on all ranks."""
+        """Return whether averages are wait-avoiding; equal on all ranks."""
         if method.wait_avoiding is False:
             return False
         reason = why_not(self.communicator.size)
         if not self._of_all:
-            reason = "the process set is not all ranks"
+            reason = "the process set does not contain all ranks"
         elif method.compressor is not None:
-            reason = "what groups send is compressed"
-        able = self._all(reason is None)
-        reason = reason or "another rank cannot"
-        if method.wait_avoiding is True and not able:
-            raise RuntimeError(f"{method!r}: averaging without waiting is not possible: {reason}.")
+            reason = "the averages of groups are compressed"
+        possible = self._all(reason is None)
+        reason = reason or "another rank does not support it"
+        if method.wait_avoiding is True and not possible:
+            raise RuntimeError(f"{method!r}: wait-avoiding averaging is not possible: {reason}.")
         if self.communicator.rank == 0:
-            words = "without waiting, over MPI" if able else f"in groups that wait, as {reason}"
-            print(f"accordion_hvd: {method!r} averages {words}", file=sys.stderr, flush=True)
-        return able
+            text = f"averages wait for all members of a group, because {reason}"
+            if possible:
+                text = "wait-avoiding averages over MPI"
+            print(f"accordion_hvd: {method!r}: {text}", file=sys.stderr, flush=True)
+        return possible
 
     def _all(self, flag: bool) -> bool:
-        mine = self.xp.asarray(np.array([not flag], np.float32), self.parameters.device)
-        anywhere = self.communicator.run("accordion.able", _largest(mine))
+        unset = self.xp.asarray(np.array([not flag], np.float32), self.parameters.device)
+        anywhere = self.communicator.run("accordion.able", _largest(unset))
         return not self.xp.to_numpy(anywhere)[0]
 
     # ---------------------------------------------------------------------------------- each step
     def follow_mode(self) -> bool:
-        """Before a step, where a policy says when models are averaged: act on its decisions.
+        """Apply the policy's last switch between averaging of models and of gradients.
+
+        Call it before each step.
 
         Returns:
-            Whether they have been until now, so that optimizers' slots, which were each rank's
-            own, are to be averaged once (`level`).
+            Whether model averaging has just ended. The caller must then average the optimizer's
+            slots once (`level`), because they differ between ranks.
         """
         if self.alternation is None or not self.alternation.take_mode_change():
             return False
@@ -179,11 +185,10 @@ class ModelAverager(checkpoint.Keeper):
         return not self.alternation.averaging_models
 
     def prepare(self, given: Parameters | None = None) -> None:
-        """Before the first step, where ranks' models are equal, as broadcasts have made them.
+        """Set up averaging before the first step; the models of all ranks must be equal.
 
         Args:
-            given: what to read, if not the parameters themselves: in `average` and here what
-                passes through a graph.
+            given: tensors to read in place of `parameters`: those that pass through a graph.
         """
         if self.single_rank or self._ready:
             return
@@ -191,20 +196,20 @@ class ModelAverager(checkpoint.Keeper):
         if len(self.parameters.tensors()) != len(self._agreed):
             self._agree()
         if self._engine is not None:
-            self._engine.close()  # where a state was loaded since
+            self._engine.close()  # a state was loaded since it was made
         values = (given or self.parameters).read()
         self._compare(values, 1)
-        self._sort(values)
+        self._group_by_dtype(values)
         self._begin(self._vectors(values), self._saved or {})
         self._saved, self._ready, self.equal = None, True, True
 
-    def _sort(self, values: Sequence[Tensor]) -> None:
-        places: dict[tuple[str, Any], list[int]] = {}
+    def _group_by_dtype(self, values: Sequence[Tensor]) -> None:
+        positions: dict[tuple[str, Any], list[int]] = {}
         for i, value in enumerate(values):
             dtype = self.xp.dtype(value)
             key = "float32" if dtype in _HALF else dtype, self.xp.device(value)
-            places.setdefault(key, []).append(i)
-        self._kinds = [(dtype, members) for (dtype, _), members in places.items()]
+            positions.setdefault(key, []).append(i)
+        self._kinds = [(dtype, members) for (dtype, _), members in positions.items()]
 
     def _begin(self, models: list[Tensor], saved: dict[str, Any]) -> None:
         self.steps = saved.get("steps", 0)
@@ -220,13 +225,18 @@ class ModelAverager(checkpoint.Keeper):
         self._states = [
             self.method.start(model, self._info(i, 0.0)) for i, model in enumerate(models)
         ]
-        olds = zip(models, self._states, saved.get("states", ()), strict=False)
-        for model, state, old in olds:
+        rows = zip(models, self._states, saved.get("states", ()), strict=False)
+        for model, state, old in rows:
             device = self.xp.device(model)
             state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
 
     def average(self, lr: float, given: Parameters | None = None) -> None:
-        """Average after a step, which was taken at the learning rate `lr`."""
+        """Average the models after an optimizer step.
+
+        Args:
+            lr: learning rate of the step.
+            given: tensors to average in place of `parameters`, as in `prepare`.
+        """
         if self.single_rank:
             return
         model, began = given or self.parameters, time.perf_counter()
@@ -234,9 +244,9 @@ class ModelAverager(checkpoint.Keeper):
             self.equal = self._over_mpi(self._engine.average, model)
         else:
             self.equal = self.method.equal(self.steps)
-            self._hold(self.method.exchange, lr, model)
+            self._run_all(self.method.exchange, lr, model)
         if self.alternation is not None and self.alternation.over and not self.method.synchronizes:
-            self._hold(self.method.synchronize, 0.0, model)
+            self._run_all(self.method.synchronize, 0.0, model)
             self.equal = True
         self._inform()
         self.steps += 1
@@ -245,11 +255,11 @@ class ModelAverager(checkpoint.Keeper):
             self._compare(model.read(), self.steps)
 
     def average_now(self, statistics: Parameters | None = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
+        """Replace the models of all ranks by their average; all ranks call it after the same step.
 
         Args:
-            statistics: what is averaged besides; for averaging without waiting, too, this travels
-                over Horovod.
+            statistics: tensors to average besides the parameters. They are averaged over Horovod,
+                also if averaging is wait-avoiding.
         """
         if self.single_rank:
             return
@@ -257,7 +267,7 @@ class ModelAverager(checkpoint.Keeper):
         if self._engine is not None:
             self._over_mpi(self._engine.average_now, self.parameters)
         else:
-            self._hold(self.method.synchronize, 0.0, self.parameters)
+            self._run_all(self.method.synchronize, 0.0, self.parameters)
         self.equal = True
         self._inform()
         if statistics is not None:
@@ -268,7 +278,7 @@ class ModelAverager(checkpoint.Keeper):
             self.alternation.equal = self.equal
 
     def level(self, tensors: Parameters) -> None:
-        """Average these over the ranks, over Horovod; all ranks have the same ones."""
+        """Average `tensors` over the ranks with Horovod; all ranks must pass the same tensors."""
         values = tensors.read()
         if values and not self.single_rank:
             means = self.communicator.run(f"{self._name}.statistics", _means(self.xp, values))
@@ -276,14 +286,17 @@ class ModelAverager(checkpoint.Keeper):
             tensors.write([self.xp.cast(mean, self.xp.dtype(old)) for mean, old in pairs])
 
     def rest(self) -> None:
-        """Models are equal, and others keep them so; the next `prepare` begins anew. Collective."""
+        """Stop averaging while models are equal, until the next `prepare`; collective.
+
+        Averaging of gradients then preserves the equality of the models.
+        """
         if self._engine is not None:
             self._engine.close()
         self._engine = None
         self.load({})
 
     def close(self) -> None:
-        """Average all models and end; for averaging without waiting, ends its thread."""
+        """Average the models a last time and release all resources; ends the progress thread."""
         if self._engine is not None:
             self._over_mpi(self._engine.close, self.parameters)
         elif not (self.equal or self.single_rank):
@@ -291,12 +304,12 @@ class ModelAverager(checkpoint.Keeper):
         if self._neighbourhood is not None:
             self._neighbourhood.close()
 
-    def _over_mpi(self, what: Callable[[list[np.ndarray]], Any], model: Parameters) -> Any:
+    def _over_mpi(self, operation: Callable[[list[np.ndarray]], Any], model: Parameters) -> Any:
         values = model.read()
         hosted = [self._hosted(vector) for vector in self._vectors(values)]
         try:
-            return what(hosted)
-        finally:  # where others have ended, it is their last average
+            return operation(hosted)
+        finally:  # if other ranks have ended, `hosted` is the last average
             devices = [self.xp.device(values[members[0]]) for _, members in self._kinds]
             pairs = zip(hosted, devices, strict=True)
             vectors = [self.xp.asarray(vector, device) for vector, device in pairs]
@@ -305,28 +318,28 @@ class ModelAverager(checkpoint.Keeper):
     def _hosted(self, vector: Tensor) -> np.ndarray:
         return np.require(self.xp.to_numpy(vector), requirements="W")
 
-    def _hold(self, what: Any, lr: float, model: Parameters) -> None:
-        """Conversations of all kinds of parameters, one after the other."""
+    def _run_all(self, method: Any, lr: float, model: Parameters) -> None:
+        """Run the exchange generators of all kinds of parameters, one after the other."""
         values, results = model.read(), []
         for i, vector in enumerate(self._vectors(values)):
-            talk = what(vector, self._states[i], self._info(i, lr))
-            result, self._states[i] = self._run(f"{self._name}.{i}", talk)
+            exchange = method(vector, self._states[i], self._info(i, lr))
+            result, self._states[i] = self._run(f"{self._name}.{i}", exchange)
             results.append(result)
         model.write(self._spread(results, values))
 
-    def _run(self, name: str, talk: ExchangeGenerator) -> Any:
+    def _run(self, name: str, exchange: ExchangeGenerator) -> Any:
         if self._by_shares:
-            talk = by_shares(talk, self.communicator.rank, self.communicator.size)
+            exchange = by_shares(exchange, self.communicator.rank, self.communicator.size)
         if self._neighbourhood is not None:
-            talk = self._neighbourhood.serving(talk, self._traffic)
-        return self.communicator.run(name, talk, self._traffic)
+            exchange = self._neighbourhood.serving(exchange, self._traffic)
+        return self.communicator.run(name, exchange, self._traffic)
 
     def _info(self, number: int, lr: float) -> Info:
         rank, size = self.communicator.rank, self.communicator.size
         return Info(step=self.steps, rank=rank, size=size, name=f"{self._name}.{number}", lr=lr)
 
     def _vectors(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return one vector per kind with copies of all its values."""
+        """Return one new vector per kind of parameters, with all values of that kind."""
         xp = self.xp
         return [
             xp.concat([xp.cast(xp.reshape(values[i], (-1,)), dtype) for i in members])
@@ -334,13 +347,13 @@ class ModelAverager(checkpoint.Keeper):
         ]
 
     def _spread(self, vectors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        xp, found = self.xp, list(like)
+        xp, values = self.xp, list(like)
         for (_, members), vector in zip(self._kinds, vectors, strict=True):
             shapes = [xp.shape(like[i]) for i in members]
             parts = xp.split(vector, [int(np.prod(shape)) for shape in shapes])
             for i, shape, part in zip(members, shapes, parts, strict=True):
-                found[i] = xp.cast(xp.reshape(part, shape), xp.dtype(like[i]))
-        return found
+                values[i] = xp.cast(xp.reshape(part, shape), xp.dtype(like[i]))
+        return values
 
     def _compare(self, values: Sequence[Tensor], step: int) -> None:
         if self.guard.mode != "off":
@@ -348,21 +361,25 @@ class ModelAverager(checkpoint.Keeper):
             sums = self.xp.stack([self.xp.checksum(value) for value in values])
             self.guard.compare(self.communicator, step, names, sums)
 
-    # ------------------------------------------------------------------------------------ figures
+    # --------------------------------------------------------------------------------- statistics
     def stats(self) -> dict[str, Any]:
-        """Return this rank's counts since the beginning.
+        """Return this rank's counts since the start of training.
 
-        steps; sent: bytes (for averaging without waiting, those of its exchanges); seconds: in
-        averages, waiting included; late, on_time, lag: see `WaitAvoiding`; reports: what the
-        method says of itself.
+        Returns:
+            A dict with these keys:
+                steps: number of steps.
+                sent: bytes that this rank has sent (if averaging is wait-avoiding, over MPI).
+                seconds: seconds spent in averages, waiting included.
+                reports: reports of the method, one per kind of parameters (`Averaging.report`).
+                late, on_time, lag: see `WaitAvoiding`; only if averaging is wait-avoiding.
         """
-        found: dict[str, Any] = {"steps": self.steps, "seconds": self._seconds}
-        found |= {"sent": self._traffic.sent, "reports": self._reports()}
+        counts: dict[str, Any] = {"steps": self.steps, "seconds": self._seconds}
+        counts |= {"sent": self._traffic.sent, "reports": self._reports()}
         if self._engine is not None:
             engine = self._engine
-            found |= {"late": engine.late, "on_time": engine.on_time, "lag": engine.lag}
-            found["sent"] = engine.sent
-        return found
+            counts |= {"late": engine.late, "on_time": engine.on_time, "lag": engine.lag}
+            counts["sent"] = engine.sent
+        return counts
 
     def _reports(self) -> list[dict[str, float]]:
         reports = [self.method.report(state) for state in self._states]
@@ -374,33 +391,33 @@ class ModelAverager(checkpoint.Keeper):
     # -------------------------------------------------------------------------------- checkpoints
     @property
     def exchange(self) -> ModelAverager:
-        """Return the object that `save_state` saves: itself."""
+        """Return this object, which `save_state` saves."""
         return self
 
     def expect(self, names: Sequence[str]) -> None:
-        """Nothing to expect: called before a restore."""
+        """Do nothing; `load_state` calls this method before a restore."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state for checkpoints: steps, and the method's state.
+        """Return the state for checkpoints: the number of steps and the method's state.
 
-        `save_state` does all this for all ranks. Where it is not used, save it on each rank, after
-        `average_now`.
+        `save_state` saves it for all ranks. Without `save_state`, call `average_now` and save this
+        state on each rank.
         """
         states = [
             {key: self.xp.to_numpy(value).copy() for key, value in state.items()}
             for state in self._states
         ]
-        found = {"steps": self.steps, "version": self._version(), "states": states}
-        return found | (self._saved or {})
+        state = {"steps": self.steps, "version": self._version(), "states": states}
+        return state | (self._saved or {})
 
     def _version(self) -> int:
         """Return the number of the next average, by which `WAGMA` chooses groups."""
         return self.steps if self._engine is None else self._engine.version
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with the model of then; for the rank that it is of.
+        """Continue from a result of `state` of the same rank, together with the model saved then.
 
-        It takes effect with the next step, before which ranks' models must be equal.
+        The state takes effect at the next step, before which the models of all ranks must be equal.
         """
         self._saved, self._ready = saved, False
         self.steps, self.equal = saved.get("steps", 0), True
@@ -420,11 +437,11 @@ class ModelAverager(checkpoint.Keeper):
         """Return this rank's states.
 
         Raises:
-            ValueError: models are not equal now, so that no single one could be gone on with.
+            ValueError: if the models are not equal now, so that no single model could be saved.
         """
         if not self.equal:
             raise ValueError(
-                f"after step {self.steps} of {self.method!r} ranks' models are not equal; call "
+                f"after step {self.steps} of {self.method!r} the models of the ranks differ; call "
                 "optimizer.average_now() before"
             )
         return {
@@ -434,10 +451,15 @@ class ModelAverager(checkpoint.Keeper):
         }
 
     def restore(self, row: dict[str, Any], load: checkpoint.Loader, ranks: int) -> None:
-        """Go on from what was saved; on other ranks with what all ranks had in common.
+        """Restore a saved state; on another number of ranks, only the parts equal on all ranks.
+
+        Args:
+            row: the saved result of `describe`.
+            load: function that returns the saved arrays of a rank.
+            ranks: number of ranks that saved.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: if the saved state is from another method or other parameters.
         """
         self._check_fits(row)
         own = ranks == self.communicator.size
@@ -450,29 +472,29 @@ class ModelAverager(checkpoint.Keeper):
         begun = {"steps": row["steps"], "version": row["version"]} if own else {}
         self.load({**begun, "states": [states[i] for i in sorted(states, key=int)]})
         if not own and self.communicator.rank == 0:
-            self._tell(ranks, {name.partition("/")[2] for name in arrays})
+            self._report_changed_ranks(ranks, {name.partition("/")[2] for name in arrays})
 
     def _check_fits(self, row: dict[str, Any]) -> None:
         if row.get("averaging") != repr(self.method):
-            was = row.get("averaging") or row.get("compression")
-            raise ValueError(f"models are averaged by {self.method!r}, but {was} was saved")
+            saved = row.get("averaging") or row.get("compression")
+            raise ValueError(f"models are averaged by {self.method!r}, but {saved} was saved")
         ours = self.describe()
         names = zip(ours["tensors"], row["tensors"], strict=False)
         same = len(ours["tensors"]) == len(row["tensors"])
-        same &= all(checkpoint.same_name(one, other) for one, other in names)
+        same &= all(checkpoint.same_name(name, other) for name, other in names)
         if not same or ours["shapes"] != row["shapes"]:
             raise ValueError(
                 f"the model's parameters {ours['tensors']} {ours['shapes']} were "
                 f"{row['tensors']} {row['shapes']} when saved"
             )
 
-    def _tell(self, ranks: int, keys: set[str]) -> None:
-        parts = ["periods and groups begin anew"]
+    def _report_changed_ranks(self, ranks: int, keys: set[str]) -> None:
+        parts = ["periods and groups start again"]
         lost = sorted(keys - set(self.method.shared))
-        parts += [f"so does what each rank had of its own ({', '.join(lost)})"] if lost else []
-        kept = sorted(keys & set(self.method.shared))
-        parts += [f"what all had in common ({', '.join(kept)}) is kept"] if kept else []
-        text = f"saved on {ranks} ranks, goes on with {self.communicator.size}: "
+        parts += [f"per-rank state ({', '.join(lost)}) is discarded"] if lost else []
+        restored = sorted(keys & set(self.method.shared))
+        parts += [f"shared state ({', '.join(restored)}) is restored"] if restored else []
+        text = f"saved on {ranks} ranks, continues on {self.communicator.size}: "
         print(f"{self.method!r}: {text}{'; '.join(parts)}.", file=sys.stderr, flush=True)
 
 

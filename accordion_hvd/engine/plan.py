@@ -1,10 +1,9 @@
-"""Plans: buckets that share a call, and calls that leave together; equal on all ranks.
+"""Plans of bucket batches and fusion groups; equal on all ranks.
 
-Small buckets that the same compressor serves share one conversation (a *batch*), so that a thousand
-layers cost little more than ten of the same bytes. BucketBatches whose first requests leave
-together, as
-soon as all their gradients are there, are a *group*. What happens to be ready at a time would be no
-guide: it differs between ranks.
+Small buckets that the same compressor serves form a *bucket batch*, which shares one call of
+`exchange`, so that a thousand layers cost little more than ten layers of the same total size.
+Bucket batches whose first requests are launched together, as soon as all their gradients are ready,
+form a *fusion group*. Readiness order cannot define the groups: it differs between ranks.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from dataclasses import dataclass
 from accordion_hvd.engine.buckets import Bucket
 
 SMALL = 1 << 16
-"""Elements up to which a bucket shares a conversation: copying them costs less than one more."""
+"""Largest bucket in a batch, in elements: up to this size, copying costs less than another call."""
 
 LEAST, MOST, PARTS = 1 << 18, 8 << 20, 4
-"""A group has a `PARTS`-th of a step's bytes, but at least `LEAST` and at most `MOST` of them."""
+"""A fusion group has 1 / `PARTS` of a step's bytes, but at least `LEAST` and at most `MOST`."""
 
 
 @dataclass(frozen=True)
 class BucketBatch:
-    """Buckets that share a conversation.
+    """Like buckets whose tensors share one call of `exchange`.
 
     Attributes:
-        buckets: their positions.
+        buckets: positions of the buckets.
         members: positions of their tensors in the exchange's list, bucket by bucket.
-        stacked: "alike": along a new first dimension; "any": flattened into one vector; "" for a
-            single bucket in its own shape.
+        stacked: layout: "alike" if the tensors are stacked along a new first dimension, "any" if
+            they are flattened into one vector, "" for a single bucket in its own shape.
     """
 
     buckets: tuple[int, ...]
@@ -39,12 +38,12 @@ class BucketBatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """BucketBatches and groups.
+    """Bucket batches and fusion groups.
 
     Attributes:
-        batches: all of them; each bucket is in one.
-        groups: positions of batches whose requests leave together.
-        batch_of: tensor number -> position of its batch.
+        batches: all bucket batches; each bucket belongs to one.
+        groups: fusion groups, each as positions of bucket batches.
+        batch_of: position of the bucket batch of each tensor, by the tensor's number.
     """
 
     batches: tuple[BucketBatch, ...]
@@ -58,14 +57,15 @@ def make_plan(
     payloads: Sequence[float],
     limit: float | None = None,
 ) -> Plan:
-    """Cut `buckets`, in the order in which their gradients are expected, into batches and groups.
+    """Divide `buckets` into bucket batches and fusion groups.
 
     Args:
-        buckets: what is exchanged.
-        alike: how each bucket may be stacked (`Compressor.batching`), and what else it must have in
-            common with others besides its shape.
-        payloads: for each bucket, about how many bytes its first requests have.
-        limit: bytes after which a group is closed; by default a part of all of them.
+        buckets: all buckets, in the order in which their gradients are expected.
+        alike: for each bucket, its layout in a batch (`Compressor.batching`) and a key; buckets of
+            a batch have equal keys.
+        payloads: approximate bytes of each bucket's first requests.
+        limit: size in bytes at which a fusion group is closed. Default: 1 / `PARTS` of all
+            payloads, between `LEAST` and `MOST`.
     """
     if limit is None:
         limit = min(max(sum(payloads) / PARTS, LEAST), MOST)
@@ -80,7 +80,7 @@ def make_plan(
 
 
 def make_groups(payloads: Sequence[float], limit: float) -> list[list[int]]:
-    """Positions, in order, in groups of at most about `limit` bytes."""
+    """Divide the positions of `payloads`, in order, into groups of at most about `limit` bytes."""
     groups: list[list[int]] = [[]]
     filled = 0.0
     for position, payload in enumerate(payloads):

@@ -1,9 +1,9 @@
-"""The sum of vectors within a group: parts are scattered, added and gathered again.
+"""Allreduce of vectors within a group: a reduce-scatter, followed by an allgather.
 
-As MPI's recursive halving and doubling, but factor by factor of the group's size instead of two
-by two: within a factor everybody exchanges with everybody, so a group of up to eight needs two
-rounds. Each member sends 2 (S - 1) / S of a vector, whatever S is, where recursive doubling sends
-log2 S of them. Every element is added by one member alone, so all members end with the same bits.
+The algorithm is MPI's recursive halving and doubling with the factors of the group size S in place
+of twos. Within a factor, each member exchanges parts with all others, so a group of up to eight
+members needs two rounds. Each member sends 2 (S - 1) / S of a vector for any S; recursive doubling
+sends log2 S vectors. A single member adds up each element, so all members get the same bits.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Round:
-    """The messages of one round: pairs of a member's place and memory, sent and received."""
+    """The messages of one round, each as a pair (place of the other member, array)."""
 
     send: list[tuple[int, Array]]
     receive: list[tuple[int, Array]]
 
 
 WIDEST = 8
-"""Members that exchange with each other directly, unless a prime factor is larger."""
+"""Largest number of members that exchange directly, except where a prime factor is larger."""
 
 BLOCK = 1 << 15
-"""Elements that are added at a time: what is added stays in a core's cache meanwhile."""
+"""Number of elements to add at a time, so that the operands stay in a core's cache."""
 
 
 def factors(count: int) -> tuple[int, ...]:
-    """Factors of a group's size: the largest ones up to `WIDEST`, and then the prime ones."""
-    found = []
+    """Factorize a group size: the largest factors up to `WIDEST`, then larger prime factors."""
+    result = []
     while count > 1:
-        wide = [radix for radix in range(2, WIDEST + 1) if count % radix == 0]
-        rest = (radix for radix in range(WIDEST + 1, count + 1) if count % radix == 0)
-        found.append(wide[-1] if wide else next(rest))
-        count //= found[-1]
-    return tuple(found)
+        small = [radix for radix in range(2, WIDEST + 1) if count % radix == 0]
+        large = (radix for radix in range(WIDEST + 1, count + 1) if count % radix == 0)
+        result.append(small[-1] if small else next(large))
+        count //= result[-1]
+    return tuple(result)
 
 
 def total(
     mine: Array, into: Array, scratch: Array, place: int, members: int
 ) -> Generator[Round, None, None]:
-    """Add up the members' vectors; yields rounds of messages, which the caller carries.
+    """Add up the vectors of all members of a group.
 
     Args:
         mine: this member's vector, which is only read.
-        into: where the sum will be.
-        scratch: memory for `members` elements more.
-        place: which of the members this is, from 0.
-        members: how many there are.
+        into: array that receives the sum.
+        scratch: scratch memory for at least `mine.size + members` elements.
+        place: this member's place in the group, from 0.
+        members: number of members of the group.
+
+    Yields:
+        Rounds of messages, which the caller transfers.
     """
     source, low, high = mine, 0, mine.size
     stack: list[tuple[list[int], list[int], int]] = []
@@ -63,12 +66,12 @@ def total(
         cuts = [low + (high - low) * i // radix for i in range(radix + 1)]
         low, high = cuts[digit], cuts[digit + 1]
         others = [other for other in range(radix) if other != digit]
-        slots = _slots(scratch, len(others), high - low)
+        buffers = _buffers(scratch, len(others), high - low)
         yield Round(
             [(peers[o], source[cuts[o] : cuts[o + 1]]) for o in others],
-            [(peers[o], slot) for o, slot in zip(others, slots, strict=True)],
+            [(peers[o], buffer) for o, buffer in zip(others, buffers, strict=True)],
         )
-        _add([*slots[:digit], source[low:high], *slots[digit:]], into[low:high])
+        _add([*buffers[:digit], source[low:high], *buffers[digit:]], into[low:high])
         source = into
         stack.append((peers, cuts, digit))
         stride *= radix
@@ -84,23 +87,23 @@ def total(
 
 
 def _add(terms: Sequence[Array], into: Array) -> None:
-    """Return the sum, first to last; `into` may be one of them."""
+    """Add `terms`, first to last, into `into`, which may be one of the terms."""
     room = np.empty(min(BLOCK, into.size), into.dtype)
     for start in range(0, into.size, BLOCK):
         parts = [term[start : start + BLOCK] for term in terms]
-        some = room[: parts[0].size]
-        np.add(parts[0], parts[1], out=some)
+        block = room[: parts[0].size]
+        np.add(parts[0], parts[1], out=block)
         for part in parts[2:]:
-            some += part
-        into[start : start + BLOCK] = some
+            block += part
+        into[start : start + BLOCK] = block
 
 
-def _slots(scratch: Array, count: int, size: int) -> list[Array]:
+def _buffers(scratch: Array, count: int, size: int) -> list[Array]:
     return [scratch[i * size : (i + 1) * size] for i in range(count)]
 
 
 def oracle(vectors: Sequence[Array]) -> Array:
-    """Return the result that `total` must give, bit for bit, from all members' vectors."""
+    """Return the sum of all members' vectors with the same bits as `total` computes."""
     rows = [np.asarray(vector) for vector in vectors]
     for radix in factors(len(rows)):  # neighbours differ in the lowest digit
         rows = [_added(rows[i : i + radix]) for i in range(0, len(rows), radix)]

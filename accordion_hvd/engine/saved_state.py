@@ -1,4 +1,4 @@
-"""The state of one bucket as it is saved, and what becomes of it on another number of ranks."""
+"""The saved state of one bucket, and its conversion to another number of ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule
 
+_CARRIED = "owed"  # name in files
+
 
 @dataclass
 class SavedState:
     """The state of one bucket on one rank.
 
     Attributes:
-        level: the level that serves.
-        states: of this level and of those that have served before.
-        carried: the residual of a level without error feedback, for the next gradient.
-        evidence: the tensors from which the policy's evidence is computed, by key.
+        level: number of the level that serves the bucket.
+        states: states of this level and of earlier ones, by level number.
+        carried: residual of earlier levels that is not part of the present level's state and is
+            added to the next gradient; None if there is none.
+        evidence: tensors from which the policy's evidence is computed, by key.
     """
 
     level: int
@@ -29,40 +32,40 @@ class SavedState:
     evidence: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as files have them; `read` is the inverse."""
-        found = {} if self.carried is None else {"owed": self.carried}
-        found |= {f"kept/{key}": value for key, value in self.evidence.items()}
+        """Return all tensors by their names in files; `read` is the inverse."""
+        tensors = {} if self.carried is None else {_CARRIED: self.carried}
+        tensors |= {f"kept/{key}": value for key, value in self.evidence.items()}
         for level, state in self.states.items():
             place = "state" if level == self.level else f"parked/{level}"
-            found |= {f"{place}/{key}": value for key, value in state.items()}
-        return found
+            tensors |= {f"{place}/{key}": value for key, value in state.items()}
+        return tensors
 
     @classmethod
     def read(cls, level: int, tensors: Mapping[str, Tensor]) -> SavedState:
-        """Return what `tensors` were made of.
+        """Return the state that `tensors` was made from.
 
         Args:
-            level: the level that served.
-            tensors: by name. Files of version 0.1.0 have "seen" for sums of gradients.
+            level: number of the level that served the bucket.
+            tensors: tensors by name. Files of version 0.1.0 name the gradient sums "seen".
         """
-        made = cls(level, carried=tensors.get("owed"))
+        saved = cls(level, carried=tensors.get(_CARRIED))
         for name, tensor in tensors.items():
             place, _, key = name.partition("/")
             if place == "state":
-                made.states.setdefault(level, {})[key] = tensor
+                saved.states.setdefault(level, {})[key] = tensor
             elif place == "parked":
                 number, _, key = key.partition("/")
-                made.states.setdefault(int(number), {})[key] = tensor
+                saved.states.setdefault(int(number), {})[key] = tensor
             elif place in ("kept", "seen"):
-                made.evidence[key or "gradients"] = tensor
-        return made
+                saved.evidence[key or "gradients"] = tensor
+        return saved
 
     def map(self, convert: Callable[[Any], Any]) -> SavedState:
-        """Return the same with all tensors converted."""
+        """Return a copy of this state with `convert` applied to all tensors."""
         return SavedState.read(self.level, {k: convert(x) for k, x in self.tensors().items()})
 
     def scaled(self, factor: float) -> SavedState:
-        """Return the same with all residuals multiplied."""
+        """Return a copy of this state with all residuals multiplied by `factor`."""
         states = {
             number: {k: (x * factor).astype(x.dtype) if k == "error" else x for k, x in s.items()}
             for number, s in self.states.items()
@@ -73,12 +76,12 @@ class SavedState:
         return replace(self, states=states, carried=carried)
 
     def of_whole(self, levels: Sequence[Compressor], spec: Spec, made: Info) -> SavedState:
-        """Return the same with residuals of whole tensors in place of states of their parts.
+        """Return a copy with the residual of the full tensor in place of sharded states.
 
         Args:
-            levels: of the bucket.
-            spec: of the bucket, in NumPy.
-            made: what the rank's compressors were told.
+            levels: levels of the bucket.
+            spec: spec of the bucket, in NumPy.
+            made: the `Info` with which the rank's states were made.
         """
         if not (made.hosts and of_parts(levels)):
             return self
@@ -93,46 +96,48 @@ class SavedState:
 
 
 def of_parts(levels: Sequence[Compressor]) -> bool:
-    """Return whether states may belong to parts of a tensor."""
+    """Return whether the states of a level may be sharded (`Compressor.sharded`)."""
     return any(level.sharded for level in levels)
 
 
 def rescaled(
-    everyone: Sequence[SavedState], levels: Sequence[Compressor], spec: Spec, info: Info
+    all_saved: Sequence[SavedState], levels: Sequence[Compressor], spec: Spec, info: Info
 ) -> SavedState:
-    """Return what a rank goes on with, from what all ranks had saved (`Compressor.rescale`).
+    """Return a rank's new state, made from the states of all ranks (`Compressor.rescale`).
 
     Args:
-        everyone: in rank order; of whole tensors.
-        levels: of the bucket.
-        spec: of the bucket, in NumPy.
-        info: of the rank that goes on.
+        all_saved: states of all ranks, in rank order, with residuals of full tensors.
+        levels: levels of the bucket.
+        spec: spec of the bucket, in NumPy.
+        info: `Info` of the rank that receives the state.
     """
-    found = SavedState(everyone[0].level, evidence=everyone[0].evidence if info.rank == 0 else {})
-    carried = [one.carried for one in everyone if one.carried is not None]
+    result = SavedState(
+        all_saved[0].level, evidence=all_saved[0].evidence if info.rank == 0 else {}
+    )
+    carried = [saved.carried for saved in all_saved if saved.carried is not None]
     if carried:
-        found.carried = sum(carried) / info.size
-    for number in _lasting(everyone[0], levels):
-        states = [one.states[number] for one in everyone]
-        found.states[number] = levels[number].rescale(states, spec, info)
-    return found
+        result.carried = sum(carried) / info.size
+    for number in _retained(all_saved[0], levels):
+        states = [saved.states[number] for saved in all_saved]
+        result.states[number] = levels[number].rescale(states, spec, info)
+    return result
 
 
 def rescale_from_one(
-    one: SavedState, levels: Sequence[Compressor], spec: Spec, info: Info
+    saved: SavedState, levels: Sequence[Compressor], spec: Spec, info: Info
 ) -> SavedState:
-    """Return a rank's state, given only that of another rank (`Compressor.rescale_from_one`)."""
+    """Return a rank's state, made from another rank's state (`Compressor.rescale_from_one`)."""
     states = {
-        number: levels[number].rescale_from_one(one.states[number], spec, info)
-        for number in _lasting(one, levels)
+        number: levels[number].rescale_from_one(saved.states[number], spec, info)
+        for number in _retained(saved, levels)
     }
-    return replace(one, states=states)
+    return replace(saved, states=states)
 
 
-def _lasting(one: SavedState, levels: Sequence[Compressor]) -> list[int]:
-    """Return the levels whose states go on; what waits in another stage of a rule does not."""
+def _retained(saved: SavedState, levels: Sequence[Compressor]) -> list[int]:
+    """Return the levels whose states are retained; inactive stages of an `UpdateRule` are not."""
     return [
         number
-        for number in one.states
-        if number == one.level or not isinstance(levels[number], UpdateRule)
+        for number in saved.states
+        if number == saved.level or not isinstance(levels[number], UpdateRule)
     ]

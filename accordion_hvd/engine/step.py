@@ -1,10 +1,10 @@
-"""One step's conversations, from the first gradient that is ready to the last mean.
+"""The exchange generators of one step, from the first gradient that is ready to the last mean.
 
-BucketBatches are started as their gradients appear. A group's first requests leave, fused, when
-its last
-batch has started; the first requests of all groups carry flags, and only when every group's have
-come back (that is, after backward) do the conversations go on. So every rank knows, before
-anything that cannot be undone, whether some rank's gradient was not finite.
+A bucket batch starts as soon as its gradients are ready. When the last batch of a fusion group has
+started, the first requests of the group are launched together. The first requests of each group
+carry flags. The generators continue only when the first requests of all groups have returned, that
+is, after backward. So before any change that cannot be undone, every rank knows whether a gradient
+of some rank was not finite.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from accordion_hvd.ops import journal
 
 
 class BatchExchange(Running):
-    """One batch's conversation, with what it has cost.
+    """The exchange generator of one bucket batch, with its cost.
 
     Args:
-        opening: makes the conversation of the gradients.
-        grad: the gradients.
+        opening: function that makes the exchange generator from the gradients.
+        grad: gradients of the batch.
 
     Attributes:
-        payload: bytes of its first requests.
-        seconds: spent in it.
-        sent: bytes that it has sent.
+        payload: bytes of the generator's first requests.
+        seconds: seconds spent in the generator.
+        sent: bytes that the generator has sent.
     """
 
     def __init__(self, opening: Callable[[Tensor], ExchangeGenerator], grad: Tensor) -> None:
@@ -42,26 +42,28 @@ class BatchExchange(Running):
         self.seconds = self.sent = 0.0
 
     def answer(self, results: Sequence[Any]) -> None:
-        """Go on; what was done to states in place is no longer undone."""
+        """Continue the generator; changes of states in place can no longer be undone."""
         self._undo.clear()
         super().answer(results)
 
     def take_back(self) -> None:
-        """End it; undo what it has done to states in place."""
+        """Close the generator and undo its changes of states in place."""
         self.close()
         journal.rewind(self._undo)
 
 
 class Step:
-    """The generators of one step, which run together.
+    """The exchange generators of one step, which run together.
 
     Args:
-        communicator: carries the requests.
-        groups: positions of batches whose requests leave together; every rank's are the same.
-        name: of this step's collectives; the same in each step, so that engines can cache.
-        plan: a number that must be equal on all ranks (`buckets.fingerprint`), else `advance`
-            raises on every rank.
-        guarded: whether flags travel. Without state, a non-finite mean speaks for itself.
+        communicator: communicator that carries the requests.
+        groups: fusion groups, each as positions of bucket batches; equal on all ranks.
+        name: prefix of the names of this step's collectives. All steps use the same name, so that
+            engines can cache.
+        plan: number of the plan (`buckets.fingerprint`). If the ranks have different numbers,
+            `advance` raises on every rank.
+        guarded: whether the first requests carry flags. Compressors without state need no flags: a
+            non-finite gradient shows in the mean.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Step:
         guarded: bool,
     ) -> None:
         self.traffic = Traffic()
-        self.bad: Any = False  # whether any rank's gradient was not finite; symbolic in a graph
+        self.bad: Any = False  # whether a gradient of any rank is not finite; symbolic in a graph
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self._communicator, self._xp = communicator, communicator.xp
         self._groups, self._name, self._plan, self._guarded = groups, name, plan, guarded
@@ -83,17 +85,17 @@ class Step:
         self._missing = [len(members) for members in groups]
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
-        self._bad: list[Tensor] = []  # one flag for each group
+        self._bad: list[Tensor] = []  # one flag per group
         self._judged = False
-        self.measuring = False  # whether `spent` is wanted
+        self.measuring = False  # whether to record the bytes that `spent` returns
 
     def started(self, index: int) -> bool:
-        """Return whether batch `index` has received its gradients."""
+        """Return whether bucket batch `index` has received its gradients."""
         return index in self._exchanges
 
     @property
     def launched(self) -> int:
-        """Return the number of groups whose first requests have left."""
+        """Return the number of fusion groups whose first requests have been launched."""
         return len(self._groups) - sum(1 for missing in self._missing if missing)
 
     def start(
@@ -103,10 +105,14 @@ class Step:
         opening: Callable[[Tensor], ExchangeGenerator],
         detects_nonfinite: bool = False,
     ) -> None:
-        """Give batch `index` its gradients and run `opening` of them to the first request.
+        """Start the exchange generator of bucket batch `index` and run it to its first requests.
 
-        With `detects_nonfinite`, that request's tensor tells whether they are finite
-        (`Compressor.detects_nonfinite`).
+        Args:
+            index: position of the bucket batch.
+            grad: gradients of the batch.
+            opening: function that makes the exchange generator from the gradients.
+            detects_nonfinite: whether to check the tensor of the generator's first request in place
+                of the gradients (`Compressor.detects_nonfinite`).
         """
         began = time.perf_counter()
         group = self._group_of[index]
@@ -123,13 +129,16 @@ class Step:
             self._launch(group, 0)
         self.seconds["encode"] += time.perf_counter() - began
         for _, pending in self._pending.values():
-            pending.ready()  # what has arrived goes on while backward runs
+            pending.ready()  # lets requests progress while backward runs
 
     def advance(self) -> bool:
-        """Move on with whatever has arrived, without waiting; True when all is done.
+        """Continue the generators whose requests are complete, without waiting.
+
+        Returns:
+            Whether all generators have ended.
 
         Raises:
-            RuntimeError: ranks disagree about the plan.
+            RuntimeError: if the ranks have different plans.
         """
         arrived = [g for g, (_, pending) in self._pending.items() if pending.ready()]
         for group in arrived:
@@ -145,7 +154,7 @@ class Step:
         return self._judged and not self._pending
 
     def finish(self) -> None:
-        """Wait until all is done."""
+        """Wait until all generators have ended."""
         began = time.perf_counter()
         decoding = self.seconds["decode"]
         while not self.advance():
@@ -154,23 +163,23 @@ class Step:
         self.seconds["wait"] += waited
 
     def payload(self, index: int) -> int:
-        """Bytes of batch `index`'s first requests, on this rank."""
+        """Return the bytes of the first requests of bucket batch `index` on this rank."""
         return self._exchanges[index].payload
 
     def spent(self, index: int) -> tuple[float, float]:
-        """Seconds in batch `index`'s conversation, and bytes that it sent; if `measuring`."""
+        """Return the seconds and, if `measuring`, the sent bytes of bucket batch `index`."""
         return self._exchanges[index].seconds, self._exchanges[index].sent
 
     def result(self, index: int) -> tuple[Tensor, State]:
-        """BucketBatch `index`'s mean and new state; not there if `bad` is True."""
+        """Return the mean and the new state of bucket batch `index`; undefined if `bad` is True."""
         return self._exchanges[index].result
 
     def take_back(self) -> None:
-        """End conversations where they are; what they have done to states in place is undone."""
+        """Close all generators and undo their changes of states in place."""
         for exchange in self._exchanges.values():
             exchange.take_back()
 
-    # ------------------------------------------------------------------------------------ within
+    # ---------------------------------------------------------------------------------- internals
     def _launch(self, group: int, round_: int) -> None:
         requests = [ask for i in self._groups[group] for ask in self._exchanges[i].requests]
         if self.measuring:
@@ -184,9 +193,9 @@ class Step:
             self._first[group] = []
 
     def _account(self, group: int) -> None:
-        """Note what each batch is about to send; an uneven gathering counts as an even one.
+        """Record the bytes that each batch is about to send; uneven allgathers count as even ones.
 
-        What stays within a machine takes none of the link's time.
+        Intra-host traffic does not count: it takes no time of the link.
         """
         for i in self._groups[group]:
             for request in self._exchanges[i].requests:
@@ -195,19 +204,19 @@ class Step:
                     self._exchanges[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
-        """Return the request of two numbers that travel with the first collective."""
+        """Return a request with the non-finite flag and the plan number of the group."""
         xp = self._xp
         flags = self._flags[group]
         bad = xp.reshape(xp.maximum_of(flags), (1,))
         plan = xp.full((1,), float(self._plan), "float32", xp.device(bad))
         both = xp.concat([bad, plan])
-        rides = any(_is_plain_mean(xp, request) for request in requests)
-        if not rides and any(_is_gather(request) for request in requests):
+        fuses = any(_is_plain_mean(xp, request) for request in requests)
+        if not fuses and any(_is_gather(request) for request in requests):
             return Allgather(both)
         return Allreduce(both)
 
     def _judge(self) -> None:
-        """Every rank knows every flag: go on together, or take everything back together."""
+        """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
         if self._guarded:
             self.bad = self._xp.is_nonfinite(self._xp.concat(self._bad))
         if self.bad is True:
@@ -217,29 +226,30 @@ class Step:
             self._answer(group, self._first[group], 0)
 
     def _take_flag(self, answers: list[Any]) -> list[Any]:
-        """Read what rode in a group's first collective; returns the rest."""
+        """Read the flag from the results of a group's first requests; return the other results."""
         if not self._guarded:
             return answers
-        *rest, flag = answers
+        *results, flag = answers
         if isinstance(flag, tuple):
             flag = sum(flag[1:], flag[0]) / len(flag)
         self._compare_plans(flag[1:])
         self._bad.append(flag[:1])
-        return rest
+        return results
 
     def _compare_plans(self, mean: Tensor) -> None:
         if self._xp.symbolic(mean):
             return
-        seen = float(self._xp.to_numpy(mean)[0])
-        if seen != self._plan:
+        number = float(self._xp.to_numpy(mean)[0])
+        if number != self._plan:
             raise RuntimeError(
-                f"ranks disagree about what they exchange: the plan of rank "
-                f"{self._communicator.rank} has number {self._plan}, the mean over ranks is {seen}."
-                " Do all ranks train the same parameters, with the same compression levels?"
+                f"ranks disagree about the tensors to exchange: the plan of rank "
+                f"{self._communicator.rank} has number {self._plan}, but the mean over all ranks "
+                f"is {number}. Do all ranks train the same parameters, with the same compression "
+                "levels?"
             )
 
     def _answer(self, group: int, answers: list[Any], round_: int) -> None:
-        """Hand each conversation what it asked for; send what they ask for next."""
+        """Send each generator the results of its requests; launch the next requests."""
         began = time.perf_counter()
         taken = 0
         for index in self._groups[group]:

@@ -1,8 +1,9 @@
-"""Wait-avoiding group averaging over MPI: a thread for each rank that takes part on its behalf.
+"""Wait-avoiding group averaging over MPI, with a progress thread on each rank.
 
-All messages are that thread's. The training thread publishes its model, activates a version and
-waits until that has been averaged; if it is late, that has happened already, with what it had
-published before. `GroupProtocol` has the protocol, `halving` the sums, `Wakeup` the waiting.
+The progress thread sends and receives all messages on behalf of its rank. The training thread
+publishes its model, activates a version and waits for the average of this version. If the training
+thread is late, the average exists already, with the model that it published before.
+`GroupProtocol` implements the protocol, `reduce_scatter` the sums, and `Wakeup` the waiting.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from accordion_hvd.engine.wakeup import Wakeup
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
-_ACTIVATE, _HERE, _BYE, _ASK, _ANSWER = range(5)
-_EXACT = 2**20  # steps beyond it begin anew, so that sums of their squares are exact
+_ACTIVATE, _READY, _BYE, _ASK, _ANSWER = range(5)
+_EXACT = 2**20  # step numbers are sent modulo this, so that sums of their squares are exact
 _NAP = 1e-4  # seconds between polls of pending messages
-_QUIET = 0.1  # seconds between looks at other messages meanwhile
-_GRACE = 5.0  # seconds in which a rank that lives tells so
+_POLL = 0.1  # seconds between polls of control messages while data is transferred
+_GRACE = 5.0  # seconds in which a live rank answers
 _DTYPES = ("float32", "float64")
 
 
 class RanksEnded(RuntimeError):
-    """Other ranks have ended their training, so this one stops too, at the same version."""
+    """Other ranks have ended their training, so this rank stops too, at the same version."""
 
 
 def why_not(size: int) -> str | None:
-    """Why averaging without waiting is not possible here; None if it is.
+    """Return why wait-avoiding averaging is not possible in this job; None if it is possible.
 
     Args:
-        size: how many ranks the job has.
+        size: number of ranks of the job.
     """
     if not started_by_mpi():
         return "the job was not started by an MPI launcher"
@@ -62,7 +63,7 @@ def why_not(size: int) -> str | None:
 
 
 class Model:
-    """Vectors of one model in memory that serves again; `holders` counts who still needs it."""
+    """Vectors of one model in pooled memory; `holders` is the reference count."""
 
     __slots__ = ("vectors", "holders")
 
@@ -71,7 +72,7 @@ class Model:
 
 
 class Pool:
-    """Memory for models of one shape; not thread-safe."""
+    """Pool of memory for models of one shape; not thread-safe."""
 
     def __init__(self, like: Sequence[Array]) -> None:
         self._like = [(vector.size, vector.dtype) for vector in like]
@@ -79,7 +80,7 @@ class Pool:
         self.made = 0
 
     def take(self) -> Model:
-        """Return a model with one holder; its values are undefined."""
+        """Return a model with one holder and undefined values."""
         if not self._free:
             self.made += 1
             self._free.append(Model([np.empty(size, dtype) for size, dtype in self._like]))
@@ -88,19 +89,19 @@ class Pool:
         return model
 
     def hold(self, model: Model) -> Model:
-        """Add a holder."""
+        """Increment the number of holders; return the model."""
         model.holders += 1
         return model
 
     def release(self, model: Model) -> None:
-        """Remove a holder."""
+        """Decrement the number of holders; a model without holders returns to the pool."""
         model.holders -= 1
         if not model.holders:
             self._free.append(model)
 
 
 class WaitAvoiding:
-    """Averages models within groups that change each step, waiting for nobody who is late.
+    """Averages models within groups that change in each step, without waiting for late ranks.
 
     ```python
     with WaitAvoiding([parameters], period=10) as averaging:
@@ -108,38 +109,40 @@ class WaitAvoiding:
             take_a_step(parameters, batch)
             averaging.average([parameters])
     ```
-    After each `period` steps all ranks average, which waits for the last one and makes all models
-    equal. In between, who arrives first starts its version everywhere; a rank that is late finds
-    it done, with the model that it had published last, and counts its newest one besides
-    (`agent.combine`). The published model is at most `period` - 1 versions old.
+    After each `period` steps, all ranks average together. This average waits for the last rank and
+    makes all models equal. In other steps, the first rank to arrive starts the average of its
+    version on all ranks. When a late rank arrives, the average exists already and contains the
+    model that the rank published last; the rank combines it with its newest model
+    (`group_protocol.combine`). The published model is at most `period` - 1 versions old.
 
     Leaving the `with` block ends the averaging on all ranks at the same version: at once if all
-    leave after the same step, else with the period that has begun, in which those who left still
-    take part with their last model. Ranks that would go on get `RanksEnded`. Processes that leave
-    without `close` do so when they exit. If a rank's process dies, or it does not take part for
-    `timeout` seconds, a survivor names it and ends the job.
+    ranks leave after the same step, otherwise at the end of the present period, in which ranks that
+    left still contribute their last model. Ranks that would continue get `RanksEnded`. A process
+    without a call of `close` leaves at exit. If the process of a rank dies, or a rank does not take
+    part for `timeout` seconds, another rank reports it and ends the job.
 
     Args:
-        model: vectors of float32 or float64, equal on all ranks: what all start from.
-        group_size: ranks that average together; None: near the root of their number.
-        period: steps from one average of all ranks to the next, at least 1.
-        comm: an mpi4py communicator; by default the world.
-        timeout: seconds to wait for a rank before giving it up for lost.
-        steps: those of an earlier one that is gone on with, the same on all ranks.
-        version: that of the first average; 0 for a new one.
+        model: initial model, as vectors of float32 or float64; equal on all ranks.
+        group_size: number of ranks of a group; None: near the square root of the number of ranks.
+        period: number of steps between averages of all ranks, at least 1.
+        comm: an mpi4py communicator; default: COMM_WORLD.
+        timeout: seconds after which a rank that does not take part counts as lost.
+        steps: initial number of steps, equal on all ranks; nonzero to continue earlier averaging.
+        version: version of the first average; nonzero to continue earlier averaging.
+        log: None, or a list to which the progress thread appends a tuple (version, whether all
+            ranks average, version of this rank's model in it) for each average.
 
     Attributes:
-        steps: how often `average` was called.
-        version: the one that comes next.
-        on_time: versions whose average had this rank's newest model in it.
-        late: versions whose average had an older one.
-        lag: how many versions old that was at most.
+        steps: number of steps so far, the initial `steps` included.
+        version: next version.
+        on_time: number of averages that contained this rank's newest model.
+        late: number of averages that contained an older model of this rank.
+        lag: largest age of such an older model, in versions.
         sent: bytes of models that this rank has sent.
-        log: None, or a list to which (version, whole, label of the model taken) are added.
 
     Raises:
-        RuntimeError: there is no MPI with the threading that is needed; the sentence says why.
-        ValueError: an argument is not what it may be.
+        RuntimeError: if mpi4py or MPI_THREAD_MULTIPLE is missing; the message has the reason.
+        ValueError: if an argument is not allowed.
     """
 
     def __init__(
@@ -164,28 +167,28 @@ class WaitAvoiding:
         self.groups = Groups(size, default_size(size) if group_size is None else group_size)
         self.period, self.timeout, self.log = period, timeout, log
         self.on_time = self.late = self.lag = self.sent = 0
-        self.steps, self.version = steps, version  # the training thread's
-        self._then = steps  # `steps` once all have averaged
+        self.steps, self.version = steps, version  # of the training thread
+        self._steps_after = steps  # `steps` after the next average of all ranks
         self._comm = world.Dup()
         self.rank, self.size = self._comm.Get_rank(), size
         strides = [1 << i for i in range((size - 1).bit_length())]
-        self._tell = sorted({(self.rank + stride) % size for stride in strides})
-        self._told = {(self.rank - stride) % size for stride in strides}
-        self._bell = Wakeup(self._comm, self._tell)
+        self._receivers = sorted({(self.rank + stride) % size for stride in strides})
+        self._senders = {(self.rank - stride) % size for stride in strides}
+        self._bell = Wakeup(self._comm, self._receivers)
         self._sizes = [vector.size for vector in model]
-        like = [*model, np.zeros(3)]  # with what `_signs` says
+        like = [*model, np.zeros(3)]  # the last vector is for `_end_reasons`
         self._pool = Pool(like)
         self._scratch = [np.empty(vector.size + size, vector.dtype) for vector in like]
         self._changed = threading.Condition()
-        self._agent = GroupProtocol(self.rank, size, self.groups, self._copied(model), version)
+        self._agent = GroupProtocol(self.rank, size, self.groups, self._copy(model), version)
         self._outbox: list[Activation] = []
         self._results: dict[int, tuple[int, Model]] = {}
-        self._reason = ""  # why this rank ends, for others to read
-        self._ended: list[tuple[int, str]] | None = None  # who, and why
-        self._moving = False  # whether data travels
-        self._kept: list[tuple[int, ...]] = []  # messages that came meanwhile
+        self._reason = ""  # why this rank ends, sent to other ranks
+        self._ended: list[tuple[int, str]] | None = None  # ranks that ended, with reasons
+        self._transferring = False  # whether data messages are pending
+        self._deferred: list[tuple[int, ...]] = []  # control messages received meanwhile
         self._goodbyes: set[int] = set()
-        self._answers: dict[int, bool] = {}  # who lives, and whether it waits for others itself
+        self._answers: dict[int, bool] = {}  # by live rank: whether it waits for others
         self._sending: list[tuple[Any, Array]] = []
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
@@ -193,30 +196,32 @@ class WaitAvoiding:
 
     # -------------------------------------------------------------------------- the training thread
     def average(self, model: Sequence[Array]) -> bool:
-        """Bring in the model of one more step; its vectors then hold the average.
+        """Average the model after a step; its vectors are overwritten by the average.
 
         Returns:
-            Whether all ranks' models are equal now.
+            Whether the models of all ranks are equal now.
 
         Raises:
-            RanksEnded: other ranks have ended; the vectors hold the last average of all.
+            RanksEnded: if other ranks have ended; the vectors hold the last average of all ranks.
         """
         self._check_going()
-        whole = (self.steps + 1) % self.period == 0
-        if whole:
+        all_ranks = (self.steps + 1) % self.period == 0
+        if all_ranks:
             self._average_all(model, self.steps + 1)
         elif self.groups.group_size > 1:
             self._average_group(model)
         else:
             self.steps += 1
-        return whole
+        return all_ranks
 
     def average_now(self, model: Sequence[Array]) -> None:
-        """Make all models equal, beside the usual turn; all ranks must call it after the same step.
+        """Average the models of all ranks now, in addition to the periodic averages.
+
+        All ranks must call it after the same step. The vectors are overwritten by the average.
 
         Raises:
-            RanksDisagree: they have not.
-            RanksEnded: other ranks have ended; the vectors hold the last average of all.
+            RanksDisagree: if ranks call it after different steps.
+            RanksEnded: if other ranks have ended; the vectors hold the last average of all ranks.
         """
         self._check_going()
         self._average_all(model, self.steps)
@@ -224,20 +229,20 @@ class WaitAvoiding:
     def close(
         self, model: Sequence[Array] | None = None, error: BaseException | None = None
     ) -> None:
-        """End the averaging on all ranks; may be called again.
+        """End the averaging on all ranks; may be called more than once.
 
         Args:
-            model: this rank's last one, which will hold the average of all; by default what it
-                has published last takes part.
-            error: why training ends before its time; other ranks are told.
+            model: last model of this rank, which is overwritten by the average of all ranks. None:
+                this rank contributes the model that it published last.
+            error: exception that ends the training early; other ranks report it.
         """
         atexit.unregister(self._leave)
-        if self._agent.asked is not None:  # an exception came meanwhile; others wait for this one
+        if self._agent.asked is not None:  # the request was interrupted; others wait for this rank
             self._finish_asking()
         if self._ended is None:
             self._reason = repr(error) if error is not None else f"ended after {self.steps} steps"
-            last = self._copied(self._agent.published.vectors[:-1] if model is None else model)
-            self._end_together(last, alone=error is not None)
+            last = self._copy(self._agent.published.vectors[:-1] if model is None else model)
+            self._end_together(last, others_continue=error is not None)
         if model is not None:
             self._take(model)
         self._thread.join()
@@ -254,8 +259,8 @@ class WaitAvoiding:
         self.close(error=error)
 
     def _average_group(self, model: Sequence[Array]) -> None:
-        fresh, version = self._copied(model), self.version
-        self.version += 1  # with `steps`, so that no interrupt comes between
+        fresh, version = self._copy(model), self.version
+        self.version += 1  # next to `steps`, so that no interrupt separates them
         self.steps += 1
         with self._changed:
             self._outbox += self._agent.activate(version)
@@ -268,41 +273,42 @@ class WaitAvoiding:
         self.late += label != version
         self.lag = max(self.lag, version - label)
         members = len(self.groups.of(self.rank, version))
-        for mine, added in zip(model, total.vectors, strict=False):
-            combine(added, mine, members, label == version)
+        for vector, added in zip(model, total.vectors, strict=False):
+            combine(added, vector, members, label == version)
         with self._changed:
             self._pool.release(total)
 
-    def _average_all(self, model: Sequence[Array], then: int) -> None:
-        self._ask(self.version, self._copied(model), then)
+    def _average_all(self, model: Sequence[Array], steps: int) -> None:
+        self._ask(self.version, self._copy(model), steps)
         if not self._finish_asking():
             raise RanksDisagree(
                 f"rank {self.rank} asks for an average of all ranks after step {self.steps}, but "
-                "others take another step: do all ranks call average_now() after the same step?"
+                "other ranks take another step. Do all ranks call average_now() after the same "
+                "step?"
             )
         self._take(model)
         self._check_going()
 
-    def _ask(self, version: int, model: Model, then: int, ends: bool = False) -> None:
-        """Take part in an average of all as soon as they do; `steps` is `then` afterwards."""
-        some = then % _EXACT
-        model.vectors[-1][:] = ends, some, some**2
+    def _ask(self, version: int, model: Model, steps: int, ends: bool = False) -> None:
+        """Request an average of all ranks, which sets `self.steps` to `steps`."""
+        count = steps % _EXACT
+        model.vectors[-1][:] = ends, count, count**2
         with self._changed:
-            self._then = then
+            self._steps_after = steps
             self._agent.ask(version, model)
         self._bell.ring()
 
     def _finish_asking(self) -> bool:
-        """Wait for what was asked; False if it cannot be, as others have activated that version."""
+        """Wait for the requested average; return False if other ranks activated its version."""
         agent = self._agent
         self._wait(lambda: agent.asked is None or agent.level >= agent.asked[0])
         with self._changed:
             refused, agent.asked = agent.asked, None
         return refused is None
 
-    def _end_together(self, last: Model, alone: bool) -> None:
-        """Take part in one more average of all, which tells that this rank ends."""
-        if not alone:  # perhaps all others end here too
+    def _end_together(self, last: Model, others_continue: bool) -> None:
+        """Take part in a last average of all ranks, which announces that this rank ends."""
+        if not others_continue:  # perhaps all ranks end after this step
             self._ask(self.version, last, self.steps, ends=True)
             if self._finish_asking():
                 return
@@ -314,26 +320,28 @@ class WaitAvoiding:
         self._finish_asking()
 
     def _leave(self) -> None:
-        """At exit: end with the others, and say why if it was an exception."""
+        """End the averaging at exit; report the exception that ended the program, if any."""
         self.close(error=getattr(sys, "last_value", None))
 
     def _take(self, model: Sequence[Array]) -> None:
         with self._changed:
             average = self._pool.hold(self._agent.published)
-        for mine, theirs in zip(model, average.vectors, strict=False):
-            np.copyto(mine, theirs)
+        for vector, averaged in zip(model, average.vectors, strict=False):
+            np.copyto(vector, averaged)
         with self._changed:
             self._pool.release(average)
 
-    def _copied(self, model: Sequence[Array]) -> Model:
+    def _copy(self, model: Sequence[Array]) -> Model:
         sizes = [vector.size for vector in model]
         if sizes != self._sizes:
-            check.refuse(self, "sizes of the model's vectors", sizes, f"{self._sizes}, as at first")
+            check.refuse(
+                self, "sizes of the model's vectors", sizes, f"{self._sizes}, as in the first model"
+            )
         with self._changed:
-            taken = self._pool.take()
-        for room, vector in zip(taken.vectors, model, strict=False):
-            np.copyto(room, vector)
-        return taken
+            copy = self._pool.take()
+        for target, vector in zip(copy.vectors, model, strict=False):
+            np.copyto(target, vector)
+        return copy
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
@@ -342,8 +350,8 @@ class WaitAvoiding:
 
     def _check_going(self) -> None:
         if self._ended is not None:
-            told = "; ".join(f"rank {rank}: {why}" for rank, why in self._ended)
-            raise RanksEnded(f"the averaging has ended on all ranks ({told}).")
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in self._ended)
+            raise RanksEnded(f"the averaging has ended on all ranks ({reasons}).")
 
     # -------------------------------------------------------------------------- the progress thread
     def _serve(self) -> None:
@@ -358,46 +366,46 @@ class WaitAvoiding:
                     self._execute(round_)
             self._say_goodbye()
         except BaseException:
-            self._abort(f"its averaging thread has failed:\n{traceback.format_exc()}")
+            self._abort(f"its progress thread has failed:\n{traceback.format_exc()}")
 
     def _listen(self) -> None:
-        """Take in all messages, send what is to be sent.
+        """Receive all control messages and send the pending ones.
 
-        While data travels, only tell who asks that this rank lives: what others go on with
-        meanwhile must not change what is being averaged here.
+        While data is transferred, only answer whether this rank lives. Other messages are deferred,
+        because they must not change the average in progress.
         """
         from mpi4py import MPI
 
-        if not self._moving:
-            kept, self._kept = self._kept, []
-            for words in kept:
-                self._take_in(*words)
+        if not self._transferring:
+            deferred, self._deferred = self._deferred, []
+            for words in deferred:
+                self._handle(*words)
         status, message = MPI.Status(), np.empty(3, np.int64)
         empty = 0
-        while empty < 2:  # Open MPI looks for new messages only if it has not found an old one
+        while empty < 2:  # Open MPI looks for new messages only if no old one matches
             if not self._comm.Iprobe(MPI.ANY_SOURCE, _CONTROL, status):
                 empty += 1
                 continue
             source = status.Get_source()
             self._comm.Recv(message, source, _CONTROL)
             words = source, *(int(word) for word in message)
-            if self._moving and words[1] not in (_ASK, _ANSWER):
-                self._kept.append(words)
+            if self._transferring and words[1] not in (_ASK, _ANSWER):
+                self._deferred.append(words)
             else:
-                self._take_in(*words)
+                self._handle(*words)
         self._sending = [(r, words) for r, words in self._sending if not r.Test()]
-        if not self._moving:
+        if not self._transferring:
             with self._changed:
                 outbox, self._outbox = self._outbox, []
             for activation in outbox:
                 self._send(activation.to, _ACTIVATE, activation.version, activation.span)
 
-    def _take_in(self, source: int, kind: int, version: int, more: int) -> None:
+    def _handle(self, source: int, kind: int, version: int, more: int) -> None:
         with self._changed:
             if kind == _ACTIVATE:
                 self._outbox += self._agent.hear(version, more)
                 self._changed.notify_all()
-            elif kind == _HERE:
+            elif kind == _READY:
                 self._agent.arrived(source, version, bool(more))
             elif kind == _BYE:
                 self._goodbyes.add(source)
@@ -413,16 +421,16 @@ class WaitAvoiding:
         self._bell.ring(to)
 
     def _execute(self, round_: GroupRound) -> None:
-        """Wait, quietly, until all members are ready; then exchange."""
+        """Sleep until all members are ready, then add up their models."""
         for rank in round_.members:
             if rank != self.rank:
-                self._send(rank, _HERE, round_.version, round_.all_ranks)
+                self._send(rank, _READY, round_.version, round_.all_ranks)
         began = time.monotonic()
         while True:
             self._listen()
             with self._changed:
                 if self._agent.next_round() != round_:
-                    return  # not all average after all: somebody has activated this version
+                    return  # a rank has activated this version, so not all average
                 missing = self._agent.missing(round_)
                 if not missing:
                     label, model = self._agent.seed(round_)
@@ -432,18 +440,18 @@ class WaitAvoiding:
             if time.monotonic() - began > self.timeout:
                 answers = self._inquire(missing)
                 with self._changed:
-                    came = not self._agent.missing(round_) or self._agent.next_round() != round_
-                if not came:  # who is not waiting for others keeps them waiting
+                    stuck = self._agent.missing(round_) and self._agent.next_round() == round_
+                if stuck:  # a live rank that waits for others is not to blame
                     self._blame(round_, [rank for rank in missing if not answers.get(rank, False)])
                 began = time.monotonic()
             self._bell.wait()
-        self._moving = True
+        self._transferring = True
         self._add_up(round_, model, total)
-        self._moving = False
-        self._keep(round_, label, model, total)
+        self._transferring = False
+        self._store(round_, label, model, total)
 
     def _inquire(self, ranks: Sequence[int]) -> dict[int, bool]:
-        """Return whether each of these waits for others; without those that do not answer."""
+        """Ask ranks whether they wait for others; return the answers received in time, by rank."""
         self._answers.clear()
         for rank in ranks:
             self._send(rank, _ASK)
@@ -455,11 +463,11 @@ class WaitAvoiding:
 
     def _blame(self, round_: GroupRound, suspects: Sequence[int]) -> None:
         if suspects:
-            time.sleep(min(2.0, 0.05 * self.rank))  # one reason is enough
-            what = "the average of all ranks" if round_.all_ranks else "a group's average"
+            time.sleep(min(2.0, 0.05 * self.rank))  # so that a single rank reports
+            average = "the average of all ranks" if round_.all_ranks else "the average of a group"
             self._abort(
-                f"rank {_words(suspects)} did not take part in {what} (version {round_.version}) "
-                f"for {self.timeout:g} seconds."
+                f"rank {_join_ranks(suspects)} did not take part in {average} "
+                f"(version {round_.version}) for {self.timeout:g} seconds."
             )
 
     def _add_up(self, round_: GroupRound, model: Model, total: Model) -> None:
@@ -468,83 +476,86 @@ class WaitAvoiding:
         place = round_.members.index(self.rank)
         parts = zip(model.vectors, total.vectors, self._scratch, strict=True)
         for mine, into, scratch in list(parts)[: None if round_.all_ranks else -1]:
-            for turns in reduce_scatter.total(mine, into, scratch, place, len(round_.members)):
+            for messages in reduce_scatter.total(mine, into, scratch, place, len(round_.members)):
                 requests = [
-                    self._comm.Irecv(room, round_.members[peer], _DATA)
-                    for peer, room in turns.receive
+                    self._comm.Irecv(part, round_.members[peer], _DATA)
+                    for peer, part in messages.receive
                 ]
                 requests += [
-                    self._comm.Isend(part, round_.members[peer], _DATA) for peer, part in turns.send
+                    self._comm.Isend(part, round_.members[peer], _DATA)
+                    for peer, part in messages.send
                 ]
                 self._finish(round_, partial(MPI.Request.Testall, requests))
-                self.sent += sum(part.nbytes for _, part in turns.send)
+                self.sent += sum(part.nbytes for _, part in messages.send)
 
     def _finish(self, round_: GroupRound, done: Callable[[], bool]) -> None:
-        """Let data travel; Waitall would be busy, on a core that the others may need."""
-        began = heard = time.monotonic()
+        """Wait for data with naps, because Waitall would occupy a core that others may need."""
+        began = listened = time.monotonic()
         while not done():
             time.sleep(_NAP)
             now = time.monotonic()
-            if now - heard > _QUIET:  # somebody may ask whether this rank lives
+            if now - listened > _POLL:  # another rank may ask whether this rank lives
                 self._listen()
-                heard = now
+                listened = now
             if now - began > self.timeout:
                 others = [rank for rank in round_.members if rank != self.rank]
                 answers = self._inquire(others)
-                if not done():  # who answers is as stuck as this rank is, or the link is slow
+                if not done():  # ranks that answer are stuck as well, or the link is slow
                     self._blame(round_, [rank for rank in others if rank not in answers])
                 began = time.monotonic()
 
-    def _keep(self, round_: GroupRound, label: int, model: Model, total: Model) -> None:
+    def _store(self, round_: GroupRound, label: int, model: Model, total: Model) -> None:
         if self.log is not None:
             self.log.append((round_.version, round_.all_ranks, label))
         if round_.all_ranks:
-            ended = self._signs(total.vectors[-1])
+            ended = self._end_reasons(total.vectors[-1])
             for vector in total.vectors:
                 vector /= self.size
         with self._changed:
             if round_.all_ranks:
                 self._pool.release(self._agent.published)
-                self._pool.release(model)  # the asking thread needs it no more
-                self.version, self.steps, self._ended = round_.version + 1, self._then, ended
+                self._pool.release(model)  # the training thread no longer needs it
+                self.version, self.steps, self._ended = round_.version + 1, self._steps_after, ended
             else:
                 self._results[round_.version] = label, total
             self._agent.done(round_, total)
             self._pool.release(model)
             self._changed.notify_all()
 
-    def _signs(self, total: Array) -> list[tuple[int, str]] | None:
-        """Return the rank that ends and its reason, from the sums of (ending, steps, steps^2)."""
+    def _end_reasons(self, total: Array) -> list[tuple[int, str]] | None:
+        """Return ranks that end, with reasons, from the sums of (ending, steps, steps^2)."""
         if not total[0] and self.size * total[2] == total[1] ** 2:
-            return None  # nobody ends, and all have taken as many steps
-        steps = "" if total[0] else f"asks for an average after {self._then} steps"
-        told = self._comm.allgather(self._reason or steps)
-        return [(rank, why) for rank, why in enumerate(told) if why]
+            return None  # no rank ends, and all have taken equally many steps
+        steps = "" if total[0] else f"asks for an average after {self._steps_after} steps"
+        reasons = self._comm.allgather(self._reason or steps)
+        return [(rank, reason) for rank, reason in enumerate(reasons) if reason]
 
     def _say_goodbye(self) -> None:
-        """Messages keep their order: after a neighbour's last one, no other is pending."""
+        """Wait for the last messages; MPI preserves their order, so none is pending afterwards."""
         from mpi4py import MPI
 
-        for rank in self._tell:
+        for rank in self._receivers:
             self._send(rank, _BYE)
         began = time.monotonic()
-        while not self._goodbyes >= self._told:
+        while not self._goodbyes >= self._senders:
             self._listen()
             if time.monotonic() - began > self.timeout:
-                self._abort(f"rank {_words(sorted(self._told - self._goodbyes))} did not end")
+                self._abort(
+                    f"rank {_join_ranks(sorted(self._senders - self._goodbyes))} did not end."
+                )
             self._bell.wait()
         MPI.Request.Waitall([request for request, _ in self._sending])
         self._comm.Free()
         self._bell.close()
 
     def _abort(self, why: str) -> None:
-        """End the job: with part of its ranks gone there is no other end."""
+        """Abort the job, which cannot end normally without some of its ranks."""
         sys.stderr.write(f"accordion_hvd: rank {self.rank} ends the job: {why}\n")
         sys.stderr.flush()
         self._comm.Abort(1)
 
 
-def _words(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -553,13 +564,13 @@ def _world() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(
-            f"averaging without waiting needs MPI, but mpi4py cannot be loaded ({error}): install "
-            "it and an MPI library, or take wait_avoiding=False."
+            f"wait-avoiding averaging needs MPI, but mpi4py cannot be loaded ({error}): install "
+            "mpi4py and an MPI library, or pass wait_avoiding=False."
         ) from None
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
-            "averaging without waiting needs MPI_THREAD_MULTIPLE, but MPI was started without: "
-            "import mpi4py.MPI before whatever starts MPI, or take wait_avoiding=False."
+            "wait-avoiding averaging needs MPI_THREAD_MULTIPLE, but MPI was started without it: "
+            "import mpi4py.MPI before any module that starts MPI, or pass wait_avoiding=False."
         )
     return MPI.COMM_WORLD
 

@@ -1,8 +1,8 @@
-"""Waking another process' thread that sleeps: a datagram beside each message.
+"""Wakeup of a sleeping thread in another process by datagrams that accompany MPI messages.
 
-Waiting inside MPI takes a whole core, and polling it often enough for short delays several
-percent of one. A thread that sleeps in poll(2) until a datagram comes takes next to nothing. A
-datagram is a hint only: what it says is never read, and a lost one is made up for by a time limit.
+Waiting inside MPI occupies a full core. Polling MPI often enough for short delays takes several
+percent of a core. A thread that sleeps in poll(2) until a datagram arrives takes almost no time. A
+datagram is only a hint: its content does not matter, and a time limit makes up for a lost one.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import socket
 import time
 from typing import Any
 
-_PATIENCE = 0.05  # seconds that a lost datagram costs
-_WITHOUT = 0.002  # between looks, where datagrams do not arrive
-_TRIAL = 2.0  # seconds in which neighbours' first ones must come
+_TIMEOUT = 0.05  # seconds of delay by a lost datagram
+_POLL_INTERVAL = 0.002  # seconds between polls of MPI where datagrams do not arrive
+_TEST_TIMEOUT = 2.0  # seconds to wait for the neighbours' first datagrams
 
 
 class Wakeup:
-    """One for each rank; made together.
+    """A rank's socket for wakeups; collective.
 
     Args:
-        comm: an mpi4py communicator, used for addresses only.
-        neighbours: ranks that are tried to be rung.
+        comm: an mpi4py communicator, used only to set up the sockets.
+        neighbours: ranks to which this rank sends a first datagram as a test.
 
     Attributes:
-        heard: whether all ranks were heard; else waiting means looking every two milliseconds.
+        heard: whether all test datagrams arrived on all ranks. If not, `wait` returns after two
+            milliseconds, so that its caller polls MPI.
     """
 
     def __init__(self, comm: Any, neighbours: list[int]) -> None:
@@ -40,46 +41,49 @@ class Wakeup:
         self.heard = all(comm.allgather(self._try(neighbours, comm)))
 
     def ring(self, rank: int | None = None) -> None:
-        """Wake a rank's thread; by default this rank's."""
+        """Wake the thread of `rank`; by default that of this rank."""
         try:
             address = self._addresses[self._rank if rank is None else rank]
             self._socket.sendto(self._rank.to_bytes(4, "little"), address)
         except OSError:
-            pass  # a hint that is lost
+            pass  # datagrams are hints and may be lost
 
     def wait(self) -> None:
-        """Sleep until somebody rings, but not for long."""
-        if self._poll.poll(1000 * (_PATIENCE if self.heard else _WITHOUT)):
+        """Sleep until a datagram arrives or the time limit has passed."""
+        if self._poll.poll(1000 * (_TIMEOUT if self.heard else _POLL_INTERVAL)):
             self._drain()
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._socket.close()
 
     def _drain(self) -> set[bytes]:
-        found = set()
+        received = set()
         try:
             while True:
-                found.add(self._socket.recv(8))
+                received.add(self._socket.recv(8))
         except OSError:
-            return found
+            return received
 
     def _try(self, neighbours: list[int], comm: Any) -> bool:
-        """Return whether the other ranks' datagrams reach this rank."""
-        due = {
+        """Return whether the test datagrams of other ranks reach this rank."""
+        senders = {
             rank for rank, theirs in enumerate(comm.allgather(neighbours)) if self._rank in theirs
         }
         for rank in neighbours:
             self.ring(rank)
-        waiting, until = {rank.to_bytes(4, "little") for rank in due}, time.monotonic() + _TRIAL
-        while waiting and time.monotonic() < until:
+        missing, until = (
+            {rank.to_bytes(4, "little") for rank in senders},
+            time.monotonic() + _TEST_TIMEOUT,
+        )
+        while missing and time.monotonic() < until:
             self._poll.poll(100)
-            waiting -= self._drain()
-        return not waiting
+            missing -= self._drain()
+        return not missing
 
 
 def _own_address(names: list[str]) -> str:
-    """Return the address at which other ranks reach this process, as local as possible."""
+    """Return the address at which other ranks reach this process: loopback on a single host."""
     others = sorted(set(names) - {socket.gethostname()})
     if not others:
         return "127.0.0.1"
@@ -88,4 +92,4 @@ def _own_address(names: list[str]) -> str:
             probe.connect((others[0], 9))
             return probe.getsockname()[0]
     except OSError:
-        return "127.0.0.1"  # nobody elsewhere will be heard
+        return "127.0.0.1"  # then datagrams from other hosts do not arrive

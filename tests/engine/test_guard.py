@@ -110,7 +110,7 @@ def test_modes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(RuntimeWarning, match="'b'") as told:
         for step in (1, 2, 10, 100):
             calm.compare(Told(theirs), step, ["a", "b"], ours)
-    assert len(told) == 1 and "goes on" in str(told[0].message)
+    assert len(told) == 1 and "continues" in str(told[0].message)
     with pytest.raises(ReplicasDiffer):
         Guard().compare(Told(theirs, rank=1), 1, ["a", "b"], ours)
     assert capsys.readouterr().err == ""  # only rank 0 speaks

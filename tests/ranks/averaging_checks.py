@@ -79,7 +79,7 @@ def check_models_are_the_oracles() -> None:
 
 def check_messages_that_come_while_data_travels() -> None:
     """Ranks that are slow to add up hear of the next versions before they have done with this."""
-    quiet, wait_avoiding._QUIET = wait_avoiding._QUIET, 0.0
+    interval, wait_avoiding._POLL = wait_avoiding._POLL, 0.0
     try:
         model, log = np.zeros(40), []
         averaging = WaitAvoiding([model], group_size=2, period=3, timeout=60, log=log)
@@ -94,7 +94,7 @@ def check_messages_that_come_while_data_travels() -> None:
         averaging.close([model])
         agrees(averaging, found)
     finally:
-        wait_avoiding._QUIET = quiet
+        wait_avoiding._POLL = interval
 
 
 def check_alone_until_the_period_ends() -> None:

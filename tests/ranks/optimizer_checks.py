@@ -414,7 +414,7 @@ def check_one_ranks_state_serves_all() -> None:
     state, late = optimizer.state_dict(), made("CDAdam", model)
     if hvd.rank() == 0:
         late.load_state_dict(state)
-    with refused(RuntimeError, "go on after [5, 0", "on all of them"):
+    with refused(RuntimeError, "continue after [5, 0", "on all ranks"):
         train(model, late, 1)
     with refused(ValueError, "no 'exchange'"):
         made("Adam", model).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
