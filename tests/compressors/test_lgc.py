@@ -203,13 +203,13 @@ def test_phases_wait_while_another_level_serves(form: str) -> None:
         total += exact_mean([mine["w"] for mine in gradients])
         means = step(world, NUMPY, gradients)
         (entry, *_) = [s for s in world.exchanges[0].bucket_states if s.bucket.compress]
-        served += world.exchanges[0].units._phases or [0]
+        served += world.exchanges[0].bucket_batches._phases or [0]
         assert means[0] is not None
         total -= means[0]["w"]
         if number == 2:
             learned = entry.state["weights"].copy()
         if number == 3:
-            assert np.abs(total).max() < 1e-5, "Dense pays what was owed"
+            assert np.abs(total).max() < 1e-5, "Dense sends the residual"
         if 3 <= number < 6:
             assert same_bits(entry.inactive[0]["weights"], learned)
     assert served == [0, 1, 1, 0, 0, 0, 2, 3, 3, 3]
@@ -358,7 +358,9 @@ def test_resuming_goes_on_where_it_was(form: str, at: int, tmp_path: Path) -> No
     again = resumed(tmp_path, world, Replay(named), 2, steps[0][0])
     for ours, theirs in zip(steps[at:], copies[at:], strict=True):
         means, wanted = step(again, NUMPY, theirs)[0], step(world, NUMPY, ours)[0]
-        assert again.exchanges[0].units._phases == world.exchanges[0].units._phases
+        assert (
+            again.exchanges[0].bucket_batches._phases == world.exchanges[0].bucket_batches._phases
+        )
         assert means is not None and wanted is not None
         assert all(same_bits(means[name], wanted[name]) for name in wanted)
 
