@@ -126,8 +126,9 @@ class COLD(Innovations):
     """Decentralized training in which neighbours exchange compressed innovations.
 
     Each rank compresses the difference between its vector and an estimate that its neighbours
-    share, and sends it to its neighbours in the topology. It then moves its model toward theirs and
-    corrects its gradient by a dual variable, so that all models approach the common optimum.
+    share, and sends the result to its neighbours in the topology. The rank then moves its model
+    toward the neighbours' estimates and corrects its gradient by a dual variable, so that all
+    models approach the common optimum.
 
     With step size lr, gradient g_i and the weights W of the topology, a rank computes
     y_i = x_i - lr (g_i + dual_i), sends the compressed y_i - mine_i, which is added to the

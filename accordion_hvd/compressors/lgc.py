@@ -224,7 +224,7 @@ class LGC(Sparsifier):
         if state is not None:
             (size,) = namespace(state["weights"]).shape(state["weights"])
             if size != networks.size:
-                allowed = "as before, because each rank has a decoder (form='ring' has one for all)"
+                allowed = "the same as before, since each rank has a decoder (form='ring' has one)"
                 check.refuse(self, "number of ranks", ranks, allowed)
         return networks
 
