@@ -1,4 +1,4 @@
-"""Averaging of models instead of gradients: one file a method."""
+"""Methods that average models instead of gradients, one file per method."""
 
 from accordion_hvd.averaging.cold import COLD, DynaCOLD
 from accordion_hvd.averaging.diloco import DiLoCo, Nesterov

@@ -1,4 +1,4 @@
-"""Base classes of methods that average models instead of gradients."""
+"""Base class and helpers of methods that average models instead of gradients."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ Group = tuple[int, ...]
 
 
 RENAMED = {"meets": "synchronizes", "neighbourly": "neighbours_only", "of_means": "only_means"}
-"""Old names of members that an averaging method may define, and the new ones."""
+"""Old names of members that an averaging method may define, with the new names."""
 
 
 class Averaging(Compressor):
-    """Brings models together after each rank has taken its own optimizer's step.
+    """Base class of model averaging: after each local optimizer step, ranks combine their models.
 
-    A subclass is a frozen dataclass. Its `exchange` is a conversation as a compressor's, but what
-    it is given and returns is a model: one vector of all parameters of one dtype, as the rank's
-    own optimizer has left it. `info.step` counts these steps from 0 and must be an integer.
+    A subclass is a frozen dataclass. Its `exchange` is an exchange generator like a compressor's,
+    but its argument and result are models instead of gradients. A model is one vector with all
+    parameters of one dtype, after the step of the rank's own optimizer. `info.step` counts these
+    steps from 0 and must be an integer.
 
     Attributes:
-        inner: which optimizers may be inside: "any", or "sgd" for plain SGD without momentum,
-            where the method needs to know what one step is.
-        neighbours_only: whether ranks only tell their neighbours something, always the same ones.
-        synchronizes: whether it makes all models equal now and then, by itself.
-        shared: keys of the state that are equal on all ranks and outlast a change of their number.
+        inner: inner optimizers that the method supports: "any", or "sgd" for plain SGD without
+            momentum, for methods that depend on the form of a step.
+        neighbours_only: whether each rank only sends to its neighbours, which never change.
+        synchronizes: whether the method makes all models equal from time to time.
+        shared: keys of the state that are equal on all ranks, and are preserved when the number of
+            ranks changes.
     """
 
     target: ClassVar[str] = "parameter"
@@ -40,19 +42,19 @@ class Averaging(Compressor):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Accept members by their old names."""
+        """Accept members under their old names."""
         super().__init_subclass__(**options)
         _renamed.members(cls, RENAMED)
 
     def start(self, model: Tensor, info: Info) -> State:
-        """Return the state before the first step, when all ranks have `model`."""
+        """Return the state before the first step, when `model` is equal on all ranks."""
         return self.init(namespace(model).spec(model), info)
 
     def groups(self, size: int) -> tuple[Group, ...]:
-        """Groups that requests will name, for `size` ranks.
+        """Return the groups that requests may name, for `size` ranks.
 
         Raises:
-            ValueError: the method does not suit this number of ranks.
+            ValueError: if the method does not support this number of ranks.
         """
         return ()
 
@@ -66,7 +68,7 @@ class Averaging(Compressor):
         return True
 
     def synchronize(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Make all models equal now, for evaluation or a checkpoint: their average."""
+        """Make all models equal now, for evaluation or a checkpoint, by averaging them."""
         mean = yield Allreduce(model)
         return mean, self.synchronized(state, mean)
 
@@ -75,7 +77,7 @@ class Averaging(Compressor):
         return state
 
     def residual(self, state: State) -> Tensor | None:
-        """None: what was not sent is part of the model."""
+        """Return None: the part of a model that was not sent remains in the model."""
         return None
 
 
@@ -85,36 +87,36 @@ def periodic(owner: Any, period: Any) -> None:
 
 
 def ends_period(step: int, period: int) -> bool:
-    """Return whether a step, counted from 0, is the last of a period."""
+    """Return whether `step`, counted from 0, is the last step of a period."""
     return (step + 1) % period == 0
 
 
 def group_info(info: Info, group: Group) -> Info:
-    """Return the `Info` for an exchange `among` the members of a group."""
+    """Return the `Info` of an exchange within a group."""
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 
-def prefixed(kept: State) -> State:
-    """Return a compressor's state under the names that the averaging method uses."""
-    return {f"compressor/{key}": value for key, value in kept.items()}
+def prefixed(state: State) -> State:
+    """Return a compressor's state under keys that start with "compressor/"."""
+    return {f"compressor/{key}": value for key, value in state.items()}
 
 
 def unprefixed(state: State) -> State:
-    """Invert `prefixed`; other keys are left out."""
+    """Return the compressor's state from a state with keys of `prefixed`."""
     parts = ((key.partition("compressor/"), value) for key, value in state.items())
     return {key: value for (_, found, key), value in parts if found}
 
 
 def check_compressor(owner: Any, compressor: Any) -> None:
-    """Raise ValueError unless `compressor` is None or one that returns the mean of vectors."""
+    """Raise ValueError unless `compressor` is None or returns means of gradients."""
     if compressor is None:
         return
-    suits = (
+    supported = (
         isinstance(compressor, Compressor)
         and (compressor.target, compressor.output) == ("gradient", "gradient")
         and not (compressor.topology_aware or compressor.private or isinstance(compressor, Shifted))
     )
-    if not suits:
-        allowed = "None or one that returns the mean of gradients, openly and on any machines, "
-        allowed += "whatever was sent before"
+    if not supported:
+        allowed = "None or a compressor that returns the mean of gradients and is not private, "
+        allowed += "topology-aware, EF21 or Diana"
         check.refuse(owner, "compressor", compressor, allowed)

@@ -1,7 +1,7 @@
 """COLD and Dyna-COLD: innovation compression (Zhang, You & Xie, IEEE TAC 68(11), 2023).
 
-The form of the recursion is that of NIDS (Li, Shi & Yan, 2019) with compressed innovations; the
-paper's body was not at hand, so names of variables and defaults are ours.
+The recursion has the form of NIDS (Li, Shi & Yan, 2019) with compressed innovations. The full
+text of the paper was not available to us, so the names of variables and the defaults are ours.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from accordion_hvd.core.base import (
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
-_FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of a scale, as a part of the first one
-_TINY = 1e-30  # a scale that can be doubled, should all begin with zeros
-_DOUBLINGS = 64  # that a step can need
+_FLOOR = {"float32": 1e-7, "float64": 1e-15}  # smallest scale, as a fraction of the first one
+_TINY = 1e-30  # smallest first scale, so that it can be doubled if all innovations are zero
+_DOUBLINGS = 64  # largest number of doublings in one step
 
 
 @dataclass(frozen=True)
 class Innovations(Averaging, abc.ABC):
-    """Base class of COLD and Dyna-COLD, which differ only in the messages.
+    """Base class of COLD and Dyna-COLD, which differ only in their messages.
 
-    Each rank keeps an estimate of its own vector that its neighbours know as well, and sends
-    only the compressed difference to it, which tends to 0. `dual` sums to 0 over the ranks
-    whatever the compressor does, so the fixed point is the optimum of the sum of all functions.
+    Each rank maintains an estimate of its own vector, and its neighbours maintain the same
+    estimate. The rank sends only the compressed difference from this estimate, which tends to 0.
+    The sum of `dual` over the ranks is 0 for any compressor, so the fixed point is the optimum of
+    the sum of all ranks' functions.
     """
 
     inner: ClassVar[str] = "sgd"
@@ -48,7 +49,7 @@ class Innovations(Averaging, abc.ABC):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when the topology is none or gamma outside (0, 1]."""
+        """Raise ValueError if `topology` is not a topology or `gamma` is outside (0, 1]."""
         object.__setattr__(self, "topology", topology(self, self.topology))
         check.ratio(self, "gamma", self.gamma)
 
@@ -57,50 +58,59 @@ class Innovations(Averaging, abc.ABC):
         return False
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """None; refuses a topology that does not suit."""
+        """Return (): the method has no groups.
+
+        Raises:
+            ValueError: if the topology is not symmetric or does not support `size` ranks.
+        """
         if not self.topology.symmetric(size):
             check.refuse(self, "topology", self.topology, "symmetric")
         return ()
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`dual`, of the gradient's kind; `mine` and `theirs`: own and neighbours' estimates.
+        """Return `dual`, in units of gradients, and the estimates `mine` and `theirs`.
 
-        `theirs` is their weighted sum: nothing grows with the number of neighbours.
+        `mine` is the estimate of this rank's vector. `theirs` is the weighted sum of the
+        neighbours' estimates, so the state does not grow with the number of neighbours.
         """
         names = ("dual", "mine", "theirs")
         return {n: spec.zeros(spec.shape, spec.wide) for n in names}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Send one message to all neighbours; `info.lr` is the step size that made `model`."""
+        """Send one message to all neighbours and combine theirs.
+
+        `info.lr` is the step size that produced `model`.
+        """
         if not info.lr > 0:
             check.refuse(self, "learning rate", info.lr, "above 0")
         xp, kind = namespace(model), namespace(model).dtype(state["dual"])
         y = xp.cast(model, kind) - state["dual"] * info.lr
-        message, mine, state = yield from self._message(y - state["mine"], state, info)
+        message, decoded, state = yield from self._encode(y - state["mine"], state, info)
         weights = self.topology.weights(info.size)[info.rank]
-        near = self.topology.of(info.rank, info.size)
+        neighbours = self.topology.of(info.rank, info.size)
         sent = xp.concat([xp.to_bytes(part) for part in message])
-        came = yield Neighbours(sent, to=near, of=near)
-        own, theirs = state["mine"] + xp.cast(mine, kind), state["theirs"]
-        for rank, flat in zip(near, came, strict=True):
-            part = self._meaning(_unpacked(flat, message), y, state, info, rank)
+        received = yield Neighbours(sent, to=neighbours, of=neighbours)
+        mine, theirs = state["mine"] + xp.cast(decoded, kind), state["theirs"]
+        for rank, flat in zip(neighbours, received, strict=True):
+            part = self._decode(_unpacked(flat, message), y, state, info, rank)
             theirs = theirs + xp.cast(part, kind) * float(weights[rank])
-        apart = own * float(1 - weights[info.rank]) - theirs  # sum of w_ij (own - theirs_j)
-        dual = state["dual"] + apart * (self.gamma / (2 * info.lr))
-        moved = xp.cast(y - apart * (self.gamma / 2), xp.dtype(model))
-        return moved, {**state, "dual": dual, "mine": own, "theirs": theirs}
+        # sum over j of w_ij (mine - theirs_j)
+        disagreement = mine * float(1 - weights[info.rank]) - theirs
+        dual = state["dual"] + disagreement * (self.gamma / (2 * info.lr))
+        updated = xp.cast(y - disagreement * (self.gamma / 2), xp.dtype(model))
+        return updated, {**state, "dual": dual, "mine": mine, "theirs": theirs}
 
     @abc.abstractmethod
-    def _message(
+    def _encode(
         self, innovation: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
-        """Return the message, its meaning, and the state."""
+        """Return the message, its decoded value, and the new state."""
 
     @abc.abstractmethod
-    def _meaning(
+    def _decode(
         self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
-        """Decode a neighbour's message."""
+        """Decode the message of rank `sender`."""
 
 
 def _unpacked(flat: Tensor, like: point_to_point.Message) -> point_to_point.Message:
@@ -113,40 +123,49 @@ def _unpacked(flat: Tensor, like: point_to_point.Message) -> point_to_point.Mess
 
 @dataclass(frozen=True)
 class COLD(Innovations):
-    """Decentralised training whose neighbours exchange compressed innovations.
+    """Decentralized training in which neighbours exchange compressed innovations.
 
-    With step size lr, gradient g_i and W of the topology: y_i = x_i - lr (g_i + dual_i); the
-    compressed y_i - mine_i is sent and added to the estimates; z_i = sum over j of
-    W[i, j] (mine_i - mine_j); dual_i += gamma / (2 lr) z_i; x_i = y_i - gamma / 2 z_i. For smooth,
-    strongly convex functions and full gradients it converges linearly to the exact optimum of the
-    sum, for any compressor with E||Q(r) - r||^2 <= (1 - delta) ||r||^2; with mini-batches it is a
-    heuristic. Without a compressor and with gamma 1 it is NIDS. The optimizer inside must be plain
-    SGD, its learning rate below 2 / L.
+    Each rank compresses the difference between its vector and an estimate that its neighbours
+    share, and sends the result to its neighbours in the topology. The rank then moves its model
+    toward the neighbours' estimates and corrects its gradient by a dual variable, so that all
+    models approach the common optimum.
 
-    Sent: the compressor's message to each neighbour a step.
+    With step size lr, gradient g_i and the weights W of the topology, a rank computes
+    y_i = x_i - lr (g_i + dual_i), sends the compressed y_i - mine_i, which is added to the
+    estimates, and computes z_i = sum over j of W[i, j] (mine_i - mine_j). Then
+    dual_i += gamma / (2 lr) z_i and x_i = y_i - gamma / 2 z_i.
+
+    For smooth, strongly convex functions and full gradients, COLD converges linearly to the exact
+    optimum of the sum, with any compressor for which E||Q(r) - r||^2 <= (1 - delta) ||r||^2. With
+    mini-batches it is a heuristic. Without a compressor and with gamma 1 it is NIDS. The inner
+    optimizer must be plain SGD, with a learning rate below 2 / L for L-smooth functions.
 
     Args:
-        topology: a `Topology` with symmetric weights, the name of one, or a matrix.
-        gamma: the part of the disagreement that a step removes, in (0, 1]; 1 for mild compressors,
-            0.05 to 0.2 for harsh ones (with 1 they diverge).
-        compressor: None, or what compresses innovations: any whose messages have a fixed size.
+        topology: a `Topology` with symmetric weights, the name of one, or a matrix. Default:
+            "ring".
+        gamma: fraction of the disagreement that a step removes, in (0, 1]. Use 1 for mild
+            compressors and 0.05 to 0.2 for strong ones, which diverge with 1. Default: 1.
+        compressor: compressor of the innovations, whose messages must have a fixed size. Default:
+            None, no compression.
+
+    Traffic: the compressor's message to each neighbour per step.
     """
 
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it may be."""
+        """Raise ValueError if an argument is not allowed."""
         super().__post_init__()
         check_compressor(self, self.compressor)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Also what the compressor keeps from one message to the next."""
+        """Return the state of `Innovations`, and the compressor's state between messages."""
         state = super().init(spec, info)
         if self.compressor is None:
             return state
         return state | prefixed(self.compressor.deactivate(self.compressor.init(spec, info)))
 
-    def _message(
+    def _encode(
         self, innovation: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
         yield from ()
@@ -154,10 +173,11 @@ class COLD(Innovations):
             return (innovation,), innovation, state
         xp = namespace(innovation)
         x = xp.copy(xp.cast(innovation, "float32"))
-        message, meaning, kept = point_to_point.encode(self.compressor, x, unprefixed(state), info)
-        return message, meaning, {**state, **prefixed(kept)}
+        own = unprefixed(state)
+        message, decoded, own = point_to_point.encode(self.compressor, x, own, info)
+        return message, decoded, {**state, **prefixed(own)}
 
-    def _meaning(
+    def _decode(
         self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         if self.compressor is None:
@@ -167,24 +187,28 @@ class COLD(Innovations):
 
 @dataclass(frozen=True)
 class DynaCOLD(Innovations):
-    """COLD with one bit an element and a scale that everybody knows in advance.
+    """COLD with one bit per element and a scale that all ranks know in advance.
 
-    Step k has the scale s_k = scale theta^k, and an element is sent as its sign, which means
-    +-s_k / 2. If innovations fit the scale (|r| <= s_k), so do the next ones as long as theta is
-    above the rate of the method without compression, and the error falls as theta^k.
+    Each rank sends the sign of each element of its innovation, and its neighbours decode it as
+    plus or minus half the scale of this step. Otherwise the recursion is that of `COLD`.
 
-    A rank whose innovation does not fit doubles its own scale as often as it needs, for good,
-    before it sends (ours: the published method diverges then). Which doublings a sender has made
-    goes along as one byte; `stats()["reports"]` has their number.
+    Step k has the scale s_k = scale theta^k, and signs stand for +-s_k / 2. If innovations fit the
+    scale (|r| <= s_k), the next ones fit as well as long as theta is larger than the convergence
+    rate of the uncompressed method, and the error decreases as theta^k.
 
-    Sent: p / 8 + 1 bytes for p elements to each neighbour a step.
+    A rank whose innovation does not fit doubles its own scale, permanently and as often as needed,
+    before it sends (ours: the published method diverges in this case). Each message contains the
+    sender's number of doublings in one byte; `stats()["reports"]` contains it as well.
 
     Args:
-        topology: a `Topology` with symmetric weights, the name of one, or a matrix.
-        gamma: the part of the disagreement that a step removes, in (0, 1].
-        theta: by which the scale falls each step, in (0, 1).
-        scale: the first one; None: twice the largest innovation of the first step of any rank,
-            which takes one allreduce of a number.
+        topology: a `Topology` with symmetric weights, the name of one, or a matrix. Default:
+            "ring".
+        gamma: fraction of the disagreement that a step removes, in (0, 1]. Default: 0.5.
+        theta: factor of the scale per step, in (0, 1). Default: 0.98.
+        scale: the first scale, above 0. Default: None, twice the largest innovation of any rank in
+            the first step, which takes an allreduce of one number.
+
+    Traffic: p / 8 + 1 bytes for p elements to each neighbour per step.
     """
 
     gamma: float = 0.5
@@ -192,7 +216,7 @@ class DynaCOLD(Innovations):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it may be."""
+        """Raise ValueError if an argument is not allowed."""
         super().__post_init__()
         if not check.is_number(self.theta) or not 0 < self.theta < 1:
             check.refuse(self, "theta", self.theta, "a number in (0, 1)")
@@ -200,15 +224,15 @@ class DynaCOLD(Innovations):
             check.refuse(self, "scale", self.scale, "None or a number above 0")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Also `scale`, the first one, and how many `doublings` there have been."""
+        """Return the state of `Innovations`, the first `scale`, and the number of `doublings`."""
         first = spec.xp.full((1,), self.scale or 0.0, "float32", spec.device)
         return super().init(spec, info) | {"scale": first, "doublings": spec.zeros((1,))}
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """Return how often this rank has doubled its scale."""
+        """Return the number of times that this rank has doubled its scale."""
         return {"doublings": state["doublings"]}
 
-    def _message(
+    def _encode(
         self, innovation: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
         xp = namespace(innovation)
@@ -220,13 +244,14 @@ class DynaCOLD(Innovations):
             state = {**state, "scale": xp.maximum(most * 2.0, least)}
         powers = xp.cast(xp.arange(_DOUBLINGS, xp.device(x)), "float32")
         own = self._scale(state, info, state["doublings"])
-        short = xp.cast(largest > 2.0**powers * own, "float32")  # of these
-        needed = xp.reshape(short, (1, -1)) @ xp.full((_DOUBLINGS, 1), 1.0, "float32", xp.device(x))
+        too_small = xp.cast(largest > 2.0**powers * own, "float32")
+        ones = xp.full((_DOUBLINGS, 1), 1.0, "float32", xp.device(x))
+        needed = xp.reshape(too_small, (1, -1)) @ ones
         state = {**state, "doublings": state["doublings"] + xp.reshape(needed, (1,))}
         message = xp.pack_signs(x), xp.cast(state["doublings"], "uint8")
-        return message, self._meaning(message, x, state, info, info.rank), state
+        return message, self._decode(message, x, state, info, info.rank), state
 
-    def _meaning(
+    def _decode(
         self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         xp, (signs, doublings) = namespace(like), message
@@ -236,6 +261,6 @@ class DynaCOLD(Innovations):
         return xp.sum_quantized([signs], [scale], max(1, size), 1, 0.5, room)
 
     def _scale(self, state: State, info: Info, doublings: Tensor) -> Tensor:
-        """From the step's number, so that all ranks have the same to the bit."""
+        """Return the scale, computed from the step so that all ranks agree bit for bit."""
         least = _FLOOR[namespace(doublings).dtype(state["dual"])]
         return state["scale"] * max(self.theta**info.step, least) * 2.0**doublings

@@ -21,40 +21,45 @@ from accordion_hvd.ops.spec import Spec
 
 @dataclass(frozen=True)
 class Nesterov:
-    """The outer optimizer: SGD with Nesterov's momentum, as PyTorch writes it.
+    """The outer optimizer: SGD with Nesterov momentum, in PyTorch's form.
+
+    With lr 1 and momentum 0, models are simply averaged.
 
     Args:
-        lr: at least 0; the paper's is 0.7. With lr 1 and momentum 0 models are simply averaged.
-        momentum: in [0, 1); the paper's is 0.9.
+        lr: outer learning rate, at least 0. Default: 0.7, as in the paper.
+        momentum: momentum coefficient in [0, 1). Default: 0.9, as in the paper.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when lr is negative or momentum outside [0, 1)."""
+        """Raise ValueError if `lr` is negative or `momentum` is outside [0, 1)."""
         check.at_least(self, "lr", self.lr, least=0)
         check.below_one(self, "momentum", self.momentum)
 
 
 @dataclass(frozen=True)
 class DiLoCo(Averaging):
-    """Each rank trains alone; every `period` steps an outer optimizer moves the common model.
+    """DiLoCo: local training, with an outer optimizer step every `period` steps.
 
-    Its gradient is the mean over ranks of how far their models have moved since (with the sign
-    turned): delta = common - model; velocity = momentum velocity + mean delta; common = common -
-    lr (mean delta + momentum velocity). All models are the common one then. Inner optimizers keep
+    Each rank trains its own model. At the end of a period, the ranks average how far their models
+    have moved, and an outer optimizer applies this mean to the common model. All ranks then
+    continue from the common model.
+
+    The paper's outer step, with delta = common - model on each rank: velocity = momentum velocity +
+    mean delta; common = common - lr (mean delta + momentum velocity). The inner optimizers keep
     their state (the paper's are AdamW).
 
-    With a `compressor` (ours), deltas are compressed, and what is not sent waits in its error for
-    the next time.
-
-    Sent: an allreduce of the model every `period` steps, or what the compressor makes of it.
+    With a `compressor` (ours), ranks compress their deltas, and the part that was not sent stays in
+    the compressor's residual until the next period.
 
     Args:
-        period: inner steps for an outer one, at least 1; the paper's is 500.
-        outer: the outer optimizer.
-        compressor: None, or what compresses deltas.
+        period: number of inner steps per outer step, at least 1. Default: 500, as in the paper.
+        outer: the outer optimizer. Default: `Nesterov()`.
+        compressor: compressor of the deltas. Default: None, no compression.
+
+    Traffic: an allreduce of the model every `period` steps, or the compressor's messages for it.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("common", "velocity")
@@ -64,18 +69,21 @@ class DiLoCo(Averaging):
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it may be."""
+        """Raise ValueError if an argument is not allowed."""
         periodic(self, self.period)
         if not isinstance(self.outer, Nesterov):
             check.refuse(self, "outer", self.outer, "a Nesterov(lr=..., momentum=...)")
         check_compressor(self, self.compressor)
 
     def equal(self, step: int) -> bool:
-        """After an outer step."""
+        """Return True after an outer step."""
         return ends_period(step, self.period)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`common`: the model after the last outer step; `velocity`; and the compressor's state."""
+        """Return `common`, `velocity` and the compressor's state.
+
+        `common` is the model after the last outer step.
+        """
         zeros = [spec.zeros(spec.shape, spec.wide) for _ in range(2)]
         own = self.compressor.init(spec, info) if self.compressor else {}
         return {"common": zeros[0], "velocity": zeros[1]} | prefixed(own)
@@ -85,12 +93,12 @@ class DiLoCo(Averaging):
         return self.synchronized(super().start(model, info), model)
 
     def synchronized(self, state: State, model: Tensor) -> State:
-        """Take an extra average as the common model; the velocity stays."""
+        """Make an extra average the common model. The velocity does not change."""
         xp = namespace(model)
         return {**state, "common": xp.cast(xp.copy(model), xp.dtype(state["common"]))}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """At a period's end, the mean delta and an outer step."""
+        """Average the deltas and take an outer step at the end of a period."""
         if not self.equal(info.step):
             return model, state
         xp, common = namespace(model), state["common"]
@@ -104,5 +112,5 @@ class DiLoCo(Averaging):
         mean = xp.cast(mean, xp.dtype(common))
         velocity = state["velocity"] * self.outer.momentum + mean
         common = common - (mean + velocity * self.outer.momentum) * self.outer.lr
-        moved = xp.cast(xp.copy(common), xp.dtype(model))
-        return moved, {"common": common, "velocity": velocity} | prefixed(own)
+        updated = xp.cast(xp.copy(common), xp.dtype(model))
+        return updated, {"common": common, "velocity": velocity} | prefixed(own)

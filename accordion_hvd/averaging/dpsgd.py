@@ -1,4 +1,4 @@
-"""D-PSGD: decentralised parallel SGD (Lian et al., NeurIPS 2017)."""
+"""D-PSGD: decentralized parallel SGD (Lian et al., NeurIPS 2017)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from accordion_hvd.core.base import ExchangeGenerator, Info, Neighbours, State, 
 
 @dataclass(frozen=True)
 class DPSGD(Averaging):
-    """After each local step, average the model with those of the neighbours in a graph.
+    """D-PSGD: after each local step, average the model with the neighbours' models.
 
-    x_i = sum over j of W[i, j] x_j. The paper averages models from before the step and then adds
-    the gradient; here, as in this package's other methods, the step comes first, which is the same
-    recursion shifted by half a step. The mean over ranks does not change. Models are never equal;
-    average them before evaluating.
+    Each rank sends its model to its neighbours in the topology and replaces it with a weighted
+    mean: x_i = sum over j of W[i, j] x_j.
 
-    Sent: a model to each neighbour a step.
+    The paper averages the models from before the step and then adds the gradient. Here the step
+    comes first, as in the other methods of this package; this is the same recursion, shifted by
+    half a step. The mean over all ranks does not change.
 
     Args:
-        topology: a `Topology`, the name of one, or a doubly stochastic matrix.
+        topology: a `Topology`, the name of one, or a doubly stochastic matrix. Default: "ring".
+
+    Traffic: a model to each neighbour per step. Models are never equal; average them before
+    evaluation.
     """
 
     neighbours_only: ClassVar[bool] = True
@@ -31,7 +34,7 @@ class DPSGD(Averaging):
     topology: Any = "ring"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when the topology is none."""
+        """Raise ValueError if `topology` is not a topology."""
         object.__setattr__(self, "topology", topology(self, self.topology))
 
     def equal(self, step: int) -> bool:
@@ -39,16 +42,20 @@ class DPSGD(Averaging):
         return False
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """None; refuses a topology that does not suit."""
+        """Return (): the method has no groups.
+
+        Raises:
+            ValueError: if the topology does not support `size` ranks.
+        """
         self.topology.weights(size)
         return ()
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Exchange models with the neighbours."""
+        """Exchange models with the neighbours and return the weighted mean."""
         graph, weights = self.topology, self.topology.weights(info.size)[info.rank]
-        of = graph.of(info.rank, info.size)
-        parts = yield Neighbours(model, to=graph.to(info.rank, info.size), of=of)
+        senders = graph.of(info.rank, info.size)
+        parts = yield Neighbours(model, to=graph.to(info.rank, info.size), of=senders)
         mean = model * float(weights[info.rank])
-        for rank, part in zip(of, parts, strict=True):
+        for rank, part in zip(senders, parts, strict=True):
             mean = mean + part * float(weights[rank])
         return mean, state

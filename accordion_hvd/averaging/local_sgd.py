@@ -10,23 +10,24 @@ from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 
 @dataclass(frozen=True)
 class LocalSGD(Averaging):
-    """Each rank trains alone; every `period` steps all models are averaged.
+    """Local SGD: each rank trains its own model, and every `period` steps all models are averaged.
 
-    Sent: an allreduce of the model every `period` steps. With a period of 1 and plain SGD this is
-    the averaging of gradients.
+    With a period of 1 and plain SGD, this equals averaging gradients.
 
     Args:
-        period: steps from one average to the next, at least 1.
+        period: number of steps between averages, at least 1. Default: 10.
+
+    Traffic: an allreduce of the model every `period` steps.
     """
 
     period: int = 10
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when period is no integer of at least 1."""
+        """Raise ValueError if `period` is not an integer of at least 1."""
         periodic(self, self.period)
 
     def equal(self, step: int) -> bool:
-        """After an average."""
+        """Return True after an average."""
         return ends_period(step, self.period)
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:

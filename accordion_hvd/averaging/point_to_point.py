@@ -1,9 +1,10 @@
-"""A compressor's message from one to another, where there is no common average.
+"""Messages of compressors from one rank to another, without an average over ranks.
 
-A codec has such messages. Of other methods the conversation is held by one rank alone: what it asks
-to exchange is its message, and the mean over that one rank is what the message means. Whoever is
-given the message replays the conversation with it. So every compressor whose messages
-have a fixed size serves here, without a line of its own.
+A codec encodes and decodes such messages itself. For other compressors, the sender runs the
+exchange generator as if there were only one rank: the tensors of its requests are the message,
+and the mean over this one rank is the decoded value. The receiver runs the same exchange
+generator with the message as the answers to its requests. So every compressor whose messages
+have a fixed size works here without additional code.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ Message = tuple[Tensor, ...]
 
 
 def encode(
-    compressor: Compressor, x: Tensor, kept: State, info: Info
+    compressor: Compressor, x: Tensor, state: State, info: Info
 ) -> tuple[Message, Tensor, State]:
-    """Encode `x`; return the message, its meaning, and the state for the next message.
+    """Encode `x`; return the message, its decoded value, and the state for the next message.
 
-    Nothing that is not sent is kept: no error feedback.
+    There is no error feedback: the part of `x` that is not sent is not retained.
 
     Args:
-        compressor: one that returns the mean of gradients.
-        x: fp32; its memory may be used.
-        kept: from the last message, {} at first.
-        info: whose `rank` is the sender.
+        compressor: a compressor that returns the mean of gradients.
+        x: fp32 tensor; its memory may be reused.
+        state: state after the previous message, {} for the first one.
+        info: information about the exchange; `info.rank` is the sender.
 
     Raises:
-        ValueError: the message's size is not fixed.
+        ValueError: if messages of the compressor do not have a fixed size.
     """
     if isinstance(compressor, Codec):
-        return (*_coded(compressor, x, info), {})
+        return (*_encode(compressor, x, info), {})
     message: list[Tensor] = []
 
     def answer(request: Request) -> Any:
@@ -47,58 +48,61 @@ def encode(
         message.append(xp.copy(request.tensor))
         return _answer(request, xp.copy(request.tensor), info.rank)
 
-    state = compressor.init(namespace(x).spec(x), info) | kept
-    meaning, after = _hold(compressor, x, state, _alone(info, info.rank), answer)
-    return tuple(message), meaning, compressor.deactivate(after)
+    state = compressor.init(namespace(x).spec(x), info) | state
+    value, state = _run(compressor, x, state, _single_rank(info, info.rank), answer)
+    return tuple(message), value, compressor.deactivate(state)
 
 
 def decode(
     compressor: Compressor, message: Message, like: Tensor, info: Info, sender: int
 ) -> Tensor:
-    """Decode a message.
+    """Decode a message of another rank.
 
     Args:
-        compressor: the sender's.
-        message: from its `encode`.
-        like: fp32, in the shape of what was encoded.
-        info: of the reader, at the same step.
-        sender: who has sent it.
+        compressor: the sender's compressor.
+        message: message from the sender's `encode`.
+        like: fp32 tensor in the shape of the encoded tensor.
+        info: information about the receiver's exchange, at the same step.
+        sender: rank of the sender.
     """
     xp = namespace(like)
     if isinstance(compressor, Codec):
-        return _meaning(compressor, message, like, _alone(info, sender), sender)
+        return _decode(compressor, message, like, _single_rank(info, sender), sender)
     parts = iter(message)
-    blank = xp.zeros(xp.shape(like), "float32", xp.device(like))
-    state = compressor.init(xp.spec(blank), info)
+    zeros = xp.zeros(xp.shape(like), "float32", xp.device(like))
+    state = compressor.init(xp.spec(zeros), info)
     answer = lambda request: _answer(request, next(parts), sender)  # noqa: E731
-    return _hold(compressor, blank, state, _alone(info, sender), answer)[0]
+    return _run(compressor, zeros, state, _single_rank(info, sender), answer)[0]
 
 
-def _coded(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-    """Encode with a codec; return the message and its meaning."""
+def _encode(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+    """Encode with a codec; return the message and its decoded value."""
     if codec.uneven:
         _refuse(codec)
-    xp, told = namespace(x), _alone(info, info.rank)
-    message = codec.encode(xp.reshape(x, codec.layout(xp.shape(x))), told)
-    return message, _meaning(codec, message, x, told, info.rank)
+    xp, sender, info = namespace(x), info.rank, _single_rank(info, info.rank)
+    message = codec.encode(xp.reshape(x, codec.layout(xp.shape(x))), info)
+    return message, _decode(codec, message, x, info, sender)
 
 
-def _meaning(codec: Codec, message: Message, like: Tensor, told: Info, sender: int) -> Tensor:
+def _decode(codec: Codec, message: Message, like: Tensor, info: Info, sender: int) -> Tensor:
     xp, shape = namespace(like), namespace(like).shape(like)
     layout = codec.layout(shape)
     room = xp.zeros(layout, "float32", xp.device(like))
-    return xp.reshape(codec.decode(parse(codec, message, layout, sender), room, told), shape)
+    return xp.reshape(codec.decode(parse(codec, message, layout, sender), room, info), shape)
 
 
 def _refuse(compressor: Compressor) -> None:
-    raise ValueError(f"{compressor!r} sends messages whose size changes, which do not go here.")
+    raise ValueError(
+        f"{compressor!r} sends messages whose size changes, but point-to-point messages must have "
+        "a fixed size."
+    )
 
 
-def _alone(info: Info, sender: int) -> Info:
+def _single_rank(info: Info, sender: int) -> Info:
     return replace(info, rank=0, size=1, name=f"{info.name}.{sender}", hosts=())
 
 
-def _hold(
+def _run(
     compressor: Compressor, x: Tensor, state: State, info: Info, answer: Callable[[Request], Any]
 ) -> tuple[Tensor, State]:
     exchange = compressor.exchange(x, state, info)
@@ -107,8 +111,8 @@ def _hold(
 
 def _answer(request: Request, part: Tensor, sender: int) -> Any:
     xp = namespace(part)
-    read: Any = part
+    value: Any = part
     if request.decode is not None:
-        read, doubt = request.decode(part)
-        read = xp.raise_on_invalid(read, doubt, [sender] * xp.shape(doubt)[0])
-    return (read,) if isinstance(request, Allgather) else read
+        value, invalid = request.decode(part)
+        value = xp.raise_on_invalid(value, invalid, [sender] * xp.shape(invalid)[0])
+    return (value,) if isinstance(request, Allgather) else value

@@ -12,33 +12,34 @@ import numpy as np
 
 from accordion_hvd import check
 
-_TOLERANCE = 1e-9  # of sums of weights
+_TOLERANCE = 1e-9  # for sums of weights
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A connected graph over the ranks with a doubly stochastic matrix of weights W.
+    """A connected graph of the ranks with a doubly stochastic matrix of weights W.
 
-    W[i, j] is the weight that rank i gives to what comes from rank j. Named graphs have Metropolis
-    weights, 1 / (1 + the larger number of neighbours of the two), and the rest on the diagonal, so
-    W is symmetric, for any number of ranks:
+    W[i, j] is the weight that rank i gives to the message of rank j. Named graphs have Metropolis
+    weights: two neighbours give each other 1 / (1 + the larger of their numbers of neighbours), and
+    the diagonal completes each row to 1. So W is symmetric, for any number of ranks.
 
-    - "ring": both neighbours (weights 1/3 each);
-    - "torus": the four neighbours in the grid that is nearest to a square (a ring for primes);
-    - "hypercube": ranks whose numbers differ in one bit (powers of two only);
-    - "exponential": ranks 1, 2, 4, ... further on, in both directions;
-    - "complete": everybody.
+    - "ring": two neighbours (weights 1/3 each);
+    - "torus": four neighbours in the grid that is closest to a square (a ring for primes);
+    - "hypercube": the ranks whose numbers differ in one bit (powers of two only);
+    - "exponential": the ranks at distances 1, 2, 4, ... in both directions;
+    - "complete": all other ranks.
 
     Args:
-        kind: one of these names, or W: a square matrix with a row for each rank, no negative
-            elements, rows and columns that sum to 1, positive paths between any two ranks, and no
-            eigenvalue of -1, under which averages would not converge.
+        kind: one of these names, or W itself: a square matrix with one row per rank, no negative
+            elements, rows and columns that sum to 1, a path of positive weights between any two
+            ranks, and no other eigenvalue of magnitude 1 (such as -1), with which averages would
+            not converge. Default: "ring".
     """
 
     kind: Any = "ring"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when `kind` is no known name or its matrix is not what it must be."""
+        """Raise ValueError if `kind` is not a known name or a valid matrix."""
         if isinstance(self.kind, str):
             check.one_of(self, "kind", self.kind, tuple(_GRAPHS))
         else:
@@ -47,10 +48,10 @@ class Topology:
             object.__setattr__(self, "kind", matrix)
 
     def weights(self, size: int) -> np.ndarray:
-        """W for `size` ranks.
+        """Return W for `size` ranks.
 
         Raises:
-            ValueError: there is no such graph of this number of ranks.
+            ValueError: if the graph does not exist for this number of ranks.
         """
         return _weights(self, size)
 
@@ -65,7 +66,7 @@ class Topology:
         return tuple(int(i) for i in np.flatnonzero(row) if i != rank)
 
     def gap(self, size: int) -> float:
-        """Return 1 - the second largest singular value of W, by which differences shrink."""
+        """Return 1 - the second largest singular value of W, the rate of convergence."""
         values = np.linalg.svd(self.weights(size), compute_uv=False)
         return float(1 - values[1]) if size > 1 else 1.0
 
@@ -75,16 +76,16 @@ class Topology:
         return bool(np.abs(weights - weights.T).max() <= _TOLERANCE)
 
     def __repr__(self) -> str:
-        """Equal on ranks that mean the same."""
+        """Return a text that is equal on ranks with equal topologies."""
         kind = self.kind if isinstance(self.kind, str) else np.asarray(self.kind).tolist()
         return f"Topology({kind!r})"
 
 
 def topology(owner: Any, value: Any) -> Topology:
-    """Return a `Topology`, given one, a name or a matrix.
+    """Return the `Topology` for a topology, a name or a matrix.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: if `value` is none of these.
     """
     if isinstance(value, Topology):
         return value
@@ -98,14 +99,14 @@ def _weights(owner: Topology, size: int) -> np.ndarray:
     check.integer(owner, "size", size, least=1)
     if not isinstance(owner.kind, str):
         if len(owner.kind) != size:
-            allowed = f"a matrix of {size} rows for the {size} ranks there are"
+            allowed = f"a matrix of {size} rows, one per rank"
             check.refuse(owner, "kind", f"a matrix of {len(owner.kind)} rows", allowed)
         return owner.kind
-    near = np.zeros((size, size), bool)
-    for one, other in _GRAPHS[owner.kind](owner, size):
-        near[one, other] = near[other, one] = one != other
-    degree = near.sum(1)
-    weights = near / (1.0 + np.maximum(degree[:, None], degree[None, :]))
+    adjacency = np.zeros((size, size), bool)
+    for i, j in _GRAPHS[owner.kind](owner, size):
+        adjacency[i, j] = adjacency[j, i] = i != j
+    degree = adjacency.sum(1)
+    weights = adjacency / (1.0 + np.maximum(degree[:, None], degree[None, :]))
     return weights + np.diag(1 - weights.sum(1))
 
 
@@ -113,23 +114,25 @@ def _check_matrix(owner: Topology, matrix: np.ndarray) -> None:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         check.refuse(owner, "kind", f"a matrix of shape {matrix.shape}", "a square matrix")
     if not np.isfinite(matrix).all() or matrix.min() < 0:
-        check.refuse(owner, "kind", f"a matrix whose least is {matrix.min()}", "at least 0 in all")
+        wrong = f"a matrix with minimum {matrix.min()}"
+        check.refuse(owner, "kind", wrong, "finite and at least 0")
     for sums, what in ((matrix.sum(1), "rows"), (matrix.sum(0), "columns")):
         worst = sums[np.argmax(np.abs(sums - 1))]
         if abs(worst - 1) > _TOLERANCE:
             wrong = f"a matrix with {what} that sum to {worst:.12g}"
             check.refuse(owner, "kind", wrong, "doubly stochastic: all rows and columns sum to 1")
     if not _connected(matrix > 0):
-        check.refuse(owner, "kind", "a matrix whose graph is in parts", "connected")
+        check.refuse(owner, "kind", "a matrix with a disconnected graph", "connected")
     values = np.sort(np.abs(np.linalg.eigvals(matrix)))
     if len(values) > 1 and values[-2] > 1 - _TOLERANCE:
         wrong = "a matrix with a second eigenvalue of magnitude 1"
-        check.refuse(owner, "kind", wrong, "one whose powers converge (weight on the diagonal)")
+        allowed = "a matrix with converging powers (add weight to the diagonal)"
+        check.refuse(owner, "kind", wrong, allowed)
 
 
-def _connected(near: np.ndarray) -> bool:
-    reach = near | np.eye(len(near), dtype=bool)
-    for _ in range(len(near).bit_length()):
+def _connected(adjacency: np.ndarray) -> bool:
+    reach = adjacency | np.eye(len(adjacency), dtype=bool)
+    for _ in range(len(adjacency).bit_length()):
         reach = (reach.astype(np.float32) @ reach.astype(np.float32)) > 0
     return bool(reach.all())
 

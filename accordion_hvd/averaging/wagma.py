@@ -28,27 +28,32 @@ from accordion_hvd.ops.spec import Spec
 
 @dataclass(frozen=True)
 class WAGMA(Averaging):
-    """After each local step, average the model within a group that changes from step to step.
+    """WAGMA-SGD: after each local step, average the model within a group that changes every step.
 
-    Everybody's model reaches everybody within a few steps (`Groups.reach`), and every `period`
-    steps all ranks average, which makes all models equal. Optimizers' own state (momentum) stays
-    local. As a conversation this is the synchronous method: each group waits for its slowest
-    member, but for nobody else. `engine.wait_avoiding` runs it without that wait: a late rank is
-    represented by the model that it published last (`weight` has the paper's rule).
+    Each rank averages its model with the members of its current group. Every model reaches all
+    ranks within a few steps (`Groups.reach`), and every `period` steps all ranks average, which
+    makes all models equal. The state of the optimizers (momentum) stays local.
 
-    With a `compressor`, what members send is compressed (ours): of the difference to the last
-    global average each sends a part, the model becomes that average + the mean of what was sent +
-    what this rank has not sent. So the error feedback is in the model itself, the sum over a group
-    does not change, and without loss that is the mean. Global averages are never compressed.
+    This class is the synchronous method: each group waits for its slowest member, but for no other
+    rank. `engine.wait_avoiding` runs the method without this wait: a late rank is represented by
+    the model that it published last (`weight` is the paper's rule).
 
-    Sent: 2 (S - 1) / S of a model a step for groups of S, as by a global allreduce; what is saved
-    is waiting and distance.
+    With a `compressor` (ours), each member compresses the difference between its model and the last
+    average over all ranks. The new model is that average + the mean of the sent parts + the part
+    that this rank did not send. The error feedback thus remains in the model itself, and the sum
+    over a group does not change; with a lossless compressor the result is the mean. Averages over
+    all ranks are never compressed.
 
     Args:
-        group_size: ranks that average together; None: near the root of their number.
-        period: steps from one average of all ranks to the next, at least 1.
-        wait_avoiding: True (needs MPI with threads, see the engine), False, or "auto".
-        compressor: None, or what compresses differences within groups.
+        group_size: number of ranks that average together. Default: None, about the square root of
+            the number of ranks.
+        period: number of steps between averages over all ranks, at least 1. Default: 10.
+        wait_avoiding: True (needs MPI with threads, see the engine), False or "auto". Default:
+            "auto".
+        compressor: compressor of differences within groups. Default: None, no compression.
+
+    Traffic: 2 (S - 1) / S models per step for groups of S, as for an allreduce over all ranks. The
+    method saves waiting time and communication distance, not bytes.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("reference",)
@@ -59,20 +64,20 @@ class WAGMA(Averaging):
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it may be."""
+        """Raise ValueError if an argument is not allowed."""
         if self.group_size is not None:
             check.integer(self, "group_size", self.group_size, least=1)
         periodic(self, self.period)
         check.one_of(self, "wait_avoiding", self.wait_avoiding, (True, False, "auto"))
         check_compressor(self, self.compressor)
         if self.compressor is not None and self.wait_avoiding is True:
-            check.refuse(self, "wait_avoiding", True, "False or 'auto' where there is a compressor")
+            check.refuse(self, "wait_avoiding", True, "False or 'auto' with a compressor")
 
     def schedule(self, size: int) -> Groups:
         """Return the groups of each step.
 
         Raises:
-            ValueError: `group_size` is larger than the number of ranks.
+            ValueError: if `group_size` is larger than the number of ranks.
         """
         return _schedule(self, size)
 
@@ -82,34 +87,37 @@ class WAGMA(Averaging):
 
     @property
     def only_means(self) -> bool:
-        """Not with a compressor."""
+        """Return whether there is no compressor."""
         return self.compressor is None
 
     def equal(self, step: int) -> bool:
-        """After a global average."""
+        """Return True after an average over all ranks."""
         return ends_period(step, self.period)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """With a compressor: `reference`, the last global average, and the compressor's own."""
+        """Return {}; with a compressor, `reference` and the compressor's state.
+
+        `reference` is the last average over all ranks.
+        """
         if self.compressor is None:
             return {}
-        kept = self.compressor.deactivate(self.compressor.init(spec, info))
+        own = self.compressor.deactivate(self.compressor.init(spec, info))
         reference = spec.zeros(spec.shape, spec.wide)
-        return {"reference": reference} | prefixed(kept)
+        return {"reference": reference} | prefixed(own)
 
     def start(self, model: Tensor, info: Info) -> State:
-        """Return a state whose reference is `model`."""
+        """Return a state with `model` as the reference."""
         return self.synchronized(super().start(model, info), model)
 
     def synchronized(self, state: State, model: Tensor) -> State:
-        """Take `model` as the reference from now on."""
+        """Return the state with `model` as the new reference."""
         if self.compressor is None:
             return state
         xp = namespace(model)
         return {**state, "reference": xp.cast(xp.copy(model), xp.dtype(state["reference"]))}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce: over all ranks at the end of a period, else over this rank's group."""
+        """Run one allreduce: over all ranks at the end of a period, else within the group."""
         if self.equal(info.step):
             return (yield from self.synchronize(model, state, info))
         group = self.schedule(info.size).of(info.rank, info.step)
@@ -121,32 +129,38 @@ class WAGMA(Averaging):
         reference = state["reference"]
         xp, kind = namespace(model), namespace(model).dtype(reference)
         difference = xp.cast(xp.cast(model, kind) - reference, "float32")
-        talk = _sent(self.compressor, difference, unprefixed(state), group_info(info, group))
-        mean, unsent, kept = yield from within_group(group, talk)
-        moved = reference + xp.cast(mean, kind)
+        own, info = unprefixed(state), group_info(info, group)
+        exchange = _compressed_mean(self.compressor, difference, own, info)
+        mean, unsent, own = yield from within_group(group, exchange)
+        updated = reference + xp.cast(mean, kind)
         if unsent is not None:
-            moved = moved + xp.cast(xp.reshape(unsent, xp.shape(model)), kind)
-        return xp.cast(moved, xp.dtype(model)), {"reference": reference} | prefixed(kept)
+            updated = updated + xp.cast(xp.reshape(unsent, xp.shape(model)), kind)
+        return xp.cast(updated, xp.dtype(model)), {"reference": reference} | prefixed(own)
 
 
-def _sent(
-    compressor: Compressor, x: Tensor, kept: State, info: Info
+def _compressed_mean(
+    compressor: Compressor, x: Tensor, state: State, info: Info
 ) -> Generator[Any, Any, tuple[Tensor, Tensor | None, State]]:
-    """Return the mean of the sent parts, the unsent part of `x` (or 0), and the state."""
+    """Return the mean of the sent parts, the unsent part of `x` (None for 0), and the state."""
     xp, shape = namespace(x), namespace(x).shape(x)
     if isinstance(compressor, Codec):
-        rest = xp.reshape(x, compressor.layout(shape))
-        message, room = compressor.encode(rest, info), xp.copy(rest)
+        total = xp.reshape(x, compressor.layout(shape))
+        message, room = compressor.encode(total, info), xp.copy(total)
         mean, mine = yield from average(compressor, message, room, info)
-        unsent = compressor.remove(rest, mine, info) if compressor.feedback else None
+        unsent = compressor.remove(total, mine, info) if compressor.feedback else None
         return xp.reshape(mean, shape), unsent, {}
-    state = compressor.init(xp.spec(x), info) | kept
+    state = compressor.init(xp.spec(x), info) | state
     mean, state = yield from compressor.exchange(x, state, info)
     return mean, compressor.residual(state), compressor.deactivate(state)
 
 
 def weight(members: int, on_time: bool) -> float:
-    """By what a rank divides: its group's sum if its model is in it, else that and its model."""
+    """Return the factor of a rank's sum of models.
+
+    The sum contains the models of the group's members; the factor is 1 / `members` if this rank's
+    newest model is among them. For a late rank, the sum also contains its newest model, and the
+    factor is 1 / (`members` + 1).
+    """
     return 1 / members if on_time else 1 / (members + 1)
 
 
@@ -155,6 +169,6 @@ def _schedule(owner: Any, size: int) -> Groups:
     chosen = default_size(size) if owner.group_size is None else owner.group_size
     if chosen > size:
         check.refuse(
-            owner, "group_size", chosen, f"an integer from 1 to the {size} ranks there are"
+            owner, "group_size", chosen, f"an integer from 1 to {size}, the number of ranks"
         )
     return Groups(size, chosen)

@@ -1,4 +1,4 @@
-"""Compressors: one file per method. A new compressor is one file and one line here."""
+"""Compressors, one file per method. A new compressor takes one file and one line here."""
 
 from accordion_hvd.compressors.adacomp import AdaComp
 from accordion_hvd.compressors.dense import Dense

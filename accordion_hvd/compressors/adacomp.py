@@ -15,24 +15,29 @@ from accordion_hvd.ops import bins, namespace
 
 @dataclass(frozen=True)
 class AdaComp(SparseCodec):
-    """In each bin of a tensor, send as many elements as are active; of each, only the sign.
+    """Adaptive residual compression: send the signs of the most active elements of each bin.
 
-    With r the error and g the gradient, G = r + g is cut into bins. Sent is each element whose
-    magnitude, were g added once more (r + 2 g, the paper's factor), reaches the bin's largest
-    |G|; so a bin may send several elements, or none. Every element stands for its sign of G times
-    one scale for the tensor, the mean of the bins' largest |G|. What that leaves stays in the
-    error: average + error = gradient. A bin of zeros sends nothing.
+    Each rank cuts its tensor into bins, selects the active elements of each bin, and sends their
+    indices and signs with one scale per tensor. All ranks gather all messages and average them.
+    The parts that a rank did not send stay in its residual.
 
-    Sent: by a rank that sends k elements, (n - 1) (k + 4) bytes in a ring of n ranks, or twice k
-    in bins of more than 63 (the paper: more than 64), and the same for each bin that sends
-    nothing; besides, ranks tell each other how much. About 5 elements a bin are sent after the
-    first steps, which send more: 40 times less than dense for bins of 50, about 200 times less for
-    bins of 500. As sizes are values, a TensorFlow graph calls Python for it, and on a GPU the
-    chosen positions visit the host.
+    With residual r and gradient g, a rank computes G = r + g and selects each element with
+    |r + 2 g| >= max |G| over its bin (2 is the paper's factor). A bin may thus send several
+    elements or none, and a bin of zeros sends none. Each selected element is sent as sign(G) times
+    the scale, which is the mean of the bins' largest |G|. Then r <- G - (the values sent), so
+    nothing is lost.
 
     Args:
-        bin: elements of a bin, the paper's L_T: 50 for convolutions and 500 for dense and
-            recurrent layers there; at most 16383. Use `overrides` to give layers their own.
+        bin: number of elements per bin, the paper's L_T, from 1 to 16383. The paper uses 50 for
+            convolutions and 500 for dense and recurrent layers. `overrides` sets the bin of
+            single layers.
+
+    Traffic: a rank that selects k elements sends (N - 1) (k + 4) bytes in a ring of N ranks. With
+    bins of more than 63 elements (64 in the paper), elements take two bytes instead of one. A bin
+    that sends nothing costs as much as one element. Ranks also exchange the sizes of their
+    messages. After the first steps, which send more, bins of 50 send 40 times fewer bytes than
+    dense, and bins of 500 about 200 times fewer. Because sizes depend on values, a TensorFlow
+    graph calls Python, and on a GPU the selected indices are copied to the CPU.
     """
 
     uneven: ClassVar[bool] = True
@@ -40,11 +45,15 @@ class AdaComp(SparseCodec):
     bin: int = 50
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when bin is no integer from 1 to 16383."""
+        """Raise ValueError if `bin` is not an integer from 1 to 16383."""
         check.integer(self, "bin", self.bin, least=1, most=bins.LONG)
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """Scales, positions and signs, as bytes; for the paper's choice, r and g count apart."""
+        """Return scales, indices and signs as bytes, and the sum.
+
+        The residual and the gradient are separate arguments because the selection weighs them
+        differently.
+        """
         xp, shape = namespace(error), namespace(error).shape(error)
         total, index, scale = xp.accumulate_outgrown(error, x, self.bin)
         values = xp.take(xp.reshape(total, (-1,)), index)
@@ -52,7 +61,7 @@ class AdaComp(SparseCodec):
         return (xp.concat([xp.to_bytes(scale), signs]),), total
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
-        """Parse positions, and signs times their row's scale."""
+        """Return a parser of indices, and of signs times the scale of their row."""
         rows = math.prod(shape[:-1])
 
         def read(payload: Tensor) -> tuple[Chosen, Tensor]:

@@ -1,11 +1,11 @@
-"""LGC's autoencoder: 1-D convolutions, forward and backward, in whatever framework.
+"""LGC's autoencoder: 1-D convolutions, forward and backward, in any framework.
 
-Strided convolutions are matrix products on the frames of a signal (`ops.frames`), transposed ones
-add such products up again (`ops.overlap_add`, its adjoint); so the derivatives are the same few
-products, and no framework's differentiation is asked for.
+Strided convolutions are matrix products of the frames of a signal (`ops.frames`). Transposed
+convolutions add up such products (`ops.overlap_add`, the adjoint of `ops.frames`). Derivatives
+use the same few products, so no framework's automatic differentiation is needed.
 
-Signals are rows (signals, length * channels), channels within positions. Parameters are rows
-(models, size): each model serves an equal share of the signals, in order.
+Signals have shape (signals, length * channels), with the channels of a position side by side.
+Parameters have shape (models, size); each model serves an equal number of consecutive signals.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from accordion_hvd.core.base import Tensor
 from accordion_hvd.ops import namespace, random
 
 SLOPE = 0.01
-"""Of a leaky ReLU where its input is negative."""
+"""Slope of the leaky ReLU for negative inputs."""
 
 TINY = 1e-30
-"""What zeros are divided by."""
+"""Smallest divisor, so that zeros are not divided by zero."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution without padding, or the transpose of one, with bias.
+    """A 1-D convolution with bias and without padding, or its transpose.
 
     Attributes:
-        inputs: channels that come in.
-        outputs: channels that go out.
-        width: of the kernel.
-        stride: between its places.
-        transposed: whether a signal becomes longer instead of shorter.
+        inputs: number of input channels.
+        outputs: number of output channels.
+        width: width of the kernel.
+        stride: stride of the kernel.
+        transposed: True for a transposed convolution, which lengthens the signal.
         leaky: whether a leaky ReLU follows.
     """
 
@@ -48,19 +48,19 @@ class Layer:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Shape of the weights: a frame of the longer signal, a position of the shorter one."""
+        """Return the shape of the weights: frame of the longer signal, channels of the shorter."""
         if self.transposed:
             return self.width * self.outputs, self.inputs
         return self.width * self.inputs, self.outputs
 
     @property
     def size(self) -> int:
-        """Number of parameters: weights, then biases."""
+        """Return the number of parameters: weights, then biases."""
         rows, columns = self.matrix
         return rows * columns + self.outputs
 
     def draw(self, seed: str) -> np.ndarray:
-        """Parameters to begin with: of He et al. (2015), so that a signal keeps its size."""
+        """Return initial parameters (He et al., 2015), which preserve a signal's magnitude."""
         taps = self.width / self.stride if self.transposed else self.width
         gain = 2.0 / (1.0 + SLOPE**2) if self.leaky else 1.0
         weights = random.normal((self.size - self.outputs,), seed)
@@ -68,7 +68,7 @@ class Layer:
         return np.concatenate([weights, np.zeros(self.outputs, np.float32)])
 
     def forward(self, parameters: Tensor, x: Tensor) -> Tensor:
-        """Return the output: rows (signals, length * outputs)."""
+        """Return the output, of shape (signals, length * outputs)."""
         xp = namespace(x)
         weights, bias = self._weights(parameters), parameters[:, None, -self.outputs :]
         if self.transposed:
@@ -83,26 +83,33 @@ class Layer:
     def backward(
         self, parameters: Tensor, x: Tensor, y: Tensor, slope: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Derivatives by `x` and by the parameters, from that by `y = forward(x)`."""
+        """Return the derivatives with respect to `x` and to the parameters.
+
+        Args:
+            parameters: this layer's parameters.
+            x: the input.
+            y: the output, `forward(parameters, x)`.
+            slope: derivative with respect to `y`.
+        """
         xp = namespace(x)
         if self.leaky:
             slope = slope * (xp.cast(y > 0, "float32") * (1.0 - SLOPE) + SLOPE)
         models = xp.shape(parameters)[0]
         weights = self._weights(parameters)
-        each = self._grouped(slope, self.outputs, parameters)
+        slopes = self._grouped(slope, self.outputs, parameters)
         if self.transposed:
             long = self._grouped(self._frames(slope), self.matrix[0], parameters)
             short = self._grouped(x, self.inputs, parameters)
-            below = long @ weights
+            by_input = long @ weights
         else:
             long = self._grouped(self._frames(x), self.matrix[0], parameters)
-            short = each
-            below = each @ xp.transpose(weights)
-            below = xp.overlap_add(self._frames_of(below, x), self.stride * self.inputs)
-        ones = xp.full((models, 1, xp.shape(each)[1]), 1.0, "float32", xp.device(x))
+            short = slopes
+            by_input = slopes @ xp.transpose(weights)
+            by_input = xp.overlap_add(self._frames_of(by_input, x), self.stride * self.inputs)
+        ones = xp.full((models, 1, xp.shape(slopes)[1]), 1.0, "float32", xp.device(x))
         by_weights = xp.reshape(xp.transpose(long) @ short, (models, -1))
-        by_bias = xp.reshape(ones @ each, (models, -1))
-        return xp.reshape(below, xp.shape(x)), xp.concat([by_weights, by_bias], 1)
+        by_bias = xp.reshape(ones @ slopes, (models, -1))
+        return xp.reshape(by_input, xp.shape(x)), xp.concat([by_weights, by_bias], 1)
 
     def _weights(self, parameters: Tensor) -> Tensor:
         xp = namespace(parameters)
@@ -110,12 +117,12 @@ class Layer:
         return xp.reshape(weights, (xp.shape(parameters)[0], *self.matrix))
 
     def _frames(self, longer: Tensor) -> Tensor:
-        """(signals, frames, width * channels) of the longer signal."""
+        """Return the frames of the longer signal: (signals, frames, width * channels)."""
         channels = self.outputs if self.transposed else self.inputs
         return namespace(longer).frames(longer, self.width * channels, self.stride * channels)
 
     def _frames_of(self, products: Tensor, x: Tensor) -> Tensor:
-        """Products of all signals of a model, signal by signal."""
+        """Reshape the products of each model's signals to one row of frames per signal."""
         xp = namespace(x)
         return xp.reshape(products, (xp.shape(x)[0], -1, self.matrix[0]))
 
@@ -127,23 +134,30 @@ class Layer:
 
 
 def forward(layers: Sequence[Layer], parameters: Tensor, x: Tensor) -> list[Tensor]:
-    """Return the signal before the first layer and after each one."""
+    """Return the input signal and the output of each layer."""
     signals = [x]
-    for layer, mine in zip(layers, _cut(layers, parameters), strict=True):
-        signals.append(layer.forward(mine, signals[-1]))
+    for layer, own in zip(layers, _cut(layers, parameters), strict=True):
+        signals.append(layer.forward(own, signals[-1]))
     return signals
 
 
 def backward(
     layers: Sequence[Layer], parameters: Tensor, signals: Sequence[Tensor], slope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Derivatives by the first of `signals` and by all parameters, from that by the last."""
+    """Return the derivatives with respect to the first signal and to all parameters.
+
+    Args:
+        layers: the layers, first to last.
+        parameters: parameters of all layers.
+        signals: result of `forward`.
+        slope: derivative with respect to the last of `signals`.
+    """
     parts = _cut(layers, parameters)
-    found: list[Tensor] = []
+    slopes: list[Tensor] = []
     for i in reversed(range(len(layers))):
-        slope, by_mine = layers[i].backward(parts[i], signals[i], signals[i + 1], slope)
-        found.insert(0, by_mine)
-    return slope, namespace(slope).concat(found, 1)
+        slope, by_parameters = layers[i].backward(parts[i], signals[i], signals[i + 1], slope)
+        slopes.insert(0, by_parameters)
+    return slope, namespace(slope).concat(slopes, 1)
 
 
 def _cut(layers: Sequence[Layer], parameters: Tensor) -> list[Tensor]:
@@ -156,22 +170,22 @@ def _cut(layers: Sequence[Layer], parameters: Tensor) -> list[Tensor]:
 
 # ------------------------------------------------------------------------------ LGC's own networks
 ENCODER = (Layer(1, 64), Layer(64, 128), Layer(128, 256), Layer(256, 64), Layer(64, 4, 1, 1))
-"""Four layers halve the length; four channels leave: a code has a quarter of the values."""
+"""Four layers halve the length, and the last has four channels: a code has n / 4 values."""
 
 _HIDDEN = [Layer(a, b, transposed=True) for a, b in itertools.pairwise((4, 32, 64, 128, 32))]
 DECODER = (*_HIDDEN, Layer(32, 1, 1, 1, leaky=False))
-"""The inverse; where there are innovations, they are one more channel of its last layer."""
+"""Mirror of the encoder. Innovations, if any, are one more input channel of the last layer."""
 
 
 def code_length(values: int) -> int:
-    """Positions of a code: the fewest that decode to at least this number of values."""
+    """Return the length of a code: the shortest that decodes to at least `values` values."""
     return max(1, -(-(values - 31) // 16) + 1)
 
 
 def signals_of(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """Vectors of n values, divided by `scale`, as rows of what an encoder takes.
+    """Return equally long vectors, divided by `scale`, as the rows of an encoder's input.
 
-    They are completed to what the layers divide without rest, by repeating the last value.
+    Each row is padded to a length that the layers divide evenly, by repeating its last value.
     """
     xp = namespace(scale)
     (count,), device = xp.shape(parts[0]), xp.device(scale)
@@ -183,11 +197,11 @@ def signals_of(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """One encoder, and one decoder or several; all parameters are one vector, in this order.
+    """One encoder, and one or several decoders. All parameters are one vector, in this order.
 
     Attributes:
-        decoders: how many.
-        innovates: whether decoders are told innovations beside the code.
+        decoders: number of decoders.
+        innovates: whether decoders receive innovations in addition to the code.
     """
 
     decoders: int = 1
@@ -195,11 +209,11 @@ class Autoencoder:
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
+        """Return the number of parameters."""
         return _size(ENCODER) + self.decoders * (_size(DECODER) + self.innovates)
 
     def draw(self, seed: str) -> np.ndarray:
-        """Parameters to begin with: equal on all ranks."""
+        """Return initial parameters, equal on all ranks."""
         parts = [layer.draw(f"{seed}.encoder.{i}") for i, layer in enumerate(ENCODER)]
         for number in range(self.decoders):
             parts += [layer.draw(f"{seed}.{number}.{i}") for i, layer in enumerate(DECODER)]
@@ -207,13 +221,13 @@ class Autoencoder:
         return np.concatenate(parts)
 
     def encode(self, parameters: Tensor, x: Tensor) -> Tensor:
-        """Codes (signals, 4 * length) of signals."""
+        """Return the codes of signals, of shape (signals, 4 * length)."""
         return forward(ENCODER, self._networks(parameters)[0], x)[-1]
 
-    def decode(self, parameters: Tensor, codes: Tensor, news: Tensor | None) -> Tensor:
-        """Signals of codes and, where there are such, innovations (signals like any other)."""
+    def decode(self, parameters: Tensor, codes: Tensor, innovations: Tensor | None) -> Tensor:
+        """Return the decoded signals, plus the weighted innovations unless they are None."""
         decoders = self._networks(parameters)[1]
-        return self._told(decoders, forward(DECODER, decoders, codes)[-1], news)
+        return self._with_innovations(decoders, forward(DECODER, decoders, codes)[-1], innovations)
 
     def slopes(
         self,
@@ -221,50 +235,54 @@ class Autoencoder:
         x: Tensor,
         mix: Tensor,
         wanted: Tensor,
-        news: Tensor | None = None,
+        innovations: Tensor | None = None,
         similarity: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the loss, and the reconstruction error.
 
-        The loss is the sum over what is decoded of its mean squared error, and `similarity` times
-        the sum over ordered pairs of codes of their mean squared difference.
+        The loss is the sum over the decoded signals of the mean squared error, plus `similarity`
+        times the sum over ordered pairs of codes of their mean squared difference.
 
         Args:
-            parameters: all.
-            x: signals.
-            mix: the matrix that makes, of the signals' codes, those that are decoded.
-            wanted: what they should decode to.
-            news: innovations.
-            similarity: how much alike codes should be.
+            parameters: all parameters.
+            x: input signals.
+            mix: matrix that combines the signals' codes into the codes to decode.
+            wanted: target of each decoded signal.
+            innovations: innovations, or None.
+            similarity: weight of the loss that makes codes similar.
         """
         xp = namespace(x)
         encoder, decoders = self._networks(parameters)
         coding = forward(ENCODER, encoder, x)
         decoding = forward(DECODER, decoders, mix @ coding[-1])
-        off = self._told(decoders, decoding[-1], news) - wanted
+        off = self._with_innovations(decoders, decoding[-1], innovations) - wanted
         slope = off * (2.0 / xp.shape(off)[1])
         by_codes, by_decoders = backward(DECODER, decoders, decoding, slope)
-        if news is not None:
+        if innovations is not None:
             ones = xp.full((xp.shape(off)[1], 1), 1.0, "float32", xp.device(x))
-            by_decoders = xp.concat([by_decoders, (slope * news) @ ones], 1)
+            by_decoders = xp.concat([by_decoders, (slope * innovations) @ ones], 1)
         by_codes = xp.transpose(mix) @ by_codes
         if similarity:
-            by_codes = by_codes + _apart(coding[-1]) * similarity
+            by_codes = by_codes + _similarity_slope(coding[-1]) * similarity
         _, by_encoder = backward(ENCODER, encoder, coding, by_codes)
         parts = [xp.reshape(part, (-1,)) for part in (by_encoder, by_decoders)]
         return xp.concat(parts), off
 
-    def _told(self, decoders: Tensor, decoded: Tensor, news: Tensor | None) -> Tensor:
-        return decoded if news is None else decoded + news * decoders[:, _size(DECODER) :]
+    def _with_innovations(
+        self, decoders: Tensor, decoded: Tensor, innovations: Tensor | None
+    ) -> Tensor:
+        if innovations is None:
+            return decoded
+        return decoded + innovations * decoders[:, _size(DECODER) :]
 
     def _networks(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """(1, size) of the encoder, (decoders, size) of the decoders."""
+        """Return the encoder's parameters (1, size) and the decoders' (decoders, size)."""
         xp, own = namespace(parameters), _size(ENCODER)
         encoder = xp.reshape(parameters[:own], (1, own))
         return encoder, xp.reshape(parameters[own:], (self.decoders, -1))
 
 
-def _apart(codes: Tensor) -> Tensor:
+def _similarity_slope(codes: Tensor) -> Tensor:
     """Return the derivative of the summed mean squared differences of pairs of codes."""
     xp = namespace(codes)
     number, width = xp.shape(codes)

@@ -9,10 +9,10 @@ from accordion_hvd.ops.spec import Spec
 
 
 class CompressorWrapper(Compressor):
-    """Answers as the compressor inside does, and with its state.
+    """Compressor that delegates to an inner compressor and uses its state.
 
     Attributes:
-        compressor: the one inside.
+        compressor: the inner compressor.
     """
 
     compressor: Compressor
@@ -32,11 +32,11 @@ class CompressorWrapper(Compressor):
 
     @property
     def startup_steps(self) -> int:
-        """Return the inner compressor's warm-up steps."""
+        """Return the inner compressor's number of startup steps."""
         return self.compressor.startup_steps
 
     def plain(self) -> Compressor | None:
-        """Return the compressor that the inner one uses for exempt tensors."""
+        """Return the compressor that serves small and exempt tensors."""
         return self.compressor.plain()
 
     def residual(self, state: State) -> Tensor | None:
@@ -48,17 +48,17 @@ class CompressorWrapper(Compressor):
         return self.compressor.with_residual(state, residual)
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """Return the inner compressor's report, where it has a state."""
+        """Return the inner compressor's report, or {} without a state."""
         return self.compressor.report(state) if state else {}
 
     def deactivate(self, state: State) -> State:
-        """Return the state that the inner compressor keeps while another level serves."""
+        """Return the state that the inner compressor retains while another level serves."""
         return self.compressor.deactivate(state)
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Return the inner compressor's state on another number of ranks."""
+        """Return the inner compressor's state for another number of ranks."""
         return self.compressor.rescale(states, spec, info)
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """Return the inner compressor's state made from another rank's."""
+        """Return the inner compressor's state, computed from the state of one rank."""
         return self.compressor.rescale_from_one(state, spec, info)

@@ -14,10 +14,10 @@ from accordion_hvd.ops.spec import Spec
 
 
 class AllElements(Codec):
-    """Sends every element, in the gradient's own dtype or in one of 16 bits.
+    """Base class of methods that send every element, in the gradient's dtype or in 16 bits.
 
     Attributes:
-        wire: the dtype of 16 bits, or None.
+        wire: the 16-bit dtype of the values sent; None sends the gradient's own dtype.
     """
 
     batching: ClassVar[str] = "any"
@@ -25,29 +25,34 @@ class AllElements(Codec):
     wire: ClassVar[str | None] = None
 
     def accept(self, spec: Spec, name: str) -> None:
-        """See that `name` has real floating-point numbers; any number of them, none too."""
+        """Raise ValueError unless tensor `name` is real floating point. It may be empty."""
         check.real(self, name, spec.dtype)
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Return the tensor, or bytes of 16-bit values."""
+        """Return the tensor, or its 16-bit values as bytes."""
         xp = namespace(x)
         return (xp.to_wire([x], self.wire, math.prod(xp.shape(x))) if self.wire else x,)
 
     def decode(self, message: Message, like: Tensor, info: Info) -> Tensor:
-        """Invert `encode`, but for rounding."""
+        """Return the tensor of a message, exact except for rounding to 16 bits."""
         xp = namespace(like)
         if self.wire:
             return xp.from_wire(message[0], self.wire, [xp.cast(like, "float32")])[0]
         return xp.reshape(message[0], xp.shape(like))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce of the gradient; there is no state, so rounding errors are lost."""
+        """Run one allreduce of the gradient. There is no state; rounding errors are lost."""
         mean = yield Allreduce(grad, wire=self.wire, reuse=True)
         return mean, state
 
 
 @dataclass(frozen=True)
 class Dense(AllElements):
-    """The plain average, in the gradient's own dtype; the mildest level there is."""
+    """No compression: average the gradient with one allreduce, in its own dtype.
+
+    `Dense()` is the mildest level of a policy.
+
+    Traffic: an allreduce of the gradient.
+    """
 
     summed: ClassVar[bool] = True

@@ -15,37 +15,44 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
 STAGES = 4
-"""Stages of a warm-up; in stage i (from 1), 4^-i of the elements are sent."""
+"""Number of stages of a warm-up. Stage i (from 1) sends the fraction 4^-i of the elements."""
 
 
 @dataclass(frozen=True)
 class DGC(Sparsifier):
-    """Top-k sparsification of momentum's updates instead of gradients.
+    """Deep gradient compression: top-k sparsification of momentum updates instead of gradients.
 
-    Each rank keeps its own momentum u <- momentum * u + g and adds it up, v <- v + u; the largest
-    of v are sent and zeroed in v (momentum correction: what waits has its momentum when it is
-    sent) and in u (momentum factor masking: stale momentum does not point on). What comes back is
-    an update, momentum included: the optimizer inside must be plain SGD. Tensors too small to be
+    Each rank accumulates its local momentum and sends the largest accumulated elements with their
+    indices. All ranks gather all messages and average them. The result is an update that includes
+    momentum, so the inner optimizer must be plain SGD. Tensors that are too small to be
     compressed, or exempt, get plain momentum (`plain`).
 
-    Where nothing is left out (ratio 1) nothing is stale either: u is not masked, and all is
-    momentum SGD exactly. With momentum 0, all is `TopK`.
+    A rank computes u <- momentum u + g and v <- v + u, and sends the largest elements of v. It
+    then zeroes these elements in v (momentum correction: a delayed element has its momentum when
+    it is sent) and in u (momentum factor masking: stale momentum does not carry on).
 
-    Levels: v waits in units of updates; a change of level hands it over to another level of that
-    kind, and between DGCs u goes along. On a change of the number of ranks, all ranks take up
-    rank 0's u. Weight decay of the optimizer inside acts beside momentum, not through it; the
-    paper's nesterov variant is left out, sparse gradients travel without momentum.
-
-    Sent: as `TopK`, about 5.2 k (n - 1) bytes a rank in a ring of n ranks; at ratio 1 an allreduce.
+    With ratio 1 nothing is stale, so u is not masked and DGC is exactly momentum SGD. With
+    momentum 0, DGC equals `TopK`.
 
     Args:
-        ratio: the part of the elements that is sent, in (0, 1]; the paper's is 0.001.
-        momentum: in [0, 1).
-        warmup: steps in which the ratio falls from 1/4 by a factor of 4 in each quarter (1/256 in
-            the last), never below `ratio`; the paper's are 4 epochs. 0: none.
-        clip: clips each rank's gradient of a tensor to this norm divided by the root of the
-            number of ranks, before all else; None: not. The paper clips the gradients of all
-            tensors together, which no rank has at once here.
+        ratio: fraction of the elements to send, in (0, 1]. Default: 0.001, as in the paper.
+        momentum: momentum coefficient in [0, 1). Default: 0.9.
+        warmup: number of steps in which the ratio falls by a factor of 4 per quarter, from 1/4 in
+            the first to 1/256 in the last, but never below `ratio`. The paper warms up for 4
+            epochs. Default: 0, no warm-up.
+        clip: threshold for the gradient norm. Before all else, each rank clips the gradient of a
+            tensor to clip / sqrt(N) for N ranks. The paper clips the gradients of all tensors
+            together, but here no rank has all of them at once. Default: None, no clipping.
+
+    Traffic: about 5.2 k (N - 1) bytes per rank for k elements in a ring of N ranks, as for `TopK`;
+    an allreduce with ratio 1.
+
+    When a policy changes levels, v is handed over to levels that also return updates, since v is
+    in units of updates; u is handed over between DGCs only. When the number of ranks changes, all
+    ranks continue with the mean of the ranks' u, or with u = 0 where the state of only one rank is
+    known. The inner optimizer's weight decay is applied after momentum
+    and does not pass through it. The paper's Nesterov variant is not implemented, and sparse
+    gradients get no momentum.
     """
 
     output: ClassVar[str] = "update"
@@ -57,7 +64,7 @@ class DGC(Sparsifier):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it must be."""
+        """Raise ValueError if an argument is out of range."""
         super().__post_init__()
         check.below_one(self, "momentum", self.momentum)
         check.integer(self, "warmup", self.warmup, least=0)
@@ -66,12 +73,12 @@ class DGC(Sparsifier):
         object.__setattr__(self, "batching", "alike" if self.clip is None else "")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`: the paper's v; `momentum`: its u. Vectors with the gradient's elements."""
+        """Return `error`, the paper's v, and `momentum`, its u: vectors of the gradient's size."""
         state = super().init(spec, info)
         return state | {"momentum": spec.zeros((spec.size,))} if self.momentum else state
 
     def variant(self, step: int) -> int:
-        """Return the stage of the warm-up, from 0; `STAGES` after it."""
+        """Return the stage of the warm-up, from 0; `STAGES` after the warm-up."""
         return min(step * STAGES // self.warmup, STAGES) if self.warmup else STAGES
 
     @property
@@ -80,11 +87,11 @@ class DGC(Sparsifier):
         return self.warmup > 0
 
     def stage_ratio(self, stage: int) -> float:
-        """Return the part of the elements that is sent in a stage."""
+        """Return the fraction of the elements that a stage sends."""
         return self.ratio if stage >= STAGES else max(self.ratio, 0.25 ** (stage + 1))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather of positions and values; at ratio 1 an allreduce."""
+        """Run one allgather of indices and values; with ratio 1, one allreduce."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
         ratio = self.stage_ratio(info.phase) if self.phases else self.ratio
@@ -105,11 +112,11 @@ class DGC(Sparsifier):
         return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
 
     def plain(self) -> Compressor | None:
-        """Plain momentum, for tensors that are not compressed."""
+        """Return plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over another DGC's u."""
+        """Take over u from another DGC."""
         if "momentum" not in state or "momentum" not in other_state:
             return state
         return {**state, "momentum": other_state["momentum"]}

@@ -10,25 +10,29 @@ from accordion_hvd.core.shifted import Shifted
 
 @dataclass(frozen=True)
 class Diana(Shifted):
-    """DIANA (Mishchenko, Gorbunov, Takac & Richtarik, 2019): unbiased codecs of differences.
+    """DIANA: each rank compresses the difference between its gradient and a learned shift.
 
-    Algorithm 1 of "Distributed Learning with Compressed Gradient Differences": Delta_i =
-    Q(g_i - h_i), the result is h + mean Delta_i, and then h_i <- h_i + alpha Delta_i and h <- h +
-    alpha mean Delta_i. The result is as unbiased as Q, and its variance goes to zero where
-    gradients converge.
+    Each rank i sends C(g_i - h_i), where the shift h_i tracks its gradient. All ranks add the mean
+    message to the mean shift h; the sum is the result. The result is unbiased if the codec is, and
+    its variance goes to zero where gradients converge.
 
-    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
-    of `RandomK`. Kept: two tensors.
+    Algorithm 1 of "Distributed Learning with Compressed Gradient Differences" (Mishchenko,
+    Gorbunov, Takac & Richtarik, 2019): with Delta_i = Q(g_i - h_i), the result is
+    h + mean Delta_i. Then h_i <- h_i + alpha Delta_i and h <- h + alpha mean Delta_i.
 
     Args:
-        codec: an unbiased one, such as `QSGD(4)` or `Natural()`.
-        alpha: the part of a message by which h_i moves, in (0, 1]; the paper's theory asks for at
-            most 1 / (1 + omega), where E||Q(x) - x||^2 <= omega ||x||^2: 8/9 for `Natural`.
+        codec: an unbiased codec, such as `QSGD(4)` or `Natural()`.
+        alpha: step size of the shifts, in (0, 1]. The paper's theory requires at most
+            1 / (1 + omega), where E||Q(x) - x||^2 <= omega ||x||^2; for `Natural` that is 8/9.
+            Default: 0.5.
+
+    Traffic: an allgather of the codec's message, or an allreduce for codecs whose messages can be
+    averaged, such as `RandomK`. The state is two fp32 tensors of the gradient's size.
     """
 
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when codec is none, or alpha is outside (0, 1]."""
+        """Raise ValueError if `codec` is not a codec or `alpha` is outside (0, 1]."""
         super().__post_init__()
         check.ratio(self, "alpha", self.alpha)

@@ -12,18 +12,21 @@ from accordion_hvd.ops.spec import Spec
 
 @dataclass(frozen=True)
 class ErrorFeedback(Wrapper):
-    """Add to each gradient what the codec has left of earlier ones.
+    """Error feedback: add the part that a codec did not send to the next gradient.
 
-    With e the error and g the gradient, C(e + g) is sent and e <- e + g - C(e + g): average +
-    error = gradient. The biased codecs of this package (`TopK`, `Threshold`, `AdaComp`, `Int8`,
-    `EFSignSGD`, `OneBit`) do so by themselves. An unbiased codec of large variance, such as
-    `QSGD(1)`, does not contract, and its error may grow without bound.
+    Each rank sends the compressed sum of its residual and its gradient. The mean of all messages
+    is the result, and the rest of the sum is the new residual: with residual e and gradient g,
+    send C(e + g), then e <- e + g - C(e + g).
 
-    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
-    of `RandomK`.
+    The biased codecs of this package (`TopK`, `STC`, `RandomK`, `Threshold`, `AdaComp`, `Int8`,
+    `EFSignSGD`, `OneBit`) have error feedback without this wrapper.
 
     Args:
-        codec: what compresses, such as `Natural()`.
+        codec: a codec, such as `Natural()`.
+
+    Traffic: an allgather of the codec's message, or an allreduce for codecs whose messages can be
+    averaged, such as `RandomK`. An unbiased codec of large variance, such as `QSGD(1)`, is not
+    contractive, and its residual may grow without bound.
     """
 
     per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
@@ -34,9 +37,9 @@ class ErrorFeedback(Wrapper):
         return self.codec.contractive
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what was not sent yet, in the codec's layout."""
+        """Return `error`: the residual, in the codec's layout."""
         return super().init(spec, info) | {"error": spec.zeros(self.codec.layout(spec.shape))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather of messages."""
+        """Run one allgather or allreduce of messages."""
         return with_feedback(self.codec, grad, state, info)

@@ -10,23 +10,26 @@ from accordion_hvd.core.codec import Wrapper, without_feedback
 
 @dataclass(frozen=True)
 class Gathered(Wrapper):
-    """Average what a codec leaves of the gradients; nothing is kept for later.
+    """Average a codec's messages without error feedback.
 
-    Right for unbiased codecs, such as `QSGD` and `Natural`, which do so by themselves. With biased
-    ones, such as `TopK`, the part of the gradient that is never sent is lost.
+    Each rank sends its compressed gradient, and the mean of all messages is the result. The part
+    of the gradient that a rank does not send is lost.
 
-    Sent: an allgather of the codec's message; an allreduce where messages can be averaged, as those
-    of `RandomK`.
+    Unbiased codecs, such as `QSGD` and `Natural`, do not need error feedback and already work like
+    this. A biased codec, such as `TopK`, then has a biased mean.
 
     Args:
-        codec: what compresses, such as `TopK(0.01)`.
+        codec: a codec, such as `TopK(0.01)`.
+
+    Traffic: an allgather of the codec's message, or an allreduce for codecs whose messages can be
+    averaged, such as `RandomK`.
     """
 
     @property
     def batching(self) -> str:  # type: ignore[override]
-        """Any tensors may share a call, if the codec takes them so."""
+        """Return "any" if the codec serves any tensors in one call, else ""."""
         return self.codec.batching if self.codec.batching == "any" else ""
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather of messages."""
+        """Run one allgather or allreduce of messages."""
         return without_feedback(self.codec, grad, state, info)

@@ -1,4 +1,4 @@
-"""Casts to 16 bits for the journey."""
+"""Casts to 16 bits for the allreduce."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from accordion_hvd.compressors.dense import AllElements
 
 @dataclass(frozen=True)
 class FP16(AllElements):
-    """IEEE half precision: 11 significant bits, overflows to infinity beyond 65504.
+    """IEEE half precision: send the gradient as fp16, half the bytes of fp32.
 
-    Half the bytes of fp32. Infinities reach every rank alike, so loss scalers skip together.
-    Values are added in fp32; by the engine, in fp16, on links below 100 Mbit/s and by NCCL: there
-    sums, too, are infinite beyond 65504.
+    Ranks add the values in fp32. On links below 100 Mbit/s, and with NCCL, the communication
+    engine adds them in fp16 instead. There is no error feedback; rounding errors are lost.
+
+    fp16 has 11 significant bits and overflows to infinity beyond 65504; where the engine adds in
+    fp16, sums overflow as well. An infinity reaches every rank, so loss scalers on all ranks skip
+    the same step. Use `BF16` for gradients that overflow.
     """
 
     fp16_reduction: ClassVar[bool] = True
@@ -23,6 +26,10 @@ class FP16(AllElements):
 
 @dataclass(frozen=True)
 class BF16(AllElements):
-    """bfloat16: 8 significant bits and the range of fp32; half its bytes."""
+    """bfloat16: send the gradient in half the bytes of fp32, without overflow.
+
+    bfloat16 has 8 significant bits and the range of fp32. There is no error feedback; rounding
+    errors are lost.
+    """
 
     wire: ClassVar[str | None] = "bfloat16"

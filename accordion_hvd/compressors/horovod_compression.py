@@ -1,4 +1,4 @@
-"""Horovod's own compression objects, run as exchanges so that they keep their meaning."""
+"""Adapter for compression objects that were written for Horovod."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class HorovodCompression(Compressor):
         """Accept every tensor that Horovod accepts."""
 
     def exchange(self, grad: Any, state: State, info: Info) -> ExchangeGenerator:
-        """Compress, allreduce once, decompress."""
+        """Compress the tensor, run one allreduce, and decompress the mean."""
         small, context = self.compression.compress(grad)
         mean = yield Allreduce(small)
         return self.compression.decompress(mean, context), state
 
     def __repr__(self) -> str:
-        """Return a text that is equal on all ranks, without addresses."""
+        """Return a text without memory addresses, so that all ranks get the same one."""
         kind = self.compression if isinstance(self.compression, type) else type(self.compression)
         return f"HorovodCompression({kind.__qualname__})"

@@ -16,21 +16,26 @@ _MIDDLE = quantization.middle(8)
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """Round to the nearest of 255 equidistant values between a block's extremes.
+    """8-bit linear quantization in blocks, with error feedback.
 
-    Blocks with a largest magnitude each are those of "8-bit Optimizers via Block-wise
-    Quantization" (Dettmers, Lewis, Shleifer & Zettlemoyer, ICLR 2022); its types are not linear,
-    this one is. Dettmers' "8-Bit Approximations for Parallelism in Deep Learning" (2016) sends
-    gradients so, rounded to nearest and without feedback. Here (ours) the error waits for the next
-    step: rounding to nearest has at most half the step's error where stochastic rounding has a
-    whole one, needs no random numbers, and with feedback its bias is paid back (Karimireddy et
-    al., ICML 2019); it costs the memory of an error. For stochastic 8 bits there is `QSGD(8)`.
+    Each rank rounds each element of residual + gradient to the nearest of 255 equidistant values
+    between minus and plus the largest magnitude of its block. It sends one byte per element and
+    one fp32 scale per block. All ranks gather all messages and average them; each rank adds its
+    rounding error to its next gradient.
 
-    Sent: an allgather of 1 + 4 / block bytes an element, so traffic grows with the ranks: up to 7
-    of them it is less than fp32's. Blocks run through tensors that share a call.
+    Blocks with one largest magnitude each follow "8-bit Optimizers via Block-wise Quantization"
+    (Dettmers, Lewis, Shleifer & Zettlemoyer, ICLR 2022), whose data types are not linear. "8-Bit
+    Approximations for Parallelism in Deep Learning" (Dettmers, ICLR 2016) sends gradients rounded
+    to nearest, without error feedback. The error feedback is ours: rounding to nearest errs by at
+    most half a step, stochastic rounding by up to a whole one. Rounding to nearest needs no random
+    numbers, and error feedback corrects its bias (Karimireddy et al., ICML 2019). The price is the
+    memory of a residual. `QSGD(8)` rounds stochastically to 8 bits.
 
     Args:
-        block: how many elements have a scale in common.
+        block: number of elements that share a scale, at least 1. Default: 256.
+
+    Traffic: an allgather of 1 + 4 / block bytes per element, so traffic grows with the number of
+    ranks. On up to 7 ranks it is less than for fp32. Blocks may span tensors that share a call.
     """
 
     batching: ClassVar[str] = "alike"
@@ -39,19 +44,19 @@ class Int8(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when block is no integer of at least 1."""
+        """Raise ValueError if `block` is not an integer of at least 1."""
         check.integer(self, "block", self.block, least=1)
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Codes and the blocks' steps."""
+        """Return the codes and the step size of each block."""
         xp = namespace(x)
         steps = xp.bucket_norms(x, self.block, "max") * (1 / _MIDDLE)
         return xp.quantize(x, steps, self.block, 8), steps
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Add up codes times steps."""
+        """Return the sum of codes times step sizes, divided by the number of ranks."""
         return namespace(like).sum_quantized(*shares(messages), self.block, 8, _MIDDLE, like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract in place."""
+        """Subtract the decoded message in place."""
         return namespace(total).subtract_quantized(total, *message, self.block, 8, _MIDDLE)

@@ -17,50 +17,58 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
 DENSE, TRAINING, SHIPPING, CODED = range(4)
-"""Phases. SHIPPING is the last step of training, at which all ranks take rank 0's weights."""
+"""Phases. SHIPPING is the last step of training; it broadcasts rank 0's weights."""
 
-_MEMORY = (0.9, 0.999)  # Adam's
+_BETAS = (0.9, 0.999)  # of Adam
 
 
 @dataclass(frozen=True)
 class LGC(Sparsifier):
-    """Top-k values at common positions, coded by an autoencoder that is trained meanwhile.
+    """Learned gradient compression: top-k values, encoded by an autoencoder that is trained online.
 
-    Three phases: the plain average; then top-k, whose values train the autoencoder; then codes.
-    At each step the ranks take turns as leader: it chooses the `ratio` of each tensor that is
-    largest in its gradient plus error, and everybody sends its own values there. They are brought
-    into the order of the leader's values, tensor by tensor, which makes them smooth (in the order
-    of positions they could hardly be coded), and divided by the leader's root mean square.
+    In each step one rank, the leader, selects the elements of its residual + gradient with the
+    largest magnitude. All ranks send their values at the leader's indices, encoded by an
+    autoencoder, and decode the mean. The elements that were not selected stay in the residual.
 
-    - "ring": codes are averaged, and the average is decoded: mean = D(mean of E(v)).
-    - "server": only the leader's code travels, and of each rank its innovation: the few largest of
-      its values. Each rank has a decoder of its own, D_k(code, innovation of k); the mean is that
-      of what they give. Another loss draws all ranks' codes together, so that the leader's serves.
+    LGC runs in three phases: dense averages, then top-k values, which train the autoencoder, then
+    codes. Ranks take turns as the leader, which selects the fraction `ratio` of each tensor. Values
+    are sorted in the order of the leader's values, tensor by tensor, which makes the signal smooth
+    (in the order of the indices it could hardly be encoded), and are divided by the leader's root
+    mean square.
 
-    Layers, phases, losses and the two forms are the paper's, as far as known; as there, what was
-    not chosen stays in the error, and what decoding loses is lost (fed back, it made training
-    diverge). Ours: leaders in the "server" form's training, too; Adam and He's initial weights
-    (plain SGD leaves most of the error); division by the root mean square; and signals that are
-    completed to what the layers divide, by repeating the last value, instead of resized.
+    - "ring": the ranks average their codes and decode the average: mean = D(mean of E(v)).
+    - "server": the leader sends its code, and each rank k sends its innovation, the few largest of
+      its values. Each rank has its own decoder D_k(code, innovation of k), and the mean is that of
+      the decoded values. A second loss makes the ranks' codes similar, so that the leader's code
+      suits all ranks.
 
-    Biases, norms and small tensors are averaged as they are. Exempt the first and the last layer,
-    as the paper does, by `skip`. The autoencoder needs some thousand chosen values to be worth it.
-    Phases count the steps that LGC has served: while another level does, they wait.
-
-    Sent, for mu values chosen of n: 4 n bytes; then 8 mu; then mu for a code and 4 mu for positions
-    ("server": also about 5 for each value of an innovation), the code and the positions as
-    allreduces, since a graph does not know who leads. Between the phases 0.9 MB, once.
-
-    `stats()["reports"]` has "reconstruction": what part of the squared values decoding lost in the
-    last step of training.
+    Layers, phases, losses and the two forms are the paper's, as far as we know them. As in the
+    paper, elements that were not selected stay in the residual, but decoding errors are lost (with
+    feedback of decoding errors, training diverged). Ours: leaders also in the training of the
+    "server" form; Adam and He's initial weights (plain SGD leaves most of the error); division by
+    the root mean square; and padding a signal to the length that the layers need, by repeating its
+    last value, instead of resizing it.
 
     Args:
-        ratio: the part of the elements that is chosen, in (0, 1]; of each tensor at least one is.
-        form: "ring" or "server".
-        dense: steps of the first phase.
-        training: steps of the second phase, at least 1.
-        innovation: the part of the elements that each rank sends as they are ("server").
-        rate: the autoencoder's learning rate.
+        ratio: fraction of the elements to select, in (0, 1]; at least one per tensor. Default:
+            0.001.
+        form: "ring" or "server". Default: "ring".
+        dense: number of steps of the first phase. Default: 200.
+        training: number of steps of the second phase, at least 1. Default: 300.
+        innovation: fraction of the elements that each rank sends without encoding ("server").
+            Default: 1e-5.
+        rate: learning rate of the autoencoder. Default: 1e-3.
+
+    Traffic, for mu selected of n elements: 4 n bytes in the first phase, 8 mu in the second, and in
+    the third mu for a code and 4 mu for indices ("server": also about 5 bytes per value of an
+    innovation). Code and indices are sent by allreduce, because a graph does not know the leader.
+    Between the second and the third phase, 0.9 MB are sent once.
+
+    Biases, norms and small tensors are averaged without compression. Exempt the first and the last
+    layer with `skip`, as in the paper. The autoencoder pays off from some thousand selected values
+    on. The phases count the steps that LGC has served; steps of other levels do not count.
+    `stats()["reports"]` contains "reconstruction": the fraction of the sum of squared values that
+    decoding lost in the last step of training.
     """
 
     scope: ClassVar[str] = "joint"
@@ -73,7 +81,7 @@ class LGC(Sparsifier):
     rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument makes no sense."""
+        """Raise ValueError if an argument is out of range or unknown."""
         super().__post_init__()
         check.one_of(self, "form", self.form, ("ring", "server"))
         check.integer(self, "dense", self.dense, least=0)
@@ -90,15 +98,15 @@ class LGC(Sparsifier):
 
     @property
     def startup_steps(self) -> int:
-        """Until there are codes."""
+        """Return the number of steps before the first codes."""
         return self.dense + self.training
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the state: `error`, and the autoencoder's parameters and moments.
+        """Return the residual, the autoencoder's parameters and the moments of their optimizer.
 
-        `error`: what was not sent yet, a vector with the gradient's elements. `weights`: the
-        encoder's, then each decoder's. `moments`, `decay`: Adam's two moments of each, and of 1.
-        `reconstruction`: see `report`.
+        `error` is the residual, a vector of the gradient's size. `weights` are the encoder's
+        parameters, then each decoder's. `moments` are Adam's two moments per parameter, and `decay`
+        their bias corrections. `reconstruction`: see `report`.
         """
         networks = self._networks(info.size)
         return super().init(spec, info) | {
@@ -109,23 +117,23 @@ class LGC(Sparsifier):
         }
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce; or broadcast the leader's positions, then exchange values or codes."""
+        """Run one allreduce; or receive the leader's indices, then exchange values or codes."""
         xp, error = namespace(grad), state["error"]
         if self._innovates and info.phase == CODED:
-            error = xp.copy(error)  # innovations, which come last, may not decode
+            error = xp.copy(error)  # innovations, which are sent last, may not decode
         total = xp.accumulate(error, xp.reshape(grad, (-1,)))
         if info.phase == DENSE:
             mean = yield Allreduce(total)
             return xp.reshape(mean, xp.shape(grad)), {**state, "error": xp.zeros_reusing(total)}
-        index, scale, code = yield from self._follow(total, state, info)
+        index, scale, code = yield from self._from_leader(total, state, info)
         values = xp.take(total, index)
         if info.phase == CODED and code is None:
-            decoded = yield from self._of_mean(values, scale, state, info)
+            decoded = yield from self._decode_mean(values, scale, state, info)
         elif info.phase == CODED:
-            decoded = yield from self._of_leader(values, scale, code, state, info)
+            decoded = yield from self._decode_server(values, scale, code, state, info)
         else:
             decoded = yield Allgather(values)
-            state = self._trained(decoded, scale, state, info)
+            state = self._train(decoded, scale, state, info)
             if info.phase == SHIPPING:
                 state["weights"] = yield Broadcast(state["weights"])
         error = xp.clear(total, index)
@@ -133,46 +141,48 @@ class LGC(Sparsifier):
         return mean_of([(index, values)], grad), {**state, "error": error}
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """`reconstruction`: squared error of what was decoded / squared values, when last trained.
+        """Return `reconstruction`: squared error / squared values of the last training step.
 
-        1 before that.
+        It is 1 before the first training step.
         """
         return {"reconstruction": state["reconstruction"]} if state else {}
 
-    # ---------------------------------------------------------------------------- who sends what
-    def _follow(
+    # -------------------------------------------------------------------------------- exchanges
+    def _from_leader(
         self, total: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor | None]]:
-        """Return the leader's positions, its root mean square and, for a server, its code.
+        """Return the leader's indices, its root mean square and, for the "server" form, its code.
 
-        One allreduce of int32: everybody but the leader adds zeros.
+        One allreduce of int32: all ranks except the leader add zeros.
         """
         xp = namespace(total)
         index = self._largest(total, info)
         values, (count,) = xp.take(total, index), xp.shape(index)
         scale = xp.reshape(xp.norm(values), (1,)) / count**0.5
-        says = [index, _seen_as("int32", scale)]
+        parts = [index, _bits("int32", scale)]
         if self._innovates and info.phase == CODED:
             networks = self._networks(info.size, state)
             code = networks.encode(state["weights"], signals_of([values], scale))
-            says.append(_seen_as("int32", code))
-        said = xp.cast(xp.concat(says), "int64") * _leader(xp, info, xp.device(total))[info.rank]
-        read = partial(_said, count=count, size=math.prod(xp.shape(total)))
-        leader, said = info.step % info.size, xp.cast(said, "int32")
-        index, scale, code = yield Allreduce(said, op="sum", reuse=True, sender=leader, decode=read)
-        return index, scale, code if len(says) > 2 else None
+            parts.append(_bits("int32", code))
+        message = xp.cast(xp.concat(parts), "int64")
+        message = xp.cast(message * _is_leader(xp, info, xp.device(total))[info.rank], "int32")
+        read = partial(_parse, count=count, size=math.prod(xp.shape(total)))
+        index, scale, code = yield Allreduce(
+            message, op="sum", reuse=True, sender=info.step % info.size, decode=read
+        )
+        return index, scale, code if len(parts) > 2 else None
 
     def _largest(self, total: Tensor, info: Info) -> Tensor:
-        """Return the positions of the largest elements of each tensor, ordered by value."""
-        xp, start, found = namespace(total), 0, []
+        """Return the indices of the largest elements of each tensor, sorted by value."""
+        xp, start, indices = namespace(total), 0, []
         for part in xp.split(total, info.sizes or xp.shape(total)):
             (size,) = xp.shape(part)
             index = xp.largest_index(part, self.kept(size))
-            found.append(xp.take(index, xp.argsort(xp.take(part, index))) + start)
+            indices.append(xp.take(index, xp.argsort(xp.take(part, index))) + start)
             start += size
-        return xp.concat(found)
+        return xp.concat(indices)
 
-    def _of_mean(
+    def _decode_mean(
         self, values: Tensor, scale: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, list[Tensor]]:
         """Decode the mean of all codes ("ring")."""
@@ -181,20 +191,20 @@ class LGC(Sparsifier):
         code = yield Allreduce(code, reuse=True)
         return _vectors(networks.decode(state["weights"], code, None), scale, values)
 
-    def _of_leader(
+    def _decode_server(
         self, values: Tensor, scale: Tensor, code: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, list[Tensor]]:
         """Decode each rank's values from the leader's code and the rank's innovation ("server")."""
         xp = namespace(values)
-        index, (count,) = self._innovation(values, state), xp.shape(values)
+        index, (count,) = self._innovation_index(values, state), xp.shape(values)
         read = partial(places, count=xp.shape(index)[0], size=count)
-        told = Allgather(xp.pack_index(index, count), decode=read)
-        pairs = zip(*(yield told, Allgather(xp.take(values, index))), strict=True)
-        news = signals_of([_placed(place, part, count) for place, part in pairs], scale)
+        request = Allgather(xp.pack_index(index, count), decode=read)
+        pairs = zip(*(yield request, Allgather(xp.take(values, index))), strict=True)
+        innovations = signals_of([_scatter(place, part, count) for place, part in pairs], scale)
         networks, codes = self._networks(info.size, state), xp.stack([code] * info.size)
-        return _vectors(networks.decode(state["weights"], codes, news), scale, values)
+        return _vectors(networks.decode(state["weights"], codes, innovations), scale, values)
 
-    def _innovation(self, values: Tensor, state: State) -> Tensor:
+    def _innovation_index(self, values: Tensor, state: State) -> Tensor:
         xp = namespace(values)
         count = int(self.innovation * xp.shape(state["error"])[0])
         return xp.largest_index(values, max(1, min(count, xp.shape(values)[0])))
@@ -208,69 +218,71 @@ class LGC(Sparsifier):
         """Return the autoencoder for this number of ranks.
 
         Raises:
-            ValueError: `state` is of another number of ranks.
+            ValueError: if `state` belongs to another number of ranks.
         """
         networks = Autoencoder(ranks if self._innovates else 1, self._innovates)
         if state is not None:
             (size,) = namespace(state["weights"]).shape(state["weights"])
             if size != networks.size:
-                allowed = "what it was, since each has a decoder (form='ring' has but one)"
+                allowed = "the same as before, since each rank has a decoder (form='ring' has one)"
                 check.refuse(self, "number of ranks", ranks, allowed)
         return networks
 
-    def _trained(self, parts: Sequence[Tensor], scale: Tensor, state: State, info: Info) -> State:
-        """After one step of training on everybody's values; every rank does the same."""
+    def _train(self, parts: Sequence[Tensor], scale: Tensor, state: State, info: Info) -> State:
+        """Return the state after a training step on all ranks' values; all ranks get the same."""
         xp, ranks, device = namespace(scale), info.size, namespace(scale).device(scale)
         networks, x = self._networks(ranks, state), signals_of(parts, scale)
         if self._innovates:
-            mix = xp.stack([xp.cast(_leader(xp, info, device), "float32")] * ranks)
-            wanted, news = x, signals_of([self._news(part, state) for part in parts], scale)
+            mix = xp.stack([xp.cast(_is_leader(xp, info, device), "float32")] * ranks)
+            wanted = x
+            innovations = signals_of([self._innovation_of(part, state) for part in parts], scale)
         else:
             mix = xp.full((1, ranks), 1.0 / ranks, "float32", device)
-            wanted, news = mix @ x, None
-        slope, off = networks.slopes(state["weights"], x, mix, wanted, news, float(self._innovates))
+            wanted, innovations = mix @ x, None
+        similarity = float(self._innovates)
+        slope, off = networks.slopes(state["weights"], x, mix, wanted, innovations, similarity)
         lost = xp.norm(off) ** 2 / (xp.norm(wanted) ** 2 + TINY)
-        return self._stepped(state, slope) | {"reconstruction": xp.reshape(lost, (1,))}
+        return self._adam_step(state, slope) | {"reconstruction": xp.reshape(lost, (1,))}
 
-    def _news(self, values: Tensor, state: State) -> Tensor:
-        """Return a rank's values without those that are no innovation."""
-        xp, index = namespace(values), self._innovation(values, state)
-        return _placed(index, xp.take(values, index), *xp.shape(values))
+    def _innovation_of(self, values: Tensor, state: State) -> Tensor:
+        """Return a rank's values with zeros except for its innovation."""
+        xp, index = namespace(values), self._innovation_index(values, state)
+        return _scatter(index, xp.take(values, index), *xp.shape(values))
 
-    def _stepped(self, state: State, slope: Tensor) -> State:
-        """Adam (Kingma & Ba, 2015); `decay` makes up for moments that began as zeros."""
+    def _adam_step(self, state: State, slope: Tensor) -> State:
+        """Return the state after a step of Adam (Kingma & Ba, 2015), with bias correction."""
         xp = namespace(slope)
-        terms = zip((slope, slope * slope), _MEMORY, strict=True)
+        terms = zip((slope, slope * slope), _BETAS, strict=True)
         moments = [state["moments"][i] * b + x * (1 - b) for i, (x, b) in enumerate(terms)]
-        decay = [state["decay"][i] * b + (1 - b) for i, b in enumerate(_MEMORY)]
+        decay = [state["decay"][i] * b + (1 - b) for i, b in enumerate(_BETAS)]
         mean, square = (moment / part for moment, part in zip(moments, decay, strict=True))
         weights = state["weights"] - self.rate * mean / (square**0.5 + 1e-8)
         changed = {"weights": weights, "moments": xp.stack(moments), "decay": xp.stack(decay)}
         return {**state, **changed}
 
 
-def _leader(xp: ModuleType, info: Info, device: Any) -> Tensor:
-    """1 for the rank whose turn it is, 0 for others (int64): a function of the step."""
-    behind = (info.step - xp.arange(info.size, device)) % info.size
-    return (info.size - behind) // info.size
+def _is_leader(xp: ModuleType, info: Info, device: Any) -> Tensor:
+    """Return a vector (int64) with 1 for the leader of this step and 0 for other ranks."""
+    distance = (info.step - xp.arange(info.size, device)) % info.size
+    return (info.size - distance) // info.size
 
 
-def _said(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Parse a leader's message: `count` different positions below `size`, a scale, and the rest."""
+def _parse(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Parse a leader's message: `count` distinct indices below `size`, a scale, and a code."""
     xp, index = namespace(payload), payload[:count]
-    floats = _seen_as("float32", payload[count:])
+    floats = _bits("float32", payload[count:])
     return (index, floats[:1], floats[1:]), xp.invalid_index(
         xp.take(index, xp.argsort(index)), size
     )
 
 
-def _seen_as(dtype: str, x: Tensor) -> Tensor:
-    """Return the bits of `x` as a vector: fp32 seen as int32 is added to zeros without loss."""
+def _bits(dtype: str, x: Tensor) -> Tensor:
+    """Return the bits of `x` as a vector of another dtype: int32 bits can be added to zeros."""
     xp = namespace(x)
     return xp.from_bytes(xp.to_bytes(x), dtype, (-1,))
 
 
-def _placed(index: Tensor, values: Tensor, size: int) -> Tensor:
+def _scatter(index: Tensor, values: Tensor, size: int) -> Tensor:
     """Return zeros with `values` at `index`."""
     xp = namespace(values)
     return xp.add_at(xp.zeros((size,), "float32", xp.device(values)), index, values)

@@ -1,4 +1,4 @@
-"""Momentum of each rank's own, before compression (Bernstein et al., ICLR 2019: Signum)."""
+"""Compression of each rank's momentum (Signum: Bernstein et al., ICLR 2019)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from accordion_hvd.ops.spec import Spec
 class Momentum(CompressorWrapper):
     """Compress each rank's momentum instead of its gradient.
 
-    m_i <- momentum m_i + g_i, and the inner compressor averages the m_i. The result is an update,
-    momentum included: the optimizer inside must be plain SGD. With `Dense()` it is SGD with
-    momentum; with an unbiased codec, m_i has less noise for its size than g_i. Tensors that are too
-    small to be compressed get plain momentum.
+    Each rank i updates its momentum, m_i <- momentum m_i + g_i, and the inner compressor averages
+    the m_i. The result is an update that includes momentum, so the inner optimizer must be plain
+    SGD.
 
-    Sent: what the inner compressor sends.
+    With `Dense()` this is SGD with momentum. With an unbiased codec, m_i has less noise relative to
+    its size than g_i. Tensors that are too small to be compressed get plain momentum.
 
     Args:
-        compressor: such as `QSGD(4)` or `TopK(0.01)`.
-        momentum: in [0, 1).
+        compressor: the inner compressor, such as `QSGD(4)` or `TopK(0.01)`. It must return the mean
+            of gradients.
+        momentum: momentum coefficient in [0, 1). Default: 0.9.
+
+    Traffic: as for the inner compressor.
     """
 
     output: ClassVar[str] = "update"
@@ -36,11 +39,13 @@ class Momentum(CompressorWrapper):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when the compressor does not average gradients, or by momentum."""
+        """Raise ValueError if `compressor` or `momentum` is not allowed."""
         inner: Any = self.compressor
-        suits = isinstance(inner, Compressor) and not (inner.private or inner.sharded)
-        if not suits or (inner.target, inner.output) != ("gradient", "gradient"):
-            check.refuse(self, "compressor", inner, "one that returns the mean of whole gradients")
+        supported = isinstance(inner, Compressor) and not (inner.private or inner.sharded)
+        if not supported or (inner.target, inner.output) != ("gradient", "gradient"):
+            check.refuse(
+                self, "compressor", inner, "a compressor that returns the mean of full gradients"
+            )
         check.below_one(self, "momentum", self.momentum)
 
     @property
@@ -50,12 +55,12 @@ class Momentum(CompressorWrapper):
 
     @property
     def batching(self) -> str:  # type: ignore[override]
-        """Tensors of one shape may share a call, if for the compressor."""
+        """Return "alike" if the inner compressor serves several tensors in one call, else ""."""
         return "alike" if self.compressor.batching else ""
 
     @property
     def fp16_reduction(self) -> bool:  # type: ignore[override]
-        """Return whether the inner compressor sends nothing but fp16."""
+        """Return whether the inner compressor sends only fp16."""
         return self.compressor.fp16_reduction
 
     @property
@@ -64,7 +69,7 @@ class Momentum(CompressorWrapper):
         return (*self.compressor.per_rank_state, "momentum")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the inner state, and `momentum` in the gradient's shape, if there is any."""
+        """Return the inner state, and `momentum` in the gradient's shape if there is momentum."""
         state = super().init(spec, info) | self.compressor.init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
@@ -81,7 +86,7 @@ class Momentum(CompressorWrapper):
         return mean, {**inner, "momentum": momentum}
 
     def plain(self) -> Compressor:
-        """Plain momentum, for tensors that are not compressed."""
+        """Return plain momentum, for tensors that are not compressed."""
         return Momentum(self.compressor.plain() or Dense(), self.momentum)
 
     def deactivate(self, state: State) -> State:
@@ -90,19 +95,19 @@ class Momentum(CompressorWrapper):
         return super().deactivate(_without_momentum(state)) | own
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Return the ranks' mean momentum, and the inner compressor's state."""
+        """Return the mean of the ranks' momentum, and the inner compressor's state."""
         inner = [_without_momentum(state) for state in states]
         mean = [state["momentum"] for state in states if "momentum" in state]
         own = {"momentum": sum(mean) / len(mean)} if mean else {}
         return super().rescale(inner, spec, info) | own
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """No momentum, and what the compressor makes of its state."""
+        """Return a momentum of zeros, and the inner compressor's state."""
         own = {"momentum": 0 * state["momentum"]} if "momentum" in state else {}
         return super().rescale_from_one(_without_momentum(state), spec, info) | own
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over the momentum of another one."""
+        """Take over the momentum of another level that has one."""
         if "momentum" not in state or "momentum" not in other_state:
             return state
         return {**state, "momentum": other_state["momentum"]}

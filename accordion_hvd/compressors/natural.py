@@ -13,28 +13,30 @@ from accordion_hvd.ops import namespace, random
 
 @dataclass(frozen=True)
 class Natural(Codec):
-    """Round each element stochastically to a neighbouring power of two: 9 bits instead of 32.
+    """Natural compression: round each element stochastically to a power of two, in 9 bits.
 
-    Definition 1 of the paper: t between 2^a and 2^(a + 1) becomes the upper one with probability
-    t / 2^a - 1, which is its mantissa. Unbiased (to 2^-17 of 2^a), variance at most t^2 / 8; so
-    nothing is kept. Zero stays zero; below 2^-126 the neighbours are 0 and 2^-126; from 2^127 on
-    an element may become infinite.
+    Each rank sends the sign bit and the exponent byte of the rounded values, as in IEEE 754. All
+    ranks gather all messages and average them. The rounding is unbiased, so there is no error
+    feedback.
 
-    The sign's bit and the exponent's byte travel as they are in IEEE 754.
+    Definition 1 of the paper: t in [2^a, 2^(a + 1)] is rounded up with probability t / 2^a - 1,
+    which is its mantissa. Here the result is unbiased to 2^-17 of 2^a, and its variance is at most
+    t^2 / 8. Zero stays zero. Below 2^-126 the neighbours are 0 and 2^-126. From 2^127 on, an
+    element may become infinite.
 
-    Sent: an allgather of 9 / 8 bytes an element, so traffic grows with the ranks: up to 7 of them
-    it is less than fp32's.
+    Traffic: an allgather of 9 / 8 bytes per element, so traffic grows with the number of ranks. On
+    up to 7 ranks it is less than for fp32.
     """
 
     batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Signs and exponents."""
+        """Return the signs and exponents as bytes."""
         seed = random.key("natural", info.name, info.step, info.rank)
         return (namespace(x).pack_powers(x, seed),)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Add up the powers and divide by the number of ranks."""
+        """Return the sum of the powers, divided by the number of ranks."""
         powers = [part for (part,) in messages]
         return namespace(like).sum_powers(powers, 1 / len(powers), like)

@@ -14,36 +14,40 @@ from accordion_hvd.ops import namespace
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """One bit an element and two values a column, with error feedback.
+    """1-bit SGD: one bit per element and two values per column, with error feedback.
 
-    Of gradient + error, seen as a matrix, each element is told to be negative or not (threshold
-    zero, as in the paper), and each column the means of its negative elements and of the others,
-    which minimise the squared error. What that leaves waits in the error. The matrix is that of
-    `PowerSGD`: (n, m), whose columns have n elements.
+    Each rank views residual + gradient as a matrix. It sends one bit per element, which says
+    whether the element is negative, and two fp32 values per column. All ranks gather all messages
+    and average them; each rank adds its quantization error to its next gradient.
 
-    The paper's ranks each add one slice and send its sum on in one bit again; here (ours) all
-    ranks get all bits and add them alike, so the mean has no second error.
+    The two values of a column are the means of its negative elements and of its other elements,
+    which minimize the squared error for the paper's threshold of zero. The matrix is that of
+    `PowerSGD`: (n, m), with n elements per column.
 
-    Sent: an allgather of n m / 8 + 8 m bytes a matrix, so traffic grows with the ranks.
+    In the paper, each rank adds up one slice and sends its sum in one bit again. Here (ours) all
+    ranks receive all bits and add them identically, so the mean has no second quantization error.
+
+    Traffic: an allgather of n m / 8 + 8 m bytes per matrix, so traffic grows with the number of
+    ranks.
     """
 
     batching: ClassVar[str] = "alike"
     contractive: ClassVar[bool] = True
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return (n, m)."""
+        """Return the shape (n, m) of the matrix."""
         return matrix_shape(shape)
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Bits and the columns' values, (2, m)."""
+        """Return the bits, and the values of the columns with shape (2, m)."""
         xp = namespace(x)
         bits = xp.pack_signs(x)
         return bits, xp.column_means(x, bits)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Add up the values of the bits."""
+        """Return the mean of the values that the bits stand for."""
         return namespace(like).sum_columns(*shares(messages), like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract in place."""
+        """Subtract the decoded message in place."""
         return namespace(total).subtract_columns(total, *message)

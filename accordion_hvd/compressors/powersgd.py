@@ -13,10 +13,11 @@ from accordion_hvd.ops.spec import Spec
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of a tensor's matrix: its dimensions cut in two where n + m is smallest.
+    """Return the shape (n, m) in which a tensor is viewed as a matrix.
 
-    For dense layers and PyTorch's convolutions that is the paper's (shape[0], the rest); for
-    Keras' convolutions, whose channels come last, it is (the rest, shape[-1]).
+    The dimensions are split in two where n + m is smallest. For dense layers and PyTorch's
+    convolutions the result is the paper's (shape[0], rest). For Keras' convolutions, whose
+    channels come last, it is (rest, shape[-1]).
     """
     size = math.prod(shape)
     heads = [math.prod(shape[:cut]) for cut in range(1, len(shape))] or [size]
@@ -26,17 +27,21 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Low-rank averaging by one warm-started power iteration (Algorithm 1 and 2 of the paper).
+    """Low-rank gradient averaging by one warm-started power iteration.
 
-    The gradient, seen as an (n, m) matrix M, plus the error is approximated by P^T Q with P
-    (rank, n) orthonormal and Q (rank, m); P and Q are averaged, so traffic does not grow with the
-    number of ranks and all ranks get the same result. Factors are stored with `rank` first, which
-    is three times faster on a CPU than the paper's (n, rank).
+    The gradient plus the residual, viewed as a matrix M of shape (n, m), is approximated by a
+    product of two thin factors. The ranks average the factors with two allreduces, so traffic does
+    not grow with the number of ranks, and all ranks get the same result. The approximation error
+    stays in the residual.
 
-    Sent: two allreduces of rank * n and rank * m fp32 numbers a matrix.
+    Algorithms 1 and 2 of the paper: M is approximated by P^T Q, with an orthonormal P of shape
+    (rank, n) and Q of shape (rank, m). Q starts from the previous step's Q. Factors are stored with
+    `rank` as the first dimension, which is three times faster on a CPU than the paper's (n, rank).
 
     Args:
-        rank: the rank of the approximation, at least 1; at most min(n, m) of it is used.
+        rank: rank of the approximation, at least 1; at most min(n, m) is used. Default: 2.
+
+    Traffic: two allreduces per matrix, of rank * n and rank * m fp32 numbers.
     """
 
     batching: ClassVar[str] = "alike"
@@ -46,14 +51,14 @@ class PowerSGD(Compressor):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when rank is no integer of at least 1."""
+        """Raise ValueError if `rank` is not an integer of at least 1."""
         check.integer(self, "rank", self.rank, least=1)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error` (n, m), `p` (rank, n), `q` (rank, m): error - p^T q was not sent yet.
+        """Return `error` (n, m), `p` (rank, n) and `q` (rank, m). The residual is error - p^T q.
 
-        p and q are the last step's mean. To subtract it with the next gradient's addition, and
-        not at once, saves two passes over memory.
+        p and q are the averaged factors of the previous step. Their product is subtracted when the
+        next gradient is added, which saves two passes over memory.
         """
         state = super().init(spec, info)
         n, m = matrix_shape(spec.shape)
@@ -62,7 +67,7 @@ class PowerSGD(Compressor):
         return state | {"error": spec.zeros((n, m)), "p": spec.zeros((rank, n)), "q": q}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run two rounds: the average P, then the average Q."""
+        """Run two rounds: average P, then average Q."""
         xp = namespace(grad)
         matrix = xp.reshape(grad, xp.shape(state["error"]))
         total, p = xp.project(state["error"], matrix, state["p"], state["q"])  # (n, m), (rank, n)
@@ -77,17 +82,17 @@ class PowerSGD(Compressor):
         return namespace(state["error"]).deflate(state["error"], state["p"], state["q"])
 
     def with_residual(self, state: State, residual: Tensor) -> State:
-        """Return the state with all of the residual in `error`."""
+        """Return the state with the full residual in `error`, and p = 0."""
         xp, p = namespace(state["p"]), state["p"]
-        nothing = xp.zeros(xp.shape(p), "float32", xp.device(p))
-        return super().with_residual({**state, "p": nothing}, residual)
+        zeros = xp.zeros(xp.shape(p), "float32", xp.device(p))
+        return super().with_residual({**state, "p": zeros}, residual)
 
     def deactivate(self, state: State) -> State:
-        """`q`, to start from."""
+        """Return `q`, from which the next power iteration starts."""
         return {"q": state["q"]}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over another PowerSGD's `q`: cut, or completed with rows of our own."""
+        """Take over another PowerSGD's `q`: truncate it, or add rows of this state's `q`."""
         if not isinstance(other, PowerSGD):
             return state
         xp = namespace(state["q"])

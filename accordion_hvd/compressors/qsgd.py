@@ -1,4 +1,4 @@
-"""QSGD: stochastic quantisation (Alistarh, Grubic, Li, Tomioka & Vojnovic, NeurIPS 2017)."""
+"""QSGD: stochastic quantization (Alistarh, Grubic, Li, Tomioka & Vojnovic, NeurIPS 2017)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from accordion_hvd.ops import namespace, quantization, random
 
 @dataclass(frozen=True)
 class QSGD(Codec):
-    """Round each element stochastically to one of few levels of its bucket's norm.
+    """Stochastic quantization: round each element to one of few levels of its bucket's norm.
 
-    Section 3.1 of the paper: with s levels, v becomes norm * sign(v) * (l + 1) / s or l / s, such
-    that its expectation is v. Buckets of neighbours have a norm each (section 3.3), by default
-    their largest magnitude, as in the paper's experiments. Unbiased (to 2^-17 of a level), so
-    nothing is kept; no rank's rounding depends on another's.
+    Each rank sends a code of `bits` bits per element and one fp32 norm per bucket. All ranks gather
+    all messages and average them. The rounding is unbiased, so there is no error feedback. Ranks
+    round independently of each other.
 
-    `bits` count the sign: s = 2^(bits - 1) - 1. One bit has no room for the paper's zero: its two
-    values are -norm and norm (ours; unbiased too, of more variance). Codes have a fixed width
-    instead of the paper's Elias code, which pays with the 2-norm and few levels only.
+    Section 3.1 of the paper: with s levels, v becomes norm * sign(v) * l / s or
+    norm * sign(v) * (l + 1) / s, such that its expectation is v (here to 2^-17 of a level). Each
+    bucket of neighbouring elements has its own norm (section 3.3): by default its largest
+    magnitude, as in the paper's experiments.
 
-    Sent: an allgather of (bits / 8 + 4 / bucket) bytes an element, so traffic grows with the ranks:
-    below about 64 / bits of them it is less than fp32's. Tensors that share a call share buckets.
+    `bits` includes the sign: s = 2^(bits - 1) - 1. One bit has no room for the paper's zero, so its
+    two values are -norm and norm (ours; also unbiased, with a larger variance). Codes have a fixed
+    width (ours); the paper's Elias code pays off only for the 2-norm with few levels.
 
     Args:
-        bits: of an element, 1 to 8.
-        bucket: how many elements have a norm in common.
-        norm: "max" or "l2".
+        bits: number of bits per element, from 1 to 8. Default: 4.
+        bucket: number of elements that share a norm, at least 1. Default: 512.
+        norm: "max" or "l2". Default: "max".
+
+    Traffic: an allgather of bits / 8 + 4 / bucket bytes per element, so traffic grows with the
+    number of ranks. On fewer than about 64 / bits ranks it is less than for fp32. Tensors that
+    share a call share buckets.
     """
 
     batching: ClassVar[str] = "any"
@@ -42,20 +47,20 @@ class QSGD(Codec):
     norm: str = "max"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for bits outside 1 to 8, a bucket of none, or an unknown norm."""
+        """Raise ValueError for an argument out of range or an unknown norm."""
         check.integer(self, "bits", self.bits, least=1, most=8)
         check.integer(self, "bucket", self.bucket, least=1)
         check.one_of(self, "norm", self.norm, ("max", "l2"))
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Codes and the buckets' steps."""
+        """Return the codes and the step size of each bucket."""
         xp = namespace(x)
         steps = xp.bucket_norms(x, self.bucket, self.norm) * (1 / quantization.middle(self.bits))
         seed = random.key("qsgd", info.name, info.step, info.rank)
         return xp.quantize(x, steps, self.bucket, self.bits, seed), steps
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Add up codes times steps."""
+        """Return the sum of codes times step sizes, divided by the number of ranks."""
         middle = quantization.middle(self.bits)
         codes, steps = shares(messages)
         return namespace(like).sum_quantized(codes, steps, self.bucket, self.bits, middle, like)

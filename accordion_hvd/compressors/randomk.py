@@ -15,17 +15,21 @@ from accordion_hvd.ops import namespace, random
 
 @dataclass(frozen=True)
 class RandomK(Ratio, Codec):
-    """Send a random choice of elements, the same on all ranks, keep the rest for later.
+    """Random-k sparsification with error feedback: send k random elements, the same on all ranks.
 
-    The choice is a function of (step, bucket), so no index travels and the values can be added
-    on the way. It is stratified (ours, not the paper's): the vector is cut into k equal strata,
-    turned by a random offset, and one element is drawn from each, which costs O(k), never draws
-    twice and gives every element the same chance.
+    All ranks draw the same indices from the step and the bucket's name, so they send no indices
+    and one allreduce averages the values. The other elements stay in the residual and are added to
+    the next gradient.
 
-    Sent: an allreduce of 4 k bytes.
+    The draw is stratified (ours, not the paper's): the vector is split into k equal strata, shifted
+    by a random offset, and one element is drawn from each stratum. A draw takes O(k) time, never
+    repeats an element, and gives every element the same probability.
 
     Args:
-        ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
+        ratio: fraction of the elements to send, in (0, 1]; at least one element is sent. Default:
+            0.01.
+
+    Traffic: an allreduce of 4 k bytes, which does not grow with the number of ranks.
     """
 
     batching: ClassVar[str] = "alike"
@@ -33,32 +37,35 @@ class RandomK(Ratio, Codec):
     contractive: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Return the chosen values."""
-        return self._chosen(x, info)[:1]
+        """Return the drawn values."""
+        return self._draw(x, info)[:1]
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """Positions stay with the message, so that they are drawn once."""
+        """Return the drawn values with their indices, and the sum.
+
+        The indices stay with the message on this rank, so that they are drawn only once.
+        """
         total = namespace(error).accumulate(error, x)
-        return self._chosen(total, info), total
+        return self._draw(total, info), total
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Zeros but for the choice."""
+        """Return the mean values at the drawn indices, and zero elsewhere."""
         index = self._index(messages[0], like, info)
         return mean_of([(index, message[0]) for message in messages], like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """At the chosen positions alone."""
+        """Subtract the values at the drawn indices."""
         return without(total, (self._index(message, total, info), message[0]))
 
-    def _chosen(self, x: Tensor, info: Info) -> Message:
-        xp, index = namespace(x), self._choice(x, info)
+    def _draw(self, x: Tensor, info: Info) -> Message:
+        xp, index = namespace(x), self._draw_index(x, info)
         return xp.take(xp.reshape(x, (-1,)), index), index
 
     def _index(self, message: Message, like: Tensor, info: Info) -> Tensor:
-        return message[1] if len(message) > 1 else self._choice(like, info)
+        return message[1] if len(message) > 1 else self._draw_index(like, info)
 
-    def _choice(self, x: Tensor, info: Info) -> Tensor:
-        """Distinct positions (int32) in each row of `x`, one from each of equal strata."""
+    def _draw_index(self, x: Tensor, info: Info) -> Tensor:
+        """Return distinct indices (int32) in each row of `x`, one from each of equal strata."""
         xp, shape = namespace(x), namespace(x).shape(x)
         device, count = xp.device(x), self.kept(shape[-1])
         size, rows = shape[-1], math.prod(shape[:-1])
@@ -69,7 +76,7 @@ class RandomK(Ratio, Codec):
         first = strata * size // count
         width = (strata + 1) * size // count - first
         within = xp.cast(draws[:, :count] * xp.cast(width, "float32"), "int64")
-        turn = xp.cast(draws[:, count:] * float(size), "int64")
-        index = (first + xp.minimum(within, width - 1) + turn) % size
+        offset = xp.cast(draws[:, count:] * float(size), "int64")
+        index = (first + xp.minimum(within, width - 1) + offset) % size
         row = xp.reshape(xp.arange(rows, device), (rows, 1))
         return xp.cast(xp.reshape(index + row * size, (-1,)), "int32")

@@ -17,30 +17,32 @@ from accordion_hvd.ops.spec import Spec, Tensor
 
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """Each rank sends signs; what is returned is, element by element, the sign most ranks sent.
+    """SignSGD with majority vote: each rank sends signs, and the result is the majority's sign.
 
-    Algorithm 1 of "signSGD with Majority Vote is Communication Efficient and Fault Tolerant": one
-    bit an element up, one bit down. The result is a direction of elements -1 and 1, not a mean:
-    the learning rate alone says how far a step goes (choose it as for Adam), and an optimizer with
-    momentum must not be added. With `momentum` each rank sends the signs of its own momentum
-    (Signum; the paper's (1 - momentum) leaves signs as they are, and so is left out).
+    Each rank sends one bit per element. For each element, the result is the sign that most ranks
+    have sent, so elements are -1 or 1. The result is a direction, not a mean: the learning rate
+    alone determines the size of a step (choose it as for Adam), and the inner optimizer must not
+    have momentum.
 
-    One bit has no room for zero. Where a rank has a zero, and where an even number of ranks ties,
-    every other position counts as positive, the others at the next step (ours): over two steps
-    that is the zero of the paper's sign function, and it is the same on all ranks.
+    Algorithm 1 of "signSGD with Majority Vote is Communication Efficient and Fault Tolerant". No
+    rank can outvote another, whatever it sends. With `momentum`, each rank sends the signs of its
+    own momentum (Signum). The paper's factor (1 - momentum) does not change signs and is omitted.
 
-    The paper's server becomes an alltoall, in which each rank counts one slice's votes, and an
-    allgather (ours). A rank can outvote no other, whatever it sends.
+    The paper's server is replaced by an alltoall, after which each rank counts the votes for one
+    slice, and an allgather (ours). One bit has no room for zero. A zero on a rank, and a tie
+    between an even number of ranks, count as positive at every other index and as negative at the
+    rest; the next step reverses this (ours). Over two steps this averages to the zero of the
+    paper's sign function, and it is the same on all ranks.
 
-    All tensors get signs, small and exempt ones too (`plain`), since a learning rate for signs is
-    none for gradients: with means beside signs, biases and norms would hardly move.
-
-    Sent, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an allgather of
-    d / (8 n); so traffic does not grow with the ranks.
+    Small and exempt tensors get signs as well (`plain`), because a learning rate for signs does not
+    suit gradients: biases and norms would hardly move.
 
     Args:
-        momentum: in [0, 1); 0 is SignSGD, the paper's Signum has 0.9. Levels of one policy must
-            agree in it.
+        momentum: momentum coefficient in [0, 1). 0 is SignSGD; the paper's Signum uses 0.9. All
+            levels of a policy must have the same. Default: 0.
+
+    Traffic: for d elements on N ranks, an alltoall of d / 8 bytes and an allgather of d / (8 N)
+    bytes, so traffic does not grow with the number of ranks.
     """
 
     output: ClassVar[str] = "update"
@@ -50,16 +52,16 @@ class SignSGD(Compressor):
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when momentum is outside [0, 1)."""
+        """Raise ValueError if `momentum` is outside [0, 1)."""
         check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`momentum` in the gradient's shape, if there is any."""
+        """Return `momentum` in the gradient's shape if there is momentum, else {}."""
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Slices of signs to those who count them; what has won to all."""
+        """Send slices of signs to the ranks that count them, then gather the majorities."""
         xp, signed = namespace(grad), grad
         if self.momentum:
             signed = xp.accumulate_scaled(state["momentum"], self.momentum, grad)
@@ -69,27 +71,28 @@ class SignSGD(Compressor):
         width = -(-length // info.size)  # bytes of a slice
         slices = xp.reshape(xp.pad_last(signs, info.size * width), (info.size, width))
         votes = yield Alltoall(slices)
-        won = yield Allgather(majority(xp, xp.unstack(votes), info.step))
-        signs = xp.concat(list(won))[:length]
+        majorities = yield Allgather(majority(xp, xp.unstack(votes), info.step))
+        signs = xp.concat(list(majorities))[:length]
         two = xp.full((1,), 2.0, "float32", xp.device(signs))
         size = math.prod(xp.shape(grad))
         return xp.sum_quantized([signs], [two], size, 1, 0.5, grad), state
 
     def plain(self) -> Compressor:
-        """Signs, as for all others."""
+        """Return this compressor: all tensors get signs."""
         return self
 
 
 def majority(xp: ModuleType, votes: Sequence[Tensor], step: Any) -> Tensor:
-    """For each bit of equal vectors of bytes, what most of them have.
+    """Return the majority of each bit over equally long vectors of bytes.
 
-    An even number of voters is joined by one that has every other bit, the others at the next
-    step. Counts are kept bit by bit, each plane of them for eight votes a byte.
+    If the number of voters is even, one voter is added that has every other bit set, and the
+    complementary bits in the next step. Each bit has a counter; plane i holds bit i of all
+    counters, eight counters per byte.
     """
     voters = list(votes)
     if len(voters) % 2 == 0:
-        one = xp.arange(1, xp.device(votes[0])) + 1
-        voters.append(xp.cast(one * (0x55 * (1 + step % 2)), "uint8"))
+        ones = xp.arange(1, xp.device(votes[0])) + 1
+        voters.append(xp.cast(ones * (0x55 * (1 + step % 2)), "uint8"))
     planes: list[Tensor] = []  # the count's bits, lowest first
     for number, carry in enumerate(voters, 1):
         for i, plane in enumerate(planes):
@@ -100,7 +103,7 @@ def majority(xp: ModuleType, votes: Sequence[Tensor], step: Any) -> Tensor:
 
 
 def _at_least(planes: Sequence[Tensor], least: int) -> Tensor:
-    """Return the bits whose count is `least` or more: the carry when 2^planes - least is added."""
+    """Return the bits with a count of at least `least`: the carry of count + 2^planes - least."""
     added, carry = 2 ** len(planes) - least, planes[0] ^ planes[0]
     for i, plane in enumerate(planes):
         carry = plane | carry if added >> i & 1 else plane & carry
@@ -109,32 +112,38 @@ def _at_least(planes: Sequence[Tensor], least: int) -> Tensor:
 
 @dataclass(frozen=True)
 class EFSignSGD(Codec):
-    """Signs times the mean magnitude, with error feedback: a mean like any other.
+    """SignSGD with error feedback: signs times the mean magnitude, averaged over the ranks.
+
+    Each rank sends the signs of residual + gradient and one scale, the mean magnitude of this sum.
+    All ranks gather all messages and average them; each rank keeps its quantization error in its
+    residual.
 
     Algorithm 1 of "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"
-    (Karimireddy, Rebjock, Stich & Jaggi, ICML 2019): of p = gradient + error each rank sends
-    (|p|_1 / d) sign(p), and keeps the rest. The paper puts the learning rate into p; here (ours)
-    the error is in units of the gradient, so it can be handed over and any optimizer follows. The
-    ranks' values are averaged as they come, with no second compression of the mean (ours).
+    (Karimireddy, Rebjock, Stich & Jaggi, ICML 2019): for p = gradient + residual with d elements,
+    a rank sends (|p|_1 / d) sign(p).
 
-    Sent: an allgather of d / 8 + 4 bytes, so traffic grows with the ranks: below 64 of them it is
-    less than fp32's.
+    The paper multiplies p by the learning rate. Here (ours) the residual is in units of the
+    gradient, so it can be handed over to other levels, and any optimizer can follow. The mean of
+    the ranks' values is not compressed again (ours).
+
+    Traffic: an allgather of d / 8 + 4 bytes, so traffic grows with the number of ranks. On fewer
+    than 64 ranks it is less than for fp32.
     """
 
     batching: ClassVar[str] = "alike"
     contractive: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Signs, and for each tensor the step from -scale to scale."""
+        """Return the signs, and for each tensor the step from -scale to scale."""
         xp, size = namespace(x), namespace(x).shape(x)[-1]
         return xp.pack_signs(x), xp.bucket_norms(x, size, "mean") * 2
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Add up signs times scales."""
+        """Return the sum of signs times scales, divided by the number of ranks."""
         xp = namespace(like)
         return xp.sum_quantized(*shares(messages), xp.shape(like)[-1], 1, 0.5, like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract in place."""
+        """Subtract the decoded message in place."""
         xp = namespace(total)
         return xp.subtract_quantized(total, *message, xp.shape(total)[-1], 1, 0.5)

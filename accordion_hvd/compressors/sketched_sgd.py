@@ -15,30 +15,36 @@ from accordion_hvd.ops.spec import Spec
 
 @dataclass(frozen=True)
 class SketchedSGD(Sparsifier):
-    """Find the largest elements of the ranks' sum in a sketch of it, send these exactly.
+    """SketchedSGD: find the largest elements of the ranks' sum from a sketch, then average these.
 
-    Each rank adds its gradient to its momentum, u = momentum u + g, and that to its error,
-    v = v + u. The ranks add up count sketches of v, tables whose size depends neither on the
-    number of elements nor of ranks. The `candidates` k elements that are largest by the sketch are
-    averaged exactly in a second round; of these the k largest are the update, and v and u are
-    zero there from then on. Returned is a finished direction: use plain SGD inside.
+    The ranks add up count sketches of their accumulated momentum. A sketch is a table whose size
+    does not depend on the number of ranks, and from which each rank estimates the largest elements
+    of the sum. A second allreduce averages the values of these candidates exactly, and the largest
+    k of them are the update. The update includes momentum, so the inner optimizer must be plain
+    SGD.
 
-    As in the paper, biases and small tensors travel dense (with plain momentum: `plain`), and so
-    does what a sketch would not make smaller; then u is kept. Ours: the mean instead of the sum
-    over ranks; not the whole model is one vector but tensors side by side, up to 8 MB, so that they
-    leave during backward; new hashes at each step, so that no two elements collide for ever; hashes
-    move blocks of elements instead of single ones (`ops.count_sketch`), with the paper's bounds for
-    each element.
+    Each rank computes u = momentum u + g and v = v + u and sketches v. After the update, v and u
+    are zero at the k selected elements. As in the paper, biases and small tensors are sent dense,
+    with plain momentum (`plain`). Tensors that a sketch would not make smaller are sent dense as
+    well, and then u is not zeroed.
 
-    Sent, for k = ratio * size: an allreduce of 4 rows columns k bytes, and one of 4 candidates k.
-    At the defaults that is an 18th of the gradient.
+    Ours: the ranks' mean instead of their sum; vectors of several tensors, up to 8 MB, instead of
+    one vector of the entire model, so that they are sent during the backward pass; new hashes in
+    each step, so that no two elements always collide; hashes of blocks of elements instead of
+    single elements (`ops.count_sketch`), with the paper's bounds for each element.
 
     Args:
-        ratio: k, as a part of the elements, in (0, 1]; at least one element is sent.
-        rows: of the sketch, odd and at least 1; 5 find nearly all large elements, 1 few.
-        columns: of the sketch, in multiples of k, at least 1; the more, the fewer errors.
-        candidates: how many times k elements are asked for exactly, an integer of at least 1.
-        momentum: the paper's rho, in [0, 1).
+        ratio: fraction of the elements to send, in (0, 1]; k = ratio * size, at least one element.
+            Default: 0.001.
+        rows: number of rows of the sketch, odd and at least 1. 5 rows find nearly all large
+            elements, 1 row finds few. Default: 5.
+        columns: number of columns of the sketch as a multiple of k, at least 1; more columns give
+            smaller errors. Default: 10.
+        candidates: number of candidates as a multiple of k, an integer of at least 1. Default: 4.
+        momentum: momentum coefficient in [0, 1), the paper's rho. Default: 0.9.
+
+    Traffic: an allreduce of 4 rows columns k bytes and one of 4 candidates k bytes; with the
+    defaults, 1/18 of the gradient.
     """
 
     output: ClassVar[str] = "update"
@@ -52,10 +58,10 @@ class SketchedSGD(Sparsifier):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for arguments out of bounds, an even number of rows among them."""
+        """Raise ValueError if an argument is out of range, or `rows` is even."""
         super().__post_init__()
         check.integer(self, "rows", self.rows, least=1)
-        if self.rows % 2 == 0:  # the median would be a matter of taste
+        if self.rows % 2 == 0:  # the median would not be unique
             check.refuse(self, "rows", self.rows, "an odd number")
         if not check.is_number(self.columns) or self.columns < 1:
             check.refuse(self, "columns", self.columns, "a number of at least 1")
@@ -63,12 +69,12 @@ class SketchedSGD(Sparsifier):
         check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`: v, a vector with the gradient's elements; `momentum`: u, another one."""
+        """Return `error`, v, and `momentum`, u: vectors of the gradient's size."""
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros((spec.size,))} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run two rounds: the sketch, then the candidates' values; or one without a sketch."""
+        """Average the sketch, then the candidates' values; or run one dense allreduce."""
         xp = namespace(grad)
         fresh = xp.reshape(grad, (-1,))
         velocity = fresh
@@ -91,15 +97,15 @@ class SketchedSGD(Sparsifier):
         mean = xp.add_at(xp.zeros_reusing(estimates), index, xp.take(values, chosen))
         if self.momentum:
             velocity = xp.clear(velocity, index)
-        new = self._state(xp.clear(total, index), velocity)
-        return xp.reshape(mean, xp.shape(grad)), new
+        state = self._state(xp.clear(total, index), velocity)
+        return xp.reshape(mean, xp.shape(grad)), state
 
     def plain(self) -> Compressor | None:
-        """Plain momentum, for tensors that are not compressed."""
+        """Return plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def width(self, size: int) -> int:
-        """Columns of the sketch of `size` elements; 0 where they travel as they are instead."""
+        """Return the columns of a sketch of `size` elements, or 0 if dense is smaller."""
         count = self.kept(size)
         columns = min(int(self.columns * count), size)
         return columns if self.rows * columns + self.candidates * count < size else 0

@@ -13,59 +13,59 @@ from accordion_hvd.ops import indices, namespace
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
 
 Chosen = tuple[Tensor, Tensor]
-"""Ascending positions (int32), and the values there."""
+"""Ascending indices (int32) and the values at them."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The part of a tensor's elements that is sent.
+    """Base class with the fraction of a tensor's elements that a rank sends.
 
     Args:
-        ratio: in (0, 1]; at least one element is sent.
+        ratio: fraction in (0, 1]; at least one element is sent. Default: 0.01.
     """
 
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when ratio is outside (0, 1]."""
+        """Raise ValueError if `ratio` is outside (0, 1]."""
         check.ratio(self, "ratio", self.ratio)
 
     def kept(self, size: int) -> int:
-        """Return how many of `size` elements are sent: rounded down, but at least one."""
+        """Return how many of `size` elements a rank sends: rounded down, but at least one."""
         return max(1, int(self.ratio * size))
 
 
 @dataclass(frozen=True)
 class Sparsifier(Ratio, Compressor):
-    """Sends a part of a tensor's elements and keeps the rest for later."""
+    """Base class of compressors that send a part of the elements and retain the others."""
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`: what was not sent yet, a vector with the gradient's elements."""
+        """Return `error`: the residual, a vector of the gradient's size."""
         return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
 
 class SparseCodec(Codec):
-    """Parses messages as positions and values; what is elsewhere is zero."""
+    """Base class of codecs whose messages are indices and values; other elements are zero."""
 
     batching: ClassVar[str] = "alike"
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Encode with an error of zeros."""
+        """Return the message for `x` with a residual of zeros."""
         xp = namespace(x)
         zeros = xp.zeros(xp.shape(x), "float32", xp.device(x))
         return self.encode_accumulating(zeros, x, info)[0]
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Zeros where no rank has sent anything."""
+        """Return the mean of the ranks' values, zero where no rank sent an element."""
         return mean_of([chosen for (chosen,) in messages], like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """At the positions alone."""
+        """Subtract the values at the message's indices."""
         return without(total, message[0])
 
 
 def encode(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Values, and their ascending positions below `size` (`ops.indices`), as bytes."""
+    """Return values and their ascending indices below `size` (`ops.indices`) as bytes."""
     xp = namespace(values)
     return xp.concat([xp.to_bytes(values), xp.pack_index(index, size)])
 
@@ -73,34 +73,37 @@ def encode(index: Tensor, values: Tensor, size: int) -> Tensor:
 def decode(
     payload: Tensor, size: int, wire: str = "float32", count: int | None = None
 ) -> tuple[Chosen, Tensor]:
-    """Invert `encode`, in the form that a `Request` wants.
+    """Parse a payload of `encode`; return `(index, values)` and a check, as for `Request.decode`.
 
     Args:
-        payload: what `encode` has returned on some rank.
-        size: below which positions are.
-        wire: the dtype of the values.
-        count: how many there are; None: as many as make a payload of this length.
+        payload: a rank's payload from `encode`.
+        size: upper bound of the indices, exclusive.
+        wire: dtype of the values.
+        count: number of elements; None derives it from the length of the payload.
 
     Raises:
-        ValueError: there is no such payload.
+        ValueError: if no number of elements fits the length of the payload.
     """
     xp, item = namespace(payload), ITEMSIZE[wire]
     if count is None:
         count = _count(xp.shape(payload)[0], size, item)
     values = xp.from_bytes(payload[: item * count], wire, (count,))
-    index, doubt = places(payload[item * count :], count, size)
-    return (index, values), doubt
+    index, invalid = places(payload[item * count :], count, size)
+    return (index, values), invalid
 
 
 def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """`count` ascending positions below `size`, of `ops.pack_index`, as a `Request` wants it."""
+    """Parse `count` ascending indices below `size`, in the form for `Request.decode`."""
     xp = namespace(payload)
     index = xp.unpack_index(payload, count, size)
     return index, xp.invalid_index(index, size)
 
 
 def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
-    """Return the mean of all ranks' chosen elements, fp32; consumes `like`, whose shape it has."""
+    """Return the fp32 mean of all ranks' elements, in the shape of `like`.
+
+    Consumes `like`.
+    """
     xp, sent = namespace(like), list(parts)
     shape, mean = xp.shape(like), xp.reshape(xp.zeros_reusing(like), (-1,))
     for index, values in sent:
@@ -109,14 +112,14 @@ def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
 
 
 def without(total: Tensor, chosen: Chosen) -> Tensor:
-    """`total` without what was chosen of it. Consumes `total`."""
+    """Return `total` minus the chosen values at their indices. Consumes `total`."""
     (index, values), xp = chosen, namespace(total)
     flat = xp.add_at(xp.reshape(total, (-1,)), index, -xp.cast(values, "float32"))
     return xp.reshape(flat, xp.shape(total))
 
 
 def _count(length: int, size: int, item: int) -> int:
-    """Return the number of elements that take `length` bytes, which grow with it."""
+    """Return the number of elements whose payload has `length` bytes, by bisection."""
     low, high = 0, min(length // item, size)
     while low < high:
         middle = (low + high) // 2

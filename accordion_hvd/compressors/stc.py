@@ -14,21 +14,26 @@ from accordion_hvd.ops import namespace
 
 @dataclass(frozen=True)
 class STC(Ratio, SparseCodec):
-    """Send the signs of the largest elements, and one magnitude for all of them.
+    """Sparse ternary compression: send the signs of the largest elements and one magnitude.
+
+    Each rank selects the `ratio` of its elements that are largest in residual + gradient, and sends
+    their indices, their signs, and their mean magnitude. All ranks gather all messages and average
+    them. The rest stays in the residual and is added to the next gradient.
 
     Algorithm 1 of "Robust and Communication-Efficient Federated Learning from Non-IID Data": the
-    `ratio` of a tensor's elements that are largest become mu sign(x), where mu is the mean of
-    their magnitudes; all others become 0. The rest stays in the error: average + error = gradient.
-    The paper's server compresses the mean once more; here all ranks gather all messages and use
-    their exact mean, with no second compression (ours). The paper codes the distances between
-    positions with Golomb codes, 8.1 bits each at a ratio of 0.01; `ops.indices` needs 9.6.
+    selected elements become mu sign(x), where mu is the mean of their magnitudes, and all others
+    become 0.
 
-    Sent: about 1.33 k (n - 1) bytes a rank for k elements in a ring of n ranks at a ratio of 0.01,
-    a quarter of what `TopK` sends.
+    The paper's server compresses the mean a second time; here all ranks use the exact mean of the
+    messages (ours). The paper encodes the distances between indices with Golomb codes, in 8.1 bits
+    each at a ratio of 0.01; `ops.indices` needs 9.6 bits.
 
     Args:
-        ratio: the part of the elements that is sent, in (0, 1]; at least one element is. The
-            paper's experiments use 1/400.
+        ratio: fraction of the elements to send, in (0, 1]; at least one element is sent. Default:
+            0.0025, the 1/400 of the paper's experiments.
+
+    Traffic: about 1.33 k (N - 1) bytes per rank for k elements in a ring of N ranks at a ratio of
+    0.01, a quarter of `TopK`'s.
     """
 
     contractive: ClassVar[bool] = True
@@ -36,17 +41,17 @@ class STC(Ratio, SparseCodec):
     ratio: float = 0.0025
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """Encode magnitudes, signs and positions as one vector of bytes."""
+        """Return magnitudes, signs and indices as one vector of bytes, and the sum."""
         xp, shape = namespace(error), namespace(error).shape(error)
-        kept = self.kept(shape[-1])
-        total, index = xp.accumulate_largest(error, x, kept)
+        count = self.kept(shape[-1])
+        total, index = xp.accumulate_largest(error, x, count)
         values = xp.take(xp.reshape(total, (-1,)), index)
-        scale = xp.bucket_norms(values, kept, "mean")
+        scale = xp.bucket_norms(values, count, "mean")
         parts = [xp.to_bytes(scale), xp.pack_signs(values), xp.pack_index(index, math.prod(shape))]
         return (xp.concat(parts),), total
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
-        """Parse positions, and signs times the magnitude of their tensor."""
+        """Return a parser of indices, and of signs times the magnitude of their tensor."""
         rows = math.prod(shape[:-1])
         count = rows * self.kept(shape[-1])
         signs = 4 * rows + -(-count // 8)
@@ -54,9 +59,9 @@ class STC(Ratio, SparseCodec):
         def read(payload: Tensor) -> tuple[Chosen, Tensor]:
             xp = namespace(payload)
             scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
-            index, doubt = places(payload[signs:], count, math.prod(shape))
+            index, invalid = places(payload[signs:], count, math.prod(shape))
             bits = xp.unpack_bits(payload[4 * rows : signs], 1, count)
             values = (xp.cast(bits, "float32") * 2 - 1) * xp.take(scale, index // shape[-1])
-            return (index, values), doubt
+            return (index, values), invalid
 
         return (read,)

@@ -21,33 +21,39 @@ from accordion_hvd.ops import namespace, random
 
 @dataclass(frozen=True)
 class TernGrad(Compressor):
-    """Round each element stochastically to -s, 0 or s, where s is the largest magnitude there is.
+    """Ternary gradients: round each element stochastically to -s, 0 or s.
 
-    Equations 1 to 3 of the paper, with gradient clipping (equation 15), layer by layer, and with
-    scaler sharing: s is the maximum over the ranks, so that ternary values can be added and the
-    sum of n of them has but 2 n + 1 values. Unbiased (to 2^-17 of s) for the clipped gradient, so
-    nothing is kept. The deviation that clipping is measured by is taken about zero (ours).
+    The scaler s is the largest magnitude on any rank. Each rank sends 2 bits per element to the
+    ranks that add them up, and all ranks gather the sums. The rounding is unbiased, so there is no
+    error feedback.
 
-    The paper's server becomes an alltoall, in which each rank adds one slice, and an allgather of
-    the sums (ours); the result is the paper's, to the bit.
+    Equations 1 to 3 of the paper, layer by layer, with gradient clipping (equation 15) and scaler
+    sharing: because s is the maximum over the ranks, ternary values can be added, and the sum of N
+    of them has only 2 N + 1 possible values. The result is unbiased (to 2^-17 of s) for the clipped
+    gradient.
 
-    Sent, of a tensor with d elements on n ranks: an allreduce of s, an alltoall of d / 4 bytes, an
-    allgather of d / n sums of log2(2 n + 1) bits, rounded up (16 bits from 128 ranks on). So
-    traffic hardly grows with the ranks.
+    Ours: the standard deviation for clipping is taken about zero; the paper's server is replaced by
+    an alltoall, after which each rank adds up one slice, and an allgather of the sums. The result
+    is identical to the paper's, bit for bit.
 
     Args:
-        clip: at how many standard deviations a gradient is clipped; None: it is not.
+        clip: clipping threshold of a gradient, in standard deviations; None does not clip. Default:
+            2.5.
+
+    Traffic: for d elements on N ranks, an allreduce of s, an alltoall of d / 4 bytes, and an
+    allgather of d / N sums of log2(2 N + 1) bits, rounded up (16 bits from 128 ranks on). Traffic
+    hardly grows with the number of ranks.
     """
 
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when clip is neither None nor a positive number."""
+        """Raise ValueError if `clip` is neither None nor a positive number."""
         if self.clip is not None and not (check.is_number(self.clip) and self.clip > 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Share the scaler; send slices of codes to their owners; gather the sums."""
+        """Reduce the scaler, send slices of codes to their owners, and gather the sums."""
         xp, ranks = namespace(grad), info.size
         size = math.prod(xp.shape(grad))
         values = xp.cast(xp.reshape(grad, (-1,)), "float32")
@@ -62,8 +68,8 @@ class TernGrad(Compressor):
         codes = xp.quantize(values, scale, size, 2, seed)  # 0, 1, 2: four a byte
         part = -(-size // (8 * ranks)) * 8  # elements of a slice
         slices = xp.reshape(xp.pad_last(codes, ranks * part // 4), (ranks, part // 4))
-        theirs = yield Alltoall(slices)
-        sums = yield Allgather(_packed_sum(theirs, part))
+        received = yield Alltoall(slices)
+        sums = yield Allgather(_packed_sum(received, part))
         return _mean(sums, part, scale, grad), state
 
 
@@ -83,7 +89,7 @@ def _packed_sum(rows: Tensor, part: int) -> Tensor:
 
 
 def _mean(sums: tuple[Tensor, ...], part: int, scale: Tensor, like: Tensor) -> Tensor:
-    """Decode the sums of slices and divide them by the number of ranks; consumes `like`."""
+    """Decode the sums of slices and divide them by the number of ranks. Consumes `like`."""
     xp, ranks, shape = namespace(like), len(sums), namespace(like).shape(like)
     size, bits = math.prod(shape), _bits(len(sums))
     if bits > 8:

@@ -16,20 +16,24 @@ from accordion_hvd.ops import namespace
 
 @dataclass(frozen=True)
 class Threshold(SparseCodec):
-    """Send what is at least as large as a value, keep the rest for later.
+    """Hard-threshold sparsification with error feedback: send all elements above a magnitude.
 
-    How much is sent follows the gradient: much while it is large, nothing at all if nothing
-    reaches the value. "Rethinking gradient sparsification as total error minimization" shows that,
-    for the same number of elements sent over all of training, this keeps the smallest error.
-    Average + error = gradient.
+    Each rank sends the elements of residual + gradient whose magnitude is at least `value`, with
+    their indices. All ranks gather all messages and average them. The rest stays in the residual
+    and is added to the next gradient.
 
-    Sent: by a rank that sends k elements, about 5.2 k (n - 1) bytes in a ring of n ranks, as with
-    `TopK`; besides, ranks tell each other how much. As sizes are values, a TensorFlow graph calls
-    Python for it, and a GPU is waited for.
+    The number of elements follows the gradient: a rank sends many while the gradient is large, and
+    none if no element reaches the threshold. "Rethinking gradient sparsification as total error
+    minimization" shows that, for the same number of elements sent over the entire training, a hard
+    threshold has the smallest total error.
 
     Args:
-        value: the least magnitude of gradient + error that is sent, a number of at least 0;
-            0 sends all that is not zero. The default is ours: useful values depend on the model.
+        value: smallest magnitude of residual + gradient that is sent, at least 0; 0 sends all
+            nonzero elements. Suitable values depend on the model. Default: 0.01 (ours).
+
+    Traffic: about 5.2 k (N - 1) bytes for a rank that sends k elements in a ring of N ranks, as for
+    `TopK`. Ranks also exchange the sizes of their messages. Because sizes depend on values, a
+    TensorFlow graph calls Python, and on a GPU the host waits for the device.
     """
 
     uneven: ClassVar[bool] = True
@@ -37,16 +41,16 @@ class Threshold(SparseCodec):
     value: float = 0.01
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when value is no finite number of at least 0."""
+        """Raise ValueError if `value` is not a finite number of at least 0."""
         if not check.is_number(self.value) or self.value < 0:
             check.refuse(self, "value", self.value, "a number of at least 0")
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """Positions and values, as one vector of bytes."""
+        """Return indices and values as one vector of bytes, and the sum."""
         xp, size = namespace(error), math.prod(namespace(error).shape(error))
         total, index = xp.accumulate_reaching(error, x, self.value)
         return (encode(index, xp.take(xp.reshape(total, (-1,)), index), size),), total
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
-        """Parse positions and values, however many."""
+        """Return a parser of any number of indices and values."""
         return (partial(decode, size=math.prod(shape)),)

@@ -18,18 +18,21 @@ _LARGEST = {"float16": 65504.0, "float32": math.inf}
 
 @dataclass(frozen=True)
 class TopK(Ratio, SparseCodec):
-    """Send the largest magnitudes of each tensor, keep the rest for later.
+    """Top-k sparsification with error feedback: send the largest elements of each tensor.
 
-    Each rank sends the `ratio` of its elements that are largest to all others; the mean is over
-    ranks. What is not sent, rounding included, stays in the error and is added to the next
-    gradient: average + error = gradient. The selection is exact.
-
-    Sent: about 5.2 k (n - 1) bytes a rank in a ring of n ranks at a ratio of 0.01 (3.2 with fp16
-    values), so traffic grows with the ranks; a position takes 1.2 bytes (`ops.indices`).
+    Each rank sends the `ratio` of its elements with the largest magnitude in residual + gradient,
+    and their indices. All ranks gather all messages and average them. A rank keeps the other
+    elements and rounding errors in its residual and adds them to the next gradient, so nothing is
+    lost. The selection is exact.
 
     Args:
-        ratio: the part of the elements that is sent, in (0, 1]; at least one element is.
-        wire: the dtype in which values travel, "float32" or "float16".
+        ratio: fraction of the elements to send, in (0, 1]; at least one element is sent. Default:
+            0.01.
+        wire: dtype of the values sent, "float32" or "float16". Default: "float32".
+
+    Traffic: about 5.2 k (N - 1) bytes per rank for k elements in a ring of N ranks at a ratio of
+    0.01 (3.2 with fp16 values), so traffic grows with the number of ranks. An index takes 1.2 bytes
+    (`ops.indices`).
     """
 
     contractive: ClassVar[bool] = True
@@ -37,23 +40,23 @@ class TopK(Ratio, SparseCodec):
     wire: str = "float32"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when ratio is outside (0, 1] or wire is no dtype for values."""
+        """Raise ValueError if `ratio` is outside (0, 1] or `wire` is not allowed."""
         super().__post_init__()
         check.one_of(self, "wire", self.wire, tuple(_LARGEST))
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Positions and values, as one vector of bytes."""
+        """Return indices and values as one vector of bytes."""
         xp = namespace(x)
         return self._packed(x, xp.largest_index(x, self.kept(xp.shape(x)[-1])))
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """In one pass."""
+        """Return the message for error + x, and that sum, in one pass over memory."""
         xp = namespace(error)
         total, index = xp.accumulate_largest(error, x, self.kept(xp.shape(error)[-1]))
         return self._packed(total, index), total
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
-        """Parse positions and values."""
+        """Return a parser of indices and values."""
         count = math.prod(shape[:-1]) * self.kept(shape[-1])
         return (partial(decode, size=math.prod(shape), wire=self.wire, count=count),)
 
@@ -63,9 +66,9 @@ class TopK(Ratio, SparseCodec):
         return (encode(index, values, math.prod(xp.shape(x))),)
 
     def _rounded(self, values: Tensor) -> Tensor:
-        """Round values for the wire; a value that fp16 cannot hold stays in the error."""
-        xp, most = namespace(values), _LARGEST[self.wire]
-        if most == math.inf:
+        """Round values to the wire dtype. The part that fp16 cannot hold stays in the residual."""
+        xp, largest = namespace(values), _LARGEST[self.wire]
+        if largest == math.inf:
             return values
-        limit = xp.full((1,), most, "float32", xp.device(values))
+        limit = xp.full((1,), largest, "float32", xp.device(values))
         return xp.cast(xp.clip(values, limit), self.wire)

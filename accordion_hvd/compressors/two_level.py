@@ -1,8 +1,9 @@
-"""Dense inside a machine, compressed between machines: a method around another one.
+"""Averaging in two levels: dense within each host, compressed between hosts.
 
-Reducing and scattering inside, exchanging slices outside and gathering inside is the hierarchical
-allreduce of Jia et al. ("Highly Scalable Deep Learning Training System with Mixed-Precision:
-Training ImageNet in Four Minutes", 2018). Another method for the slices, with its error, is ours.
+The reduce-scatter within a host, the exchange of slices between hosts and the allgather within a
+host are the hierarchical allreduce of Jia et al. ("Highly Scalable Deep Learning Training System
+with Mixed-Precision: Training ImageNet in Four Minutes", 2018). Compressing the slices, with
+error feedback, is ours.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ from accordion_hvd.ops.spec import Spec
 
 @dataclass(frozen=True)
 class TwoLevel(CompressorWrapper):
-    """Average densely inside each machine, and by another compressor between the machines.
+    """Average densely within each host, and with an inner compressor between hosts.
 
-    With L ranks a machine, each rank gets its L-th of the machine's mean (a slice), exchanges it
-    by `compressor` with the ranks that have its place on the other machines, and gets all slices
-    of the result from its neighbours. So each rank encodes, and keeps the error of, one slice.
+    Each rank receives one slice of its host's mean gradient. The inner compressor averages the
+    slice over the rank and its counterparts on the other hosts. The rank then gathers the other
+    slices from the ranks of its host. It thus encodes one slice, and keeps the residual of that
+    slice only.
 
-    A slice of a matrix is a block of its rows (1-D tensors, and matrices with fewer than L rows,
-    are cut as vectors); the last one is filled up with zeros. Where all ranks share a machine the
-    plain mean is left; where none do, `compressor` itself.
-
-    Sent, for B bytes of gradient: inside the machine 2 (L - 1) / L B a rank; between machines what
-    `compressor` sends for a slice. 16-bit gradients are added, and handed to `compressor`, in fp32.
+    With L ranks per host there are L slices. The slice of a matrix is a block of rows; 1-D tensors,
+    and matrices with fewer than L rows, are sliced as vectors. The last slice is padded with zeros.
+    If all ranks share one host, the result is the dense mean. If no ranks share a host, the inner
+    compressor serves alone.
 
     Args:
-        compressor: what serves between machines.
+        compressor: the inner compressor, which serves between hosts. Default: `PowerSGD()`.
+
+    Traffic per rank, for B bytes of gradient: 2 (L - 1) / L B within the host, and the inner
+    compressor's traffic for one slice between hosts. All hosts must have the same number of ranks.
+    16-bit gradients are added, and passed to the inner compressor, in fp32.
     """
 
     compressor: Compressor = PowerSGD()
@@ -54,7 +58,7 @@ class TwoLevel(CompressorWrapper):
     sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when `compressor` is none."""
+        """Raise ValueError if `compressor` is not a compressor, or is private."""
         if not isinstance(self.compressor, Compressor):
             allowed = "a Compressor such as PowerSGD(1)"
             check.refuse(self, "compressor", self.compressor, allowed)
@@ -66,54 +70,54 @@ class TwoLevel(CompressorWrapper):
         object.__setattr__(self, "batching", batching)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the inner state for this rank's slice; nothing where all ranks share a host.
+        """Return the inner state for this rank's slice, or {} if all ranks share a host.
 
         Raises:
-            ValueError: machines have different numbers of ranks.
+            ValueError: if hosts have different numbers of ranks.
         """
         self.accept(spec, info.name)
-        here = _place(info)
-        if len(here.intra) == 1:
+        placement = _placement(info)
+        if len(placement.intra) == 1:
             return self.compressor.init(spec, info)
-        if len(here.inter) == 1:
+        if len(placement.inter) == 1:
             return {}
-        return self.compressor.init(_slice(spec, here), _between(info, here))
+        return self.compressor.init(_slice(spec, placement), _between(info, placement))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run an alltoall inside the host, the inner rounds between hosts, an allgather."""
-        here = _place(info)
-        if len(here.intra) == 1:
+        """Run an alltoall within the host, the inner exchange between hosts, an allgather."""
+        placement = _placement(info)
+        if len(placement.intra) == 1:
             return (yield from self.compressor.exchange(grad, state, info))
-        if len(here.inter) == 1:
+        if len(placement.inter) == 1:
             mean = yield Allreduce(grad, reuse=True)
             return mean, state
-        xp, ranks = namespace(grad), len(here.intra)
+        xp, ranks = namespace(grad), len(placement.intra)
         shape = xp.shape(grad)
         cut = slice_shape(shape, ranks)
-        parts = yield Alltoall(_cut(grad, (ranks, *cut)), group=here.intra)
-        talk = self.compressor.exchange(_mean(parts, ranks), state, _between(info, here))
-        mean, state = yield from within_group(here.inter, talk)
-        means = yield Allgather(mean, group=here.intra)
+        parts = yield Alltoall(_cut(grad, (ranks, *cut)), group=placement.intra)
+        exchange = self.compressor.exchange(_mean(parts, ranks), state, _between(info, placement))
+        mean, state = yield from within_group(placement.inter, exchange)
+        means = yield Allgather(mean, group=placement.intra)
         return _joined(means, shape), state
 
     def expand_residual(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
-        """Place this rank's part of the residual in zeros of the whole tensor.
+        """Return this rank's part of the residual of the full tensor, with zeros elsewhere.
 
-        It counts once a machine: L times as much.
-
-        On another number of ranks, all residuals of slices become such residuals.
+        The slice is multiplied by L, because it holds the mean over the L ranks of its host. When
+        the number of ranks changes, the residuals of all slices are expanded like this.
         """
-        here = _place(info)
-        if len(here.intra) == 1:
+        placement = _placement(info)
+        if len(placement.intra) == 1:
             return self.compressor.expand_residual(residual, spec, info)
-        part, ranks = _slice(spec, here), len(here.intra)
-        residual = self.compressor.expand_residual(residual, part, _between(info, here))
+        part, ranks = _slice(spec, placement), len(placement.intra)
+        residual = self.compressor.expand_residual(residual, part, _between(info, placement))
         slices = [spec.zeros(part.shape)] * ranks
-        slices[here.local_rank] = namespace(residual).reshape(residual, part.shape) * float(ranks)
+        residual = namespace(residual).reshape(residual, part.shape) * float(ranks)
+        slices[placement.local_rank] = residual
         return _joined(slices, spec.shape)
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Let the inner compressor take over its predecessor's state, if both have slices."""
+        """Let the inner compressor take over the state of another TwoLevel, if there are slices."""
         if not state or not isinstance(other, TwoLevel):
             return state
         return self.compressor.warm_start(state, other.compressor, other_state)
@@ -127,21 +131,21 @@ def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (-(-math.prod(shape) // ranks),)
 
 
-def _place(info: Info) -> Placement:
+def _placement(info: Info) -> Placement:
     return place(info.hosts, info.rank, info.size)
 
 
-def _between(info: Info, here: Placement) -> Info:
-    """Return the `Info` for the inner compressor, whose ranks are hosts."""
-    return replace(info, rank=here.host, size=len(here.inter), hosts=(), sizes=())
+def _between(info: Info, placement: Placement) -> Info:
+    """Return the `Info` of the inner exchange, in which each host is one rank."""
+    return replace(info, rank=placement.host, size=len(placement.inter), hosts=(), sizes=())
 
 
-def _slice(spec: Spec, here: Placement) -> Spec:
-    return replace(spec, shape=slice_shape(spec.shape, len(here.intra)), dtype=spec.wide)
+def _slice(spec: Spec, placement: Placement) -> Spec:
+    return replace(spec, shape=slice_shape(spec.shape, len(placement.intra)), dtype=spec.wide)
 
 
 def _cut(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Slices along a new first dimension; those at the end are filled up with zeros."""
+    """Return the slices along a new first dimension, padded with zeros."""
     xp, size = namespace(grad), math.prod(shape)
     if math.prod(xp.shape(grad)) < size:
         grad = xp.pad_last(xp.reshape(grad, (-1,)), size)
@@ -149,7 +153,7 @@ def _cut(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _mean(parts: Tensor, ranks: int) -> Tensor:
-    """Over the first dimension, added in rank order, in fp32 or better."""
+    """Return the mean over the first dimension, added in rank order in fp32 or better."""
     xp = namespace(parts)
     total = xp.cast(parts[0], "float64" if xp.dtype(parts) == "float64" else "float32")
     for rank in range(1, ranks):

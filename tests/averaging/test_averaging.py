@@ -507,7 +507,7 @@ def test_messages_whose_size_changes_are_refused() -> None:
         (lambda: WAGMA(compressor=LocalSGD()), "WAGMA: compressor is LocalSGD"),
         (lambda: WAGMA(compressor=TwoLevel(TopK())), "WAGMA: compressor is TwoLevel"),
         (lambda: WAGMA(compressor=TopAgg(1, None, 1.0)), "WAGMA: compressor is TopAgg"),
-        (lambda: WAGMA(wait_avoiding=True, compressor=TopK()), "where there is a compressor"),
+        (lambda: WAGMA(wait_avoiding=True, compressor=TopK()), "'auto' with a compressor"),
         (lambda: LocalSGD(0), "LocalSGD: period is 0"),
         (lambda: DiLoCo(0), "DiLoCo: period is 0"),
         (lambda: DiLoCo(outer="sgd"), "DiLoCo: outer is 'sgd'"),  # type: ignore[arg-type]

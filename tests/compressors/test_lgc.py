@@ -209,7 +209,7 @@ def test_phases_wait_while_another_level_serves(form: str) -> None:
         if number == 2:
             learned = entry.state["weights"].copy()
         if number == 3:
-            assert np.abs(total).max() < 1e-5, "Dense pays what was owed"
+            assert np.abs(total).max() < 1e-5, "Dense sends the residual"
         if 3 <= number < 6:
             assert same_bits(entry.inactive[0]["weights"], learned)
     assert served == [0, 1, 1, 0, 0, 0, 2, 3, 3, 3]
