@@ -72,7 +72,7 @@ class Birder(UpdateRule):
     """
 
     rescale_note: ClassVar[str] = "m and b are the ranks' means"
-    averaged_state: ClassVar[tuple[str, ...]] = MOMENTS  # which keeps |m| <= b
+    averaged_state: ClassVar[tuple[str, ...]] = MOMENTS  # means preserve |m| <= b
     group_settings: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
     decoupled_weight_decay: ClassVar[bool] = True
 
