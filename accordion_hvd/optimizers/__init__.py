@@ -1,7 +1,7 @@
-"""Optimizers that exchange something else than gradients: one file per paper.
+"""Update rules of optimizers that communicate quantities other than gradients, one file per paper.
 
-Here are the algorithms; `accordion_hvd.torch` and `accordion_hvd.tensorflow.keras` have optimizers
-of the same names, which are what a training script uses.
+This package contains the algorithms. Training scripts use the optimizers of the same names in
+`accordion_hvd.torch` and `accordion_hvd.tensorflow.keras`.
 """
 
 from accordion_hvd import _renamed
@@ -30,6 +30,6 @@ __all__ = [
 
 ALIASES = {"CDAMSGrad": "CDAdam"}
 NATIVE = [name for name in __all__ if name[0].isupper() and name not in ("UpdateRule", *ALIASES)]
-"""Those that each framework has an optimizer of the same name for."""
+"""Rules for which each framework has an optimizer of the same name."""
 
 __getattr__ = _renamed.module_attributes(__name__, {"Rule": "UpdateRule"})

@@ -12,18 +12,22 @@ from accordion_hvd.optimizers.base import UpdateRule, check_betas, check_eps, co
 
 @dataclass(frozen=True)
 class Adam(UpdateRule):
-    """Adam on the average of the ranks' gradients: the dense stage of others, and their yardstick.
+    """Adam on the mean of the ranks' gradients: dense stage and baseline of the other optimizers.
 
-    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, u = m' / (sqrt(v') + eps), where m' and v'
-    are m and v divided by 1 - b1^t and 1 - b2^t, unless `bias_correction` is off. The paper has no
-    weight decay; in PyTorch it is coupled by default, as in `torch.optim.Adam`.
+    Ranks average their gradients exactly. With the mean gradient g:
+
+    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, u = m' / (sqrt(v') + eps),
+
+    where m' = m / (1 - b1^t) and v' = v / (1 - b2^t), or m' = m and v' = v without
+    `bias_correction`. The paper has no weight decay. In PyTorch weight decay is coupled by default,
+    as in `torch.optim.Adam`.
 
     Sent: an allreduce of the gradient.
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: at least 0.
-        bias_correction: whether moments that began at zero are scaled up.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: constant added to the root, at least 0.
+        bias_correction: whether to correct the moments for their start at zero.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -31,25 +35,25 @@ class Adam(UpdateRule):
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it must be."""
+        """Raises: ValueError if an argument is out of range."""
         check_betas(self, self.betas)
         check_eps(self, self.eps)
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`m` and `v`, vectors with the gradient's elements; `count`: updates of each, fp64."""
+        """Return the moments `m` and `v`, (size,), and `count`: updates of each, (2,) fp64."""
         moments = {key: spec.zeros((spec.size,), spec.wide) for key in ("m", "v")}
         return super().init(spec, info) | moments | {"count": spec.zeros((2,), "float64")}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce."""
+        """Average the gradient in one allreduce and return the direction."""
         xp = namespace(grad)
         mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)
         direction, state = self.update(mean, state, info)
         return xp.reshape(direction, xp.shape(grad)), state
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """Return the direction and the new state for a gradient. Consumes all."""
+        """Return the direction and the new state for a gradient. Consumes `grad` and `state`."""
         state = self.moments(grad, state, info)
         return self.direction(state, info, grad), state
 
@@ -61,9 +65,9 @@ class Adam(UpdateRule):
         return {**state, "m": m, "v": v, "count": state["count"] + 1}
 
     def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
-        """Return the direction for these moments; in the memory of `room`, if that fits.
+        """Return the direction for these moments.
 
-        Consumes `room`.
+        Consumes `room`, whose memory holds the direction if the dtype allows it.
         """
         xp, m = namespace(room), state["m"]
         rates = self.rates(state["count"], self.setting(info, "betas"), xp.dtype(m))
@@ -71,24 +75,25 @@ class Adam(UpdateRule):
         return xp.preconditioned(m, largest, rates, self.setting(info, "eps"), room)
 
     def rates(self, count: Tensor, betas: tuple[float, float], dtype: str) -> list:
-        """Inverse bias corrections of both moments."""
+        """Return the inverse bias corrections of both moments; 1 without `bias_correction`."""
         return corrections(count, betas, dtype) if self.bias_correction else [1.0, 1.0]
 
 
 @dataclass(frozen=True)
 class AMSGrad(Adam):
-    """AMSGrad on the average of the ranks' gradients.
+    """AMSGrad on the mean of the ranks' gradients.
 
-    As `Adam`, with vmax <- max(vmax, v) in the place of v in the direction; vmax is divided by
-    1 - b2^t as v is (PyTorch's form; the paper has no bias correction: `bias_correction=False`).
-    In PyTorch weight decay is coupled by default, as in `torch.optim.Adam`.
+    `Adam` with the direction u = m' / (sqrt(vmax') + eps), where vmax <- max(vmax, v) and
+    vmax' = vmax / (1 - b2^t). This is PyTorch's form. The paper has no bias correction:
+    `bias_correction=False`. In PyTorch weight decay is coupled by default, as in
+    `torch.optim.Adam`.
 
     Sent: an allreduce of the gradient.
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: at least 0, added to the root.
-        bias_correction: whether moments that began at zero are scaled up.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: constant added to the root, at least 0.
+        bias_correction: whether to correct the moments for their start at zero.
     """
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -96,6 +101,6 @@ class AMSGrad(Adam):
         return super().init(spec, info) | {"vmax": spec.zeros((spec.size,), spec.wide)}
 
     def moments(self, grad: Tensor, state: State, info: Info) -> State:
-        """Return the moments of `Adam`, and `vmax`."""
+        """Return the state with the moments of `Adam` and `vmax` updated. Consumes the moments."""
         state = super().moments(grad, state, info)
         return {**state, "vmax": namespace(grad).maximum(state["vmax"], state["v"])}

@@ -25,39 +25,40 @@ from accordion_hvd.optimizers.signs import (
 )
 
 SIGNS, EXACT, NOTHING = range(3)
-"""Phases: what travels in an exchange."""
+"""Phases: what an exchange sends."""
 
 FLOOR = 1e-6
-"""Of vmax where it says what signs stand for, as a part of its tensor's mean."""
+"""With `whitened`: least vmax of an element, as a multiple of its tensor's mean."""
 
 TINY = 1e-30
-"""What is added to it, should all of it be zero."""
+"""With `whitened`: constant added to vmax, in case all of it is zero."""
 
 MOMENTS = ("m", "v", "vmax", "count")
 
 OWN = ("error", "server")
-"""What ranks have of their own."""
+"""Keys of the per-rank state."""
 
 SLOW = ("replica", "behind")
-"""What else they have with a pace below 1."""
+"""Further keys of the per-rank state with a `pace` below 1."""
 
 RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
-"""A part of a conversation; of what it returns, the last is memory that nobody needs."""
+"""A part of an exchange that returns a gradient, the new state, and scratch memory."""
 
 
 @dataclass(frozen=True)
 class ExactCDAdam(AMSGrad):
-    """The dense stage of `CDAdam`: AMSGrad in the form that it has there.
+    """Dense stage of `CDAdam`: AMSGrad in the form of the paper.
 
-    As `AMSGrad`; with `bias_correction` off, eps is inside the root: u = m / sqrt(vmax + eps), the
-    paper's form. Coupled weight decay is added to the average, from the weights that all share.
+    The update of `AMSGrad`; without `bias_correction` eps is inside the root, as in the paper:
+    u = m / sqrt(vmax + eps). Coupled weight decay is added to the mean gradient, from the weights
+    that all ranks share.
 
     Sent: an allreduce of the gradient.
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: at least 0.
-        bias_correction: whether moments that began at zero are scaled up.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: constant added to the root, or inside it, at least 0.
+        bias_correction: whether to correct the moments for their start at zero.
     """
 
     needs_weights: ClassVar[bool] = True
@@ -65,15 +66,15 @@ class ExactCDAdam(AMSGrad):
     betas: tuple[float, float] = (0.9, 0.99)
 
     def decays(self, decoupled: bool) -> bool:
-        """Coupled weight decay is seen to here."""
+        """Return whether the weight decay is coupled: the rule itself applies that form."""
         return not decoupled
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """Return the direction and the new state for a gradient. Consumes all."""
+        """Return the direction and the new state for a gradient. Consumes `grad` and `state`."""
         return self.stepped(grad, state, info, grad)
 
     def stepped(self, grad: Tensor, state: State, info: Info, room: Tensor) -> tuple[Tensor, State]:
-        """Return the direction and the new state for a gradient, which stays as it is.
+        """Return the direction and the new state for a gradient, which is not modified.
 
         Consumes the moments and then `room`, whose memory may hold the direction.
         """
@@ -81,63 +82,65 @@ class ExactCDAdam(AMSGrad):
         return self.direction(state, info, room), state
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over moments; vmax begins at v, for that of compressed gradients is far larger."""
+        """Copy the moments; vmax restarts at v, as compressed gradients made it far larger."""
         state = super().warm_start(state, other, other_state)
         if not isinstance(other, CDAdam):
             return state
         return {**state, "vmax": namespace(state["v"]).copy(state["v"])}
 
     def direction(self, state: State, info: Info, room: Tensor) -> Tensor:
-        """In the code's form or the paper's."""
+        """Return the direction, in the form of the authors' code or of the paper."""
         if self.bias_correction:
             return super().direction(state, info, room)
         xp, eps = namespace(room), self.setting(info, "eps")
         return xp.preconditioned(state["m"], state["vmax"] + eps, [1.0, 1.0], 0.0, room)
 
     def _decayed(self, grad: Tensor, info: Info) -> Tensor:
-        """Return the gradient with that of coupled weight decay."""
+        """Return the gradient plus coupled weight decay."""
         decay = self.decay(info, decoupled=False)
         if not decay:
             return grad
         if info.parameter is None:
-            check.refuse(self, "parameter of " + info.name, None, "told where weights decay")
+            check.refuse(self, "parameter of " + info.name, None, "a tensor where weights decay")
         return grad + decay * shaped(info.parameter, grad)
 
 
 @dataclass(frozen=True)
 class CDAdam(ExactCDAdam):
-    """AMSGrad on an estimate of the mean gradient, updated by compressed differences.
+    """CD-Adam: AMSGrad on an estimate of the mean gradient, updated by compressed differences.
 
-    CD-AMSGrad, Algorithm 1 of its paper. Each rank i and the server keep a replica h_i of rank i's
-    gradient, and all ranks the same estimate G of the mean gradient. With a compressor C:
+    CD-AMSGrad, Algorithm 1 of the paper. Each rank i and the server store a replica h_i of rank i's
+    gradient g_i, and all ranks store the same estimate G of the mean gradient. With a compressor C:
 
-    1. rank i sends c_i = C(g_i - h_i), and h_i <- h_i + c_i;
-    2. the server, which keeps h = mean of h_i, has h <- h + mean of c_i, sends c = C(h - G) to all;
-    3. all have G <- G + c, and take an AMSGrad step on G: m <- b1 m + (1 - b1) G,
-       v <- b2 v + (1 - b2) G^2, vmax <- max(vmax, v), u = m' / (sqrt(vmax') + eps).
+    1. Rank i sends c_i = C(g_i - h_i); h_i <- h_i + c_i
+    2. The server updates h = mean of h_i by h <- h + mean of c_i, and sends c = C(h - G) to all
+    3. All ranks update G <- G + c and take an AMSGrad step on G:
+       m <- b1 m + (1 - b1) G, v <- b2 v + (1 - b2) G^2, vmax <- max(vmax, v),
+       u = m' / (sqrt(vmax') + eps)
 
-    The paper's: all this, b2 = 0.99, and without `bias_correction` u = m / sqrt(vmax + eps). The
-    authors' code, and the default: m' and vmax' are divided by 1 - b1^t and 1 - b2^t. Scaled signs
-    (the default C) are |x|_1 / d sgn(x) with sgn(0) = 1; the server is spread over the ranks, each
-    of which serves one chunk (ours). The arguments from `compressor` on are ours:
-    docs/optimizer-details.md explains them, weight decay, and the behaviour under policies.
+    The paper's: all of the above, b2 = 0.99, and u = m / sqrt(vmax + eps)
+    (`bias_correction=False`). The authors' code, and the default: m' = m / (1 - b1^t) and
+    vmax' = vmax / (1 - b2^t). The default C is scaled signs, C(x) = |x|_1 / d sgn(x) with
+    sgn(0) = 1. Ours: the server is distributed, so that each rank serves one chunk, and the
+    arguments from `compressor` on. docs/optimizer-details.md explains them, weight decay, and the
+    behaviour under a policy.
 
-    Sent with signs, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
-    allgather of d / (8 n), and two scales: a 32nd of fp32's, times `bits`. State: m, v, vmax, G,
-    h_i, and a part 1 / n of h - G: 20 + 4 / n bytes an element in fp32; with
-    `pace` 24 + 8 / n.
+    Sent with scaled signs, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
+    allgather of d / (8 n), and two scales; together 1/32 of an fp32 allreduce, times `bits`. State:
+    m, v, vmax, G, h_i, and 1 / n of h - G: 20 + 4 / n bytes an element in fp32, or 24 + 8 / n with
+    a `pace` below 1.
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: at least 0; the paper's nu, where it is inside the root.
-        bias_correction: whether moments that began at zero are scaled up.
-        compressor: C; None for scaled signs, or a `contractive` compressor, such as TopK(0.01),
-            of which 100 messages tell all of a gradient that stays.
-        exact_first: whether gradients travel as they are in the first exchange.
-        refresh: after how many exchanges they do so again; 0: never.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: constant added to the root, at least 0; without `bias_correction`, the paper's nu.
+        bias_correction: whether to correct the moments for their start at zero.
+        compressor: C, a `contractive` compressor such as TopK(0.01); None: scaled signs.
+        exact_first: whether the first exchange sends uncompressed gradients.
+        refresh: period, in exchanges, of further uncompressed exchanges; 0: none.
         whitened: whether signs are in units of sqrt(vmax); not with a `compressor`.
-        bits: of an element, in the mean; in [0.1, 2]; not with a `compressor`.
-        pace: which part of each message replicas follow, in (0, 1]; not with a `compressor`.
+        bits: mean number of bits an element, in [0.1, 2]; not with a `compressor`.
+        pace: fraction of each message that is added to the replicas, in (0, 1]; not with a
+            `compressor`.
     """
 
     rescale_note: ClassVar[str] = "all replicas are the ranks' mean"
@@ -151,7 +154,7 @@ class CDAdam(ExactCDAdam):
     pace: float = 1
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it must be."""
+        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         for key in ("exact_first", "whitened"):
             if not isinstance(getattr(self, key), bool):
@@ -164,14 +167,14 @@ class CDAdam(ExactCDAdam):
             return
         why = _unfit(self.compressor)
         if why:
-            allowed = "None (scaled signs), or one that contracts, such as TopK(0.01)"
+            allowed = "None (scaled signs), or a contractive compressor, such as TopK(0.01)"
             check.refuse(self, "compressor", self.compressor, f"{allowed}: this one {why}")
         if self.whitened:
             check.refuse(self, "whitened", True, "False with a compressor, which has its own units")
         if self.bits != 1:
-            check.refuse(self, "bits", self.bits, "1 with a compressor, which has its own")
+            check.refuse(self, "bits", self.bits, "1 with a compressor, which has its own code")
         if self.pace != 1:
-            check.refuse(self, "pace", self.pace, "1 with a compressor, which has its own errors")
+            check.refuse(self, "pace", self.pace, "1 with a compressor, which has its own residual")
         object.__setattr__(self, "per_rank_state", self.compressor.per_rank_state)
         object.__setattr__(self, "batching", self.compressor.batching)
 
@@ -180,7 +183,7 @@ class CDAdam(ExactCDAdam):
         return ExactCDAdam(self.betas, self.eps, self.bias_correction)
 
     def variant(self, step: int) -> int:
-        """Return whether this exchange sends gradients, signs, or nothing."""
+        """Return the phase of this exchange: `EXACT`, `SIGNS` or `NOTHING`."""
         again = step > 0 and self.refresh > 0 and step % self.refresh == 0
         if again or (step == 0 and self.exact_first):
             return EXACT
@@ -194,9 +197,9 @@ class CDAdam(ExactCDAdam):
     def init(self, spec: Spec, info: Info) -> State:
         """Return the state of `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of a chunk.
 
-        With a `compressor` its own state, in which -h_i is its residual, and no `server`. With a
-        `pace` below 1 `estimate`: H; `error`: e_i; `server`: the residual of this rank's chunk;
-        `replica`: h_i; `behind`: h - H of the chunk.
+        With a `compressor`, the compressor's state, whose residual is -h_i, replaces `error` and
+        `server`. With a `pace` below 1, `estimate`: H; `error`: e_i; `server`: residual of this
+        rank's chunk; `replica`: h_i; `behind`: h - H of the chunk.
         """
         state = super().init(spec, info) | {"estimate": spec.zeros((spec.size,), spec.wide)}
         if self.compressor is not None:
@@ -208,10 +211,10 @@ class CDAdam(ExactCDAdam):
         return state | {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Signs to those who average them and back, or the compressor's rounds."""
+        """Update the estimate by signs or the compressor's exchange, and return the direction."""
         xp, shape = namespace(grad), namespace(grad).shape(grad)
         if info.size == 1:
-            yield ()  # moments are consumed only once the gradient is known to be finite
+            yield ()  # the moments may be consumed once the gradient is known to be finite
             mean = room = xp.reshape(grad, xp.shape(state["m"]))
         else:
             mean, state, room = yield from self._estimated(grad, state, info)
@@ -219,116 +222,117 @@ class CDAdam(ExactCDAdam):
         return xp.reshape(direction, shape), state
 
     def _estimated(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
-        """Return the estimate for the step, the state with new replicas, and free memory."""
+        """Return the gradient estimate, the state with new replicas, and scratch memory."""
         xp = namespace(grad)
         if info.phase == NOTHING:
-            yield ()  # moments are consumed once all ranks' gradients are known to be finite
+            yield ()  # the moments may be consumed once all gradients are known to be finite
             if self.pace != 1:
-                state = self._waited(grad, state)
+                state = self._skipped(grad, state)
             return state["estimate"], state, xp.reshape(grad, xp.shape(state["m"]))
         if info.phase == EXACT:
             fresh = shaped(grad, state["m"])
             mean = yield Allreduce(fresh)
-            state = self._exactly(state, xp.copy(mean), fresh)
+            state = self._with_exact(state, xp.copy(mean), fresh)
             return state["estimate"], state, mean
         if self.pace != 1:
             return (yield from self._paced(grad, state, info))
-        talk = self._signed if self.compressor is None else self._compressed
-        news, state, room = yield from talk(grad, state, info)
-        state = {**state, "estimate": xp.accumulate(state["estimate"], news)}
+        exchange = self._signed if self.compressor is None else self._compressed
+        delta, state, room = yield from exchange(grad, state, info)
+        state = {**state, "estimate": xp.accumulate(state["estimate"], delta)}
         return state["estimate"], state, room
 
     def _signed(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
-        """Return the servers' messages for all chunks; new replicas; free memory.
+        """Return the servers' messages for all chunks, the state with new replicas, scratch memory.
 
-        What the server lacks of its own h - G when it has sent C of that, is h - G then. So are
-        errors that are fed back, but for what each rank adds: there a gradient, here what it has
-        changed by. Thus `averaged`, with -h_i as error, has h_i <- h_i + c_i done when the
-        gradient is taken off again.
+        The exchange is `averaged` with other residuals. With `error` = -h_i, each rank's total is
+        g_i - h_i and the new residual is g_i - h_i - c_i, so that subtracting g_i gives the new
+        -h_i. The server's residual of its chunk is h - G before and after the exchange.
         """
         xp = namespace(grad)
         fresh = xp.reshape(grad, xp.shape(state["error"]))
         total = xp.accumulate(state["error"], fresh)
-        news, rest, server = yield from self._told(total, state["server"], state, info)
-        return news, {**state, "error": xp.subtract(rest, fresh), "server": server}, fresh
+        delta, error, server = yield from self._averaged(total, state["server"], state, info)
+        return delta, {**state, "error": xp.subtract(error, fresh), "server": server}, fresh
 
-    def _told(
+    def _averaged(
         self, total: Tensor, server: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
-        """`averaged`, in units of sqrt(vmax) if `whitened`."""
+        """Run `averaged`, in units of sqrt(vmax) if `whitened`."""
         bits = math.ceil(self.bits)
         if not self.whitened:
             return (yield from averaged(total, server, info, "l1", bits=bits))
-        unit, mine = _units(state["vmax"], info)
-        residual = total / unit, server / mine
-        news, rest, server = yield from averaged(*residual, info, "l1", bits=bits)
-        return news * unit, rest * unit, server * mine
+        unit, chunk_unit = _units(state["vmax"], info)
+        scaled = total / unit, server / chunk_unit
+        delta, error, server = yield from averaged(*scaled, info, "l1", bits=bits)
+        return delta * unit, error * unit, server * chunk_unit
 
     def _paced(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
-        """With a pace below 1: what steps go by, and the new state.
+        """Return the estimate G = H + c, the new state and scratch memory, for a `pace` p below 1.
 
-        As the server's h is H + `behind`, and c what the mean of c_i was with that and what it
-        owed, less what it owes now, h - H changes by p times what the latter has grown by.
+        The server sends c = mean of c_i + (h - H) + s - s', where s and s' are its residuals before
+        and after. As h grows by p times the mean of c_i and H by p c, h - H (`behind`) grows by
+        p (s' - s - (h - H)).
         """
         xp, pace = namespace(grad), self.pace
         fresh = shaped(grad, state["m"])
-        ahead = fresh - state["replica"]
-        wanted = ahead + state["error"], state["server"] + state["behind"]
-        news, rest, server = yield from self._told(*wanted, state, info)
-        sent = xp.subtract(xp.accumulate(ahead, state["error"]), rest)
-        grown = server - state["server"] - state["behind"]
+        delta = fresh - state["replica"]
+        totals = delta + state["error"], state["server"] + state["behind"]
+        received, error, server = yield from self._averaged(*totals, state, info)
+        sent = xp.subtract(xp.accumulate(delta, state["error"]), error)
+        growth = server - state["server"] - state["behind"]
         new = {
             "replica": xp.accumulate(state["replica"], sent * pace),
-            "behind": xp.accumulate(state["behind"], grown * pace),
-            "estimate": state["estimate"] + news * pace,
+            "behind": xp.accumulate(state["behind"], growth * pace),
+            "estimate": state["estimate"] + received * pace,
         }
-        mean = xp.accumulate(news, state["estimate"])
-        return mean, {**state, **new, "error": rest, "server": server}, fresh
+        mean = xp.accumulate(received, state["estimate"])
+        return mean, {**state, **new, "error": error, "server": server}, fresh
 
-    def _waited(self, grad: Tensor, state: State) -> State:
-        """Return the state after a step by H, whose missing part stays in the errors."""
+    def _skipped(self, grad: Tensor, state: State) -> State:
+        """Return the state after a skipped exchange: the residuals take up g_i - h_i and h - H."""
         xp = namespace(grad)
-        ahead = shaped(grad, state["m"]) - state["replica"]
-        error = xp.accumulate(state["error"], ahead)
+        delta = shaped(grad, state["m"]) - state["replica"]
+        error = xp.accumulate(state["error"], delta)
         server = xp.accumulate(state["server"], state["behind"])
         return {**state, "error": error, "server": server}
 
     def _compressed(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
-        """Estimate by the compressor, whose residual is -h_i, so that it sends C(g_i - h_i)."""
+        """Run the compressor's exchange; its residual is -h_i, so that it sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
         if isinstance(inner, Codec):
             own = xp.cast(xp.reshape(grad, xp.shape(state["error"])), "float32")
             message, total = inner.encode_accumulating(state["error"], own, info)
-            news, told = yield from average(inner, message, xp.copy(own), info)
-            rest = xp.reshape(inner.remove(total, told, info), xp.shape(own))
-            news, error = xp.reshape(news, xp.shape(state["m"])), xp.subtract(rest, own)
-            return news, {**state, "error": error}, news
-        mine = {key: x for key, x in state.items() if key not in (*MOMENTS, "estimate")}
-        fresh = xp.cast(grad, xp.dtype(mine["error"]))
+            delta, sent = yield from average(inner, message, xp.copy(own), info)
+            error = xp.reshape(inner.remove(total, sent, info), xp.shape(own))
+            delta, error = xp.reshape(delta, xp.shape(state["m"])), xp.subtract(error, own)
+            return delta, {**state, "error": error}, delta
+        inner_state = {key: x for key, x in state.items() if key not in (*MOMENTS, "estimate")}
+        fresh = xp.cast(grad, xp.dtype(inner_state["error"]))
         own = xp.copy(fresh)
-        news, mine = yield from inner.exchange(fresh, mine, info)
-        rest = inner.residual(mine)
-        mine = inner.with_residual(mine, xp.subtract(rest, xp.reshape(own, xp.shape(rest))))
-        news = xp.reshape(news, xp.shape(state["m"]))
-        return news, {**state, **mine}, news
+        delta, inner_state = yield from inner.exchange(fresh, inner_state, info)
+        error = inner.residual(inner_state)
+        error = xp.subtract(error, xp.reshape(own, xp.shape(error)))
+        inner_state = inner.with_residual(inner_state, error)
+        delta = xp.reshape(delta, xp.shape(state["m"]))
+        return delta, {**state, **inner_state}, delta
 
-    def _exactly(self, state: State, mean: Tensor, replica: Tensor) -> State:
-        """Return the state where G = h = `mean`; this rank's gradient `replica` stays."""
+    def _with_exact(self, state: State, mean: Tensor, replica: Tensor) -> State:
+        """Return the state with G = h = `mean` and h_i = `replica`, which is not modified."""
         xp = namespace(mean)
-        state = self._replaced({**state, "estimate": mean}, replica)
+        state = self._with_replica({**state, "estimate": mean}, replica)
         if self.compressor is not None:
             return state
         shape = xp.shape(state["server"])
-        return {**state, self._ahead: xp.zeros(shape, xp.dtype(mean), xp.device(mean))}
+        return {**state, self._lag_key: xp.zeros(shape, xp.dtype(mean), xp.device(mean))}
 
     @property
-    def _ahead(self) -> str:
-        """Return this rank's part of h - G, or of h - H."""
+    def _lag_key(self) -> str:
+        """Return the key of this rank's chunk of h - G, or of h - H."""
         return "server" if self.pace == 1 else "behind"
 
-    def _replaced(self, state: State, replica: Tensor) -> State:
-        """Return the state with another h_i, which stays as it is."""
+    def _with_replica(self, state: State, replica: Tensor) -> State:
+        """Return the state with h_i = `replica`, which is not modified."""
         xp = namespace(replica)
         if self.pace != 1:
             return {**state, "replica": xp.copy(replica)}
@@ -339,11 +343,11 @@ class CDAdam(ExactCDAdam):
 
     # ----------------------------------------------------------------------- stages and other ranks
     def deactivate(self, state: State) -> State:
-        """G, replicas, and all that the compressor has learned."""
+        """Return G, the replicas and the compressor's state: everything except the moments."""
         return {key: value for key, value in state.items() if key not in MOMENTS}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Moments of another CDAdam; and G with replicas, where these mean the same."""
+        """Copy the moments of another CDAdam, and G and the replicas if their form is the same."""
         if not isinstance(other, CDAdam):
             return state
         state = {**state, **{key: other_state[key] for key in MOMENTS if key in other_state}}
@@ -359,54 +363,55 @@ class CDAdam(ExactCDAdam):
         return self.compressor.with_residual(state, residual)
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Preserve equal tensors; set all replicas to the mean of the old ones."""
+        """Preserve equal tensors; set all replicas to the mean of the old replicas."""
         if self.compressor is not None or "estimate" not in states[0]:
             return self.rescale_from_one(states[0], spec, info)
         state = super().rescale(states, spec, info)
         if self.pace == 1:
             mean = sum(-old["error"] for old in states) / len(states)
-            return self._settled(state, mean, info)
+            return self._with_equal_replicas(state, mean, info)
         mean = sum(old["replica"] for old in states) / len(states)
-        return self._settled(state, mean, info) | {"error": joint_residual(states, spec.size)}
+        error = joint_residual(states, spec.size)
+        return self._with_equal_replicas(state, mean, info) | {"error": error}
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """Preserve equal tensors; set all replicas to G (or H). Every rank must do so."""
+        """Preserve equal tensors; set all replicas to G (or H). All ranks must do the same."""
         state = super().rescale([state], spec, info)
-        return self._settled(state, state["estimate"], info)
+        return self._with_equal_replicas(state, state["estimate"], info)
 
-    def _settled(self, state: State, replica: Tensor, info: Info) -> State:
-        """Return the state where all ranks have this replica."""
-        state = self._replaced(state, replica)
+    def _with_equal_replicas(self, state: State, replica: Tensor, info: Info) -> State:
+        """Return the state in which the replicas of all ranks are `replica`."""
+        state = self._with_replica(state, replica)
         if self.compressor is not None:
             return state
-        mine = chunk(replica - state["estimate"], info)
-        return {**state, self._ahead: namespace(mine).copy(mine)}
+        lag = chunk(replica - state["estimate"], info)
+        return {**state, self._lag_key: namespace(lag).copy(lag)}
 
 
 CDAMSGrad = CDAdam
-"""Another name of it."""
+"""Alias of `CDAdam`."""
 
 
 def _units(vmax: Tensor, info: Info) -> tuple[Tensor, Tensor]:
-    """sqrt(vmax), and the part of it that is this rank's chunk; nowhere quite zero."""
+    """Return sqrt(vmax) and this rank's chunk of it, both positive everywhere."""
     least = floored(vmax, FLOOR)
     return (least + TINY) ** 0.5, (chunk(least, info) + TINY) ** 0.5
 
 
 def _unfit(compressor: Any) -> str:
-    """Why a compressor cannot serve; nothing if it can."""
+    """Return why CDAdam cannot use a compressor, or "" if it can."""
     if not isinstance(compressor, Compressor):
         return "is no compressor"
     if compressor.output != "gradient" or compressor.target != "gradient":
         return "returns no averaged gradients"
     if compressor.scope != "tensor" or compressor.topology_aware:
-        return "does not keep its residual tensor by tensor, rank by rank"
+        return "has no residual of its own for each tensor and rank"
     state = compressor.init(Spec((8, 8), "float32", backend("numpy")), Info())
     if "error" not in state:
-        return "keeps nothing of what it does not send"
+        return "has no residual"
     if not compressor.contractive:
-        return "does not say that it contracts"
+        return "is not marked as contractive"
     if compressor.phases:
-        return "changes with the step"
+        return "has phases that depend on the step"
     taken = sorted({*MOMENTS, "estimate"} & set(state))
-    return f"has {taken[0]!r} in its state, as CDAdam has" if taken else ""
+    return f"has {taken[0]!r} in its state, as CDAdam does" if taken else ""

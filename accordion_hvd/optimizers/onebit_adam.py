@@ -17,37 +17,34 @@ from accordion_hvd.policies.warmup import WarmUp
 
 @dataclass(frozen=True)
 class OnebitAdam(Adam):
-    """Adam until the variance is stable; then momentum at one bit, over the variance frozen.
+    """1-bit Adam: Adam until the variance is stable, then momentum at one bit an element.
 
-    Stage 1 is `Adam`. Stage 2, at each step, on each rank with its own gradient g:
-    p = b1 m + (1 - b1) g, where m is what all ranks had after the step before;
-    m <- compressed allreduce of p with both errors' feedback (`signs.averaged`);
-    u = m' / (sqrt(v') + eps), where v stays as it was at the end of stage 1. Weight decay is
-    decoupled, as in the reference.
+    Stage 1 is `Adam`. In stage 2 each rank updates the common momentum m with its own gradient g,
+    and ranks average the results p at one bit an element; v stays frozen:
 
-    The paper's (and DeepSpeed's): stages, compression, scale "l2", the automatic end of stage 1
-    (`policy.WarmUp`). Ours: bias corrections (`bias_correction=False` is the reference, which has
-    none; v' keeps that of the last step of stage 1); elements whose variance is zero at the switch
-    do not move (the reference takes a mask for them, without which they run away, as a sign is
-    never zero); on one rank nothing is compressed, as in the reference.
+    1. p = b1 m + (1 - b1) g
+    2. m <- compressed allreduce of p, with error feedback on both sides (`signs.averaged`)
+    3. u = m' / (sqrt(v') + eps)
 
-    Under `Accordion` critical regimes are in stage 1, where v goes on from where it was frozen,
-    and others in stage 2, over the variance of the last critical regime; errors wait meanwhile.
+    The paper's (and DeepSpeed's): the stages, the compression, scale "l2" and the automatic end of
+    stage 1 (`policies.WarmUp`). Weight decay is decoupled, and on one rank nothing is compressed,
+    as in the reference. Ours: bias corrections (the reference has none: `bias_correction=False`; v'
+    keeps the correction of the last step of stage 1), and elements whose variance is zero at the
+    switch do not move. The reference masks such elements, which otherwise diverge, because a sign
+    is never zero. See docs/optimizer-details.md for `floor` and the behaviour under `Accordion`.
 
     Sent in stage 2, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
     allgather of d / (8 n), and two scales.
 
     Args:
-        warmup_steps: steps of stage 1, at least 1, or "auto": see `policy.WarmUp`.
-        betas: b1 and b2, in [0, 1).
-        eps: at least 0.
-        bias_correction: whether moments that began at zero are scaled up.
-        scale: "l2" keeps the norm of what is sent; "l1" is the least squares one, and better where
-            few elements are large.
-        floor: in stage 2 an element's variance counts as at least this multiple of the mean of its
-            tensor's, in [0, 1]. A sign moves all elements by the same momentum, which is divided
-            by a root: elements that hardly ever had a gradient in stage 1 are thrown far away,
-            and with them the loss (ours; 0 is the reference).
+        warmup_steps: number of steps of stage 1, at least 1, or "auto": see `policies.WarmUp`.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: constant added to the root, at least 0.
+        bias_correction: whether to correct the moments for their start at zero.
+        scale: "l2" preserves the norm of a message; "l1" has the least squared error, and is better
+            if few elements are large.
+        floor: least variance of an element in stage 2, as a multiple of its tensor's mean variance,
+            in [0, 1] (ours; the reference has 0).
     """
 
     rescale_note: ClassVar[str] = "the mean of the ranks' residuals is every rank's error"
@@ -59,10 +56,10 @@ class OnebitAdam(Adam):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it must be."""
+        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         if self.warmup_steps != "auto":
-            check.integer(self, "warmup_steps", self.warmup_steps, least=1)  # v must be something
+            check.integer(self, "warmup_steps", self.warmup_steps, least=1)  # else v is 0
         check.one_of(self, "scale", self.scale, SCALES)
         if not check.is_number(self.floor) or not 0 <= self.floor <= 1:
             check.refuse(self, "floor", self.floor, "a number in [0, 1]")
@@ -72,17 +69,17 @@ class OnebitAdam(Adam):
         return Adam(self.betas, self.eps, self.bias_correction)
 
     def policy(self) -> Any:
-        """Stage 1 for `warmup_steps`, then stage 2."""
+        """Return a policy that runs stage 1 for `warmup_steps`, then stage 2."""
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the state of `Adam`, `error` of this rank's momentum, `server` of its chunk."""
+        """Return the state of `Adam`, and the residuals `error` (size,) and `server` (chunk)."""
         length = Chunks(spec.size, info.size).length
         own = {"error": spec.zeros((spec.size,), spec.wide)}
         return super().init(spec, info) | own | {"server": spec.zeros((length,), spec.wide)}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Stage 2: two rounds, signs to those who average them, and signs of averages to all."""
+        """Run stage 2: average the momentum at one bit an element, and return the direction."""
         xp = namespace(grad)
         m, own, room = yield from self.shared(grad, state, info, into=state["m"])
         state = {**state, **own, "m": m, "count": advanced(state["count"])}
@@ -93,28 +90,26 @@ class OnebitAdam(Adam):
     def shared(
         self, grad: Tensor, state: State, info: Info, into: Tensor = None
     ) -> Generator[Any, Any, tuple[Tensor, State, Tensor]]:
-        """Stage 2's momentum on all ranks, errors, and memory that may be used; consumes `grad`.
+        """Return stage 2's momentum, the new residuals, and scratch memory. Consumes `grad`.
 
-        The momentum may be in the memory of `into`; on one rank it is in that of `state["m"]`.
+        The momentum may use the memory of `into`; on one rank it uses that of `state["m"]`.
         """
         xp, beta = namespace(grad), self.setting(info, "betas")[0]
         room = xp.reshape(grad, xp.shape(state["m"]))
         if info.size == 1:
-            # To take m's step back takes the gradient, whose memory is therefore not room.
+            # Undoing the update of m needs the gradient, so its memory must not be overwritten.
             m = xp.momentum(state["m"], beta, room)
             return xp.mask_where_zero(m, state["v"]), {}, xp.copy(room)
         room = xp.lerp(room, beta, state["m"])
         total = xp.accumulate(state["error"], room)
-        talk = averaged(total, state["server"], info, self.scale, into)
-        m, error, server = yield from talk
-        m = xp.mask_where_zero(
-            m, state["v"]
-        )  # else it would be divided by eps in a stage 1 to come
+        exchange = averaged(total, state["server"], info, self.scale, into)
+        m, error, server = yield from exchange
+        m = xp.mask_where_zero(m, state["v"])  # else a later stage 1 would divide it by eps
         return m, {"error": error, "server": server}, room
 
 
 def floored(v: Tensor, floor: float) -> Tensor:
-    """`v`, each element at least `floor` times the mean of its vector (the last dimension)."""
+    """Return `v`, raised to at least `floor` times the mean of its vector (the last dimension)."""
     if not floor:
         return v
     xp = namespace(v)

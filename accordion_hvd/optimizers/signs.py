@@ -1,7 +1,8 @@
-"""Averages in which each number travels as one bit or two, both ways, with feedback of errors.
+"""Compressed allreduce with one or two bits an element, with error feedback in both directions.
 
-The compressed allreduce of 1-bit Adam (Tang et al., ICML 2021), whose server is spread over the
-ranks: each averages one chunk of everybody's signs and sends signs of that average to all.
+This is the compressed allreduce of 1-bit Adam (Tang et al., ICML 2021). Its server is distributed
+over the ranks: each rank averages one chunk of all ranks' signs and sends the signs of the average
+to all.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from accordion_hvd.ops import namespace
 SCALES = ("l2", "l1")
 
 BOUND = 1.2
-"""In units of the mean magnitude: what is large; 1.23 would be best for normal numbers."""
+"""Threshold of large magnitudes, as a multiple of the mean magnitude (optimal for normally
+distributed elements: 1.23)."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The division of vectors of `size` elements among `ranks`: equal chunks of whole bytes.
+    """The division of vectors among ranks: equal chunks, whose signs fill whole bytes.
 
     Attributes:
-        size: elements of a vector.
-        ranks: how many take part.
+        size: number of elements of a vector.
+        ranks: number of ranks.
     """
 
     size: int
@@ -37,33 +39,33 @@ class Chunks:
 
     @property
     def length(self) -> int:
-        """Elements of a chunk, those beyond the vector's end included; a multiple of 8."""
+        """Number of elements of a chunk, padding included; a multiple of 8."""
         return 8 * math.ceil(self.size / (8 * self.ranks))
 
     def held(self, rank: int) -> int:
-        """Elements of the vector in this rank's chunk."""
+        """Return the number of elements in a rank's chunk, without padding."""
         return min(max(self.size - rank * self.length, 0), self.length)
 
 
 def chunk(x: Tensor, info: Info) -> Tensor:
-    """Return this rank's chunk of vectors that all ranks have; zeros complete the last one."""
+    """Return this rank's chunk of vectors that are equal on all ranks, padded with zeros."""
     xp = namespace(x)
     chunks = Chunks(xp.shape(x)[-1], info.size)
     start = info.rank * chunks.length
-    whole = xp.pad_last(x, info.size * chunks.length)
-    return whole[..., start : start + chunks.length]
+    padded = xp.pad_last(x, info.size * chunks.length)
+    return padded[..., start : start + chunks.length]
 
 
 def check_bits(owner: Any, bits: Any) -> None:
-    """Refuse what `speaks` cannot go by. Raises: ValueError."""
+    """Raise ValueError unless `bits` is a number in [0.1, 2]."""
     if not check.is_number(bits) or not 0.1 <= bits <= 2:
         check.refuse(owner, "bits", bits, "a number in [0.1, 2]")
 
 
 def speaks(bits: float, step: int) -> bool:
-    """Return whether this exchange sends bits; fractions of `bits` skip exchanges."""
-    part = Fraction(bits).limit_denominator(1000) / math.ceil(bits)
-    return math.ceil((step + 1) * part) > math.ceil(step * part)
+    """Return whether this exchange sends anything; with fractional `bits` some exchanges do not."""
+    fraction = Fraction(bits).limit_denominator(1000) / math.ceil(bits)
+    return math.ceil((step + 1) * fraction) > math.ceil(step * fraction)
 
 
 def averaged(
@@ -74,38 +76,39 @@ def averaged(
     room: Tensor = None,
     bits: int = 1,
 ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
-    """Average `total` over the ranks at one or two bits an element (the conversation's part of it).
+    """Average `total` over the ranks at one or two bits an element, as part of an exchange.
 
-    Each rank sends C(total) and keeps the difference; each averages what came of its chunk, adds
-    `server`, sends C of that and keeps the difference. C(p) = s sgn(p) with sgn(0) = 1 and a scale
-    s for each tensor, and for each chunk: |p|_2 / sqrt(d) ("l2", DeepSpeed's), or |p|_1 / d
-    ("l1", least squares, and always a contraction). Elements beyond the end count nowhere.
+    Each rank sends C(total) and stores the residual total - C(total). Each rank then averages the
+    received parts of its chunk, adds `server`, sends C of the sum to all ranks and stores the
+    residual. C(p) = s sgn(p) with sgn(0) = 1 and one scale s for each tensor or chunk p of d
+    elements: s = |p|_2 / sqrt(d) ("l2", as in DeepSpeed), or s = |p|_1 / d ("l1", least squares;
+    always a contraction). Padding does not count.
 
-    With two bits an element magnitudes have two values, the means of those above and of those not
-    above `BOUND` times the mean of all: whatever the `scale`, C is a contraction then.
+    With two bits an element, there are two magnitudes: the mean of those above `BOUND` times the
+    mean magnitude, and the mean of the others. C is then a contraction, whatever the `scale`.
 
     In a ring of n ranks a rank sends, times `bits`, an alltoall of d / 8 bytes, an allgather of
     d / (8 n), and one scale for each.
 
     Args:
-        total: (size,), or (tensors, size) for several; consumed after the first `yield`.
-        server: the residual of this rank's chunk, (length,) or (tensors, length) of `Chunks`.
+        total: (size,), or (tensors, size) for several tensors; consumed after the first `yield`.
+        server: residual of this rank's chunk, (length,) or (tensors, length) of `Chunks`.
         info: rank and number of ranks.
         scale: "l2" or "l1".
-        room: like `total`; memory that may hold the result, consumed after the first `yield`.
-        bits: of an element, 1 or 2.
+        room: memory like `total` that may hold the result; consumed after the first `yield`.
+        bits: bits an element, 1 or 2.
 
     Returns:
-        What all ranks have then, like `total`; what this rank's total lacks of it, likewise; what
-        its chunk owes now.
+        The average, equal on all ranks, like `total`; this rank's residual, like `total`; the new
+        residual of its chunk, like `server`.
     """
     xp, shape = namespace(total), namespace(total).shape(total)
     chunks = Chunks(shape[-1], info.size)
     signs, steps, vectors = _coded(total, chunks.size, scale, bits)
     sent = [_cut(xp, *both, chunks) for both in zip(signs, vectors, strict=True)]
-    theirs, factors = yield Alltoall(xp.concat(sent, 1)), Allgather(xp.concat(steps))
+    received, factors = yield Alltoall(xp.concat(sent, 1)), Allgather(xp.concat(steps))
     error = _minus(xp, total, signs, steps, chunks.size)
-    parts = xp.unstack(xp.reshape(theirs, (info.size * bits, -1)))
+    parts = xp.unstack(xp.reshape(received, (info.size * bits, -1)))
     factors = xp.unstack(xp.reshape(xp.concat(list(factors)), (len(parts), -1)))
     factors = [factor / info.size for factor in factors]
     mine = _values(xp, parts, factors, chunks.length, xp.shape(server), server)
@@ -120,27 +123,29 @@ def averaged(
 def _coded(
     x: Tensor, count: int, scale: str, bits: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Encode `x`, of which `count` elements are no padding (zeros).
+    """Encode rows `x`, whose first `count` elements are data and whose others are zeros (padding).
 
-    The sum of signs times half their steps: s A, and with two bits s A + s' B, where s' is s for
-    what is large and -s for the rest, so that A + B and A - B are magnitudes.
+    A code stands for the sum of signs times half their steps: s A with one bit, s A + s' B with
+    two. Here s' = s for large elements and -s for the others, so that A + B and A - B are the two
+    magnitudes.
 
     Returns:
-        Signs, packed; steps for each row of `x`; the vectors that have these signs.
+        Packed signs; steps, one for each row of `x`; the vectors with these signs.
     """
     xp, signs = namespace(x), [namespace(x).pack_signs(x)]
     if bits == 1:
         return signs, [norms(x, scale) * (2 / (math.sqrt(count) if scale == "l2" else count))], [x]
     width, steps = xp.shape(x)[-1], norms(x, "l1") * (2 / count)
-    rest = _minus(xp, xp.copy(x), signs, [steps * BOUND], width)
-    signs.append(xp.pack_signs(rest))
-    one = xp.full(xp.shape(steps), 1.0, xp.dtype(steps), xp.device(steps))
-    large = norms(_values(xp, signs, [one, one], width, xp.shape(x), x), "l1")  # how many are
-    whole, apart = norms(x, "l1"), norms(rest, "l1")
-    apart = apart + steps * (BOUND / 2) * (2 * large - width)  # sum of the large less the others
-    high = (whole + apart) / (2 * xp.maximum(large, one))
-    low = (whole - apart) / (2 * xp.maximum(count - large, one))
-    return signs, [high + low, high - low], [x, rest]
+    delta = _minus(xp, xp.copy(x), signs, [steps * BOUND], width)
+    signs.append(xp.pack_signs(delta))
+    ones = xp.full(xp.shape(steps), 1.0, xp.dtype(steps), xp.device(steps))
+    large = norms(_values(xp, signs, [ones, ones], width, xp.shape(x), x), "l1")  # their number
+    total, difference = norms(x, "l1"), norms(delta, "l1")
+    # The sum of the large magnitudes minus the sum of the others:
+    difference = difference + steps * (BOUND / 2) * (2 * large - width)
+    high = (total + difference) / (2 * xp.maximum(large, ones))
+    low = (total - difference) / (2 * xp.maximum(count - large, ones))
+    return signs, [high + low, high - low], [x, delta]
 
 
 def norms(x: Tensor, kind: str) -> Tensor:
@@ -159,7 +164,7 @@ def norms(x: Tensor, kind: str) -> Tensor:
 
 
 def _cut(xp: ModuleType, signs: Tensor, total: Tensor, chunks: Chunks) -> Tensor:
-    """Packed signs as (ranks, bytes): what goes to whom."""
+    """Return packed signs as (ranks, bytes): one row for each receiver."""
     number = math.prod(xp.shape(total)[:-1])
     width = chunks.ranks * chunks.length
     if number > 1 and chunks.size % 8:  # a tensor's signs end within a byte
@@ -177,18 +182,18 @@ def _joined(
     like: Tensor,
     room: Tensor,
 ) -> Tensor:
-    """Join vectors from their chunks' signs and steps; `room` as in `averaged`."""
+    """Decode vectors from the signs and steps of their chunks; `room` as in `averaged`."""
     shape = xp.shape(like)
     tensors, width = math.prod(shape[:-1]), chunks.ranks * chunks.length
-    vectors = xp.shape(steps[0])[0]  # of each tensor as many as an element has bits
+    vectors = xp.shape(steps[0])[0]  # tensors times bits
     rows = xp.reshape(xp.concat(list(parts)), (chunks.ranks, vectors, -1))
     signs = xp.unstack(xp.reshape(xp.swap_leading(rows), (vectors // tensors, -1)))
     factors = xp.transpose(xp.stack(list(steps)))
     factors = xp.unstack(xp.reshape(factors, (vectors // tensors, -1)))
     if tensors == 1 and room is not None and xp.dtype(room) == "float32":
         return xp.sum_quantized(signs, factors, chunks.length, 1, 0.5, room)
-    whole = _values(xp, signs, factors, chunks.length, (tensors, width), like)
-    return xp.reshape(whole[:, : chunks.size], shape)
+    values = _values(xp, signs, factors, chunks.length, (tensors, width), like)
+    return xp.reshape(values[:, : chunks.size], shape)
 
 
 def _values(
@@ -199,7 +204,7 @@ def _values(
     shape: Sequence[int],
     like: Tensor,
 ) -> Tensor:
-    """Add up signs times half their steps; in the dtype of `like`, which is not consumed."""
+    """Return the sum of signs times half their steps, in the dtype of `like` (not consumed)."""
     if xp.dtype(like) != "float64":
         room = xp.zeros(shape, "float32", xp.device(like))
         return xp.sum_quantized(parts, steps, bucket, 1, 0.5, room)
@@ -213,7 +218,7 @@ def _values(
 def _minus(
     xp: ModuleType, x: Tensor, signs: Sequence[Tensor], steps: Sequence[Tensor], bucket: int
 ) -> Tensor:
-    """`x` without what its signs and steps stand for. Consumes `x`."""
+    """Return `x` minus the values of these signs and steps. Consumes `x`."""
     if xp.dtype(x) == "float64":
         return x - _values(xp, signs, steps, bucket, xp.shape(x), x)
     for packed, step in zip(signs, steps, strict=True):
@@ -222,19 +227,19 @@ def _minus(
 
 
 def _within(xp: ModuleType, x: Tensor, held: int) -> Tensor:
-    """`x` with zeros behind the first `held` elements of each row."""
+    """Return `x` with zeros after the first `held` elements of each row."""
     width = xp.shape(x)[-1]
     return x if held == width else xp.pad_last(x[..., :held], width)
 
 
 def joint_residual(states: Sequence[State], size: int) -> Tensor:
-    """Return the residuals of all ranks: the worker errors' mean and server errors (NumPy)."""
+    """Return the mean of the ranks' residuals plus the residuals of all chunks (NumPy)."""
     workers = sum(state["error"] for state in states) / len(states)
     server = namespace(workers).concat([state["server"] for state in states])
     return workers + server[:size]
 
 
 def advanced(count: Tensor) -> Tensor:
-    """Count one more update of the first moment, none of the second."""
+    """Return the counts after an update of the first moment only."""
     xp = namespace(count)
     return count + xp.cast(1 - xp.arange(2, xp.device(count)), "float64")

@@ -15,26 +15,27 @@ from accordion_hvd.optimizers.base import UpdateRule, check_betas
 from accordion_hvd.policies.warmup import WarmUp
 
 LEAST = 1e-30
-"""The least `eps`: far enough from where fp32 ends."""
+"""Least `eps`, far above the smallest fp32 number."""
 
 
 @dataclass(frozen=True)
 class FlooredAMSGrad(UpdateRule):
-    """AMSGrad in SketchedAMSGrad's form, on the average of the ranks' gradients: its dense stage.
+    """Dense stage of `SketchedAMSGrad`: AMSGrad on the mean of the ranks' gradients.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, vmax <- max(vmax, v), u = m / sqrt(vmax).
-    v and vmax begin at `eps`, below which vmax never is, so nothing is added to the root; there are
-    no bias corrections. For weight decay see `SketchedAMSGrad`.
 
-    In the sketched stage each rank has its own m. Where that comes before, the first gradient takes
-    what is in the ranks' momentum along: each rank sends g + b1 / (1 - b1) m, the mean of which,
-    times 1 - b1, is the new m of all; v stays as it is in that step (ours).
+    v and vmax start at `eps`, so vmax >= eps and nothing is added to the root. There are no bias
+    corrections. In PyTorch weight decay is coupled by default.
+
+    After a sketched stage the ranks have different m. The first exchange of the dense stage then
+    averages g + b1 / (1 - b1) m, and the new m of all ranks is 1 - b1 times this mean; v does not
+    change in that step (ours).
 
     Sent: an allreduce of the gradient.
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: where v begins, at least 1e-30.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: initial value of v and vmax, at least 1e-30.
     """
 
     scope: ClassVar[str] = "flat"
@@ -44,25 +45,25 @@ class FlooredAMSGrad(UpdateRule):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it must be."""
+        """Raises: ValueError if an argument is out of range."""
         check_betas(self, self.betas)
         if not check.is_number(self.eps) or self.eps < LEAST:
             check.refuse(self, "eps", self.eps, f"a number of at least {LEAST:g}")
         object.__setattr__(self, "betas", tuple(self.betas))
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`m`, `v`, `vmax`: vectors with the gradient's elements.
+        """Return the moments `m`, `v` and `vmax`, (size,), and two counters.
 
-        `count`: updates of m and v, fp64; `apart`: 1 where ranks differ in m, else 0.
+        `count`: updates of m and v, (2,) fp64; `apart`: 1 if m differs between ranks, else 0.
         """
         size, eps = spec.size, self.setting(info, "eps")
         start = {"m": 0.0, "v": eps, "vmax": eps}
         full = {k: spec.xp.full((size,), x, spec.wide, spec.device) for k, x in start.items()}
-        rest = {"count": spec.zeros((2,), "float64"), "apart": spec.zeros((1,), spec.wide)}
-        return super().init(spec, info) | full | rest
+        counts = {"count": spec.zeros((2,), "float64"), "apart": spec.zeros((1,), spec.wide)}
+        return super().init(spec, info) | full | counts
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce."""
+        """Average the gradient in one allreduce and return the direction."""
         xp, (b1, b2), apart = namespace(grad), self.setting(info, "betas"), state["apart"]
         room = xp.reshape(grad, xp.shape(state["m"]))
         room = xp.accumulate(room, state["m"] * (apart * (b1 / (1 - b1))))
@@ -78,34 +79,38 @@ class FlooredAMSGrad(UpdateRule):
 
 @dataclass(frozen=True)
 class SketchedAMSGrad(FlooredAMSGrad):
-    """AMSGrad that moves only the largest steps of all ranks together, found in a count sketch.
+    """AMSGrad that moves only the k elements with the largest steps, found by a count sketch.
 
-    At each step, on each rank with its own gradient g, momentum m and error e, at learning rate a:
-    m <- b1 m + (1 - b1) g; p = a m + e. Sketches of p are averaged; of the elements whose
-    estimates are largest over sqrt(vmax), `candidates` k of them, the ranks average p and g in a
-    second round. v <- b2 v + (1 - b2) h^2, where h is the mean gradient at the candidates and 0
-    elsewhere; vmax <- max(vmax, v). The k candidates J with the largest p / sqrt(vmax) are moved by
-    that, exactly; e <- p, and 0 at J.
+    Stage 1, for `warmup_steps` steps, is `FlooredAMSGrad`, which also serves small and exempt
+    tensors. In stage 2, at learning rate a, each rank has its own gradient g, momentum m and
+    residual e:
 
-    Stage 1, for `warmup_steps`, is `FlooredAMSGrad`: AMSGrad in this form. Small and exempt tensors
-    stay there. The paper's body was not at hand: this is a reconstruction from its abstract and
-    from formulas quoted elsewhere. docs/optimizer-details.md says which parts are ours, what delay
-    and noise do to training, and which arguments help.
+    1. m <- b1 m + (1 - b1) g; p = a m + e
+    2. Ranks average a count sketch of p, and estimate the mean of p from it
+    3. The candidates are the `candidates` k elements with the largest estimate / sqrt(vmax)
+    4. Ranks average p and g at the candidates; h is the mean of g there, and 0 elsewhere
+    5. v <- b2 v + (1 - b2) h^2; vmax <- max(vmax, v)
+    6. The k candidates J with the largest mean p / sqrt(vmax) move by exactly this step
+    7. e <- p, and 0 at J
+
+    The paper's body was not available: this is a reconstruction from its abstract and from formulas
+    quoted elsewhere. docs/optimizer-details.md lists the parts that are ours, the effects of delay
+    and noise on training, and arguments that reduce them.
 
     Sent in stage 2, for k = ratio * size: an allreduce of 4 rows columns k bytes, and one of
-    8 candidates k (fp64: 16). At the defaults that is a 16th of the gradient.
+    8 candidates k bytes (fp64: 16). With the defaults this is 1/16 of the gradient.
 
-    State: as stage 1, and `error`.
+    State: as in stage 1, and `error`.
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: where v begins, at least 1e-30.
-        ratio: k, as a part of the elements, in (0, 1]; at least one element is sent.
-        rows: of the sketch, odd and at least 1; 5 find nearly all large elements, 1 few.
-        columns: of the sketch, in multiples of k, above 0; the more, the fewer mistakes.
-        candidates: how many times k elements are asked for exactly, an integer of at least 1.
-        bounded: whether v learns from all that an element has gathered, not from g alone.
-        warmup_steps: steps of stage 1, or "auto": see `policy.WarmUp`.
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: initial value of v and vmax, at least 1e-30.
+        ratio: k as a fraction of the elements, in (0, 1]; k is at least 1.
+        rows: rows of the sketch, odd; 5 rows find nearly all large elements, 1 row few.
+        columns: columns of the sketch as a multiple of k, above 0; more columns reduce the error.
+        candidates: number of candidates as a multiple of k, an integer of at least 1.
+        bounded: whether v uses the accumulated gradient of an element (g + e / a) instead of g.
+        warmup_steps: number of steps of stage 1, or "auto": see `policies.WarmUp`.
     """
 
     rescale_note: ClassVar[str] = "momentum and residual are the ranks' means"
@@ -120,11 +125,11 @@ class SketchedAMSGrad(FlooredAMSGrad):
     warmup_steps: int | str = 100
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for arguments out of bounds, an even number of rows among them."""
+        """Raises: ValueError if an argument is out of range, or `rows` is even."""
         super().__post_init__()
         check.ratio(self, "ratio", self.ratio)
         check.integer(self, "rows", self.rows, least=1)
-        if self.rows % 2 == 0:  # the median would be a matter of taste
+        if self.rows % 2 == 0:  # else the median is not unique
             check.refuse(self, "rows", self.rows, "an odd number")
         if not check.is_number(self.columns) or self.columns <= 0:
             check.refuse(self, "columns", self.columns, "a number above 0")
@@ -138,19 +143,19 @@ class SketchedAMSGrad(FlooredAMSGrad):
         return FlooredAMSGrad(self.betas, self.eps)
 
     def policy(self) -> Any:
-        """Stage 1 for `warmup_steps`, then stage 2."""
+        """Return a policy that runs stage 1 for `warmup_steps`, then stage 2."""
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return stage 1's state with this rank's own `m`, and `error`: unsent momentum."""
+        """Return the state of stage 1, in which `m` is per rank, and the residual `error`."""
         return super().init(spec, info) | {"error": spec.zeros((spec.size,), spec.wide)}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run two rounds: the sketch, then the candidates' values; or one without a sketch."""
+        """Run two rounds, for the sketch and for the candidates; or one round without a sketch."""
         xp = namespace(grad)
         size = xp.shape(state["m"])[0]
         if info.size == 1 or not self.width(size):
-            return (yield from self._exactly(grad, state, info))
+            return (yield from self._dense_step(grad, state, info))
         wide = xp.dtype(state["m"])
         rate, inverse, still = _rates(xp, info.lr, wide)
         fresh, (b1, b2) = xp.reshape(grad, (-1,)), self.setting(info, "betas")
@@ -162,15 +167,15 @@ class SketchedAMSGrad(FlooredAMSGrad):
         if self.bounded:
             gradients = gradients + (sums - xp.take(m, candidates) * rate) * inverse
         values = yield Allreduce(xp.concat([sums, gradients]), reuse=True)
-        steps, seen = xp.split(values, [xp.shape(candidates)[0]] * 2)
-        gradient = xp.add_at(xp.zeros((size,), wide, xp.device(m)), candidates, seen)
+        steps, gradients = xp.split(values, [xp.shape(candidates)[0]] * 2)
+        gradient = xp.add_at(xp.zeros((size,), wide, xp.device(m)), candidates, gradients)
         v = xp.second_moment(state["v"], b2, gradient)
         vmax = xp.maximum(state["vmax"], v)
         steps = steps / xp.take(vmax, candidates) ** 0.5
         chosen = xp.largest_index(xp.cast(steps, "float32"), self.kept(size))
         index = xp.take(candidates, chosen)
-        kept = xp.take(total, index) * still
-        error = xp.add_at(xp.clear(total, index), index, kept)
+        unmoved = xp.take(total, index) * still  # nothing moves at learning rate 0
+        error = xp.add_at(xp.clear(total, index), index, unmoved)
         narrow, device = wide == "float32", xp.device(gradient)
         room = xp.zeros_reusing(gradient) if narrow else xp.zeros((size,), wide, device)
         direction = xp.add_at(room, index, xp.take(steps, chosen) * inverse)
@@ -180,7 +185,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
     def _candidates(
         self, total: Tensor, vmax: Tensor, room: Tensor, info: Info
     ) -> Generator[Any, Any, Tensor]:
-        """Return the positions where the sketched mean of `total` over sqrt(vmax) is largest.
+        """Return the positions of the largest estimates of mean `total` / sqrt(vmax).
 
         Consumes `room`.
         """
@@ -194,43 +199,42 @@ class SketchedAMSGrad(FlooredAMSGrad):
         scores = xp.unsketch(table, codes, room) / xp.cast(vmax, "float32") ** 0.5
         return xp.largest_index(scores, self.candidates * self.kept(size))
 
-    def _exactly(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Take a step of stage 1 that includes all residuals."""
+    def _dense_step(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
+        """Take a step of stage 1 that also moves by this rank's entire residual."""
         direction, new = yield from self.dense().exchange(grad, state, info)
         xp = namespace(grad)
         if not self.width(xp.shape(new["m"])[0]):
             return direction, new
         _, inverse, still = _rates(xp, info.lr, xp.dtype(new["m"]))
-        waiting = xp.reshape(new["error"] * inverse / new["vmax"] ** 0.5, xp.shape(grad))
-        return direction + waiting, new | {"error": new["error"] * still}
+        residual = xp.reshape(new["error"] * inverse / new["vmax"] ** 0.5, xp.shape(grad))
+        return direction + residual, new | {"error": new["error"] * still}
 
     def deactivate(self, state: State) -> State:
-        """Errors wait; all else, this rank's momentum too, goes along."""
+        """Return the residual, which stays with this stage; the next stage copies all moments."""
         return {"error": state["error"]}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over moments."""
-        return super().warm_start(state, other, other_state) | {
-            "m": other_state.get("m", state["m"])
-        }
+        """Copy the moments of the other stage, this rank's own `m` included."""
+        m = other_state.get("m", state["m"])
+        return super().warm_start(state, other, other_state) | {"m": m}
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """Return the other rank's momentum, without its residual."""
+        """Return the other rank's momentum, and a residual of zero."""
         return self.rescale([{**state, "error": 0 * state["error"]}], spec, info)
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """`waiting`: how far (2-norm) the weights would move if nothing waited any longer."""
+        """Return `waiting`: 2-norm of the step that the entire residual would make."""
         if "error" not in state:
             return {}
         xp = namespace(state["error"])
         return {"waiting": xp.norm(state["error"] / state["vmax"] ** 0.5)}
 
     def kept(self, size: int) -> int:
-        """k: how many of `size` elements move in a step; rounded down, but at least one."""
+        """Return k: the number of elements that move in a step, at least 1."""
         return max(1, int(self.ratio * size))
 
     def width(self, size: int) -> int:
-        """Columns of the sketch of `size` elements; 0 where they travel as they are instead."""
+        """Return the columns of the sketch; 0 if `size` elements are sent without a sketch."""
         count = self.kept(size)
         columns = min(max(1, int(self.columns * count)), size)
         sent = self.rows * columns + 2 * min(self.candidates * count, size)
@@ -238,6 +242,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
 
 
 def _rates(xp: ModuleType, lr: Any, dtype: str) -> tuple[Any, Any, Any]:
+    """Return the learning rate, its inverse (0 at rate 0), and 1 if the rate is 0, else 0."""
     if isinstance(lr, (int, float)):
         rate = float(lr)
         return rate, 1 / rate if rate else 0.0, 0.0 if rate else 1.0

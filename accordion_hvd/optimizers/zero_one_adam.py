@@ -15,44 +15,48 @@ from accordion_hvd.optimizers.base import shaped
 from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged
 
 EXACT, SIGNS, LOCAL, SYNC, FIRST = range(5)
-"""Phases: what a step of each exchanges, see `ZeroOneAdam.variant`."""
+"""Phases: what a step exchanges; see `ZeroOneAdam.variant`."""
 
 
 @dataclass(frozen=True)
 class ZeroOneAdam(Adam):
-    """Adam whose variance is refreshed ever more rarely, and whose ranks then step on their own.
+    """0/1 Adam: variance updates become rare, then ranks take local steps between synchronizations.
 
-    Until step `var_freeze_step` gradients are averaged and m follows them: exactly where the
-    variance is due, and v with it (`EXACT`); at one bit (`signs.averaged`) in between (`SIGNS`).
-    The variance is due at each step at first; after `var_update_scaler` updates the interval
-    doubles, again and again; steps that it divides count.
+    Until step `var_freeze_step` ranks average gradients at every step and update m:
 
-    Then v stays and the errors begin anew, as they are in other units. Each rank i goes on from
-    the common weights y with gradients of its own: m_i <- b1 m_i + (1 - b1) g_i,
-    x_i <- x_i - lr m_i / (sqrt(v) + eps), u_i <- u_i + lr m_i (`LOCAL`); at some steps, this done,
-    U = the average of u at one bit, x = y <- y - U / (sqrt(v) + eps), m <- U / (sum of lr),
-    u <- 0 (`SYNC`). The interval between these is 1 step at first, and doubles every
-    `local_step_scaler` steps until it is `local_step_clipper`.
+    - `EXACT`: at steps that are multiples of an interval, the average is exact, and v is updated.
+      The interval is 1 at first, and doubles after every `var_update_scaler` updates of v.
+    - `SIGNS`: at all other steps the average has one bit an element (`signs.averaged`).
 
-    The paper's (and DeepSpeed's; recalled): all this, and the defaults. Ours: decoupled weight
-    decay, bias corrections of m and v (`bias_correction=False` is the reference), elements whose
-    variance is zero move by weight decay alone, and a single rank never compresses. Between two
-    `SYNC`s the ranks' weights differ, so no policy can move it between stages. See
+    Then v is frozen, and the residuals restart at zero, because their units change. From common
+    weights y:
+
+    - `LOCAL`: rank i steps with its own gradient: m_i <- b1 m_i + (1 - b1) g_i,
+      x_i <- x_i - lr m_i / (sqrt(v) + eps), u_i <- u_i + lr m_i.
+    - `SYNC`: after such a step, ranks average u_i at one bit an element to U, and
+      x_i = y <- y - U / (sqrt(v) + eps), m_i <- U / (sum of lr since the last `SYNC`), u_i <- 0.
+      The interval of `SYNC` steps is 1 at first, and doubles every `local_step_scaler` steps, up to
+      `local_step_clipper`.
+
+    The paper's (and DeepSpeed's; recalled): all of the above and the defaults. Ours: decoupled
+    weight decay, bias corrections of m and v (`bias_correction=False` is the reference), elements
+    whose variance is zero move by weight decay alone, and a single rank never compresses. The
+    weights of the ranks differ between two `SYNC` steps, so a policy cannot switch stages. See
     docs/optimizer-details.md.
 
-    Sent, of a tensor with d elements on n ranks: as an allreduce (`EXACT`); an alltoall of d / 8
-    bytes, an allgather of d / (8 n), and two scales (`SIGNS`, `SYNC`); nothing, but for the flags
-    by which all ranks know that all gradients are finite (`LOCAL`).
+    Sent, of a tensor with d elements on n ranks: an allreduce (`EXACT`); an alltoall of d / 8
+    bytes, an allgather of d / (8 n) and two scales (`SIGNS`, `SYNC`); only the flags that report
+    non-finite gradients (`LOCAL`).
 
     Args:
-        betas: b1 and b2, in [0, 1).
-        eps: at least 0.
-        bias_correction: whether moments that began at zero are scaled up.
-        var_freeze_step: the last step of the first kind, at least 1; the end of the learning
-            rate's warm-up, say.
-        var_update_scaler: updates of the variance (the paper's kappa) until their interval doubles.
-        local_step_scaler: steps until the interval of synchronisations doubles.
-        local_step_clipper: the longest interval (the paper's H).
+        betas: decay rates b1 and b2, in [0, 1).
+        eps: constant added to the root, at least 0.
+        bias_correction: whether to correct the moments for their start at zero.
+        var_freeze_step: last step at which v may change, at least 1, such as the end of the
+            learning rate's warm-up.
+        var_update_scaler: number of updates of v until their interval doubles (the paper's kappa).
+        local_step_scaler: number of steps until the interval of `SYNC` steps doubles.
+        local_step_clipper: longest interval of `SYNC` steps (the paper's H).
         scale: "l2" or "l1": see `OnebitAdam`.
     """
 
@@ -60,7 +64,7 @@ class ZeroOneAdam(Adam):
     applies_weight_decay: ClassVar[bool] = True
     returns_weights: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = True
-    rescale_note: ClassVar[str] = "momentum, steps and errors are the ranks' means"
+    rescale_note: ClassVar[str] = "momentum, steps and residuals are the ranks' means"
     averaged_state: ClassVar[tuple[str, ...]] = ("m", "u")
     per_rank_state: ClassVar[tuple[str, ...]] = ("m", "u", "error", "server")
 
@@ -71,7 +75,7 @@ class ZeroOneAdam(Adam):
     scale: str = "l2"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when an argument is not what it must be."""
+        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
         for name in names:
@@ -79,12 +83,12 @@ class ZeroOneAdam(Adam):
         check.one_of(self, "scale", self.scale, SCALES)
 
     def plain(self) -> Adam:
-        """Small and exempt tensors: gradients averaged exactly at each step."""
+        """Return `Adam`, which serves small and exempt tensors."""
         return Adam(self.betas, self.eps, self.bias_correction)
 
     # ------------------------------------------------------------------------------ the schedules
     def variant(self, step: int) -> int:
-        """Return the phase of the step that follows `step` others."""
+        """Return the phase of the step that follows `step` completed steps."""
         number = step + 1
         if number <= self.var_freeze_step:
             return EXACT if self._refreshes(number) else SIGNS
@@ -96,6 +100,7 @@ class ZeroOneAdam(Adam):
         return SYNC if after % interval == 0 else LOCAL
 
     def _refreshes(self, number: int) -> bool:
+        """Return whether step `number`, counted from 1, updates v."""
         last, interval = 0, 1
         while True:
             first = (last // interval + 1) * interval
@@ -105,14 +110,15 @@ class ZeroOneAdam(Adam):
             interval *= 2
 
     def synchronous(self, step: int) -> bool:
-        """Return whether all ranks have the same weights after `step` exchanges."""
+        """Return whether the weights of all ranks are equal after `step` exchanges."""
         return step == 0 or self.variant(step - 1) != LOCAL
 
     # ------------------------------------------------------------------------------------ one step
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the states of `Adam` and `OnebitAdam`; u, y, and two numbers per tensor.
+        """Return the state of `Adam`, the residuals `error` and `server`, and the following keys.
 
-        `anchor`: y; `rates`: the sum of lr since then; `kept`: p.
+        `u`: u_i; `anchor`: y; `rates`: sum of lr since y; `kept`: product of the factors
+        1 - lr weight_decay since y.
         """
         sizes = dict.fromkeys(("error", "u", "anchor"), spec.size) | {"rates": 1, "kept": 1}
         sizes |= {"server": Chunks(spec.size, info.size).length}
@@ -122,22 +128,21 @@ class ZeroOneAdam(Adam):
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run the phase of this step; return the new weights."""
         xp, weights = namespace(grad), shaped(info.parameter, state["m"])
-        step = self._together if info.phase in (EXACT, SIGNS) else self._apart
+        step = self._common_step if info.phase in (EXACT, SIGNS) else self._local_step
         grad = xp.reshape(grad, xp.shape(state["m"]))
-        found, state = yield from step(grad, weights, state, info)
-        return xp.reshape(found, xp.shape(info.parameter)), state
+        new, state = yield from step(grad, weights, state, info)
+        return xp.reshape(new, xp.shape(info.parameter)), state
 
-    def _together(
+    def _common_step(
         self, grad: Tensor, weights: Tensor, state: State, info: Info
     ) -> ExchangeGenerator:
-        """Gradients are averaged, exactly or at one bit, and all ranks take the same step."""
+        """Average the gradients, exactly or at one bit an element, and take a common step."""
         lr = self._lr(weights, info)
         if info.phase == EXACT:
             mean = yield Allreduce(grad, reuse=True)
             direction, state = self.update(mean, state, info)
-            direction = namespace(grad).mask_where_zero(
-                direction, state["v"]
-            )  # m may be signs there
+            # Where v is 0, m may still contain signs:
+            direction = namespace(grad).mask_where_zero(direction, state["v"])
         else:
             if info.size > 1:
                 total = namespace(grad).accumulate(state["error"], grad)
@@ -159,14 +164,16 @@ class ZeroOneAdam(Adam):
     def _direction(
         self, m: Tensor, rates: Sequence[Any], state: State, room: Tensor, info: Info
     ) -> Tensor:
-        """m over the root of the variance, zero where that is. Consumes `room`."""
+        """Return m' / (sqrt(v') + eps), and 0 where v is 0. Consumes `room`."""
         xp, eps = namespace(m), self.setting(info, "eps")
         return xp.mask_where_zero(xp.preconditioned(m, state["v"], rates, eps, room), state["v"])
 
-    def _apart(self, grad: Tensor, weights: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Take a local step; at a `SYNC`, combine the steps of all ranks since the last one."""
+    def _local_step(
+        self, grad: Tensor, weights: Tensor, state: State, info: Info
+    ) -> ExchangeGenerator:
+        """Take a local step; at a `SYNC`, average the ranks' steps since the last `SYNC`."""
         if info.phase == FIRST:
-            state = _begun(weights, state)
+            state = _restarted(weights, state)
         state, lr = self._moved(grad, state, info), self._lr(weights, info)
         decay, rates = 1 - lr * self.decay(info), self._rates(state, info)
         if info.size > 1:
@@ -174,37 +181,37 @@ class ZeroOneAdam(Adam):
             state["rates"] = decay * state["rates"] + lr * rates[0]
             state["kept"] = decay * state["kept"]
         if info.size > 1 and info.phase != LOCAL:
-            return (yield from self._synchronised([1.0, rates[1]], grad, state, info))
+            return (yield from self._synchronized([1.0, rates[1]], grad, state, info))
         direction = self._direction(state["m"], rates, state, grad, info)
         return decay * weights - lr * direction, state
 
-    def _synchronised(
+    def _synchronized(
         self, rates: Sequence[Any], room: Tensor, state: State, info: Info
     ) -> ExchangeGenerator:
-        """Return equal weights on all ranks. Consumes `room`."""
+        """Return new weights, equal on all ranks, and the state after `SYNC`. Consumes `room`."""
         xp = namespace(room)
         total = xp.accumulate(state["error"], state["u"])
         step, error, server = yield from averaged(total, state["server"], info, self.scale)
         span = state["rates"]
         span = span + xp.cast(span <= 0, xp.dtype(span))  # if lr was zero throughout
-        found = state["kept"] * state["anchor"]
-        found = found - self._direction(step, rates, state, room, info)
-        own = {"m": step / span, "error": error, "server": server, "anchor": xp.copy(found)}
-        return found, state | own | _nothing(state)
+        weights = state["kept"] * state["anchor"]
+        weights = weights - self._direction(step, rates, state, room, info)
+        own = {"m": step / span, "error": error, "server": server, "anchor": xp.copy(weights)}
+        return weights, state | own | _no_steps(state)
 
     def _lr(self, like: Tensor, info: Info) -> Any:
-        """Return the learning rate, in a form to be multiplied with `like`."""
+        """Return the learning rate, in the dtype of `like` if it is a tensor."""
         xp = namespace(like)
         return xp.cast(info.lr, xp.dtype(like)) if hasattr(info.lr, "dtype") else info.lr
 
 
-def _begun(weights: Tensor, state: State) -> State:
-    """Clear the errors, and count steps from these weights."""
+def _restarted(weights: Tensor, state: State) -> State:
+    """Return the state with zero residuals and y = `weights`."""
     xp = namespace(weights)
     errors = {key: state[key] * 0 for key in ("error", "server")}
-    return {**state, **errors, **_nothing(state), "anchor": xp.copy(weights)}
+    return {**state, **errors, **_no_steps(state), "anchor": xp.copy(weights)}
 
 
-def _nothing(state: State) -> State:
-    """No steps since y."""
+def _no_steps(state: State) -> State:
+    """Return the part of the state that counts steps since y, reset."""
     return {"u": state["u"] * 0, "rates": state["rates"] * 0, "kept": state["kept"] * 0 + 1}

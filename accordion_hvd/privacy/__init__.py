@@ -1,8 +1,8 @@
-"""Private training: what releases cost, sampling, teachers, gradients of single examples.
+"""Differentially private training: budgets, aggregation, sampling, per-example gradients.
 
-`PrivacyBudget` counts; `TopAgg` adds the noise. `ballot.Ballot` lets teachers vote on
-whatever one likes, `PoissonSampler` draws lots of examples; `privacy.torch` and
-`privacy.tensorflow` give the gradients of single examples.
+`PrivacyBudget` adds up the privacy cost of releases, and `TopAgg` is the private aggregation.
+`ballot.Ballot` aggregates votes of teachers on any vectors, and `PoissonSampler` draws lots of
+examples. `privacy.torch` and `privacy.tensorflow` compute the gradients of single examples.
 """
 
 from accordion_hvd.privacy.budget import BudgetSpent, PrivacyBudget, Release, multiplier_for

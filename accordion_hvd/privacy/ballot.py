@@ -1,4 +1,4 @@
-"""Private votes on whatever one likes: what teachers want of an image, say."""
+"""Private votes on any vectors, such as changes that teachers want in an image."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from accordion_hvd.privacy.topagg import TopAgg
 
 
 class Ballot:
-    """Has the contributors of all ranks vote on vectors; every rank gets what has won.
+    """A private vote of all ranks' contributors on vectors; every rank receives the result.
 
-    It is among what `save_state` saves, so that a budget goes on where it was.
+    `save_state` saves the ballot, so that its budget continues after a restart.
 
     Args:
-        method: with its budget.
-        communicator: of the ranks that vote (`accordion_hvd.comm.horovod.torch` has one).
-        name: the same on all ranks, unique in a process.
+        method: the `TopAgg`, with its budget.
+        communicator: communicator of the voting ranks, such as that in
+            `accordion_hvd.comm.horovod.torch`.
+        name: name of the ballot, equal on all ranks and unique in a process.
 
     Attributes:
-        exchange: counts bytes and what has been spent: `exchange.stats()`.
+        exchange: counts bytes and the spent privacy: `exchange.stats()`.
     """
 
     def __init__(self, method: TopAgg, communicator: Communicator, name: str = "ballot") -> None:
@@ -37,7 +38,7 @@ class Ballot:
         checkpoint.register(self)
 
     def expect(self, names: Sequence[str]) -> None:
-        """Nothing to expect: called before a restore."""
+        """Do nothing: a ballot has no tensors to prepare before a restore."""
 
     def affords(self, count: int = 1) -> bool:
         """Return whether the budget has room for this number of releases."""
@@ -46,18 +47,19 @@ class Ballot:
     def vote(self, gradients: Tensor) -> Tensor:
         """Release the votes on several vectors; collective.
 
-        Each is a release of its own: a record has a say in all of them.
+        Each vector is a separate release, because a record influences the votes on all of them.
 
         Args:
-            gradients: (contributors of this rank, releases, elements): in which direction each of
-                them wants each vector to go.
+            gradients: (contributors of this rank, releases, elements): the direction in which each
+                contributor wants each vector to move.
 
         Returns:
-            (releases, elements) fp32, the same on all ranks.
+            The result, (releases, elements) fp32, equal on all ranks.
 
         Raises:
-            BudgetSpent: on every rank, before anything is sent.
-            ValueError: the shape is another.
+            BudgetSpent: if the budget does not allow these releases; on every rank, before anything
+                is sent.
+            ValueError: if the gradients have another shape.
         """
         xp = namespace(gradients)
         if len(xp.shape(gradients)) != 3 or not xp.shape(gradients)[1]:

@@ -1,4 +1,4 @@
-"""Privacy budgets: the total cost of releases, by Google's dp-accounting."""
+"""Privacy budgets: the total privacy cost of releases, computed by Google's dp-accounting."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 from accordion_hvd import check
 
 RELATIONS = ("replace", "add or remove")
-"""What one of two neighbouring data sets has in place of a record: another one, or none."""
+"""Relations of neighbouring data sets: they differ in one record's value, or in its presence."""
 
 _ORDERS = [*range(2, 65), *range(72, 257, 8), 512, 1024]
-"""Of Renyi divergences of Poisson samples: between integers, series may not converge."""
+"""Orders of the Renyi divergences of Poisson samples; at other orders series may not converge."""
 
-_MOST = 1 << 40  # releases that anyone will count
+_MOST = 1 << 40  # largest number of releases
 
 
 class BudgetSpent(RuntimeError):
-    """Another release would exceed the privacy budget; it was not made."""
+    """Raised before a release that would exceed the privacy budget."""
 
     __init__ = Exception.__init__  # else AutoGraph raises another class in its place
 
 
 @dataclass(frozen=True)
 class Release:
-    """A Gaussian mechanism, maybe on a Poisson sample.
+    """A release by the Gaussian mechanism, optionally on a Poisson sample.
 
     Attributes:
-        noise_multiplier: standard deviation of the noise divided by the sensitivity.
-        rate: with which probability a record takes part.
-        relation: of neighbouring data sets, one of `RELATIONS`.
+        noise_multiplier: standard deviation of the noise, divided by the sensitivity.
+        rate: probability that a record is in the sample, in (0, 1].
+        relation: relation of neighbouring data sets, one of `RELATIONS`.
     """
 
     noise_multiplier: float
@@ -41,7 +41,7 @@ class Release:
     relation: str = "replace"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for an argument that makes no sense."""
+        """Raises: ValueError if an argument is out of range."""
         value = self.noise_multiplier
         if not check.is_number(value) or not 0 <= value <= 1e12:
             check.refuse(self, "noise_multiplier", value, "a number from 0 to 1e12")
@@ -54,23 +54,24 @@ class Release:
 class PrivacyBudget:
     """The (epsilon, delta)-differential privacy that all releases together may spend.
 
-    A ledger: `spend` enters a release, and refuses before anything is entered what would exceed
-    the budget. Costs are Renyi divergences (Mironov 2017; of Poisson samples, Mironov, Talwar &
-    Zhang 2019), added up and converted by dp-accounting's `RdpAccountant`, which is somewhat
-    tighter than the conversion in DataLens. Every rank keeps the same ledger.
+    The budget is a ledger: `spend` records a release, and raises `BudgetSpent` before a release
+    that would exceed the budget. Costs are Renyi divergences (Mironov 2017; for Poisson samples,
+    Mironov, Talwar & Zhang 2019). dp-accounting's `RdpAccountant` adds them up and converts the sum
+    to epsilon; its conversion is somewhat tighter than that of DataLens. All ranks have the same
+    ledger.
 
-    A ledger never goes back: when a checkpoint is loaded, of each kind of release the larger count
-    holds. What a crashed job has released since its last checkpoint is not in it; a copy of a
-    budget counts for itself. Trials with other settings cost privacy too, and nobody counts them
-    who does not hand them the same budget.
+    Loading a checkpoint never reduces the ledger: for each kind of release the larger count is
+    used. The ledger does not include releases of a crashed job since its last checkpoint, and a
+    copy of a budget counts separately. Trials with other settings cost privacy, too: pass the same
+    budget to all of them.
 
     Args:
-        epsilon: a number above 0; infinity only counts.
-        delta: a number in (0, 1), well below one in the number of records.
+        epsilon: privacy bound, above 0; with infinity, releases are counted and never refused.
+        delta: probability in (0, 1), well below 1 / (number of records).
 
     Raises:
-        ValueError: one is not.
-        ImportError: dp-accounting is not installed.
+        ValueError: if an argument is out of range.
+        ImportError: if dp-accounting is not installed.
     """
 
     def __init__(self, epsilon: float, delta: float) -> None:
@@ -80,25 +81,25 @@ class PrivacyBudget:
             check.refuse(self, "delta", delta, "a number in (0, 1)")
         self.epsilon, self.delta = float(epsilon), float(delta)
         self.releases: dict[Release, int] = {}
-        self._left: dict[Release, int] = {}  # as long as nothing else is spent
+        self._left: dict[Release, int] = {}  # cache, valid until another kind is spent
         _accounting()
 
     def __repr__(self) -> str:
-        """Return the constructor call; equal on all ranks, whatever has been spent."""
+        """Return the constructor call, which does not depend on the releases so far."""
         return f"PrivacyBudget(epsilon={self.epsilon!r}, delta={self.delta!r})"
 
     def spent(self, more: Mapping[Release, int] | None = None) -> float:
-        """Epsilon of all releases so far, or with `more`; 0 without any."""
+        """Return epsilon of all releases so far, plus those in `more`; 0 if there are none."""
         counts = dict(self.releases)
         for release, count in (more or {}).items():
             counts[release] = counts.get(release, 0) + count
         return epsilon_of(counts, self.delta)
 
     def left(self, release: Release) -> int:
-        """Return how many more releases of a kind fit into the budget.
+        """Return the number of further releases of this kind that the budget allows.
 
         Raises:
-            ValueError: the budget counts under another relation of neighbours.
+            ValueError: if the ledger has releases with another relation of neighbours.
         """
         self._check_relation(release)
         if release not in self._left:
@@ -106,37 +107,36 @@ class PrivacyBudget:
         return self._left[release]
 
     def spend(self, release: Release, count: int = 1) -> None:
-        """Enter `count` releases that are about to be made.
+        """Record `count` releases; call it before they are made.
 
         Raises:
-            BudgetSpent: there is no room for all of them; none is entered.
+            BudgetSpent: if the budget does not allow all of them; none is then recorded.
             ValueError: see `left`.
         """
         check.integer(self, "count", count, least=1)
-        room = self.left(release)
-        if count > room:
+        left = self.left(release)
+        if count > left:
             raise BudgetSpent(
                 f"{self!r}: {count} more release(s) would exceed it: epsilon is {self.spent():.6g} "
                 f"after {sum(self.releases.values())} and would be "
-                f"{self.spent({release: count}):.6g}. Training ends here; the model is that of the "
-                "last release."
+                f"{self.spent({release: count}):.6g}. Training must end here, with the model of "
+                "the last release."
             )
         self.releases[release] = self.releases.get(release, 0) + count
-        self._left = {release: room - count}
+        self._left = {release: left - count}
 
     def stats(self) -> dict[str, float]:
-        """Epsilon spent, the budget's epsilon and delta, and the number of releases."""
-        number = sum(self.releases.values())
-        known = {"epsilon": self.spent(), "budget": self.epsilon, "delta": self.delta}
-        return known | {"releases": number}
+        """Return the spent epsilon, the budget's epsilon and delta, and the number of releases."""
+        stats = {"epsilon": self.spent(), "budget": self.epsilon, "delta": self.delta}
+        return stats | {"releases": sum(self.releases.values())}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ledger, in JSON's types."""
+        """Return the ledger as a JSON-serializable dict."""
         rows = [{**asdict(release), "count": n} for release, n in self.releases.items()]
         return {"privacy": {"epsilon": self.epsilon, "delta": self.delta, "releases": rows}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what has been spent; see the class."""
+        """Merge a saved ledger: for each kind of release the larger count is used."""
         for row in state["privacy"]["releases"]:
             fields = {key: value for key, value in row.items() if key != "count"}
             release, count = Release(**fields), row["count"]
@@ -145,11 +145,11 @@ class PrivacyBudget:
         self._left.clear()
 
     def _check_relation(self, release: Release) -> None:
-        known = next(iter(self.releases), release).relation
-        if known != release.relation:
+        recorded = next(iter(self.releases), release).relation
+        if recorded != release.relation:
             raise ValueError(
-                f"{self!r} counts neighbours that {known} a record, but this release counts those "
-                f"that {release.relation} one; use a budget for each."
+                f"{self!r} has releases for neighbours that {recorded} a record, but this release "
+                f"is for neighbours that {release.relation} a record; use one budget for each."
             )
 
     def _search(self, release: Release) -> int:
@@ -160,11 +160,11 @@ class PrivacyBudget:
 
 
 def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
-    """Return the epsilon of these releases of each kind; infinite where nothing is protected."""
+    """Return epsilon of these numbers of releases; infinity if one of them has no noise."""
     if not any(counts.values()):
         return 0.0
     if any(count and release.noise_multiplier < 1e-6 for release, count in counts.items()):
-        return math.inf  # the accountant would divide by it
+        return math.inf  # the accountant would divide by 0
     sampled = any(release.rate < 1 for release in counts)
     orders: Any = None
     total: Any = 0.0
@@ -177,7 +177,7 @@ def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _divergences(release: Release, sampled: bool) -> tuple[Any, Any]:
-    """Orders, and the Renyi divergence of one release at each of them."""
+    """Return orders, and the Renyi divergence of one release at each order."""
     accounting, rdp = _accounting()
     accountant = rdp.RdpAccountant(_ORDERS) if sampled else rdp.RdpAccountant()
     event = accounting.GaussianDpEvent(release.noise_multiplier)
@@ -190,10 +190,17 @@ def _divergences(release: Release, sampled: bool) -> tuple[Any, Any]:
 def multiplier_for(
     epsilon: float, delta: float, releases: int, rate: float = 1.0, relation: str = "replace"
 ) -> float:
-    """Return the least noise multiplier (to a thousandth) at which `count` releases fit.
+    """Return the least noise multiplier (to 0.1 %) for this number of releases in a budget.
+
+    Args:
+        epsilon: privacy bound, above 0.
+        delta: probability in (0, 1).
+        releases: number of releases.
+        rate: probability that a record is in a sample, in (0, 1].
+        relation: relation of neighbouring data sets, one of `RELATIONS`.
 
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError: if an argument is out of range.
     """
     check.integer("multiplier_for", "releases", releases, least=1)
     if not check.is_number(epsilon) or not epsilon > 0:

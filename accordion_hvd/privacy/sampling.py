@@ -1,4 +1,4 @@
-"""Lots of examples, drawn as the accounting of sub-sampling demands."""
+"""Poisson samples of examples, as the privacy accounting of subsampling requires."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from accordion_hvd.ops import secret
 
 
 class PoissonSampler:
-    """A rank's part of lots in which each record takes part with probability `rate`, on its own.
+    """This rank's part of lots that contain each record independently with probability `rate`.
 
-    Sub-sampling makes releases cheaper only if nobody knows who took part: draws come from the
-    operating system's cryptographic source, never from a seed. The ranks' parts of the data are
-    fixed and disjoint: rank r has records r, r + ranks, ... Lots differ in size and may be empty.
+    Subsampling reduces the privacy cost of a release only if the sample is secret. Samples are
+    therefore drawn from the operating system's cryptographic source, never from a seed. The ranks'
+    parts of the data are fixed and disjoint: rank r has records r, r + ranks, ... Lots differ in
+    size and may be empty.
 
     Args:
-        size: records in all.
-        rate: a number in (0, 1].
+        size: number of records on all ranks.
+        rate: probability that a record is in a lot, in (0, 1].
         rank: this rank.
-        ranks: how many there are.
+        ranks: number of ranks.
 
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError: if an argument is out of range.
     """
 
     def __init__(self, size: int, rate: float, rank: int = 0, ranks: int = 1) -> None:
@@ -37,7 +38,7 @@ class PoissonSampler:
 
     @property
     def expected(self) -> int:
-        """Records that are expected in a lot of all ranks: what `TopAgg.contributors` wants."""
+        """Expected number of records in a lot of all ranks, for `TopAgg.contributors`."""
         return max(1, round(self.size * self.rate))
 
     def draw(self) -> np.ndarray:
@@ -45,9 +46,9 @@ class PoissonSampler:
         return self.mine[secret.uniform(len(self.mine)) < self.rate]
 
     def __len__(self) -> int:
-        """Lots in which a record is expected once."""
+        """Return the number of lots in which each record is expected once."""
         return max(1, round(1 / self.rate))
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Return the number of lots."""
+        """Draw `len(self)` lots."""
         return (self.draw() for _ in range(len(self)))

@@ -1,4 +1,4 @@
-"""Gradients of single examples, in TensorFlow and Keras."""
+"""Gradients of single examples in TensorFlow and Keras."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ Loss = Callable[[Any, Any], tf.Tensor]
 def gradients(
     model: keras.Model, loss: Loss, inputs: Any, targets: Any, variables: Sequence[Any] = ()
 ) -> list[tf.Tensor]:
-    """Each example's gradient of each variable, vectorised; what `optimizer.apply` wants.
+    """Return each example's gradient of each variable, to be passed to `optimizer.apply`.
 
-    Best called within a `tf.function`: eagerly, it is traced anew each time.
+    Call this function in a `tf.function`; eager calls trace the model each time.
 
     Args:
-        model: treats examples apart from each other; called with training=True.
-        loss: of targets and outputs, one value an example: a Keras loss with reduction=None.
-        inputs: (examples, ...); none are allowed, too.
+        model: model that processes examples independently; called with training=True.
+        loss: function of targets and outputs with one value an example, such as a Keras loss with
+            reduction=None.
+        inputs: (examples, ...); may have 0 examples.
         targets: (examples, ...).
-        variables: by default all that are trainable.
+        variables: variables to differentiate by; by default all trainable ones.
 
     Returns:
-        For each variable (examples, its shape).
+        A list with one tensor for each variable, (examples, *shape of the variable).
 
     Raises:
-        ValueError: the model has batch normalisation, which mixes examples; or the loss does not
-            give one value an example.
+        ValueError: if the model has batch normalisation, which mixes examples, or the loss does not
+            return one value an example.
     """
     refuse_mixing(model)
     chosen = [getattr(v, "value", v) for v in variables or model.trainable_variables]
@@ -41,18 +42,18 @@ def gradients(
     if losses.shape.rank != 1:
         raise ValueError(
             f"privacy: the loss has shape {tuple(losses.shape)}, but must have one value an "
-            "example; give it reduction=None."
+            "example; set reduction=None."
         )
-    found = tape.jacobian(losses, chosen, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    return [tf.convert_to_tensor(g) for g in found]
+    jacobians = tape.jacobian(losses, chosen, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    return [tf.convert_to_tensor(g) for g in jacobians]
 
 
 def refuse_mixing(model: keras.Model) -> None:
-    """Raise ValueError where one example changes what others give."""
+    """Raise ValueError if the model has layers that mix examples (batch normalisation)."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization):
             raise ValueError(
                 f"privacy: layer {layer.name!r} is a {type(layer).__name__}, which mixes the "
-                "examples of a batch, so that none has a gradient of its own; use "
+                "examples of a batch, so that no example has its own gradient; use "
                 "GroupNormalization or LayerNormalization."
             )

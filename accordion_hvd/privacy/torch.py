@@ -1,4 +1,4 @@
-"""Gradients of single examples, in PyTorch."""
+"""Gradients of single examples in PyTorch."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ def gradients(
     targets: torch.Tensor,
     chunk: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Each example's gradient of each parameter that needs one.
+    """Return each example's gradient of each parameter that requires one.
 
     Args:
-        model: treats examples apart from each other.
-        loss: of outputs and targets, as `torch.nn.functional.cross_entropy`; called with a batch
-            of one.
-        inputs: (examples, ...); none are allowed, too.
+        model: model that processes examples independently.
+        loss: function of outputs and targets, such as `torch.nn.functional.cross_entropy`; called
+            with batches of one example.
+        inputs: (examples, ...); may have 0 examples.
         targets: (examples, ...).
-        chunk: examples that are computed together; None: all.
+        chunk: number of examples that are computed together; None: all.
 
     Returns:
-        Name of a parameter to (examples, its shape).
+        A dict from parameter names to gradients, (examples, *shape of the parameter).
 
     Raises:
-        ValueError: the model has batch normalisation, which mixes examples.
+        ValueError: if the model has batch normalisation, which mixes examples.
     """
     refuse_mixing(model)
     named = dict(model.named_parameters())
     wanted = {name: p.detach() for name, p in named.items() if p.requires_grad}
-    rest = {name: p.detach() for name, p in named.items() if not p.requires_grad}
-    rest |= dict(model.named_buffers())
+    constants = {name: p.detach() for name, p in named.items() if not p.requires_grad}
+    constants |= dict(model.named_buffers())
     if not len(inputs):
         return {name: p.new_zeros((0, *p.shape)) for name, p in wanted.items()}
 
-    def of_one(
+    def loss_of_one(
         parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor
     ) -> torch.Tensor:
-        outputs = functional_call(model, {**rest, **parameters}, (x.unsqueeze(0),))
+        outputs = functional_call(model, {**constants, **parameters}, (x.unsqueeze(0),))
         return loss(outputs, y.unsqueeze(0))
 
-    each = vmap(grad(of_one), (None, 0, 0), randomness="different", chunk_size=chunk)
-    return each(wanted, inputs, targets)
+    per_example = vmap(grad(loss_of_one), (None, 0, 0), randomness="different", chunk_size=chunk)
+    return per_example(wanted, inputs, targets)
 
 
 def backward(
@@ -58,22 +58,22 @@ def backward(
     targets: torch.Tensor,
     chunk: int | None = None,
 ) -> None:
-    """Put each example's gradients where a distributed optimizer with `TopAgg` finds them.
+    """Store each example's gradients in `parameter.grad_sample`, for an optimizer with `TopAgg`.
 
-    That is `parameter.grad_sample`, as Opacus' `GradSampleModule` does. Instead of
-    `loss.backward()`; the arguments are those of `gradients`.
+    Call this function instead of `loss.backward()`; Opacus' `GradSampleModule` uses the same
+    attribute. The arguments are those of `gradients`.
     """
-    found = gradients(model, loss, inputs, targets, chunk)
+    samples = gradients(model, loss, inputs, targets, chunk)
     for name, parameter in model.named_parameters():
-        if name in found:
-            parameter.grad_sample = found[name]  # type: ignore[attr-defined]
+        if name in samples:
+            parameter.grad_sample = samples[name]  # type: ignore[attr-defined]
 
 
 def refuse_mixing(model: torch.nn.Module) -> None:
-    """Raise ValueError where one example changes what others give."""
+    """Raise ValueError if the model has modules that mix examples (batch normalisation)."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(
                 f"privacy: module {name!r} is a {type(module).__name__}, which mixes the examples "
-                "of a batch, so that none has a gradient of its own; use GroupNorm or LayerNorm."
+                "of a batch, so that no example has its own gradient; use GroupNorm or LayerNorm."
             )

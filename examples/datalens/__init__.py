@@ -1,1 +1,1 @@
-"""Private generators trained by teachers' votes (DataLens), beside DP-SGD with the same budget."""
+"""Private generators trained by votes of teachers (DataLens), compared with DP-SGD."""

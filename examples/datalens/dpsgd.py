@@ -1,4 +1,4 @@
-"""What DataLens is compared with: DP-SGD, of a classifier and of a discriminator (DP-GAN)."""
+"""Baselines of DataLens: DP-SGD for a classifier and for the discriminator of a GAN (DP-GAN)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Images = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class DPSGD(Compressor):
-    """Examples' gradients clipped to a norm and added up, with Gaussian noise, added once.
+    """DP-SGD: the sum of clipped gradients of examples plus Gaussian noise.
 
-    "Deep Learning with Differential Privacy" (Abadi et al., CCS 2016). A yardstick: noise is
-    secret as `TopAgg`'s is, but sums are fp32, whose low bits are not part of the proof.
+    "Deep Learning with Differential Privacy" (Abadi et al., CCS 2016). This is a baseline: the
+    noise is secret, as in `TopAgg`, but sums are fp32, and the proof does not cover their low bits.
 
     Args:
-        clip: largest norm of an example's gradient.
+        clip: largest 2-norm of an example's gradient.
         noise: standard deviation of the noise, divided by `clip`.
-        contributors: examples that are expected in a lot of all ranks.
-        rate: with which probability an example takes part.
-        budget: what steps are entered in.
+        contributors: expected number of examples in a lot of all ranks.
+        rate: probability that an example is in a lot.
+        budget: budget that records the steps.
     """
 
     scope = "model"
@@ -49,15 +49,15 @@ class DPSGD(Compressor):
     budget: PrivacyBudget
 
     def spend(self) -> None:
-        """Enter a step in the budget."""
+        """Record a step in the budget."""
         self.budget.spend(Release(self.noise, self.rate, "add or remove"))
 
     def affords(self) -> bool:
-        """Whether the budget has room for another step."""
+        """Return whether the budget has room for another step."""
         return self.budget.left(Release(self.noise, self.rate, "add or remove")) >= 1
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """One allreduce; `grad` is (examples of this rank, elements)."""
+        """Average in one allreduce; `grad` is (examples of this rank, elements)."""
         xp = namespace(grad)
         rows, size = xp.shape(grad)
         total = np.zeros(size)
@@ -67,8 +67,8 @@ class DPSGD(Compressor):
             total = np.minimum(1.0, self.clip / norms) @ xp.to_numpy(x)
         if info.rank == 0:
             total = total + self.noise * self.clip * secret.normal(size)
-        mine = xp.asarray(total.astype(np.float32), xp.device(grad))
-        summed = yield Allreduce(mine, op="sum")
+        local = xp.asarray(total.astype(np.float32), xp.device(grad))
+        summed = yield Allreduce(local, op="sum")
         return summed * (1 / self.contributors), state
 
 
@@ -76,7 +76,7 @@ def private_optimizer(
     method: str, model: nn.Module, lr: float, sampler: PoissonSampler, budget: PrivacyBudget,
     steps: int, k: int
 ) -> Any:  # fmt: skip
-    """Adam under "dpsgd" or "topagg", with the noise that so many steps need."""
+    """Return Adam with DP-SGD ("dpsgd") or TopAgg ("topagg"), with the noise for `steps` steps."""
     noise = multiplier_for(budget.epsilon, budget.delta, steps, sampler.rate, "add or remove")
     lot, rate = sampler.expected, sampler.rate
     compression: Compressor = DPSGD(1.0, noise, lot, rate, budget)
@@ -95,7 +95,7 @@ def train_classifier(
     method: str, train: Images, test: Images, classes: int, budget: PrivacyBudget, *,
     steps: int, rate: float = 0.1, k: int = 500, lr: float = 5e-3, seed: int = 0
 ) -> float:  # fmt: skip
-    """Test accuracy of a classifier trained privately on real images; collective."""
+    """Return the test accuracy of a classifier trained privately on real images; collective."""
     torch.manual_seed(seed)
     model = gan.classifier(train[0].shape[1], classes, 32)
     sampler = PoissonSampler(len(train[0]), rate, hvd.rank(), hvd.size())
@@ -116,11 +116,11 @@ class Pairs(nn.Module):
         self.hidden, self.chosen = nn.Linear(pixels, width), nn.Linear(classes, width)
 
     def judge(self, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        """Logits (count,) of being real."""
+        """Return logits of being real, (count,)."""
         return (F.leaky_relu(self.hidden(images), 0.2) * self.chosen(classes)).sum(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(count, 2): logits of the real and of the generated image."""
+        """Return logits of the real and the generated image, (count, 2)."""
         real, fake, classes = x.split([self.pixels, self.pixels, x.shape[1] - 2 * self.pixels], 1)
         return torch.stack([self.judge(real, classes), self.judge(fake, classes)], 1)
 
@@ -135,24 +135,24 @@ def train_gan(
 ) -> None:  # fmt: skip
     """Train `generator` against a discriminator that DP-SGD trains; collective.
 
-    Of the data, the generator sees nothing but that discriminator.
+    The generator depends on the data only through this discriminator.
     """
     pixels, classes = train[0].shape[1], generator.classes
     critic = Pairs(pixels, classes, width)
     hvd.broadcast_parameters(critic.state_dict(), root_rank=0)
     sampler = PoissonSampler(len(train[0]), rate, hvd.rank(), hvd.size())
     optimizer = private_optimizer("dpsgd", critic, lr, sampler, budget, steps, 0)
-    ours = torch.optim.Adam(generator.parameters(), lr, betas=(0.5, 0.999))
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr, betas=(0.5, 0.999))
     while optimizer.exchange.policy.affords() and optimizer.exchange.steps < steps:
         lot = sampler.draw()
         labels = train[1][lot]
         with torch.no_grad():
             fake = generator(2 * torch.rand(len(lot), generator.noise) - 1, labels)
-        named = F.one_hot(labels, classes).float()
-        backward(critic, _pair_loss, torch.cat([train[0][lot], fake, named], 1), labels)
+        one_hot = F.one_hot(labels, classes).float()
+        backward(critic, _pair_loss, torch.cat([train[0][lot], fake, one_hot], 1), labels)
         optimizer.step()
         z, wanted = generator.draw(batch, random)
         logits = critic.judge(generator(z, wanted), F.one_hot(wanted, classes).float())
-        ours.zero_grad()
+        generator_optimizer.zero_grad()
         F.softplus(-logits).mean().backward()
-        ours.step()
+        generator_optimizer.step()

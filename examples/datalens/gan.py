@@ -1,6 +1,6 @@
-"""The networks of the private experiments: a generator, teachers side by side, a classifier.
+"""Networks of the private experiments: a generator, batched teachers, and a classifier.
 
-Small multi-layer perceptrons, conditional on the class; the authors of DataLens use convolutions.
+They are small class-conditional multi-layer perceptrons. The authors of DataLens use convolutions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class Generator(nn.Module):
-    """Images of given classes from noise.
+    """A generator of images of given classes.
 
     Args:
-        pixels: of an image.
-        classes: how many there are.
-        noise: dimensions of the noise.
-        width: hidden units.
-        shade: of the images that it begins with, in (-1, 1).
+        pixels: number of pixels of an image.
+        classes: number of classes.
+        noise: number of dimensions of the noise.
+        width: number of hidden units.
+        shade: mean pixel value of initial images, in (-1, 1).
     """
 
     def __init__(
@@ -42,29 +42,30 @@ class Generator(nn.Module):
         nn.init.constant_(self.layers[-2].bias, math.atanh(shade))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
-        """(count, pixels) in (-1, 1), from z (count, noise) and labels (count,)."""
+        """Return images (count, pixels) in (-1, 1), for z (count, noise) and labels (count,)."""
         return self.layers(torch.cat([z, F.one_hot(labels, self.classes).float()], 1))
 
     def draw(self, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Noise, uniform in (-1, 1), and labels: each class equally often."""
+        """Return noise, uniform in (-1, 1), and labels with equally frequent classes."""
         z = 2 * torch.rand(count, self.noise, generator=random) - 1
         first = int(torch.randint(self.classes, (), generator=random))
         return z, (torch.arange(count) + first) % self.classes
 
 
 class Teachers:
-    """Discriminators side by side, each with a part of the data of its own.
+    """A batch of discriminators, each with its own part of the data.
 
-    Conditional by projection (Miyato & Koyama, ICLR 2018): the class chooses with which vector the
-    hidden layer is multiplied. Parameters are stacked, so that one multiplication serves all;
-    nothing goes from one to another, and Adam works element by element. First weights are small,
-    for what a teacher wishes should come from its data, not from where its weights began.
+    Discriminators are conditional by projection (Miyato & Koyama, ICLR 2018): the class selects the
+    vector that multiplies the hidden layer. Parameters are stacked, so that one matrix
+    multiplication serves all teachers. Teachers do not influence each other: Adam is elementwise.
+    Initial weights are small, so that the votes of a teacher depend on its data rather than on its
+    initialization.
 
     Args:
-        images: (teachers, count, pixels): what each of them knows.
+        images: (teachers, count, pixels): training images of each teacher.
         labels: (teachers, count).
-        classes: how many there are.
-        width: hidden units.
+        classes: number of classes.
+        width: number of hidden units.
         lr: learning rate of Adam.
     """
 
@@ -86,7 +87,7 @@ class Teachers:
         return len(self.images)
 
     def judge(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Logits (teachers, count) of being real, of (teachers, count, pixels) and labels."""
+        """Return logits of being real, (teachers, count), for images (teachers, count, pixels)."""
         weight, bias, chosen, offset = self.weights
         hidden = F.leaky_relu(torch.baddbmm(bias, images, weight), 0.2)
         index = labels.expand(len(self), labels.shape[-1])
@@ -94,7 +95,7 @@ class Teachers:
         return (hidden * chosen.gather(1, wide)).sum(2) + offset.gather(1, index)
 
     def learn(self, images: Tensor, labels: Tensor) -> None:
-        """One step of all on their own images against generated ones, (count, pixels)."""
+        """Train all teachers for a step, on their own and on generated images (count, pixels)."""
         real = self.judge(self.images, self.labels)
         fake = self.judge(images.expand(len(self), *images.shape), labels)
         losses = F.softplus(-real).mean(1) + F.softplus(fake).mean(1)
@@ -103,26 +104,25 @@ class Teachers:
         self.optimizer.step()
 
     def wishes(self, images: Tensor, labels: Tensor) -> Tensor:
-        """How each of them would change each image to take it for real.
+        """Return each teacher's gradient of log D by each image, (teachers, count, pixels).
 
-        The negative gradient of -log D: (teachers, count, pixels). A teacher that knows no image
-        of a class has no wish (ours).
+        The gradient of a teacher is zero for classes without an image of its own (ours).
         """
-        shown = images.detach().expand(len(self), *images.shape).clone().requires_grad_()
-        liking = -F.softplus(-self.judge(shown, labels)).sum()
-        (slope,) = torch.autograd.grad(liking, [shown])
-        return slope * self.knows[:, labels][:, :, None]
+        copies = images.detach().expand(len(self), *images.shape).clone().requires_grad_()
+        log_d = -F.softplus(-self.judge(copies, labels)).sum()
+        (gradients,) = torch.autograd.grad(log_d, [copies])
+        return gradients * self.knows[:, labels][:, :, None]
 
 
 def classifier(pixels: int, classes: int, width: int = 128) -> nn.Sequential:
-    """What is trained to tell how good images are."""
+    """Return a classifier that is trained to evaluate generated images."""
     return nn.Sequential(nn.Linear(pixels, width), nn.ReLU(), nn.Linear(width, classes))
 
 
 def accuracy_after(
     images: Tensor, labels: Tensor, test: tuple[Tensor, Tensor], classes: int, seed: int
 ) -> float:
-    """Of a classifier trained on some images and tested on others."""
+    """Return the test accuracy of a classifier trained on the given images."""
     random = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = classifier(images.shape[1], classes)
@@ -137,6 +137,6 @@ def accuracy_after(
 
 
 def accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
-    """In [0, 1]."""
+    """Return the accuracy in [0, 1]."""
     with torch.no_grad():
         return float((model(test[0]).argmax(1) == test[1]).float().mean())

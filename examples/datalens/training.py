@@ -1,10 +1,10 @@
-"""DataLens: a generator that learns from the noisy votes of teachers spread over the ranks.
+"""DataLens: a generator that learns from the noisy votes of teachers on all ranks.
 
 "DataLens: Scalable Privacy Preserving Training via Gradient Compression and Aggregation" (Wang,
-Wu, Long, Rimanic, Zhang & Li, CCS 2021). Ours: small perceptrons instead of convolutions; records
-are dealt to teachers by their number, since dealing them class by class would move others when one
-record's class changes (and the released code uses records twice where a class runs out); teachers
-have no wish for classes that they do not know.
+Wu, Long, Rimanic, Zhang & Li, CCS 2021). Ours: small perceptrons instead of convolutions, and no
+votes of teachers on classes of which they have no image. Records are assigned to teachers by their
+number: an assignment by class would move other records when the class of one record changes (and
+the released code uses records twice if a class runs out).
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ Images = dpsgd.Images
 
 @dataclass
 class Settings:
-    """A private generator, and what it is compared with.
+    """Settings of a private generator and of its baselines.
 
     Args:
-        name: of the run; its results are in `<output>/<name>`.
-        data: which images: digits (inside scikit-learn) or mnist.
-        limit: use at most so many images for training and testing.
+        name: name of the run; its results are in `<output>/<name>`.
+        data: data set: digits (inside scikit-learn) or mnist.
+        limit: largest number of images for training and testing; null: all.
         epsilons: privacy budgets; one generator is trained for each, and one without privacy.
-        delta: of all budgets; well below one in the number of images.
-        teachers: how many there are, over all ranks; each has its own part of the images.
+        delta: delta of all budgets, well below 1 / (number of images).
+        teachers: number of teachers on all ranks; each has its own part of the images.
         teacher_width: hidden units of a teacher.
-        teacher_steps: steps that teachers take before each vote.
-        pretrain: steps that they take before the first one.
-        k: pixels of an image that a teacher votes on.
-        clip: bound of a teacher's wish for a pixel (the authors' max_grad, so small that votes are
-            certain); null: its largest.
-        threshold: fraction of the teachers, in [0, 1), that a vote must exceed; null: none, the
-            generator follows the mean vote.
+        teacher_steps: steps of the teachers before each vote.
+        pretrain: steps of the teachers before the first vote.
+        k: number of pixels of an image that a teacher votes on.
+        clip: bound of a teacher's gradient for a pixel (the authors' max_grad, so small that votes
+            are not random); null: the teacher's largest gradient.
+        threshold: fraction of the teachers, in [0, 1), that a vote must exceed; null: the generator
+            follows the mean vote.
         steps: votes of a private run (each on `batch` images).
-        free_steps: votes without privacy.
-        batch: images that are voted on at a time; each is a release.
-        step_size: how far an image is moved for a full vote.
+        free_steps: votes of the run without privacy.
+        batch: images of a vote; each image is a release.
+        step_size: distance that a unanimous vote moves a pixel.
         student_steps: steps of the generator after each vote.
         width: hidden units of the generator.
         noise: dimensions of the generator's noise.
-        shade: that generated images begin with, in (-1, 1); that images are dark (-1) but for some
-            strokes is no secret, and spares votes.
+        shade: mean pixel value of the initial images, in (-1, 1); a dark ground (-1) is not secret
+            and saves votes.
         lr: learning rate of the generator.
-        baselines: train by DP-SGD, too: a classifier, and a generator (DP-GAN).
-        dp_steps: steps of these.
-        seed: of weights and of the generator's noise; never of the noise that protects.
+        baselines: also train a classifier and a generator (DP-GAN) by DP-SGD.
+        dp_steps: steps of the baselines.
+        seed: seed of weights and of the generator's noise; never of the private noise.
         output: folder for results.
-        checkpoint: keep what is needed to resume, after every tenth vote.
-        resume: go on from the last checkpoints of the run of this name.
+        checkpoint: save a checkpoint after every tenth vote.
+        resume: resume the run of this name from its last checkpoints.
         progress: show a progress bar.
     """
 
@@ -101,7 +101,7 @@ class Settings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when a value is impossible."""
+        """Raises: ValueError if a value is out of range."""
         who = "settings"
         counts = ("teachers", "teacher_width", "pretrain", "steps", "free_steps", "batch")
         for key in (*counts, "student_steps", "width", "noise", "k", "dp_steps"):
@@ -124,7 +124,7 @@ class Settings:
             check.refuse(who, "name", self.name, "made of letters, digits and . _ + -")
 
     def method(self, epsilon: float) -> TopAgg:
-        """How teachers vote; with infinite `epsilon` without noise."""
+        """Return the aggregation of votes; for infinite `epsilon`, without noise."""
         options: dict[str, Any] = {"unit": "teacher", "contributors": self.teachers}
         if math.isinf(epsilon):
             return TopAgg(self.k, self.clip, 0.0, self.threshold, unprotected=True, **options)
@@ -134,7 +134,7 @@ class Settings:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Train as `settings` say; collective. Returns what `result.json` holds."""
+    """Train with these settings and return the content of `result.json`; collective."""
     try:
         data = load(settings.data, settings.limit, settings.seed)
     except DataError as error:
@@ -181,9 +181,10 @@ def _title(epsilon: float) -> str:
 
 # ------------------------------------------------------------------------------------ the generator
 def my_teachers(settings: Settings, train: Images, classes: int) -> gan.Teachers:
-    """Those of this rank: teacher t is on rank t modulo ranks, record i with teacher i modulo N.
+    """Return the teachers of this rank.
 
-    Equally many records each; no record has two teachers. What is left over has none.
+    Teacher t is on rank t modulo ranks, and record i belongs to teacher i modulo N. All teachers
+    have the same number of records, and no record has two teachers; leftover records are unused.
     """
     number, share = settings.teachers, len(train[0]) // settings.teachers
     torch.manual_seed(settings.seed * 1000 + hvd.rank())
@@ -194,7 +195,7 @@ def my_teachers(settings: Settings, train: Images, classes: int) -> gan.Teachers
 def _generator(
     settings: Settings, epsilon: float, train: Images, test: Images, classes: int
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """What came of a generator at this epsilon, and images of each class."""
+    """Train a generator at this epsilon; return its results and images of each class."""
     method, teachers = settings.method(epsilon), my_teachers(settings, train, classes)
     torch.manual_seed(settings.seed)
     student = Student(settings, _new_generator(settings, train, classes))
@@ -207,14 +208,14 @@ def _generator(
     steps = settings.free_steps if math.isinf(epsilon) else settings.steps
     show = settings.progress and hvd.rank() == 0
     with tqdm(total=steps, initial=student.step, desc=_title(epsilon), disable=not show) as bar:
-        learnt = False
+        pretrained = False
         while student.step < steps and ballot.affords(settings.batch):
-            for _ in range(settings.teacher_steps if learnt else settings.pretrain):
+            for _ in range(settings.teacher_steps if pretrained else settings.pretrain):
                 teachers.learn(*student.show())
-            learnt = True
+            pretrained = True
             student.follow(teachers, ballot)
             if settings.checkpoint and (student.step % 10 == 0 or student.step == steps):
-                hvd.save_state(place, only=[ballot])  # first: what is spent is never forgotten
+                hvd.save_state(place, only=[ballot])  # first, so that no spent privacy is lost
                 student.save(place / "student.pt")
             bar.update()
     images, labels = student.draw(4000)
@@ -238,30 +239,30 @@ def _new_generator(settings: Settings, train: Images, classes: int) -> gan.Gener
 
 
 class Student:
-    """The generator, which is the same on all ranks: it sees what is released, and nothing else.
+    """The generator, which depends only on releases and is therefore equal on all ranks.
 
     Args:
-        settings: of the run.
-        generator: as it begins.
+        settings: settings of the run.
+        generator: the initial generator.
     """
 
     def __init__(self, settings: Settings, generator: gan.Generator) -> None:
         self.settings, self.generator, self.step = settings, generator, 0
-        self.random = torch.Generator().manual_seed(settings.seed)  # of what it paints: public
+        self.random = torch.Generator().manual_seed(settings.seed)  # of public noise
         self.optimizer = torch.optim.Adam(generator.parameters(), settings.lr, betas=(0.5, 0.999))
 
     def draw(self, count: int) -> Images:
-        """Generated images and their labels."""
+        """Return generated images and their labels."""
         z, labels = self.generator.draw(count, self.random)
         with torch.no_grad():
             return self.generator(z, labels), labels
 
     def show(self) -> Images:
-        """What teachers learn to tell from the real."""
+        """Return a batch of generated images on which teachers train."""
         return self.draw(self.settings.batch)
 
     def follow(self, teachers: gan.Teachers, ballot: Ballot) -> None:
-        """Have the teachers vote on a batch of images, and learn to paint what they wish."""
+        """Let the teachers vote on a batch of images, and train on the resulting images."""
         z, labels = self.generator.draw(self.settings.batch, self.random)
         images = self.generator(z, labels).detach()
         target = images + self.settings.step_size * ballot.vote(teachers.wishes(images, labels))
@@ -273,14 +274,14 @@ class Student:
         self.step += 1
 
     def sheet(self, classes: int, columns: int = 10) -> torch.Tensor:
-        """(classes, columns, pixels)."""
+        """Return generated images of each class, (classes, columns, pixels)."""
         z = 2 * torch.rand(classes * columns, self.generator.noise, generator=self.random) - 1
         with torch.no_grad():
             images = self.generator(z, torch.arange(classes).repeat_interleave(columns))
         return images.reshape(classes, columns, -1)
 
     def save(self, path: Path) -> None:
-        """Rank 0 writes all of it: it has seen nothing private."""
+        """Write the generator and its optimizer on rank 0; they depend only on releases."""
         if hvd.rank() == 0:
             state = {"step": self.step, "random": self.random.get_state()}
             state |= {
@@ -293,7 +294,7 @@ class Student:
         hvd.barrier()
 
     def load(self, path: Path) -> None:
-        """The inverse of `save`, on every rank."""
+        """Load what `save` has written, on every rank."""
         state = torch.load(path, weights_only=True)
         self.generator.load_state_dict(state["generator"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -301,17 +302,17 @@ class Student:
         self.step = state["step"]
 
 
-# -------------------------------------------------------------------------------- what it is beside
+# --------------------------------------------------------------------------------------- baselines
 def _baselines(
     settings: Settings, epsilon: float, train: Images, test: Images, classes: int
 ) -> dict[str, float]:
-    """Test accuracies of what DP-SGD, and TopAgg in its place, make of the same budget."""
-    found = {}
+    """Return the test accuracies of the baselines with the same budget."""
+    accuracies = {}
     for method in ("dpsgd", "topagg"):
         budget = PrivacyBudget(epsilon, settings.delta)
         options = {"steps": settings.dp_steps, "seed": settings.seed}
         accuracy = dpsgd.train_classifier(method, train, test, classes, budget, **options)
-        found[f"{method}_classifier"] = accuracy
+        accuracies[f"{method}_classifier"] = accuracy
     torch.manual_seed(settings.seed)
     generator = _new_generator(settings, train, classes)
     random = torch.Generator().manual_seed(settings.seed)
@@ -320,19 +321,19 @@ def _baselines(
     z, labels = generator.draw(4000, random)
     with torch.no_grad():
         images = generator(z, labels)
-    found["dpgan"] = gan.accuracy_after(images, labels, test, classes, settings.seed)
-    return found
+    accuracies["dpgan"] = gan.accuracy_after(images, labels, test, classes, settings.seed)
+    return accuracies
 
 
-# ------------------------------------------------------------------------------------ what it shows
+# ------------------------------------------------------------------------------------------ results
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """Head and rows: budget, what was spent, test accuracies."""
+    """Return a table of budgets, spent privacy and test accuracies, header first."""
     rows = [
         ["budget", "spent", "releases", "sigma", "DataLens", "DP-GAN", "DP-SGD, classifier",
          "TopAgg in its place"]
     ]  # fmt: skip
     for row in result["rows"]:
-        cells = [row["accuracy"], *(row.get(f"{n}") for n in _BESIDE)]
+        cells = [row["accuracy"], *(row.get(name) for name in _BASELINES)]
         shown = ["-" if cell is None else f"{cell:.1%}" for cell in cells]
         spent = "-" if row["spent"] is None else f"{row['spent']:.3f}"
         budget = _title(row["epsilon"]) if row["epsilon"] is not None else "no privacy"
@@ -340,11 +341,11 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-_BESIDE = ("dpgan", "dpsgd_classifier", "topagg_classifier")
+_BASELINES = ("dpgan", "dpsgd_classifier", "topagg_classifier")
 
 
 def draw(pictures: dict[str, torch.Tensor], shape: tuple[int, ...], path: Path) -> None:
-    """Sheets side by side: a row for each class."""
+    """Draw one sheet of images for each budget, with a row for each class."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -629,8 +629,8 @@ def test_refusals_say_why() -> None:
     for bad, why in [
         ("topk", "is no compressor"),
         (DGC(), "returns no averaged gradients"),
-        (FP16(), "keeps nothing"),
-        (Threshold(0.1), "does not say that it contracts"),
+        (FP16(), "has no residual"),
+        (Threshold(0.1), "is not marked as contractive"),
     ]:
         with pytest.raises(ValueError, match=f"such as TopK\\(0.01\\): this one {why}"):
             CDAdam(compressor=bad)
