@@ -17,8 +17,9 @@ from accordion_hvd.graph.skew import normalizer
 from accordion_hvd.graph.structure import Array, flat
 
 DENSE = 0.1
-"""If the likeliest places of a list are taken with at least this probability, every place is
-tested. In longer lists, this would cost more than generating the few places that are taken."""
+"""If the likeliest places of a list are taken with at least this probability, every place of the
+list is tested. In longer lists, this would cost more than generating the few places that are
+taken."""
 
 
 @dataclass(frozen=True, eq=False)

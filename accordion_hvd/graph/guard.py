@@ -90,13 +90,16 @@ class VarianceGuard:
         return ratio
 
     def probe(self, exact: float, sampled: float, epoch: int) -> bool:
-        """Compare two losses of the same batch. Returns whether s is 1 for the time being.
+        """Compare two losses of the same batch; if they differ too much, s is 1 for a time.
 
         Args:
             exact: loss with all neighbours.
             sampled: loss with sampled neighbours.
-            epoch: number of the epoch. If the losses differ too much, s is 1 until the end of the
-                next epoch.
+            epoch: number of the epoch.
+
+        Returns:
+            Whether s is 1 now. After a difference above `tolerance`, s is 1 until the end of the
+            next epoch.
         """
         if not abs(sampled - exact) <= self.tolerance * abs(exact):
             self.exact_until = epoch + 1

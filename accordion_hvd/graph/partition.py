@@ -50,12 +50,12 @@ class Partition:
         Raises:
             ValueError: if `owner` is not one rank from 0 to `parts` - 1 for each node.
         """
-        found = checked_owners("Partition", owner, graph.nodes, parts)
-        parts = parts or int(found.max()) + 1
-        rows = np.repeat(found, graph.degrees)
-        cut = int(np.count_nonzero(rows != found[graph.indices])) // 2
-        balance = float(np.bincount(found, minlength=parts).max() * parts / graph.nodes)
-        return cls(found, parts, cut, cut / max(1, graph.edges), balance)
+        owners = checked_owners("Partition", owner, graph.nodes, parts)
+        parts = parts or int(owners.max()) + 1
+        rows = np.repeat(owners, graph.degrees)
+        cut = int(np.count_nonzero(rows != owners[graph.indices])) // 2
+        balance = float(np.bincount(owners, minlength=parts).max() * parts / graph.nodes)
+        return cls(owners, parts, cut, cut / max(1, graph.edges), balance)
 
 
 def checked_owners(caller: Any, owner: Any, nodes: int, parts: int | None = None) -> Array:
@@ -64,15 +64,15 @@ def checked_owners(caller: Any, owner: Any, nodes: int, parts: int | None = None
     Raises:
         ValueError: if `owner` is not one rank from 0 to `parts` - 1 for each node.
     """
-    found = np.asarray(owner.owner if isinstance(owner, Partition) else owner)
-    if found.shape != (nodes,) or found.dtype.kind not in "iu":
-        given = f"of shape {found.shape} and type {found.dtype}"
+    owners = np.asarray(owner.owner if isinstance(owner, Partition) else owner)
+    if owners.shape != (nodes,) or owners.dtype.kind not in "iu":
+        given = f"of shape {owners.shape} and type {owners.dtype}"
         check.refuse(caller, "part", given, f"one integer for each of {nodes} nodes")
-    if found.min() < 0 or (parts is not None and found.max() >= parts):
-        wrong = found[(found < 0) | (found >= (parts or 2**31))][0]
+    if owners.min() < 0 or (parts is not None and owners.max() >= parts):
+        wrong = owners[(owners < 0) | (owners >= (parts or 2**31))][0]
         allowed = "of at least 0" if parts is None else f"from 0 to {parts - 1}"
         check.refuse(caller, "an owner in part", int(wrong), f"an integer {allowed}")
-    return found.astype(np.int32)
+    return owners.astype(np.int32)
 
 
 def partition(graph: Graph, parts: int, method: str = "metis", seed: int = 0) -> Partition:
@@ -117,12 +117,12 @@ def _metis(graph: Graph, parts: int, seed: int) -> Array:
     if len(graph.indices) >= 2**31:
         raise ValueError(
             f"partition: the graph has {graph.edges} edges, but METIS has 32-bit indices and takes "
-            "fewer than 2**30; choose method='hash', or make a Partition.of your own owners."
+            "fewer than 2**30; choose method='hash', or pass your own owners to Partition.of."
         )
     options = pymetis.Options(seed=seed)
     adjacency = pymetis.CSRAdjacency(graph.indptr.astype(np.int32), graph.indices.astype(np.int32))
-    found = pymetis.part_graph(parts, adjacency, options=options)
-    return np.asarray(found.vertex_part)
+    result = pymetis.part_graph(parts, adjacency, options=options)
+    return np.asarray(result.vertex_part)
 
 
 def _hash(x: Array) -> Array:

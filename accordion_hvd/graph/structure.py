@@ -52,9 +52,9 @@ class Graph:
         """
         check.integer("Graph", "nodes", nodes, least=1)
         check.one_of("Graph", "normalization", normalization, NORMALIZATIONS)
-        found = _checked(edges, nodes)
-        found = found[:, found[0] != found[1]]
-        keys = np.unique(np.concatenate([found[0] * nodes + found[1], found[1] * nodes + found[0]]))
+        pairs = _checked(edges, nodes)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        keys = np.unique(np.concatenate([pairs[0] * nodes + pairs[1], pairs[1] * nodes + pairs[0]]))
         rows, indices = np.divmod(keys, nodes)
         degrees = np.bincount(rows, minlength=nodes)
         indptr = np.concatenate([[0], np.cumsum(degrees)])
@@ -94,13 +94,13 @@ def digest(*arrays: Array) -> int:
 
 
 def _checked(edges: Any, nodes: int) -> Array:
-    found = np.asarray(edges)
-    if found.ndim != 2 or found.shape[0] != 2 or (found.size and found.dtype.kind not in "iu"):
-        given = f"an array of shape {found.shape} and type {found.dtype}"
+    pairs = np.asarray(edges)
+    if pairs.ndim != 2 or pairs.shape[0] != 2 or (pairs.size and pairs.dtype.kind not in "iu"):
+        given = f"an array of shape {pairs.shape} and type {pairs.dtype}"
         raise ValueError(f"Graph: edges is {given}, but must be integers of shape (2, count).")
-    found = found.astype(np.int64)
-    check_nodes("Graph", "edges", found, nodes)
-    return found
+    pairs = pairs.astype(np.int64)
+    check_nodes("Graph", "edges", pairs, nodes)
+    return pairs
 
 
 def check_nodes(owner: Any, name: str, ids: Array, nodes: int) -> None:

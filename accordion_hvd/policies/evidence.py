@@ -150,12 +150,12 @@ class StateNorms(Evidence):
     def read(self, exchange: Any) -> Reading:
         """Return the current L1 norms."""
         yield from ()
-        xp, found = exchange.xp, {}
+        xp, norms = exchange.xp, {}
         for entry in exchange.bucket_states if exchange.communicator.rank == 0 else ():
             if entry.bucket.compress and entry.state:
                 sums = xp.bucket_norms(entry.state[self.of], entry.bucket.size, "l1")
-                found[entry.bucket.name] = xp.reshape(sums, ())
-        return numbers(exchange, found)
+                norms[entry.bucket.name] = xp.reshape(sums, ())
+        return numbers(exchange, norms)
 
 
 class CompressionError(Evidence):
@@ -236,12 +236,12 @@ class StepTimes(Evidence):
 
 def weight_norms(exchange: Any) -> dict[str, float]:
     """Return the norm of the weights of each bucket that the policy serves."""
-    xp, weights, found = exchange.xp, exchange.replicas(), {}
+    xp, weights, norms = exchange.xp, exchange.replicas(), {}
     for entry in exchange.bucket_states:
         if entry.bucket.compress:
             tensors = [weights[exchange.tensors[i].name] for i in entry.bucket.members]
-            found[entry.bucket.name] = xp.norm(xp.stack([xp.norm(tensor) for tensor in tensors]))
-    return numbers(exchange, found)
+            norms[entry.bucket.name] = xp.norm(xp.stack([xp.norm(tensor) for tensor in tensors]))
+    return numbers(exchange, norms)
 
 
 def kept(exchange: Any, evidence: Evidence) -> Iterator[tuple[str, Tensor]]:

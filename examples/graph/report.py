@@ -39,13 +39,13 @@ def start(settings: GraphSettings) -> Row:
         stop(str(error))
     from examples.graph import training
 
-    found = training.run(settings, data)
-    if found["rank"] == 0:
+    result = training.run(settings, data)
+    if result["rank"] == 0:
         folder = Path(settings.output) / settings.name
-        picture([found], folder / "result.png")
-        sys.stdout.write(f"{title(found)}\n\n{as_text(table(found))}\n\nsee {folder}/\n")
+        picture([result], folder / "result.png")
+        sys.stdout.write(f"{title(result)}\n\n{as_text(table(result))}\n\nsee {folder}/\n")
         sys.stdout.flush()
-    return found
+    return result
 
 
 def method_of(run: Row) -> tuple[str, float]:
@@ -53,10 +53,10 @@ def method_of(run: Row) -> tuple[str, float]:
     return ("s", run["skew"]) if "skew" in run else ("D", run["budget"])
 
 
-def methods(found: Row) -> dict[tuple[str, float], list[Row]]:
+def methods(result: Row) -> dict[tuple[str, float], list[Row]]:
     """Return the trainings of each sampler, in order of first appearance."""
     rows: dict[tuple[str, float], list[Row]] = {}
-    for run in found["runs"]:
+    for run in result["runs"]:
         rows.setdefault(method_of(run), []).append(run)
     return rows
 
@@ -77,10 +77,10 @@ def difference(runs: Sequence[Row], base: Sequence[Row]) -> tuple[float, float]:
     return statistics.fmean(points), spread
 
 
-def table(found: Row) -> list[list[str]]:
+def table(result: Row) -> list[list[str]]:
     """Return the header and the rows of the table, with means over seeds."""
     rows: list[Row] = []
-    by_method = methods(found)
+    by_method = methods(result)
     base = by_method.get(("s", 1.0))
     for (kind, value), runs in by_method.items():
         row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": ""}
@@ -96,16 +96,16 @@ def table(found: Row) -> list[list[str]]:
     return tabulate(COLUMNS, rows)
 
 
-def title(found: Row) -> str:
+def title(result: Row) -> str:
     """Describe the framework, the data and the settings in a line."""
-    settings = found["settings"]
+    settings = result["settings"]
     hops = ", ".join(map(str, settings["sizes"]))
-    seeds = max(map(len, methods(found).values()))
+    seeds = max(map(len, methods(result).values()))
     kind = "nodes a layer" if settings["sampling"] == "layer" else "neighbours of a node"
     return (
         f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
-        f"({found['nodes']:,} nodes, {found['edges']:,} edges, {found['features']} features), "
-        f"{found['ranks']} ranks, parts by {settings['partition']} ({found['cut_share']:.1%} of "
+        f"({result['nodes']:,} nodes, {result['edges']:,} edges, {result['features']} features), "
+        f"{result['ranks']} ranks, parts by {settings['partition']} ({result['cut_share']:.1%} of "
         f"edges cut), {hops} {kind}, {settings['epochs']} epochs, {seeds} seed(s)"
     )
 
@@ -115,16 +115,16 @@ COLOURS = {"s": "#0072B2", "D": "#D55E00"}
 """Colours that colour-blind readers can distinguish (Okabe & Ito)."""
 
 
-def picture(found: Sequence[Row], path: Path) -> None:
+def picture(results: Sequence[Row], path: Path) -> None:
     """Plot test accuracy against remote rows, with a panel for each comparison."""
-    with figure(path, (5.2 * len(found), 4.6), columns=len(found)) as (_, axes):
-        for axis, comparison in zip(axes[0], found, strict=True):
-            _panel(axis, comparison)
+    with figure(path, (5.2 * len(results), 4.6), columns=len(results)) as (_, axes):
+        for axis, result in zip(axes[0], results, strict=True):
+            _panel(axis, result)
         axes[0][0].set_ylabel("test accuracy (%), mean and standard deviation over seeds")
 
 
-def _panel(axis: Any, found: Row) -> None:
-    by_method = methods(found)
+def _panel(axis: Any, result: Row) -> None:
+    by_method = methods(result)
     for kind, label in (("s", "constant skew s"), ("D", "variance budget D")):
         points = sorted((x, runs) for (which, x), runs in by_method.items() if which == kind)
         rows = [mean(runs, "remote") for _, runs in points]
@@ -142,12 +142,12 @@ def _panel(axis: Any, found: Row) -> None:
     base = by_method.get(("s", 1.0))
     if base is not None:
         axis.axhline(100 * mean(base, "accuracy") - 0.5, color="grey", ls=":", lw=1)
-    settings = found["settings"]
+    settings = result["settings"]
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.xaxis.set_minor_formatter(lambda value, _: "")
     axis.set_xlabel("rows from other ranks an epoch (logarithmic)")
-    axis.set_title(f"{NAMES[settings['data']]}, {found['ranks']} ranks", fontsize=11)
+    axis.set_title(f"{NAMES[settings['data']]}, {result['ranks']} ranks", fontsize=11)
     axis.margins(x=0.12, y=0.15)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)

@@ -211,7 +211,7 @@ def run(settings: GraphSettings, data: GraphData) -> Row:
 
     comparison = Comparison(settings, data)
     part = comparison.part
-    found: Row = {
+    result: Row = {
         "format": FORMAT,
         "settings": settings.as_dict(),
         "ranks": comparison.size,
@@ -227,12 +227,12 @@ def run(settings: GraphSettings, data: GraphData) -> Row:
     for number in range(settings.seeds):
         for method in settings.methods():
             row = comparison.run(method, settings.seed + number)
-            found["runs"].append(row)
+            result["runs"].append(row)
             if comparison.rank == 0:
-                write_json(path, found)
+                write_json(path, result)
                 if settings.progress:
                     print(summary(row), flush=True)
-    return found
+    return result
 
 
 def summary(row: Row) -> str:
