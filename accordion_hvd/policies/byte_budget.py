@@ -80,7 +80,7 @@ class ByteBudget(Observer):
             alternation.averaging_models = self.allowed(LOW, now) == HIGH
 
     def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
-        """Lower the levels of `rows` to the levels that the budget allows.
+        """Replace the levels of `rows` that exceed the budget by cheaper ones.
 
         Buckets without a row keep their level.
 
