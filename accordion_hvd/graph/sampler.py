@@ -87,7 +87,7 @@ class Sampler:
       (`base="linear"`). If there are at most m candidates, all are taken.
 
     The diagonal term of each target is always exact. With q the probabilities (here q = p) and m
-    the number of draws, a drawn node has weight 1 / (m q_u) in mode "iid" (m draws with
+    the number of draws, each draw has weight 1 / (m q_u) in mode "iid" (m draws with
     replacement), or 1 / pi_u in mode "bernoulli" (each node is taken independently with probability
     pi_u = min(1, m q_u), without duplicates). So the estimate is unbiased before the layer's
     non-linearity. A target of which no neighbour is drawn has only its diagonal term, which is a
@@ -98,9 +98,9 @@ class Sampler:
 
     Args:
         graph: the entire graph.
-        fanout: number of neighbours per node, for all hops or for each hop from the batch outwards;
-            None in a list takes all neighbours.
-        layer_size: number of nodes per layer, for all hops or for each hop; instead of `fanout`.
+        fanout: number of neighbours per node, a list with an entry for each hop from the batch
+            outwards (an int for one hop); an entry None takes all neighbours.
+        layer_size: number of nodes per layer, for each hop; instead of `fanout`.
         mode: "bernoulli" or "iid".
         base: base probabilities of layer-wise sampling, "squared" or "linear".
         seed: seed of the draws, equal on all ranks.
@@ -133,9 +133,7 @@ class Sampler:
                 check.integer(self, name, size, least=1)
         if not sizes:
             check.refuse(self, name, sizes, "a size for each hop")
-        self._place = np.zeros(
-            graph.nodes, np.int64
-        )  # scratch memory: position of a node in a list
+        self._place = np.zeros(graph.nodes, np.int64)  # scratch: positions of nodes in a list
 
     @property
     def hops(self) -> int:
