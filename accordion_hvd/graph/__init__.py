@@ -1,4 +1,4 @@
-"""Graph networks whose nodes are spread over ranks: sampling that prefers what is at hand.
+"""Graph networks with nodes distributed over ranks: neighbour sampling that prefers local nodes.
 
 ```python
 graph = Graph.from_edges(edges, nodes)

@@ -1,9 +1,9 @@
-"""Random choices from many short lists at once, without a loop over the lists.
+"""Random draws from many short lists at once, without a loop over the lists.
 
-List i has `degree[i]` places, `start[i]` and those after it. `near(places)` tells which of them are
-local; these are `skew[i]` times as likely as others. With `local` the share of local places,
-q = skew / (degree kappa) for local places and 1 / (degree kappa) for others. At skew 1 no draw
-depends on what is local.
+List i has `degree[i]` places, from `start[i]` on. `is_local(places)` returns which places are
+local; a local place is `skew[i]` times as likely as a remote one. With `local` the share of local
+places, q = skew / (degree kappa) for local places and q = 1 / (degree kappa) for remote ones
+(kappa: see `skew.normalizer`). At skew 1, no draw depends on which places are local.
 """
 
 from __future__ import annotations
@@ -17,49 +17,50 @@ from accordion_hvd.graph.skew import normalizer
 from accordion_hvd.graph.structure import Array, flat
 
 DENSE = 0.1
-"""Lists whose likeliest places are taken with at least this probability are gone through place by
-place; in longer ones looking at every place would cost more than finding the few that are taken."""
+"""If the likeliest places of a list are taken with at least this probability, every place of the
+list is tested. In longer lists, this would cost more than generating the few places that are
+taken."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """See the module.
+    """Lists of places to draw from; see the module.
 
     Attributes:
-        start: (lists,).
-        degree: (lists,), at least 1.
-        skew: (lists,), at least 1.
-        local: (lists,), in [0, 1].
-        near: tells which places are local.
+        start: (lists,), first place of each list.
+        degree: (lists,), number of places, at least 1.
+        skew: (lists,), s, at least 1.
+        local: (lists,), share of local places, in [0, 1].
+        is_local: function from places to a mask of the local ones.
     """
 
     start: Array
     degree: Array
     skew: Array
     local: Array
-    near: Callable[[Array], Array]
+    is_local: Callable[[Array], Array]
 
     def probabilities(self, rows: Array, places: Array) -> Array:
-        """q of some places: of list `rows[i]`, place `places[i]`."""
-        far = 1.0 / (self.degree * normalizer(self.skew, self.local))
-        return np.where(self.near(places), (self.skew * far)[rows], far[rows])
+        """Return q of each place `places[i]` in list `rows[i]`."""
+        remote = 1.0 / (self.degree * normalizer(self.skew, self.local))
+        return np.where(self.is_local(places), (self.skew * remote)[rows], remote[rows])
 
     def chosen(self, index: Array) -> Lists:
-        """Some of the lists."""
+        """Return the lists at the given indices."""
         columns = self.start, self.degree, self.skew, self.local
         start, degree, skew, local = (column[index] for column in columns)
-        return Lists(start, degree, skew, local, self.near)
+        return Lists(start, degree, skew, local, self.is_local)
 
 
 Draws = tuple[Array, Array, Array]
-"""For each place that was drawn: its list, the place, and how often it came."""
+"""For each drawn place: its list, the place, and how often it was drawn."""
 
 
 def independent(lists: Lists, count: int, random: np.random.Generator) -> Draws:
-    """`count` draws from each list, with replacement (i.i.d. from q).
+    """Draw `count` places from each list, with replacement (i.i.d. from q).
 
-    Places are proposed uniformly; remote ones are accepted with probability 1 / skew, others are
-    proposed anew.
+    Rejection sampling: places are proposed uniformly; a remote place is accepted with probability
+    1 / skew, a local one always. A rejected draw is proposed again.
     """
     rows = np.repeat(np.arange(len(lists.start)), count)
     places = np.empty(len(rows), np.int64)
@@ -68,9 +69,9 @@ def independent(lists: Lists, count: int, random: np.random.Generator) -> Draws:
         mine = rows[open_]
         offset = (random.random(len(open_)) * lists.degree[mine]).astype(np.int64)
         places[open_] = lists.start[mine] + offset
-        refused = random.random(len(open_)) * lists.skew[mine] >= 1.0
-        refused &= ~lists.near(places[open_])
-        open_ = open_[refused]
+        rejected = random.random(len(open_)) * lists.skew[mine] >= 1.0
+        rejected &= ~lists.is_local(places[open_])
+        open_ = open_[rejected]
     order = np.lexsort((places, rows))
     rows, places = rows[order], places[order]
     first = np.flatnonzero(_first_of_run(rows, places))
@@ -79,20 +80,20 @@ def independent(lists: Lists, count: int, random: np.random.Generator) -> Draws:
 
 
 def inclusion(q: Array, count: int) -> Array:
-    """min(1, count q): the probability with which Bernoulli sampling takes a place."""
+    """Return min(1, count q), the probability that Bernoulli sampling takes a place."""
     return np.minimum(1.0, count * q)
 
 
 def bernoulli(lists: Lists, count: int, random: np.random.Generator) -> Draws:
-    """Each place independently, with probability min(1, count q)."""
+    """Draw each place independently, with probability min(1, count q)."""
     kappa = normalizer(lists.skew, lists.local)
     likeliest = inclusion(lists.skew / (lists.degree * kappa), count)
-    dense = likeliest >= DENSE
-    here, there = np.flatnonzero(dense), np.flatnonzero(~dense)
-    one = _place_by_place(lists.chosen(here), count, random)
-    two = _by_arrivals(lists.chosen(there), count, random)
-    rows = np.concatenate([here[one[0]], there[two[0]]])
-    places = np.concatenate([one[1], two[1]])
+    is_dense = likeliest >= DENSE
+    dense, sparse = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
+    dense_rows, dense_places = _place_by_place(lists.chosen(dense), count, random)
+    sparse_rows, sparse_places = _by_arrivals(lists.chosen(sparse), count, random)
+    rows = np.concatenate([dense[dense_rows], sparse[sparse_rows]])
+    places = np.concatenate([dense_places, sparse_places])
     order = np.argsort(rows, kind="stable")
     return rows[order], places[order], np.ones(len(rows), np.int64)
 
@@ -100,38 +101,39 @@ def bernoulli(lists: Lists, count: int, random: np.random.Generator) -> Draws:
 def _place_by_place(lists: Lists, count: int, random: np.random.Generator) -> tuple[Array, Array]:
     rows = np.repeat(np.arange(len(lists.start)), lists.degree)
     places = flat(lists.start, lists.degree)
-    far = count / (lists.degree * normalizer(lists.skew, lists.local))
-    rate = np.where(lists.near(places), (lists.skew * far)[rows], far[rows])
-    kept = np.flatnonzero(random.random(len(rows)) < rate)
-    return rows[kept], places[kept]
+    remote = count / (lists.degree * normalizer(lists.skew, lists.local))
+    rate = np.where(lists.is_local(places), (lists.skew * remote)[rows], remote[rows])
+    taken = np.flatnonzero(random.random(len(rows)) < rate)
+    return rows[taken], places[taken]
 
 
 def _by_arrivals(lists: Lists, count: int, random: np.random.Generator) -> tuple[Array, Array]:
-    """Take as many steps as places are taken, however long the lists are.
+    """Draw in time proportional to the number of drawn places, not to the length of the lists.
 
-    Each place has a length: -log(1 - its probability). Points are strewn on the line of all places
-    at rate 1 (a Poisson process); a place is taken if one falls on it, which has that very
-    probability, independently of others. Remote places are laid out as long as local ones, and a
-    point there counts with the probability by which they are shorter (thinning).
+    Let a place of probability pi be an interval of length -log(1 - pi), and let points fall on the
+    line of all intervals at rate 1 (a Poisson process). Then an interval is hit with probability
+    pi, independently of the others, and every place that is hit is drawn. For fast lookup, remote
+    places have the same length as local ones, and a point on a remote place counts only with the
+    ratio of the two lengths as its probability (thinning).
     """
-    far = count / (lists.degree * normalizer(lists.skew, lists.local))
-    long, short = -np.log1p(-lists.skew * far), -np.log1p(-far)
+    remote = count / (lists.degree * normalizer(lists.skew, lists.local))
+    long, short = -np.log1p(-lists.skew * remote), -np.log1p(-remote)
     ends = np.cumsum(long * lists.degree)
     total = float(ends[-1]) if len(ends) else 0.0
     points = np.sort(random.random(random.poisson(total))) * total
-    counts = random.random(len(points))
+    thinning = random.random(len(points))
     rows = np.minimum(np.searchsorted(ends, points, side="right"), len(ends) - 1)
     begin = ends - long * lists.degree
     offset = ((points - begin[rows]) / long[rows]).astype(np.int64)
     places = lists.start[rows] + np.clip(offset, 0, lists.degree[rows] - 1)
-    taken = lists.near(places) | (counts * long[rows] < short[rows])
+    taken = lists.is_local(places) | (thinning * long[rows] < short[rows])
     rows, places = rows[taken], places[taken]
     first = _first_of_run(rows, places)
     return rows[first], places[first]
 
 
 def _first_of_run(rows: Array, places: Array) -> Array:
-    """Return where (row, place) differs from the entry before."""
+    """Return a mask of the entries whose (row, place) differs from the entry before."""
     first = np.ones(len(rows), bool)
     first[1:] = (places[1:] != places[:-1]) | (rows[1:] != rows[:-1])
     return first

@@ -1,4 +1,4 @@
-"""Looks after the variance budget while training."""
+"""A guard of the variance budget during training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from accordion_hvd.graph.structure import Array
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The probabilities by which a layer was sampled, for `VarianceGuard` and for tests.
+    """The probabilities with which a layer was sampled, for `VarianceGuard` and for tests.
 
-    One entry for each draw: node-wise a pair of target and neighbour, layer-wise a node.
+    A trace has one entry per draw: a pair of target and neighbour (node-wise), or a node
+    (layer-wise).
 
     Attributes:
         columns: position of the drawn node in `Block.sources`.
-        size: ||A_Tu||_2, its share in a unless the features differ in norm.
+        size: ||A_Tu||_2, which is proportional to a_u if all features have the same norm.
         p: base probability.
         q: probability with the skew.
-        weight: by which what is drawn is multiplied to stand for all: 1 / pi, or draws / (m q).
+        weight: factor of the draw in the estimate: 1 / pi, or draws / (m q).
     """
 
     columns: Array
@@ -33,19 +34,20 @@ class Trace:
 
 
 class VarianceGuard:
-    """Takes the skew back where the variance that is measured exceeds the budget.
+    """Reduces the skew if the measured variance exceeds the budget.
 
-    The closed forms of `accordion_hvd.graph.skew` assume features of equal norm or worse. From the
-    nodes that were drawn, and the norms of their values, M(q) and M(p) can be estimated without
-    bias; every `every` steps s - 1 is halved if their ratio is above the budget, and grows by
-    `growth` if it is not. If the loss on a batch with exact aggregation is far from the sampled
-    one, s is 1 for an epoch. Derived from the budget, not from a paper. A rank's guard looks at
-    this rank's batches only and needs no communication.
+    The closed forms of `accordion_hvd.graph.skew` assume features of equal norm, or the worst case.
+    The guard estimates M(q) and M(p) without bias from the drawn nodes and the norms of their
+    values. Every `every` steps, it halves s - 1 if M(q) / M(p) is above the budget, and multiplies
+    s - 1 by `growth` (up to its full value) if not. If the loss of a batch with exact aggregation
+    differs too much from the sampled loss, s is 1 until the end of the next epoch. The guard
+    follows from the budget, not from a paper. The guard of a rank measures only this rank's batches
+    and needs no communication.
 
     Args:
-        every: steps between looks.
-        tolerance: share by which a sampled loss may differ from the exact one.
-        growth: factor by which s - 1 recovers after a look that found no excess.
+        every: steps between measurements.
+        tolerance: relative difference allowed between a sampled loss and the exact one.
+        growth: factor of s - 1 after a measurement within the budget, at least 1.
     """
 
     def __init__(self, every: int = 20, tolerance: float = 0.1, growth: float = 1.1) -> None:
@@ -62,20 +64,20 @@ class VarianceGuard:
         return step % self.every == 0
 
     def factor(self, hop: int, epoch: int) -> float:
-        """Return the remaining part of s - 1, in [0, 1]."""
+        """Return the factor of s - 1 for a hop, in [0, 1]."""
         return 0.0 if epoch <= self.exact_until else self.factors.get(hop, 1.0)
 
     def observe(self, hop: int, trace: Trace, norms: Array, budget: float) -> float:
-        """Estimate M(q) / M(p) from what was drawn, and shrink or grow.
+        """Estimate M(q) / M(p) from the draws of a block, and adapt the factor of s - 1.
 
         Args:
-            hop: from the batch outwards.
-            trace: of its block.
-            norms: (sources,): of the block's sources' values.
+            hop: number of the hop, counted from the batch outwards.
+            trace: the trace of the block.
+            norms: (sources,), norms of the values of the block's sources.
             budget: D.
 
         Returns:
-            The estimate; NaN if nothing was drawn.
+            The estimate; NaN if no node was drawn.
         """
         squares = (trace.size * np.asarray(norms, np.float64)[trace.columns]) ** 2 * trace.weight
         base = float(np.sum(squares / trace.p))
@@ -88,12 +90,16 @@ class VarianceGuard:
         return ratio
 
     def probe(self, exact: float, sampled: float, epoch: int) -> bool:
-        """Compare losses of the same batch; whether s is 1 until the end of the next epoch.
+        """Compare two losses of the same batch; if they differ too much, s is 1 for a time.
 
         Args:
-            exact: with all neighbours.
-            sampled: with those that were drawn.
-            epoch: in which.
+            exact: loss with all neighbours.
+            sampled: loss with sampled neighbours.
+            epoch: number of the epoch.
+
+        Returns:
+            Whether s is 1 now. After a difference above `tolerance`, s is 1 until the end of the
+            next epoch.
         """
         if not abs(sampled - exact) <= self.tolerance * abs(exact):
             self.exact_until = epoch + 1

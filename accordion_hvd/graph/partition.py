@@ -1,4 +1,4 @@
-"""Partitions: the owner of each node."""
+"""Partitions of a graph: which rank owns each node."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ METHODS = ("metis", "random", "hash")
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Nodes dealt out to ranks.
+    """An assignment of nodes to ranks.
 
     Attributes:
-        owner: (nodes,), int32: the rank that owns each.
-        parts: how many ranks.
-        cut: edges between nodes of different owners.
-        cut_share: of all edges.
-        balance: nodes of the largest part over the mean; 1 is even.
+        owner: (nodes,), int32: the rank that owns each node.
+        parts: number of ranks.
+        cut: number of edges between nodes of different owners.
+        cut_share: `cut` divided by the number of edges.
+        balance: size of the largest part divided by the mean size; 1 is even.
     """
 
     owner: Array
@@ -40,53 +40,57 @@ class Partition:
 
     @property
     def sizes(self) -> Array:
-        """(parts,): nodes of each."""
+        """Return the number of nodes of each part, (parts,)."""
         return np.bincount(self.owner, minlength=self.parts)
 
     @classmethod
     def of(cls, graph: Graph, owner: Any, parts: int | None = None) -> Partition:
-        """Return the partition of a list of owners; parts may be empty.
+        """Return the partition with the given owners; parts may be empty.
 
         Raises:
-            ValueError: there is not one owner from 0 to `parts` - 1 for each node.
+            ValueError: if `owner` is not one rank from 0 to `parts` - 1 for each node.
         """
-        found = checked_owners("Partition", owner, graph.nodes, parts)
-        parts = parts or int(found.max()) + 1
-        rows = np.repeat(found, graph.degrees)
-        cut = int(np.count_nonzero(rows != found[graph.indices])) // 2
-        balance = float(np.bincount(found, minlength=parts).max() * parts / graph.nodes)
-        return cls(found, parts, cut, cut / max(1, graph.edges), balance)
+        owners = checked_owners("Partition", owner, graph.nodes, parts)
+        parts = parts or int(owners.max()) + 1
+        rows = np.repeat(owners, graph.degrees)
+        cut = int(np.count_nonzero(rows != owners[graph.indices])) // 2
+        balance = float(np.bincount(owners, minlength=parts).max() * parts / graph.nodes)
+        return cls(owners, parts, cut, cut / max(1, graph.edges), balance)
 
 
 def checked_owners(caller: Any, owner: Any, nodes: int, parts: int | None = None) -> Array:
-    """Owners as int32; raises ValueError if they are not what they must be."""
-    found = np.asarray(owner.owner if isinstance(owner, Partition) else owner)
-    if found.shape != (nodes,) or found.dtype.kind not in "iu":
-        given = f"of shape {found.shape} and type {found.dtype}"
+    """Return owners as int32.
+
+    Raises:
+        ValueError: if `owner` is not one rank from 0 to `parts` - 1 for each node.
+    """
+    owners = np.asarray(owner.owner if isinstance(owner, Partition) else owner)
+    if owners.shape != (nodes,) or owners.dtype.kind not in "iu":
+        given = f"of shape {owners.shape} and type {owners.dtype}"
         check.refuse(caller, "part", given, f"one integer for each of {nodes} nodes")
-    if found.min() < 0 or (parts is not None and found.max() >= parts):
-        wrong = found[(found < 0) | (found >= (parts or 2**31))][0]
+    if owners.min() < 0 or (parts is not None and owners.max() >= parts):
+        wrong = owners[(owners < 0) | (owners >= (parts or 2**31))][0]
         allowed = "of at least 0" if parts is None else f"from 0 to {parts - 1}"
         check.refuse(caller, "an owner in part", int(wrong), f"an integer {allowed}")
-    return found.astype(np.int32)
+    return owners.astype(np.int32)
 
 
 def partition(graph: Graph, parts: int, method: str = "metis", seed: int = 0) -> Partition:
-    """Deal the nodes of a graph out.
+    """Partition the nodes of a graph.
 
     Args:
         graph: the graph.
-        parts: the number of ranks.
+        parts: number of ranks, at most the number of nodes.
         method: "metis": parts of nearly equal size with few edges between them (Karypis & Kumar,
-            SIAM J. Sci. Comput., 1998; needs the package pymetis); "random": parts of equal size,
-            by `seed`; "hash": by a hash of the node's number, which everybody can compute. The last
-            two cut all but a `parts`-th of the edges: baselines.
-        seed: of METIS' and of the random choice. The same seed gives the same parts with the same
-            pymetis; `FeatureStore` checks that ranks agree.
+            SIAM J. Sci. Comput., 1998; needs the package pymetis). "random": parts of equal size,
+            drawn with `seed`. "hash": by a hash of the node's number. "random" and "hash" are
+            baselines, which cut all edges but about 1 / `parts` of them.
+        seed: seed of "metis" and "random". The same seed and version of pymetis give the same
+            parts; `FeatureStore` checks that all ranks agree.
 
     Raises:
-        ValueError: an impossible argument, more parts than nodes among them.
-        ImportError: pymetis is missing.
+        ValueError: if an argument is not allowed, for example more parts than nodes.
+        ImportError: if "metis" is asked for and pymetis is not installed.
     """
     check.integer("partition", "parts", parts, least=1, most=graph.nodes)
     check.one_of("partition", "method", method, METHODS)
@@ -98,7 +102,7 @@ def partition(graph: Graph, parts: int, method: str = "metis", seed: int = 0) ->
     elif method == "random":
         owner = np.random.default_rng(seed).permutation(np.arange(graph.nodes) % parts)
     else:
-        owner = (_mixed(np.arange(graph.nodes, dtype=np.uint64)) % np.uint64(parts)).astype(int)
+        owner = (_hash(np.arange(graph.nodes, dtype=np.uint64)) % np.uint64(parts)).astype(int)
     return Partition.of(graph, owner, parts)
 
 
@@ -107,22 +111,22 @@ def _metis(graph: Graph, parts: int, seed: int) -> Array:
         import pymetis
     except ImportError:
         raise ImportError(
-            "partition: METIS is reached through pymetis, which is not installed; install it "
-            "(pip install pymetis), or choose method='random'."
+            "partition: method 'metis' needs the package pymetis, which is not installed; install "
+            "it (pip install pymetis), or choose method='random'."
         ) from None
     if len(graph.indices) >= 2**31:
         raise ValueError(
-            f"partition: the graph has {graph.edges} edges, but METIS counts with 32 bits and "
-            "takes less than 2**30; choose method='hash' or pass owners of your own."
+            f"partition: the graph has {graph.edges} edges, but METIS has 32-bit indices and takes "
+            "fewer than 2**30; choose method='hash', or pass your own owners to Partition.of."
         )
     options = pymetis.Options(seed=seed)
     adjacency = pymetis.CSRAdjacency(graph.indptr.astype(np.int32), graph.indices.astype(np.int32))
-    found = pymetis.part_graph(parts, adjacency, options=options)
-    return np.asarray(found.vertex_part)
+    result = pymetis.part_graph(parts, adjacency, options=options)
+    return np.asarray(result.vertex_part)
 
 
-def _mixed(x: Array) -> Array:
-    """Scatter 64-bit integers by the finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
+def _hash(x: Array) -> Array:
+    """Hash 64-bit integers by the finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

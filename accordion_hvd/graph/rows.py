@@ -1,4 +1,4 @@
-"""Formats of feature rows on the wire: as they are, in 16 bits, or in 8."""
+"""Formats of feature rows in messages: fp32, 16 bits or 8 bits."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from accordion_hvd.ops import numpy as xp
 
 @dataclass(frozen=True)
 class Wire:
-    """A form in which rows travel: each as the bytes of its own message.
+    """A format of feature rows, in which each row is encoded as a message of its own.
 
     Args:
-        kind: `Dense`, `FP16`, `BF16` or `Int8`, whose messages of several rows are made of those
-            of each row.
+        kind: `Dense`, `FP16`, `BF16` or `Int8`. The message of these codecs for several rows
+            consists of the messages of the rows.
     """
 
     kind: type[Codec]
 
     @property
     def name(self) -> str:
-        """Return the name of the format as in spec strings."""
+        """Return the name of the format, as in spec strings."""
         return self.kind.__name__.lower()
 
     def width(self, features: int) -> int:
-        """Return the bytes of a row with this number of features."""
+        """Return the bytes of an encoded row with this number of features."""
         return sum(part.nbytes for part in self._of_one(features))
 
     def encode(self, rows: Array) -> Array:
-        """Rows (count, features) fp32 as (count, width) uint8."""
+        """Encode rows, (count, features) fp32, as (count, width) uint8."""
         count, features = rows.shape
         message = self._codec(features).encode(rows, Info())
         parts = zip(message, self._of_one(features), strict=True)
-        return np.hstack([xp.to_bytes(part).reshape(count, one.nbytes) for part, one in parts])
+        return np.hstack([xp.to_bytes(part).reshape(count, row.nbytes) for part, row in parts])
 
     def decode(self, coded: Array, features: int) -> Array:
-        """Invert `encode`, given the features."""
+        """Decode rows, (count, width) uint8, into (count, features) fp32."""
         message, start = [], 0
-        for one in self._of_one(features):
-            part = np.ascontiguousarray(coded[:, start : start + one.nbytes])
-            message.append(part.reshape(-1).view(one.dtype))
-            start += one.nbytes
+        for row in self._of_one(features):
+            part = np.ascontiguousarray(coded[:, start : start + row.nbytes])
+            message.append(part.reshape(-1).view(row.dtype))
+            start += row.nbytes
         like = np.empty((len(coded), features), np.float32)
         return self._codec(features).decode(tuple(message), like, Info())
 
@@ -60,14 +60,15 @@ class Wire:
 
 
 def wire_of(compression: Any) -> Wire:
-    """Return the format of a compression.
+    """Return the format that a compression stands for.
 
     Args:
-        compression: None, `Dense`, `FP16`, `BF16`, `Int8`, or a word for one. `Int8` has a scale
-            for each row, whatever its `block`, and no error feedback: a row is sent anew each time.
+        compression: None, `Dense`, `FP16`, `BF16`, `Int8`, or a spec string of one of these. `Int8`
+            has one scale per row, whatever its `block`, and no error feedback, since each fetch
+            sends the row itself.
 
     Raises:
-        ValueError: it is another.
+        ValueError: if it is another compression.
     """
     from accordion_hvd.resolve import parse
 

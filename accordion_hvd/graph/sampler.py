@@ -1,8 +1,8 @@
-"""Neighbours for a mini-batch: base samplers, and one that prefers local nodes without a bias.
+"""Neighbour sampling for mini-batches, with an unbiased preference for local nodes.
 
 `Sampler` draws as GraphSAGE does (`fanout`: neighbours of each node) or as LADIES does
-(`layer_size`: nodes for a whole layer). `SkewedSampler` makes nodes that this rank owns likelier
-and weights every node by the probability with which it was really drawn.
+(`layer_size`: nodes of an entire layer). `SkewedSampler` makes the nodes of this rank likelier, and
+weights each node by the probability with which it was drawn.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ BASES = ("squared", "linear")
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One layer of a batch: an unbiased estimate of the rows of A that belong to its targets.
+    """One layer of a batch: a sparse matrix that is an unbiased estimate of its targets' rows of A.
 
     Attributes:
-        sources: (sources,), nodes whose values come in; the first `targets` are the targets.
-        targets: how many nodes values come out for.
-        rows: (entries,), position of a target; ascending.
-        columns: (entries,), position of a source; no pair of row and column comes twice.
-        values: (entries,), fp32. E[values] is A; the node's own term and exact rows have A itself.
-        trace: only if `sample` was asked for it.
+        sources: (sources,), nodes whose values the layer reads; the first `targets` of them are the
+            targets.
+        targets: number of nodes for which the layer computes values.
+        rows: (entries,), position of the target of each entry; ascending.
+        columns: (entries,), position of the source of each entry; no (row, column) occurs twice.
+        values: (entries,), fp32, with E[values] = A. Diagonal entries and exact rows equal A.
+        trace: the probabilities of the draws; None unless `sample` was called with `trace=True`.
     """
 
     sources: Array
@@ -46,11 +47,11 @@ class Block:
 
     @property
     def indptr(self) -> Array:
-        """(targets + 1,): where rows begin, for compressed rows."""
+        """Return the start of each row, (targets + 1,), as in compressed sparse rows."""
         return np.concatenate([[0], np.cumsum(np.bincount(self.rows, minlength=self.targets))])
 
     def aggregate(self, values: Array) -> Array:
-        """Estimate A h for the targets, from h (sources, features) in NumPy."""
+        """Estimate A h for the targets, given h, (sources, features), as a NumPy array."""
         total = np.zeros((self.targets, *values.shape[1:]), np.result_type(values, np.float32))
         parts = values[self.columns] * self.values.reshape(-1, *[1] * (values.ndim - 1))
         if len(parts):
@@ -61,11 +62,12 @@ class Block:
 
 
 Blocks = tuple[Block, ...]
-"""From the input on: the first needs its sources' features, the last gives the batch's values."""
+"""Blocks from the input to the output: the first block reads features, the last one computes the
+values of the batch."""
 
 
 class _Layer(NamedTuple):
-    """The input of sampling a layer: targets, their first neighbours, the counts of neighbours."""
+    """Targets of a layer, with the start and the number of their neighbours in `Graph.indices`."""
 
     targets: Array
     start: Array
@@ -76,30 +78,33 @@ class _Layer(NamedTuple):
 
 
 class Sampler:
-    """The base samplers; they know of no partition.
+    """The base samplers of GraphSAGE and LADIES, which ignore partitions.
 
-    Which of a layer's nodes a batch gets is drawn from a generator seeded by (seed, rank, epoch,
-    step, hop): the same arguments give the same blocks, and ranks draw independently.
-
-    - `fanout=f`, node-wise (GraphSAGE, Hamilton et al., 2017): p is uniform over a node's
-      neighbours. Nodes with at most f neighbours get them all, exactly.
+    - `fanout=f`, node-wise (GraphSAGE, Hamilton et al., 2017): the base probability p is uniform
+      over the neighbours of a node. If a node has at most f neighbours, all are taken.
     - `layer_size=m`, layer-wise (LADIES, Zou et al., 2019): the candidates are all neighbours of
-      all targets, p_u is proportional to sum_v A_vu^2 (`base="squared"`) or to sum_v |A_vu|
-      ("linear"). At most m candidates are all taken, exactly.
+      all targets, and p_u is proportional to sum_v A_vu^2 (`base="squared"`) or to sum_v |A_vu|
+      (`base="linear"`). If there are at most m candidates, all are taken.
 
-    A node's own term is always taken exactly. What is drawn is weighted by 1 / (m q_u) ("iid": m
-    draws with replacement) or 1 / pi_u ("bernoulli": each node independently with pi_u =
-    min(1, m q_u); no duplicates), so the estimate is unbiased before the layer's non-linearity. A
-    node whose neighbours are all passed over keeps its own term, which is a valid draw.
+    The diagonal term of each target is always exact. With q the probabilities (here q = p) and m
+    the number of draws, each draw has weight 1 / (m q_u) in mode "iid" (m draws with
+    replacement), or 1 / pi_u in mode "bernoulli" (each node is taken independently with probability
+    pi_u = min(1, m q_u), without duplicates). So the estimate is unbiased before the layer's
+    non-linearity. A target of which no neighbour is drawn has only its diagonal term, which is a
+    valid draw.
+
+    The random generator is seeded by (seed, rank, epoch, step, hop): equal arguments give equal
+    blocks, and ranks draw independently.
 
     Args:
-        graph: the whole structure.
-        fanout: neighbours of a node, for each hop, from the batch outwards; None takes all.
-        layer_size: nodes of a layer, for each hop; instead of `fanout`.
+        graph: the entire graph.
+        fanout: number of neighbours per node, a list with an entry for each hop from the batch
+            outwards (an int for one hop); an entry None takes all neighbours.
+        layer_size: number of nodes per layer, for each hop; instead of `fanout`.
         mode: "bernoulli" or "iid".
-        base: of layer-wise sampling.
-        seed: equal on all ranks.
-        rank: this rank; others draw other nodes.
+        base: base probabilities of layer-wise sampling, "squared" or "linear".
+        seed: seed of the draws, equal on all ranks.
+        rank: this rank.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class Sampler:
         rank: int = 0,
     ) -> None:
         if (fanout is None) == (layer_size is None):
-            check.refuse(self, "fanout", fanout, "given, or else layer_size, but not both")
+            check.refuse(self, "fanout", fanout, "given, or layer_size instead, but not both")
         check.one_of(self, "mode", mode, MODES)
         check.one_of(self, "base", base, BASES)
         check.integer(self, "seed", seed, least=0)
@@ -128,24 +133,24 @@ class Sampler:
                 check.integer(self, name, size, least=1)
         if not sizes:
             check.refuse(self, name, sizes, "a size for each hop")
-        self._place = np.zeros(graph.nodes, np.int64)  # of a node in the list at hand
+        self._place = np.zeros(graph.nodes, np.int64)  # scratch: positions of nodes in a list
 
     @property
     def hops(self) -> int:
-        """Layers that a batch reaches through."""
+        """Return the number of layers."""
         return len(self.sizes)
 
     def sample(self, targets: Any, epoch: int = 0, step: int = 0, trace: bool = False) -> Blocks:
         """Return the blocks of a batch.
 
         Args:
-            targets: nodes, each once.
-            epoch: seeds the draws, as does
-            step: the batch's number in the epoch.
-            trace: note what was drawn by which probability.
+            targets: nodes of the batch, without duplicates.
+            epoch: number of the epoch, part of the seed.
+            step: number of the batch in the epoch, part of the seed.
+            trace: whether to record the probabilities of the draws in `Block.trace`.
 
         Raises:
-            ValueError: targets are no nodes, or one comes twice.
+            ValueError: if a target is no node of the graph, or occurs twice.
         """
         nodes = self._checked(targets)
         blocks: list[Block] = []
@@ -161,9 +166,9 @@ class Sampler:
             check.refuse(self, "targets", kind, "a list of integers")
         nodes = given.astype(np.int64)
         check_nodes(self, "targets", nodes, self.graph.nodes)
-        twice = ~self._last(nodes)
+        twice = ~self._is_last(nodes)
         if twice.any():
-            check.refuse(self, "a target", int(nodes[twice][0]), "named once in a batch")
+            check.refuse(self, "a target", int(nodes[twice][0]), "unique in a batch")
         return nodes
 
     # ------------------------------------------------------------------------------ one layer
@@ -173,27 +178,27 @@ class Sampler:
         layer = _Layer(targets, start, self.graph.indptr[targets + 1] - start, hop, epoch, random)
         size = self.sizes[hop]
         if size is None:
-            rows, places, scale, noted = self._whole(layer)
+            rows, places, scale, drawn = self._all_neighbours(layer)
         else:
             draw = self._by_node if self.by_node else self._by_layer
-            rows, places, scale, noted = draw(layer, size)
+            rows, places, scale, drawn = draw(layer, size)
         nodes = self.graph.indices[places].astype(np.int64)
-        sources, columns = self._joined(targets, nodes)
-        mine = np.arange(len(targets))
-        all_rows = np.concatenate([mine, rows])
+        sources, columns = self._join(targets, nodes)
+        diagonal = np.arange(len(targets))
+        all_rows = np.concatenate([diagonal, rows])
         order = np.argsort(all_rows, kind="stable")
         values = (self.graph.weights[places] * scale).astype(np.float32)
         return Block(
             sources,
             len(targets),
             all_rows[order],
-            np.concatenate([mine, columns])[order],
+            np.concatenate([diagonal, columns])[order],
             np.concatenate([self.graph.own[targets], values])[order],
-            self._trace(noted, sources) if trace else None,
+            self._trace(drawn, sources) if trace else None,
         )
 
-    def _whole(self, layer: _Layer) -> Any:
-        """Return all neighbours: row, place and factor of each; and nothing for a trace."""
+    def _all_neighbours(self, layer: _Layer) -> Any:
+        """Return row, place and factor of all neighbours; and None, since nothing was drawn."""
         rows = np.repeat(np.arange(len(layer.targets)), layer.degree)
         return rows, flat(layer.start, layer.degree), np.ones(len(rows)), None
 
@@ -201,12 +206,12 @@ class Sampler:
         targets, start, degree = layer.targets, layer.start, layer.degree
         few, many = np.flatnonzero(degree <= fanout), np.flatnonzero(degree > fanout)
         local, skew = self._node_skews(targets[many], layer.hop, layer.epoch)
-        lists = draws.Lists(start[many], degree[many], skew, local, self._near_places)
+        lists = draws.Lists(start[many], degree[many], skew, local, self._is_local)
         draw = draws.bernoulli if self.mode == "bernoulli" else draws.independent
         rows, places, times = draw(lists, fanout, layer.random)
         q, p = lists.probabilities(rows, places), 1.0 / degree[many[rows]]
         scale = self._scale(self._weighted_by(p, q), fanout, times)
-        noted = (
+        drawn = (
             self.graph.indices[places],
             np.abs(self.graph.weights[places].astype(np.float64)),
             p,
@@ -218,14 +223,14 @@ class Sampler:
             np.concatenate([exact, many[rows]]),
             np.concatenate([flat(start[few], degree[few]), places]),
             np.concatenate([np.ones(len(exact)), scale]),
-            noted,
+            drawn,
         )
 
     def _by_layer(self, layer: _Layer, size: int) -> Any:
-        rows, places, whole, _ = self._whole(layer)
+        rows, places, ones, _ = self._all_neighbours(layer)
         nodes, columns = self._distinct(self.graph.indices[places].astype(np.int64))
         if len(nodes) <= size:
-            return rows, places, whole, None
+            return rows, places, ones, None
         weights = np.abs(self.graph.weights[places].astype(np.float64))
         squares = np.bincount(columns, weights * weights, len(nodes))
         base = squares if self.base == "squared" else np.bincount(columns, weights, len(nodes))
@@ -235,20 +240,20 @@ class Sampler:
             times = (layer.random.random(len(nodes)) < draws.inclusion(q, size)).astype(np.int64)
         else:
             ends = np.cumsum(q)
-            drawn = np.searchsorted(ends, layer.random.random(size) * ends[-1], side="right")
-            times = np.bincount(np.minimum(drawn, len(nodes) - 1), minlength=len(nodes))
+            index = np.searchsorted(ends, layer.random.random(size) * ends[-1], side="right")
+            times = np.bincount(np.minimum(index, len(nodes) - 1), minlength=len(nodes))
         scale = self._scale(self._weighted_by(p, q), size, times)
         taken = np.flatnonzero(times)
-        exact = self._scale(q, size, times)[taken]
-        noted = nodes[taken], np.sqrt(squares[taken]), p[taken], q[taken], exact
-        kept = np.flatnonzero(times[columns])
-        return rows[kept], places[kept], scale[columns[kept]], noted
+        weight = self._scale(q, size, times)[taken]
+        drawn = nodes[taken], np.sqrt(squares[taken]), p[taken], q[taken], weight
+        entries = np.flatnonzero(times[columns])
+        return rows[entries], places[entries], scale[columns[entries]], drawn
 
     def _scale(self, q: Array, count: int, times: Array) -> Array:
         return times / (draws.inclusion(q, count) if self.mode == "bernoulli" else count * q)
 
-    # ------------------------------------------------------------- what the skewed sampler changes
-    def _near_places(self, places: Array) -> Array:
+    # ------------------------------------------------------------ overridden by the skewed sampler
+    def _is_local(self, places: Array) -> Array:
         return np.ones(len(places), bool)
 
     def _node_skews(self, targets: Array, hop: int, epoch: int) -> tuple[Array, Array]:
@@ -263,67 +268,69 @@ class Sampler:
         return q
 
     # -------------------------------------------------------------------------- lists of nodes
-    def _last(self, nodes: Array) -> Array:
+    def _is_last(self, nodes: Array) -> Array:
+        """Return a mask of the last occurrence of each node."""
         places = np.arange(len(nodes))
         self._place[nodes] = places
         return self._place[nodes] == places
 
     def _distinct(self, nodes: Array) -> tuple[Array, Array]:
-        """Return the nodes once, ascending, and the position of each entry among them."""
-        found = np.sort(nodes[self._last(nodes)])
-        self._place[found] = np.arange(len(found))
-        return found, self._place[nodes]
+        """Return the distinct nodes, ascending, and the position of each entry among them."""
+        distinct = np.sort(nodes[self._is_last(nodes)])
+        self._place[distinct] = np.arange(len(distinct))
+        return distinct, self._place[nodes]
 
-    def _joined(self, targets: Array, nodes: Array) -> tuple[Array, Array]:
-        """Targets, then what else is in `nodes`; and the position of each of `nodes`."""
-        last = self._last(np.concatenate([nodes, targets]))[: len(nodes)]
+    def _join(self, targets: Array, nodes: Array) -> tuple[Array, Array]:
+        """Return the targets followed by the other nodes, and the position of each of `nodes`."""
+        last = self._is_last(np.concatenate([nodes, targets]))[: len(nodes)]
         sources = np.concatenate([targets, np.sort(nodes[last])])
         self._place[sources] = np.arange(len(sources))
         return sources, self._place[nodes]
 
-    def _trace(self, noted: Any, sources: Array) -> Trace:
-        if noted is None:
-            nothing = np.zeros(0)
-            return Trace(np.zeros(0, np.int64), nothing, nothing, nothing, nothing)
+    def _trace(self, drawn: Any, sources: Array) -> Trace:
+        if drawn is None:
+            empty = np.zeros(0)
+            return Trace(np.zeros(0, np.int64), empty, empty, empty, empty)
         self._place[sources] = np.arange(len(sources))
-        return Trace(self._place[noted[0]], *noted[1:])
+        return Trace(self._place[drawn[0]], *drawn[1:])
 
 
 class SkewedSampler(Sampler):
-    """A sampler that prefers nodes of its own rank, as far as a variance budget allows.
+    """A sampler that prefers the nodes of its own rank, as far as a variance budget allows.
 
-    Local nodes become s times as likely as by the base sampler, and every node is weighted by the
-    probability that results, so the estimate stays unbiased (Jiang & Rumi, arXiv 2101.07706; what
-    is ours and what theirs, `accordion_hvd.graph.skew` says). s is found anew for every batch and
-    hop from the local share c of the base probabilities (layer-wise), or for every node from the
-    share of its local neighbours (node-wise); no communication is needed for that. At s = 1 it
-    draws what `Sampler` draws, bit for bit.
+    Local nodes are s times as likely as with the base sampler, and each node is weighted by the
+    resulting probability, so that the estimate stays unbiased (after Jiang & Rumi, arXiv
+    2101.07706; `accordion_hvd.graph.skew` states what is ours). Layer-wise, s is computed for each
+    batch and hop from the local share c of the base probabilities; node-wise, for each node from
+    the share of its local neighbours. Neither needs communication. At s = 1, the sampler draws
+    exactly what `Sampler` draws, bit for bit.
 
-    The budget bounds M(q) relative to M(p). The variance of either mode is at most M(q) / m: that
-    bound grows by D at most. Where Bernoulli sampling takes most nodes for certain, its variance is
-    far below the bound, and skewing can raise it by more than D within it.
+    The budget bounds M(q) relative to M(p). In both modes, the variance is at most M(q) / m; this
+    bound grows by at most D. If Bernoulli sampling takes most nodes with certainty, its variance is
+    far below the bound, and the skew can raise the variance by more than D within the bound.
 
     Args:
-        graph: the whole structure.
+        graph: the entire graph.
         part: a `Partition`, or the owner of each node.
         rank: this rank.
-        fanout: as `Sampler`.
-        layer_size: as `Sampler`.
-        budget: D, at least 1, for all hops or for each from the batch outwards. Most traffic is
-            at the last: a larger D there and 1 before is a sound choice. Keep it equal on all
-            ranks, or the average of gradients is dominated by the noisiest.
-        skew: a constant s instead of a budget; one, or one per layer.
-        rule: how s follows from D: "measured" (by the weights of A, as if all features had the same
-            norm), "tight" (the same, as if p were also proportional to a: where it is not, as with
-            both bases here, the budget may be exceeded), "worst" (holds for any features).
-        most: no s is larger; 10 to 20 is sound.
-        warmup: epochs in which s grows from 1 to what it shall be.
-        guard: watches the variance in a run; see `VarianceGuard`.
-        reweight: False weights by the base probabilities, as if nothing were skewed. That is
-            biased training, for comparisons only.
-        mode: as `Sampler`.
-        base: as `Sampler`.
-        seed: as `Sampler`.
+        fanout: see `Sampler`.
+        layer_size: see `Sampler`.
+        budget: D, at least 1, for all hops or for each hop from the batch outwards; 2 if neither
+            `budget` nor `skew` is given. The last hop causes most of the traffic, so a larger D
+            for it and 1 for the others is a sound choice. Use the same D on all ranks; otherwise
+            the noisiest rank dominates the averaged gradient.
+        skew: a constant s instead of a budget, for all hops or for each hop.
+        rule: how s follows from D. "measured": from the entries of A, as if all features had the
+            same norm. "tight": in addition, as if p were proportional to a; with both bases here it
+            is not, so the budget may be exceeded. "worst": holds for any features.
+        most: upper bound of s; 10 to 20 is sound.
+        warmup: number of epochs in which s grows from 1 to its full value.
+        guard: guard of the variance during training; see `VarianceGuard`.
+        reweight: False to weight by the base probabilities, as if there were no skew. This makes
+            training biased; for comparisons only.
+        mode: see `Sampler`.
+        base: see `Sampler`.
+        seed: see `Sampler`.
     """
 
     def __init__(
@@ -348,14 +355,14 @@ class SkewedSampler(Sampler):
         options = {"mode": mode, "base": base, "seed": seed, "rank": rank}
         super().__init__(graph, fanout, layer_size, **options)  # type: ignore[arg-type]
         if budget is not None and skew is not None:
-            check.refuse(self, "skew", skew, "None where a budget is given")
+            check.refuse(self, "skew", skew, "None if a budget is given")
         self.budget = self._each("budget", 2.0 if budget is None and skew is None else budget)
         self.skew = self._each("skew", skew)
         check.one_of(self, "rule", rule, RULES)
         check.at_least(self, "most", most, least=1)
         check.integer(self, "warmup", warmup, least=0)
         if guard is not None and self.budget is None:
-            check.refuse(self, "guard", guard, "None without a budget to keep")
+            check.refuse(self, "guard", guard, "None if there is no budget")
         self.rule, self.most, self.warmup, self.guard = rule, most, warmup, guard
         self.reweight = reweight
         owner = checked_owners(self, part, graph.nodes)
@@ -373,18 +380,18 @@ class SkewedSampler(Sampler):
         return values
 
     def strength(self, hop: int, epoch: int) -> float:
-        """Return the used part of s - 1: less during warm-up or if the guard says so."""
+        """Return the factor of s - 1, in [0, 1]: the product of warm-up and guard."""
         grown = min(1.0, epoch / self.warmup) if self.warmup else 1.0
         return grown if self.guard is None else grown * self.guard.factor(hop, epoch)
 
     def skews(self, local: Any, moment: Any, hop: int, epoch: int) -> Array:
-        """s by rule and schedule.
+        """Return s, by the rule, the warm-up and the guard.
 
         Args:
             local: c; any shape.
-            moment: the local share of M(p), if features have the same norm; for each node, too.
-            hop: from the batch outwards.
-            epoch: from 0.
+            moment: the local share of M(p) if all features have the same norm; of the same shape.
+            hop: number of the hop, counted from the batch outwards.
+            epoch: number of the epoch, from 0.
         """
         if self.skew is not None:
             full = np.where((local > 0) & (local < 1), min(self.skew[hop], self.most), 1.0)
@@ -394,29 +401,32 @@ class SkewedSampler(Sampler):
         return 1.0 + (full - 1.0) * self.strength(hop, epoch)
 
     def observe(self, blocks: Blocks, norms: Sequence[Array | None]) -> list[float]:
-        """Show the guard what was drawn; see `VarianceGuard.observe`.
+        """Give the guard the draws of a batch; see `VarianceGuard.observe`.
 
         Args:
-            blocks: from `sample(..., trace=True)`.
-            norms: for each block, the norms of its sources' values (None: not known, passed over).
+            blocks: blocks from `sample(..., trace=True)`.
+            norms: for each block, the norms of its sources' values; None to skip the block.
 
         Returns:
-            The estimates of M(q) / M(p), by hop; NaN where nothing was drawn.
+            The estimate of M(q) / M(p) for each hop; NaN where no node was drawn.
+
+        Raises:
+            ValueError: if the sampler has no guard.
         """
         if self.guard is None or self.budget is None:
-            raise ValueError(f"{type(self).__name__}: guard is None, so nobody can observe.")
+            raise ValueError(f"{type(self).__name__}: guard is None, but observe needs a guard.")
         ratios = [float("nan")] * self.hops
         for hop, (block, norm) in enumerate(zip(blocks[::-1], norms[::-1], strict=True)):
             if norm is not None and block.trace is not None:
                 ratios[hop] = self.guard.observe(hop, block.trace, norm, self.budget[hop])
         return ratios
 
-    def _near_places(self, places: Array) -> Array:
+    def _is_local(self, places: Array) -> Array:
         return self.local[self.graph.indices[places]]
 
     def _node_shares(self) -> tuple[Array, Array]:
-        """For every node, the local share of its neighbours and of sum_u A_vu^2 / p_u."""
-        ends, near = self.graph.indptr, self.local[self.graph.indices]
+        """Return the local share of each node's neighbours, and of its sum_u A_vu^2 / p_u."""
+        ends, is_local = self.graph.indptr, self.local[self.graph.indices]
         squares = self.graph.weights.astype(np.float64) ** 2
 
         def summed(x: Array) -> Array:
@@ -424,8 +434,8 @@ class SkewedSampler(Sampler):
             return np.bincount(rows, x, self.graph.nodes)
 
         with np.errstate(invalid="ignore"):
-            local = summed(near) / np.diff(ends)
-            moment = summed(squares * near) / summed(squares)
+            local = summed(is_local) / np.diff(ends)
+            moment = summed(squares * is_local) / summed(squares)
         return np.nan_to_num(local), np.nan_to_num(moment)
 
     def _node_skews(self, targets: Array, hop: int, epoch: int) -> tuple[Array, Array]:
@@ -436,11 +446,11 @@ class SkewedSampler(Sampler):
     def _layer_skewed(
         self, nodes: Array, base: Array, squares: Array, hop: int, epoch: int
     ) -> Array:
-        near = self.local[nodes]
-        local = base[near].sum() / base.sum() if not near.all() else 1.0
+        is_local = self.local[nodes]
+        local = base[is_local].sum() / base.sum() if not is_local.all() else 1.0
         moments = squares / base
-        skew = self.skews(local, moments[near].sum() / moments.sum(), hop, epoch)
-        weights = np.where(near, skew * base, base)
+        skew = self.skews(local, moments[is_local].sum() / moments.sum(), hop, epoch)
+        weights = np.where(is_local, skew * base, base)
         return weights / weights.sum()
 
     def _weighted_by(self, p: Array, q: Array) -> Array:

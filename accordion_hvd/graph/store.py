@@ -1,4 +1,4 @@
-"""Features that lie with their owners, fetched when a batch needs them."""
+"""A distributed store of node features: each rank stores its own nodes' rows and fetches others."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ from accordion_hvd.graph.structure import Array, Graph, digest
 FRAMEWORKS = ("torch", "tensorflow")
 COUNTED = ("fetches", "rows", "remote", "served", "sent", "received")
 REFUSED = -1
-"""Sent instead of nodes' numbers by a rank that cannot go on, so that nobody waits for it."""
+"""Value that a rank with an error sends instead of node numbers, so that all ranks stop."""
 
 
 class FeatureStore:
-    """Rows of features by node, most of which other ranks hold.
+    """A table of node features, distributed over the ranks.
 
-    A fetch is two alltoalls of uneven shares: the numbers of the nodes that are wanted, each once,
-    to their owners, and their rows back. All ranks must fetch equally often, in the same order;
-    a rank that needs nothing fetches no nodes. An error on one rank (a node that does not exist,
-    say) raises on all ranks. Before the first fetch ranks compare their graphs.
+    A fetch takes two uneven alltoalls: the first sends the numbers of the requested nodes, without
+    duplicates, to their owners; the second returns their rows. All ranks must fetch equally often,
+    in the same order; a rank that needs no rows fetches an empty list of nodes. An error on one
+    rank (such as a node that does not exist) raises on all ranks. Before the first fetch, the ranks
+    check that they agree on the partition, the number of features, the compression and the graph.
 
     Args:
-        rows: (owned, features), the rows of this rank's nodes by ascending node; floating point,
-            kept in fp32. May be empty (of shape (0, features)).
-        part: a `Partition`, or the owner of each node; alike on all ranks.
-        communicator: "torch" or "tensorflow" (all ranks of `horovod.torch`, `horovod.tensorflow`),
-            or a `Communicator`.
-        graph: if given, ranks also compare their graphs.
-        compression: None, "fp16", "bf16" or "int8" (`accordion_hvd.graph.rows`): how rows travel.
-            Rows of this rank are exact.
-        name: distinguishes stores that are in use at the same time.
+        rows: (owned, features), the rows of this rank's nodes, by ascending node; floating point,
+            stored in fp32. May be empty, of shape (0, features).
+        part: a `Partition`, or the owner of each node; equal on all ranks.
+        communicator: "torch" or "tensorflow" (all ranks of `horovod.torch` or
+            `horovod.tensorflow`), or a `Communicator`.
+        graph: the graph, to be compared between ranks; None to skip this comparison.
+        compression: format of the rows in messages: None, "fp16", "bf16" or "int8" (see
+            `accordion_hvd.graph.rows`). Rows of this rank's own nodes are always exact.
+        name: name of the store, unique among the stores in use at the same time.
 
     Attributes:
-        features: of a row.
-        width: bytes of a row on the wire.
+        features: number of features.
+        width: bytes of a row in a message.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class FeatureStore:
         self._queue: queue.SimpleQueue[tuple[Future[Array], Any]] | None = None
         try:
             self._take(rows, part, graph)
-        except ValueError as error:  # told to all ranks when they meet
+        except ValueError as error:  # reported to all ranks when they compare their stores
             self._problem = str(error)
 
     def _take(self, rows: Any, part: Any, graph: Graph | None) -> None:
@@ -75,64 +76,71 @@ class FeatureStore:
         self.owner = checked_owners(self, part, nodes, self.size)
         if graph is not None and graph.nodes != nodes:
             check.refuse(self, "part", f"of {nodes} nodes", f"of the graph's {graph.nodes}")
-        mine = np.flatnonzero(self.owner == self.rank)
+        own = np.flatnonzero(self.owner == self.rank)
         given = np.asarray(rows)
         if given.ndim != 2 or given.dtype.kind != "f" or given.shape[1] < 1:
             kind = f"of shape {given.shape} and type {given.dtype}"
             check.refuse(self, "rows", kind, "floating point of shape (owned nodes, features)")
-        if len(given) != len(mine):
-            check.refuse(self, "rows", f"{len(given)} rows", f"{len(mine)}, as this rank owns")
+        if len(given) != len(own):
+            check.refuse(
+                self, "rows", f"{len(given)} rows", f"{len(own)}, one per node of the rank"
+            )
         self.rows = np.ascontiguousarray(given, np.float32)
         self.features = self.rows.shape[1]
         self.width = self.wire.width(self.features)
         bad = ~np.isfinite(self.rows).all(1)
         if bad.any():
             raise ValueError(
-                f"{type(self).__name__}: the row of node {mine[bad][0]} has NaN or infinity, but "
+                f"{type(self).__name__}: the row of node {own[bad][0]} has NaN or infinity, but "
                 "features must be finite."
             )
         with np.errstate(over="ignore"):
             self._coded = self.wire.encode(self.rows)
-        self._check_coded(mine)
+        self._check_range(own)
         self._row = np.zeros(nodes, np.int64)
-        self._row[mine] = np.arange(len(mine))
+        self._row[own] = np.arange(len(own))
         self._number = np.int32 if nodes < 2**31 else np.int64
-        self._prints = [nodes, self.features, sum(self.wire.name.encode())]
-        self._prints += [digest(self.owner), graph.fingerprint() if graph is not None else 0]
+        self._fingerprints = [nodes, self.features, sum(self.wire.name.encode())]
+        self._fingerprints += [digest(self.owner), graph.fingerprint() if graph is not None else 0]
 
-    def _check_coded(self, mine: Array) -> None:
-        """16 bits may overflow."""
+    def _check_range(self, own: Array) -> None:
+        """Raise ValueError if a value overflows in fp16."""
         if self.wire.name == "fp16" and self.rows.size and np.abs(self.rows).max() > 65504:
-            node = mine[np.abs(self.rows).max(1).argmax()]
+            node = own[np.abs(self.rows).max(1).argmax()]
             raise ValueError(
                 f"{type(self).__name__}: the row of node {node} has values beyond 65504, which "
                 "fp16 cannot hold; choose compression 'bf16', 'int8' or None."
             )
 
-    # ------------------------------------------------------------------------------- for callers
+    # ------------------------------------------------------------------------------ public methods
     def agree(self) -> None:
-        """Compare with all ranks what they hold; the first fetch does so otherwise. Collective.
+        """Check that all ranks agree on the store; otherwise the first fetch does. Collective.
 
         Raises:
-            ValueError: on all ranks, one has bad features, or they hold different things.
+            ValueError: on all ranks, if the features of a rank are invalid or two ranks differ.
         """
         self.communicator.run(f"{self.name}.agree", self.agreeing())
 
     def fetch(self, nodes: Any) -> Array:
-        """Return the rows of some nodes, (nodes, features) fp32; a node may come twice. Collective.
+        """Return the rows of some nodes, (nodes, features) fp32. Collective.
+
+        Args:
+            nodes: integers; duplicates are allowed.
 
         Raises:
-            ValueError: on all ranks, one asks for a node that does not exist, or see `agree`.
-            PayloadError: a rank asks for rows of somebody else, or sent what it was not asked for.
+            ValueError: on all ranks, if a rank requests a node that does not exist, or if the ranks
+                do not agree (see `agree`).
+            PayloadError: if another rank requests rows that this rank does not own, or sends a
+                wrong number of rows.
         """
         if self._queue is None:
-            return self._fetched(nodes)
+            return self._run_fetch(nodes)
         return self.result(self.prefetch(nodes))
 
     def prefetch(self, nodes: Any) -> Future[Array]:
-        """Fetch in the background; `.result()` waits. Collective, in the order of the calls.
+        """Fetch rows in a background thread. Collective, in the order of the calls.
 
-        Use `store.result(future)` to have the waiting counted.
+        `store.result(future)` waits for the rows and counts the time; `future.result()` only waits.
         """
         if self._queue is None:
             self._queue = queue.SimpleQueue()
@@ -142,7 +150,7 @@ class FeatureStore:
         return future
 
     def result(self, future: Future[Array]) -> Array:
-        """Return the rows that `prefetch` has fetched."""
+        """Wait for the rows of a `prefetch` and return them."""
         began = time.perf_counter()
         try:
             return future.result()
@@ -150,12 +158,15 @@ class FeatureStore:
             self._counts["waited"] += time.perf_counter() - began
 
     def stats(self) -> dict[str, float]:
-        """Counts since the beginning, of this rank.
+        """Return this rank's counters.
 
-        `fetches`; `rows` returned; `remote`: rows that came from other ranks (each once a fetch);
-        `served`: rows sent to others; bytes `sent` and `received`, numbers of nodes (4 bytes each
-        below 2^31 nodes) and rows together; `seconds` that fetches took, and `waited`: of them,
-        what prefetching has not hidden.
+        - `fetches`: number of fetches.
+        - `rows`: rows returned.
+        - `remote`: rows received from other ranks, without duplicates within a fetch.
+        - `served`: rows sent to other ranks.
+        - `sent`, `received`: bytes of node numbers (4 bytes each below 2^31 nodes) and rows.
+        - `seconds`: duration of all fetches.
+        - `waited`: the part of `seconds` that prefetching has not hidden.
         """
         return dict(self._counts)
 
@@ -163,38 +174,38 @@ class FeatureStore:
         while True:
             future, nodes = jobs.get()
             try:
-                future.set_result(self._fetched(nodes, behind=True))
-            except BaseException as error:  # it is raised where the result is asked for
+                future.set_result(self._run_fetch(nodes, background=True))
+            except BaseException as error:  # raised when the caller asks for the result
                 future.set_exception(error)
 
-    def _fetched(self, nodes: Any, behind: bool = False) -> Array:
+    def _run_fetch(self, nodes: Any, background: bool = False) -> Array:
         began = time.perf_counter()
-        found = self.communicator.run(f"{self.name}.fetch", self.fetching(nodes))
+        rows = self.communicator.run(f"{self.name}.fetch", self.fetching(nodes))
         seconds = time.perf_counter() - began
         self._counts["seconds"] += seconds
-        self._counts["waited"] += 0.0 if behind else seconds
-        return found
+        self._counts["waited"] += 0.0 if background else seconds
+        return rows
 
-    # ----------------------------------------------------------------------------- conversations
+    # ------------------------------------------------------------------------- exchange generators
     def agreeing(self) -> Generator[Any, Any, None]:
         """Return the generator of `agree`, for `one_process.lockstep`."""
         xp = self.communicator.xp
-        prints = [0] * len(_WHAT) if self._problem else self._prints
+        fingerprints = [0] * len(_COMPARED) if self._problem else self._fingerprints
         text = np.frombuffer(self._problem.encode(), np.uint8)
         tables, texts = yield (
-            Allgather(xp.asarray(np.array(prints, np.int64))),
+            Allgather(xp.asarray(np.array(fingerprints, np.int64))),
             Allgather(xp.asarray(text.copy()), uneven=True),
         )
-        for rank, said in enumerate(texts):
-            if problem := xp.to_numpy(said).tobytes().decode():
+        for rank, received in enumerate(texts):
+            if problem := xp.to_numpy(received).tobytes().decode():
                 raise ValueError(f"rank {rank}: {problem}")
         table = np.stack([xp.to_numpy(row) for row in tables])
-        for column, what in enumerate(_WHAT):
+        for column, aspect in enumerate(_COMPARED):
             differ = np.flatnonzero(table[:, column] != table[0, column])
             if len(differ):
                 raise ValueError(
-                    f"{type(self).__name__}: rank {differ[0]} has another {what} than rank 0, but "
-                    "all must have the same."
+                    f"{type(self).__name__}: rank {differ[0]} has another {aspect} than rank 0, "
+                    "but all ranks must have the same."
                 )
         self._agreed = True
 
@@ -206,41 +217,46 @@ class FeatureStore:
         problem = self._problem_with(wanted)
         wanted = np.zeros(0, np.int64) if problem else wanted.astype(np.int64)
         owner = self.owner[wanted]
-        far = np.flatnonzero(owner != self.rank)
-        asked, first, place = np.unique(
-            owner[far] * len(self.owner) + wanted[far], return_index=True, return_inverse=True
-        )  # each once, by owner
-        numbers = wanted[far][first].astype(self._number)
-        counts = np.bincount(owner[far][first], minlength=self.size)
+        remote = np.flatnonzero(owner != self.rank)
+        requested, first, place = np.unique(
+            owner[remote] * len(self.owner) + wanted[remote],
+            return_index=True,
+            return_inverse=True,
+        )  # without duplicates, sorted by owner
+        numbers = wanted[remote][first].astype(self._number)
+        counts = np.bincount(owner[remote][first], minlength=self.size)
         if problem:
             numbers, counts = np.full(self.size, REFUSED, self._number), np.ones(self.size, int)
-        came = yield Alltoall(xp.asarray(numbers), splits=tuple(counts.tolist()))
-        requests = [xp.to_numpy(part) for part in came]
-        _stop_together(requests, problem)
-        parts = yield from self._served(requests)
-        short = [rank for rank, part in enumerate(parts) if len(part) != counts[rank]]
-        if short:
-            check.refuse_payload(short, "it sent another number of rows than it was asked for")
-        self._count(len(wanted), len(asked), sum(map(len, requests)))
-        found = np.empty((len(wanted), self.features), np.float32)
-        near = np.flatnonzero(owner == self.rank)
-        found[near] = self.rows[self._row[wanted[near]]]
-        found[far] = self.wire.decode(np.concatenate(parts), self.features)[place]
-        return found
+        received = yield Alltoall(xp.asarray(numbers), splits=tuple(counts.tolist()))
+        requests = [xp.to_numpy(part) for part in received]
+        _raise_together(requests, problem)
+        parts = yield from self._exchange_rows(requests)
+        wrong = [rank for rank, part in enumerate(parts) if len(part) != counts[rank]]
+        if wrong:
+            check.refuse_payload(wrong, "it sent another number of rows than requested")
+        self._count(len(wanted), len(requested), sum(map(len, requests)))
+        rows = np.empty((len(wanted), self.features), np.float32)
+        local = np.flatnonzero(owner == self.rank)
+        rows[local] = self.rows[self._row[wanted[local]]]
+        rows[remote] = self.wire.decode(np.concatenate(parts), self.features)[place]
+        return rows
 
-    def _served(self, requests: list[Array]) -> Generator[Any, Any, list[Array]]:
-        """Send the rows that others ask for; what they send. Who asks amiss gets nothing."""
+    def _exchange_rows(self, requests: list[Array]) -> Generator[Any, Any, list[Array]]:
+        """Send the rows that other ranks request, and return the rows that they send.
+
+        A rank that requests rows of another owner gets none.
+        """
         xp = self.communicator.xp
-        doubtful = [rank for rank, part in enumerate(requests) if not self._mine(part)]
-        granted = [part[: 0 if i in doubtful else None] for i, part in enumerate(requests)]
+        invalid = [rank for rank, part in enumerate(requests) if not self._owns(part)]
+        granted = [part[: 0 if i in invalid else None] for i, part in enumerate(requests)]
         payload = self._coded[self._row[np.concatenate(granted)]]
         parts = yield Alltoall(xp.asarray(payload), splits=tuple(map(len, granted)))
-        if doubtful:
-            check.refuse_payload(doubtful, "it asks for rows of nodes that this rank does not own")
+        if invalid:
+            check.refuse_payload(invalid, "it requested rows of nodes that this rank does not own")
         return [xp.to_numpy(part) for part in parts]
 
     def _problem_with(self, nodes: Array) -> str:
-        """Why these cannot be fetched; "" if they can."""
+        """Return an error message if the nodes cannot be fetched, else ""."""
         if nodes.ndim != 1 or (nodes.size and nodes.dtype.kind not in "iu"):
             given = f"of shape {nodes.shape} and type {nodes.dtype}"
             return f"{type(self).__name__}: nodes is {given}, but must be a list of integers."
@@ -250,20 +266,20 @@ class FeatureStore:
             return f"{type(self).__name__}: a node is {wrong[0]}, but must be {allowed}."
         return ""
 
-    def _mine(self, numbers: Array) -> bool:
+    def _owns(self, numbers: Array) -> bool:
         inside = (numbers >= 0) & (numbers < len(self.owner))
         return bool(inside.all()) and bool((self.owner[numbers] == self.rank).all())
 
     def _count(self, rows: int, remote: int, served: int) -> None:
         number, width = np.dtype(self._number).itemsize, self.width
         sent, received = number * remote + width * served, number * served + width * remote
-        news = 1, rows, remote, served, sent, received
-        for key, value in zip(COUNTED, news, strict=True):
+        increments = 1, rows, remote, served, sent, received
+        for key, value in zip(COUNTED, increments, strict=True):
             self._counts[key] += value
 
 
 def communicator_of(wanted: str | Communicator) -> Communicator:
-    """Return the communicator itself, or that of all ranks of a framework."""
+    """Return a communicator; for the name of a framework, that of all its ranks."""
     if isinstance(wanted, Communicator):
         return wanted
     check.one_of("FeatureStore", "communicator", wanted, FRAMEWORKS)
@@ -271,14 +287,14 @@ def communicator_of(wanted: str | Communicator) -> Communicator:
     return module.HorovodCommunicator()
 
 
-_WHAT = ("number of nodes", "number of features", "compression", "partition", "graph")
+_COMPARED = ("number of nodes", "number of features", "compression", "partition", "graph")
 
 
-def _stop_together(requests: list[Array], problem: str) -> None:
-    """Raise ValueError if some rank has refused to go on."""
+def _raise_together(requests: list[Array], problem: str) -> None:
+    """Raise ValueError if this rank has a problem, or another rank has sent `REFUSED`."""
     if problem:
         raise ValueError(problem)
     refusing = [rank for rank, part in enumerate(requests) if len(part) and part[0] == REFUSED]
     if refusing:
-        who = ", ".join(map(str, refusing))
-        raise ValueError(f"FeatureStore: rank {who} asked for nodes that do not exist.")
+        ranks = ", ".join(map(str, refusing))
+        raise ValueError(f"FeatureStore: rank {ranks} asked for nodes that do not exist.")

@@ -1,4 +1,4 @@
-"""A graph in compressed rows, with the weights of graph convolution."""
+"""A graph in compressed sparse rows, with the weights of graph convolution."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ NORMALIZATIONS = ("symmetric", "mean")
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """An undirected graph, and the weights A with which a layer adds up neighbours.
+    """An undirected graph, and the matrix A with which a layer aggregates neighbours.
 
-    A node's own term is kept apart, since samplers take it exactly: `indices` never holds the node
-    itself. All ranks hold the same structure; features stay with their owners (`FeatureStore`).
+    The diagonal of A is stored separately, since samplers take it exactly: `indices` never contains
+    the node itself. All ranks have the same graph; each rank stores the features of its own nodes
+    (`FeatureStore`).
 
     Attributes:
         indptr: (nodes + 1,), int64; the neighbours of v are `indices[indptr[v]:indptr[v + 1]]`.
-        indices: (2 * edges,), sorted within a row.
-        weights: (2 * edges,), fp32: A_vu of each neighbour.
+        indices: (2 * edges,), neighbours, sorted within a row.
+        weights: (2 * edges,), fp32: A_vu of each neighbour u.
         own: (nodes,), fp32: A_vv.
     """
 
@@ -35,26 +36,25 @@ class Graph:
 
     @classmethod
     def from_edges(cls, edges: Any, nodes: int, normalization: str = "symmetric") -> Graph:
-        """Make the graph of some edges.
+        """Build a graph from a list of edges.
 
-        An edge counts in both directions, whichever is named, and once, however often it is named.
-        Self-loops are left out: A has a term for each node itself anyway. Nodes without edges are
-        nodes like others, of which only that term is left.
+        Each edge counts in both directions, and duplicates count once. Self-loops are ignored,
+        since A always has a diagonal. Nodes without edges have only their diagonal entry.
 
         Args:
-            edges: (2, count) integers.
-            nodes: how many there are; edges name them from 0.
-            normalization: "symmetric": D^-1/2 (A + I) D^-1/2 (Kipf & Welling, 2017), "mean": the
-                mean over neighbours and the node itself (a mean aggregator of GraphSAGE).
+            edges: (2, count) integers, the two nodes of each edge, counted from 0.
+            nodes: number of nodes.
+            normalization: "symmetric": D^-1/2 (A + I) D^-1/2 (Kipf & Welling, 2017). "mean": the
+                mean over the neighbours and the node itself (a mean aggregator of GraphSAGE).
 
         Raises:
-            ValueError: the edges are no such array, or name a node that does not exist.
+            ValueError: if `edges` is no such array, or has a node that does not exist.
         """
         check.integer("Graph", "nodes", nodes, least=1)
         check.one_of("Graph", "normalization", normalization, NORMALIZATIONS)
-        found = _checked(edges, nodes)
-        found = found[:, found[0] != found[1]]
-        keys = np.unique(np.concatenate([found[0] * nodes + found[1], found[1] * nodes + found[0]]))
+        pairs = _checked(edges, nodes)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        keys = np.unique(np.concatenate([pairs[0] * nodes + pairs[1], pairs[1] * nodes + pairs[0]]))
         rows, indices = np.divmod(keys, nodes)
         degrees = np.bincount(rows, minlength=nodes)
         indptr = np.concatenate([[0], np.cumsum(degrees)])
@@ -77,44 +77,41 @@ class Graph:
 
     @property
     def degrees(self) -> Array:
-        """(nodes,): neighbours of each."""
+        """Return the number of neighbours of each node, (nodes,)."""
         return np.diff(self.indptr)
 
     def fingerprint(self) -> int:
-        """Return a number of 63 bits that differs where graphs differ."""
+        """Return a 63-bit hash of the graph."""
         return digest(self.indptr, self.indices, self.weights, self.own)
 
 
 def digest(*arrays: Array) -> int:
-    """Return a number of 63 bits that tells arrays from others."""
-    found = hashlib.blake2b(digest_size=8)
+    """Return a 63-bit hash of arrays."""
+    hasher = hashlib.blake2b(digest_size=8)
     for array in arrays:
-        found.update(array.tobytes())
-    return int.from_bytes(found.digest(), "little") >> 1
+        hasher.update(array.tobytes())
+    return int.from_bytes(hasher.digest(), "little") >> 1
 
 
 def _checked(edges: Any, nodes: int) -> Array:
-    found = np.asarray(edges)
-    if found.ndim != 2 or found.shape[0] != 2 or (found.size and found.dtype.kind not in "iu"):
-        given = f"an array of shape {found.shape} and type {found.dtype}"
+    pairs = np.asarray(edges)
+    if pairs.ndim != 2 or pairs.shape[0] != 2 or (pairs.size and pairs.dtype.kind not in "iu"):
+        given = f"an array of shape {pairs.shape} and type {pairs.dtype}"
         raise ValueError(f"Graph: edges is {given}, but must be integers of shape (2, count).")
-    found = found.astype(np.int64)
-    check_nodes("Graph", "edges", found, nodes)
-    return found
+    pairs = pairs.astype(np.int64)
+    check_nodes("Graph", "edges", pairs, nodes)
+    return pairs
 
 
 def check_nodes(owner: Any, name: str, ids: Array, nodes: int) -> None:
-    """Raise ValueError if an id is not in 0 to `nodes` - 1."""
+    """Raise ValueError if an id is not from 0 to `nodes` - 1."""
     if ids.size and (ids.min() < 0 or ids.max() >= nodes):
         wrong = ids[(ids < 0) | (ids >= nodes)].flat[0]
         check.refuse(owner, f"a node of {name}", int(wrong), f"from 0 to {nodes - 1}")
 
 
 def flat(starts: Array, counts: Array) -> Array:
-    """Return start, start + 1, ... for each pair of a start and a count.
-
-    (`count` of them) of each range, one range after the other.
-    """
+    """Concatenate the ranges start, ..., start + count - 1 of all pairs of a start and a count."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + counts, counts)

@@ -1,4 +1,4 @@
-"""Policies: the compressor of each bucket, and its changes."""
+"""Policies: which compressor serves each bucket, and when it changes."""
 
 from accordion_hvd.policies.accordion import Accordion
 from accordion_hvd.policies.adaqs import AdaQS

@@ -23,66 +23,91 @@ from accordion_hvd.policies.windows import Windowed
 
 
 class Accordion(Windowed):
-    """Low compression in critical regimes, high elsewhere, decided per layer.
+    """Switches each layer between low and high compression by the critical regimes of training.
 
-    Per layer, the gradients of a window (an epoch) are summed; let n be the norm of the sum at
-    the end of window e and m the one `interval` windows before. At the end of windows 0,
-    `interval`, 2 `interval`, ... a layer is critical if e = 0, or m = 0, or a norm is not finite,
-    or |m - n| / m >= `threshold`; it is then served by `low` from the next window on, else by
-    `high`. Before the first check, all are served by `low`. Whenever the learning rate falls, all
-    layers it governs are critical until the next check (Algorithm 1 of the paper and section (b)
-    of the authors' code). Rank 0 decides for all.
+    In a *critical regime*, a layer's gradients change quickly, as at the start of training, and
+    strong compression costs accuracy. Outside critical regimes it costs little. Accordion detects
+    the critical regimes of each layer by gradient norms. A layer is compressed by `low` (mild
+    compression: more bytes, less error) in critical regimes and by `high` (strong compression:
+    fewer bytes, more error) elsewhere:
 
-    With `batch_size=(small, large)`, which may stand alone, the same test on one norm, that of all
-    gradients of the model side by side, decides about the batch (the paper's batch mode): small
-    ones in critical regimes; the first check that finds none makes batches large, and they stay so
-    (a later fall of the learning rate changes nothing). A step then takes the average gradient of a
-    large batch and, by the rule of linear scaling, large / small times the optimizer's learning
-    rate, which schedules and users go on to see as they have set it. The gradients of as many small
-    batches are accumulated for that; or loaders give large ones (`AccordionBatchSampler` in
-    PyTorch, `AccordionDataset` in Keras). Windows are counted in small batches in both cases.
+    1. Training is divided into windows, normally epochs. In window e, rank 0 adds up its own
+       uncompressed gradients of the layer. Let n be the Euclidean norm of that sum, and m the same
+       norm `interval` windows earlier.
+    2. At the end of windows 0, `interval`, 2 `interval`, ... (the checks), the layer is critical if
+       |m - n| / m >= `threshold`, and also if e = 0, if m = 0 or if a norm is not finite.
+    3. The decision holds from the next window on, until the next check. Before the first check, all
+       layers use `low`.
+    4. When the learning rate of a layer falls (see `lr_drop`), the layer is critical until the next
+       check.
 
-    With a method that averages models as `high` (`Accordion(low=Dense(), high=WAGMA(4))`; ours),
-    that norm decides for the whole model at once: in critical regimes all ranks average their
-    gradients in each step, by `low`; elsewhere each takes steps of its own and the method averages
-    models. Decisions wait for an average of all ranks, so that models are equal when they
-    are taken. When gradients are averaged again, optimizers' slots (momentum), which were each
-    rank's own, are averaged once.
+    This is Algorithm 1 of the paper; item 4 is section (b) of the authors' code. Rank 0 decides for
+    all ranks, and all ranks switch at the same step. The new level takes over the residual of the
+    old one.
+
+    ```python
+    policy = Accordion(low=PowerSGD(4), high=PowerSGD(1))
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=policy)
+    for epoch in range(epochs):
+        train(model, optimizer)
+        optimizer.end_window()  # PyTorch only; in Keras a callback does it
+    ```
+
+    Three options go further. For the first two, the test of item 2 uses one norm for the entire
+    model, the norm of the gradients of all layers together.
+
+    - **Batch size** (the paper's batch mode): `batch_size=(small, large)`. Batches are small until
+      the first check that finds no critical regime, and large from then on, even if the learning
+      rate falls later. Let r = large / small. One optimizer step then uses the average gradient of
+      a large batch and r times the learning rate (linear scaling); users and schedules still see
+      the learning rate that they set. The optimizer accumulates the gradients of r small batches,
+      unless a data loader gives large batches (`AccordionBatchSampler` in PyTorch,
+      `AccordionDataset` in Keras). Windows are counted in small batches in both cases.
+    - **Model averaging** (ours): a method that averages models as `high`, such as
+      `Accordion(low=Dense(), high=WAGMA(4))`. In critical regimes, all ranks average their
+      gradients in each step, compressed by `low`. Elsewhere, each rank takes its own optimizer
+      steps, and `high` averages the models. A decision waits for an average over all ranks, so that
+      all models are equal when it is made. When the ranks return to averaging gradients, they
+      average the optimizer's state (momentum) once, because it differs between ranks.
+    - **Bytes** (ours): `budget` caps the bytes that the levels may send.
 
     Args:
-        low: the level of low compression (the paper's l_low), for critical regimes. Both levels
-            are left out where it moves an optimizer (`hvd.OnebitAdam(policy=Accordion())`)
-            between that optimizer's own stages, or where batches alone are to grow.
-        high: the level of high compression (l_high), for all others; or a method that averages
-            models: `WAGMA`, `LocalSGD`, `DiLoCo`, `DPSGD` (which has no averages of all ranks and
-            so gets one at each window's end).
-        threshold: the paper's eta, at least 0; a relative change.
-        window: optimizer steps (with small batches) in a window. In Keras the callbacks fill it in;
-            in PyTorch give it or call `optimizer.end_window()` after each epoch.
+        low: the level of low compression (the paper's l_low), for critical regimes. Leave out both
+            levels if the policy switches an optimizer between the optimizer's own stages
+            (`hvd.OnebitAdam(policy=Accordion())`), or if only the batch size is to change.
+        high: the level of high compression (l_high), for all other regimes; or a method that
+            averages models: `WAGMA`, `LocalSGD`, `DiLoCo` or `DPSGD`. `DPSGD` itself never averages
+            over all ranks, so the ranks average once at the end of each window.
+        threshold: the relative change of the norm that makes a layer critical, at least 0 (the
+            paper's eta).
+        window: optimizer steps (with small batches) in a window. In Keras, callbacks set it; in
+            PyTorch, pass it or call `optimizer.end_window()` after each epoch.
         interval: windows between checks.
-        signal: "local": rank 0's own uncompressed gradients, as in the paper (costs rank 0 a
-            gradient copy); "reduced": the averages that every rank has anyway. A window in which
-            a layer's level changed is then no evidence about it, since the new level first sends
-            what the old one still carried.
-        lr_drop: a learning rate falls when it is at most `lr_drop` times what it was a window
-            before; None for the authors' rule, any fall (a schedule that falls at every step
-            would then be critical for ever).
-        overrides: compressors for tensors whose names match a pattern (as of file names),
-            whatever the regime.
-        gate: "auto": compress only where that saves time (see `Gate`).
-        batch_size: (small, large), examples of all ranks together, the large one a multiple of the
-            small one. Loaders give each rank its share of a small batch.
-        budget: MB (10^6 bytes) that a rank may send for each small batch, on average over a large
-            one. Levels that are wanted are taken as long as there is room for them, where the norm
-            has changed most first; else the cheapest ones are (until the next check). If even
-            these are too much for small batches, batches are large. Where models are averaged at
-            times, what is wanted is done if there is room, else what is cheaper. Bytes are those of
-            `stats()["sent"]`, reckoned before training (`prices.bytes_sent`); flags (8 bytes a
-            message), sparse gradients and decisions come on top. Ours, not the paper's.
+        signal: which gradients are summed. "local": rank 0's own uncompressed gradients, as in the
+            paper; this costs rank 0 a copy of the gradients. "reduced": the averaged gradients,
+            which every rank has anyway. With "reduced", a window in which a layer's level changed
+            is no evidence about the layer, because the new level first sends the residual of the
+            old one.
+        lr_drop: the learning rate falls if it is at most `lr_drop` times its value one window
+            before. None: if it is less than that value (the authors' rule). With None, a schedule
+            that lowers the learning rate in every step makes all windows critical.
+        overrides: name pattern (as of file names) -> compressor that serves the matching tensors in
+            all regimes.
+        gate: "auto" or a `Gate`: compress only where compression saves time.
+        batch_size: (small, large), numbers of examples over all ranks; large is a multiple of
+            small. Data loaders give each rank its part of a small batch.
+        budget: MB (10^6 bytes) that a rank may send per small batch, on average over a large batch.
+            First, each layer gets its cheapest level. Then layers get the level that the regimes
+            call for, those with the largest change of norm first, as long as the budget has room.
+            This holds until the next check. If small batches exceed the budget even at the cheapest
+            levels, batches are large. With model averaging, if the mode that the regimes call for
+            exceeds the budget, the cheaper mode is used. The policy computes the bytes, those of
+            `stats()["sent"]`, before training (`cost_model.bytes_sent`); flags (8 bytes per
+            message), sparse gradients and decisions are not counted. Ours, not the paper's.
 
     Attributes:
-        history: one row a decision and layer, with all that led to it; rows about the batch are
-            called "(batch size)", those about averaging models "(model)".
+        history: one `Decision` for each decision and layer, with its evidence. Rows about the batch
+            size are named "(batch size)", rows about model averaging "(model)".
         large: whether batches are large from now on.
     """
 
@@ -105,9 +130,9 @@ class Accordion(Windowed):
         self.growth = None if batch_size is None else BatchGrowth(self, batch_size, window)
         self.alternation: Alternation | None = None
         self.byte_budget: ByteBudget | None = None
-        self.first: Mapping[str, int] = {}  # levels at the start, where a budget has a say
-        self._grows_only = False  # no levels: batches are all there is to decide
-        self._changed: set[str] = set()  # buckets whose level changed when the window began
+        self.first: Mapping[str, int] = {}  # bucket -> level at the start, if there is a budget
+        self._grows_only = False  # no levels were given: only the batch size changes
+        self._changed: set[str] = set()  # buckets whose level changed at the start of the window
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
         self.low: Any = None
         self.high: Any = None
@@ -121,14 +146,14 @@ class Accordion(Windowed):
         if budget is not None:
             self.byte_budget = ByteBudget(self, budget)
             if self.gate is not None:
-                check.refuse(self, "gate", gate, "None with a budget, which it does not know of")
+                check.refuse(self, "gate", gate, "None with a budget, which gates ignore")
         self._arrange()
 
     def between(self, low: Any, high: Any) -> None:
-        """Move between these levels.
+        """Set the two levels between which the policy switches.
 
         Raises:
-            ValueError: one is missing, or they do not agree.
+            ValueError: if a level is missing, or the levels do not agree.
         """
         for name, level in (("low", low), ("high", high)):
             if level is None:
@@ -141,11 +166,11 @@ class Accordion(Windowed):
         self.low, self.high = low, high
         if averages and self.alternation is None:
             self.alternation = Alternation(self, high)
-        self.gate = as_gate(self, self.gate)  # which not every output allows
+        self.gate = as_gate(self, self.gate)  # not every output allows a gate
         self._arrange()
 
     def _check_method(self, high: Any) -> bool:
-        """Return whether `high` averages models; refuse what does not go with it."""
+        """Return whether `high` averages models; refuse arguments that exclude model averaging."""
         if not isinstance(high, Averaging):
             return False
         if high.inner != "any":
@@ -156,7 +181,7 @@ class Accordion(Windowed):
         return True
 
     def _arrange(self) -> None:
-        """Declare what is decided by, and what follows the exchange."""
+        """Declare the evidence and the observers of this policy."""
         gate, parts = self.gate, (self.growth, self.alternation, self.byte_budget)
         self.features = tuple(part for part in parts if part is not None)
         self.gate = gate
@@ -164,10 +189,11 @@ class Accordion(Windowed):
         self.evidence = (GradientSums(self.signal, everywhere=model),)
 
     def complete(self) -> None:
-        """See that there are levels, or batches that grow: then all is sent as it is.
+        """Check the levels. If only the batch size changes, send all gradients uncompressed.
 
         Raises:
-            ValueError: there are neither; only an optimizer's own stages can replace levels.
+            ValueError: if there are neither levels nor batch sizes. (An optimizer with stages of
+                its own passes these as levels.)
         """
         if self.low is None and self.high is None and self.growth is not None:
             self._grows_only = True
@@ -176,44 +202,44 @@ class Accordion(Windowed):
 
     @property
     def large(self) -> bool:
-        """See the class."""
+        """Return whether batches are large from now on."""
         return self.growth is not None and self.growth.large
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """(low, high), or the one override."""
-        alone = self._grows_only or self.alternation is not None
-        fixed = override(self.overrides, name) or (self.low if alone else None)
+        """Return (low, high), or the one compressor that always serves bucket `name`."""
+        only_low = self._grows_only or self.alternation is not None
+        fixed = override(self.overrides, name) or (self.low if only_low else None)
         return (fixed,) if fixed is not None else (self.low, self.high)
 
     def start(self, name: str) -> int:
-        """Return the low level: the start of training is critical."""
+        """Return `LOW`, because the start of training is critical, unless a budget forbids it."""
         return self.first.get(name, LOW)
 
     def observing(self) -> bool:
-        """Only windows that end in a check are summed, and only as long as that matters."""
+        """Return whether this window ends in a check that may still change a decision."""
         return self.regimes.checks(self._epoch) and not (self._grows_only and self.large)
 
     @property
     def ready(self) -> bool:
-        """Return whether models are equal, as decisions need them."""
+        """Return whether all ranks' models are equal, as a decision requires."""
         return self.alternation is None or self.alternation.equal
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """See the class; a row for each layer concerned, and once for each override."""
+        """Return a row for each bucket with a decision, and in window 0 one for each override."""
         norms = seen.get(GradientSums.key, {})
-        rows = [self._about_bucket(name, norms, lr) for name in self.current]
+        rows = [self._decide_bucket(name, norms, lr) for name in self.current]
         rows = [row for row in rows if row.reason]
-        batch = self._about_batch(norms, lr)
+        batch = self._decide_batch(norms, lr)
         large = self.large or any(row.level == HIGH for row in batch)
-        to_come = 1 if self.growth is None else self.growth.to_come(large)
+        batches = 1 if self.growth is None else self.growth.to_come(large)
         if self.byte_budget is not None:
-            self.byte_budget.cap(rows, self.current, to_come)
+            self.byte_budget.cap(rows, self.current, batches)
         for row in rows:
             row.compressor = repr(self.levels(row.name)[row.level])
-        return rows + batch + self._about_models(norms, lr, to_come)
+        return rows + batch + self._decide_models(norms, lr, batches)
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Put decisions into force, and begin the next window."""
+        """Apply decisions, and begin the next window."""
         before, window = dict(self.current), self._epoch
         super().apply([row for row in decisions if row.name not in (BATCH, MODEL)])
         for row in decisions:
@@ -228,13 +254,13 @@ class Accordion(Windowed):
         self._changed = {name for name, level in self.current.items() if before[name] != level}
 
     def on_level_override(self, names: Sequence[str]) -> None:
-        """Discard averages of this window as evidence, because levels changed (see `signal`)."""
+        """Mark this window's averages as no evidence about these buckets (see `signal`)."""
         self._changed = self._changed | set(names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in its windows, the norms of the last check, and all decisions."""
-        apart = self.alternation is not None and self.alternation.averaging_models
-        own = {"large": self.large, "apart": apart, "_norms": self.regimes.norms}
+        """Return the position in the window, the norms of the last check, and all decisions."""
+        averaging = self.alternation is not None and self.alternation.averaging_models
+        own = {"large": self.large, "apart": averaging, "_norms": self.regimes.norms}
         return super().state_dict() | own | {"_changed": sorted(self._changed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -246,7 +272,7 @@ class Accordion(Windowed):
             self.growth.resize()
         if self.alternation is not None:
             self.alternation.averaging_models = state["apart"]
-            self.alternation.equal = True  # as models were when they were saved
+            self.alternation.equal = True  # models are equal whenever they are saved
 
     def __repr__(self) -> str:
         """Return the constructor call."""
@@ -260,27 +286,27 @@ class Accordion(Windowed):
             + (f", budget={self.byte_budget.megabytes!r})" if self.byte_budget else ")")
         )
 
-    def _about_bucket(
+    def _decide_bucket(
         self, name: str, norms: Mapping[str, float], lr: Mapping[str, float]
     ) -> Decision:
-        """Return the decision about a bucket; without a reason where there is none to take."""
+        """Return a row about a bucket; its reason is "" if there is nothing to decide."""
         current = self.current[name]
         row = self._row(name, norms.get(name, math.nan), current, lr, name)
         if len(self.levels(name)) == 1:
-            once = override(self.overrides, name) is not None and not self._epoch
-            row.reason = "override" if once else ""  # for the record
+            record = override(self.overrides, name) is not None and not self._epoch
+            row.reason = "override" if record else ""
             return row
         self.regimes.judge(row, self._unclear([name]), current)
         return row
 
-    def _about_batch(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Decision]:
+    def _decide_batch(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Decision]:
         if self.growth is None:
             return []
         row = self._row_of_model(BATCH, norms, LOW, lr)
         return self.growth.judge(row, self.regimes, self._unclear(self.current))
 
-    def _about_models(
-        self, norms: Mapping[str, float], lr: Mapping[str, float], to_come: int
+    def _decide_models(
+        self, norms: Mapping[str, float], lr: Mapping[str, float], batches: int
     ) -> list[Decision]:
         if self.alternation is None:
             return []
@@ -289,7 +315,7 @@ class Accordion(Windowed):
         self.regimes.judge(row, self._unclear(self.current), current)
         wanted = row.level
         if row.reason and self.byte_budget is not None:
-            row.level = self.byte_budget.allowed(wanted, to_come)
+            row.level = self.byte_budget.allowed(wanted, batches)
         if row.level != wanted:
             row.reason = f"{row.reason}, but {OVER}"
         row.compressor = repr((self.low, self.high)[row.level])
@@ -298,21 +324,21 @@ class Accordion(Windowed):
     def _row_of_model(
         self, name: str, norms: Mapping[str, float], level: int, lr: Mapping[str, float]
     ) -> Decision:
-        """Return a row of the norm of all gradients and the learning rate that has fallen most."""
+        """Return a row with the norm of all gradients and the learning rate that fell most."""
         before, norm = self._lr, math.hypot(*norms.values()) if norms else math.nan
-        whose = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
-        return self._row(name, norm, level, lr, whose)
+        bucket = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
+        return self._row(name, norm, level, lr, bucket)
 
     def _row(
-        self, name: str, norm: float, level: int, lr: Mapping[str, float], whose: str
+        self, name: str, norm: float, level: int, lr: Mapping[str, float], bucket: str
     ) -> Decision:
         row = Decision(name, level, self._step, self._epoch, norm=norm)
         row.previous = self.regimes.norms.get(name, math.nan)
-        row.lr, row.previous_lr = lr.get(whose, math.nan), self._lr.get(whose, math.nan)
+        row.lr, row.previous_lr = lr.get(bucket, math.nan), self._lr.get(bucket, math.nan)
         return row
 
     def _unclear(self, names: Any) -> bool:
-        """Return whether averages of these buckets are no evidence; see `signal`."""
+        """Return whether averages of one of these buckets are no evidence; see `signal`."""
         return self.signal == "reduced" and not self._changed.isdisjoint(names)
 
 

@@ -1,8 +1,8 @@
 """AdaQS: adaptive compression by the gradients' mean-to-deviation ratio (Guo et al., ICASSP 2020).
 
-What Accordion was compared with. Its paper, and so this file, runs the rule on any compressor:
-start with the strongest compression, and halve it for good when the ratio of the gradients' mean
-to their standard deviation has dropped.
+AdaQS is the baseline of Accordion's paper. That paper, and this module, apply the rule to any
+compressor: start with the strongest compression, and halve it for good whenever the ratio of the
+gradients' mean to their standard deviation has dropped.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ UNKNOWN = "ratio not known"
 
 
 class AdaQS(Windowed):
-    """Milder compression when gradients get noisier, decided per layer; never stronger again.
+    """Makes the compression of a layer milder when its gradients get noisier, never stronger again.
 
-    The ratio of a window (an epoch) is |m| / s, for m the mean of the window's gradients and s^2
-    the mean of |gradient - m|^2. If it is less than `drop` times what it was when the layer's level
-    was chosen (in the first window, to begin with), the next milder level serves from then on.
-    Rank 0 decides for all, by its own uncompressed gradients.
+    The ratio of a window (an epoch) is |m| / s, where m is the mean of the window's gradients and
+    s^2 the mean of |gradient - m|^2. The policy compares the ratio with the ratio of the window in
+    which the layer's level was chosen (at first, window 0). If the new ratio is less than `drop`
+    times the old one, the next milder level serves the layer from then on. Rank 0 decides for all
+    ranks, by its own uncompressed gradients.
 
-    From the papers are the ratio, its estimate by moments, and that compression is halved when it
-    drops. Ours are how far it must drop, windows, that layers are judged apart, and the moments:
-    the first `probes` gradients of a window are looked at one by one, which gives the mean of
-    |gradient|^2; of the others the sum is. That costs rank 0 a gradient copy, and all ranks a
-    message of some bytes after each of these steps. Where Keras runs several steps at once
-    (`steps_per_execution`), single gradients are not seen and nothing changes.
+    The papers define the ratio, estimate it by moments, and halve the compression when it drops.
+    The size of a drop, the windows, a decision for each layer, and the moments used are ours: rank
+    0 measures the first `probes` gradients of a window one by one, which gives the mean of
+    |gradient|^2, and sums the others. This costs rank 0 a copy of the gradients, and all ranks a
+    message of a few bytes after each of the first `probes` steps. If Keras runs several steps at
+    once (`steps_per_execution`), the policy cannot measure single gradients and changes nothing.
 
     Args:
-        levels: compressors from the strongest to the mildest, each of about twice the bytes of the
-            one before, such as [PowerSGD(1), PowerSGD(2), PowerSGD(4)]; at least two.
-        drop: what part of the old ratio is a drop, in (0, 1].
-        window: optimizer steps in a window, at least `probes` + 2. In Keras the callbacks fill it
-            in; in PyTorch give it or call `optimizer.end_window()` after each epoch.
-        probes: gradients that are looked at one by one, at least 1.
+        levels: compressors from the strongest to the mildest, at least two. Each should send about
+            twice the bytes of the one before, such as [PowerSGD(1), PowerSGD(2), PowerSGD(4)].
+        drop: factor below which a ratio counts as a drop, in (0, 1].
+        window: optimizer steps in a window, at least `probes` + 2. In Keras, callbacks set it; in
+            PyTorch, pass it or call `optimizer.end_window()` after each epoch.
+        probes: number of gradients measured one by one in each window, at least 1.
 
     Attributes:
-        history: one row a window and layer: as `Accordion.history`, with the window's `ratio`;
-            `previous` is the one it was compared with, `change` the part by which it fell.
+        history: one row per window and layer, as in `Accordion.history`. `ratio` is the window's
+            ratio, `previous` the ratio with which it was compared, and `change` = 1 - `ratio` /
+            `previous`.
     """
 
     evidence = (GradientSums(),)
@@ -71,24 +73,24 @@ class AdaQS(Windowed):
         if window is not None:
             check.integer(self, "window", window, least=probes + 2)
         self._levels, self.drop, self.probes = tuple(levels), drop, probes
-        self._looked = 0  # gradients of this window looked at one by one
+        self._looked = 0  # gradients of this window measured one by one
         self._energy: dict[str, float] = {}  # the sum of their |gradient|^2
-        self._ratios: dict[str, float] = {}  # when levels were chosen
+        self._ratios: dict[str, float] = {}  # ratios of the windows in which levels were chosen
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """From the strongest to the mildest."""
+        """Return all levels, from the strongest to the mildest."""
         return self._levels
 
     def observing(self) -> bool:
-        """Every window is judged."""
+        """Return True: every window ends in a decision."""
         return True
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """At the end of a window, and after each of its first gradients."""
+        """Return whether a window has ended, or one of its first gradients is to be measured."""
         return super().due(lr) or self._looked < self._steps <= self.probes
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Return a row per layer; within a window it records only the norm of the last gradient."""
+        """Return a row per layer; within a window, a row holds only the last gradient's norm."""
         sums = seen.get(GradientSums.key, {})
         norms = {name: sums.get(name, math.nan) for name in self.current}
         if not super().due(lr):
@@ -96,7 +98,7 @@ class AdaQS(Windowed):
         return [self._judge(name, norm, lr[name]) for name, norm in norms.items()]
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Put decisions into force, and begin the next window; or remember what was looked at."""
+        """Apply decisions and begin the next window; within a window, add up measured norms."""
         if not super().due({}):
             self._looked = self._steps
             energy = {row.name: row.norm**2 for row in decisions}
@@ -130,15 +132,19 @@ class AdaQS(Windowed):
         return row
 
     def _ratio(self, energy: float, norm: float) -> float:
-        """|m| / s, from the sums of |gradient|^2 and of gradients; NaN if they do not tell.
+        """Estimate |m| / s; NaN if the window had too few gradients or a value is not finite.
 
         For n independent gradients, E |sum|^2 = n (n - 1) |m|^2 + n E |gradient|^2.
+
+        Args:
+            energy: sum of |gradient|^2 over the gradients that were measured one by one.
+            norm: |sum| of the other gradients.
         """
         summed = self._steps - self._looked
         if not self._looked or summed < 2 or not math.isfinite(energy + norm):
             return math.nan
         square = energy / self._looked
         mean = max(0.0, (norm**2 / summed - square) / (summed - 1))
-        if mean >= square:  # they are all alike
+        if mean >= square:  # all gradients are equal
             return math.inf if square else math.nan
         return math.sqrt(mean / (square - mean))

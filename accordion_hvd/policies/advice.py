@@ -1,4 +1,4 @@
-"""The findings of a gate, for people to read."""
+"""The measurements and the verdict of a gate, as tables."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """The link as this job's collectives see it.
+    """Bandwidth and latency of the link, measured with this job's collectives.
 
     Attributes:
-        bandwidth: bytes a second that a rank sends in a large allreduce.
-        latency: seconds of a small one.
+        bandwidth: bytes per second that a rank sends in a large allreduce.
+        latency: duration of a small allreduce, in seconds.
     """
 
     bandwidth: float
     latency: float
 
     def __str__(self) -> str:
-        """In Mbit/s and ms."""
+        """Return the bandwidth in Mbit/s and the latency in ms."""
         return f"link {8e-6 * self.bandwidth:.0f} Mbit/s, {1e3 * self.latency:.1f} ms"
 
 
@@ -30,9 +30,9 @@ class Option:
 
     Attributes:
         name: "wanted", "mixed" or a fallback.
-        seconds: of a step: measured, or, if never tried, what its bytes would take at least.
-        turns: how often it was tried.
-        chosen: whether it is in force.
+        seconds: duration of a step; a lower bound from its bytes if the option was never tried.
+        turns: number of trials.
+        chosen: whether the gate has chosen this option.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Option:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A bucket.
+    """The costs of one bucket.
 
     Attributes:
-        name: its name.
+        name: name of the bucket.
         wanted: the policy's compressor.
-        work: seconds a step in encoding and decoding; 0 where nobody can tell (in a graph).
-        sent: bytes a step.
-        dense: bytes a step uncompressed.
-        spares: seconds a step that the spared bytes would cost.
-        served: what serves it.
+        work: seconds per step of encoding and decoding; 0 if they cannot be measured (in a graph).
+        sent: bytes sent per step.
+        dense: bytes sent per step without compression.
+        spares: seconds per step that compression saves in communication.
+        served: the compressor that serves the bucket.
     """
 
     name: str
@@ -66,13 +66,13 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Advice:
-    """A gate's verdict and what led to it; `str()` gives the tables.
+    """A gate's verdict and the measurements behind it; `str()` returns the tables.
 
     Attributes:
-        verdict: in one line.
-        link: as measured; None before.
+        verdict: the verdict in one line.
+        link: the measured link; None before the first measurement.
         options: the measured configurations.
-        tensors: bucket by bucket.
+        tensors: the costs of each bucket.
     """
 
     verdict: str
@@ -87,15 +87,15 @@ class Advice:
         return self.options
 
     def __str__(self) -> str:
-        """Return two tables under the verdict."""
+        """Return the verdict, a table of the options and a table of the tensors."""
         if not self.options:
-            return self.verdict or "the gate has not measured anything yet (rank 0 knows)."
+            return self.verdict or "the gate has no measurements (yet); it measures on rank 0."
         options = [["configuration", "ms a step", "turns", ""]]
         for option in self.options:
-            least = "" if option.turns else "over "
+            bound = "" if option.turns else "over "
             mark = "chosen" if option.chosen else ""
             options.append(
-                [option.name, f"{least}{1e3 * option.seconds:.1f}", str(option.turns), mark]
+                [option.name, f"{bound}{1e3 * option.seconds:.1f}", str(option.turns), mark]
             )
         rows = [["tensor", "wanted", "work ms", "spares ms", "kB sent", "kB dense", "served by"]]
         for row in self.tensors:

@@ -1,4 +1,4 @@
-"""Averaging models at times instead of gradients."""
+"""Switching between averaged gradients and averaged models."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.critical_regimes import HIGH
 
 MODEL = "(model)"
-"""The name of decisions about averaging models."""
+"""Name of decisions about model averaging."""
 
 
 class Alternation(Observer):
-    """Switches between averages of gradients, in each step, and of models.
+    """Switches between averaging gradients in each step and averaging models.
 
     Args:
-        policy: decides which; its windows last until models are equal.
-        method: averages the models.
+        policy: the policy that decides. Its windows last until the models are equal.
+        method: the method that averages the models.
 
     Attributes:
-        averaging_models: whether models are averaged now, so that ranks' may differ.
+        averaging_models: whether the ranks average models now, so that models may differ.
         mode_changed: whether `averaging_models` has changed since `take_mode_change` was called.
-        equal: whether ranks' models are equal now; else no decision is due. To be kept up to
-            date by what averages them.
+        equal: whether the models of all ranks are equal now; no decision is due while they differ.
+            The model averager keeps this attribute up to date.
     """
 
     decides_ahead = True
@@ -36,20 +36,20 @@ class Alternation(Observer):
 
     @property
     def withholds(self) -> bool:  # type: ignore[override]
-        """Return whether gradients stay with their ranks now."""
+        """Return whether gradients remain local now."""
         return self.averaging_models
 
     @property
     def over(self) -> bool:
-        """Return whether a window has ended, so that models must be made equal."""
+        """Return whether a window has ended, so that the ranks must make their models equal."""
         return self.policy.over
 
     def switch(self, level: int) -> None:
-        """Average models from now on (HIGH), or gradients (LOW)."""
+        """Average models (HIGH) or gradients (LOW) from now on."""
         self.mode_changed |= self.averaging_models != (level == HIGH)
         self.averaging_models = level == HIGH
 
     def take_mode_change(self) -> bool:
         """Return whether `averaging_models` has changed since the last call."""
-        turned, self.mode_changed = self.mode_changed, False
-        return turned
+        changed, self.mode_changed = self.mode_changed, False
+        return changed

@@ -1,4 +1,4 @@
-"""The contract of policies."""
+"""The interface of policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accordion_hvd.policies.gate import Gate
 from accordion_hvd.policies.gating import Gating
 
 Seen = Mapping[str, Mapping[str, float]]
-"""Evidence by its key: bucket -> number."""
+"""Evidence key -> bucket -> number."""
 
 
 RENAMED = {"disturbed": "on_level_override", "halves": "fp16_reduction"}
@@ -26,22 +26,24 @@ RENAMED = {"disturbed": "on_level_override", "halves": "fp16_reduction"}
 
 
 class Policy(NotForStockHorovod, abc.ABC):
-    """Decides which of its levels serves each bucket; knows neither tensors nor networks.
+    """Base class of policies: decides which of its levels serves each bucket.
 
-    An exchange binds itself to the policy, tells it of each step (`tick`), and when a decision is
-    due (`due`) hands rank 0's policy the evidence and learning rates (`decide`), broadcasts the
-    decisions and lets every rank's policy `apply` them: all ranks switch at the same step.
+    A policy sees names, numbers and learning rates, never tensors or networks. The exchange of an
+    optimizer binds the policy (`bind`) and announces each step (`tick`). If a decision is due
+    (`due`), the exchange gives rank 0's policy the evidence and the learning rates (`decide`),
+    broadcasts the decisions, and has the policy of each rank `apply` them. So all ranks switch at
+    the same step.
 
     Attributes:
-        evidence: what it decides by; see `accordion_hvd.policies.evidence`.
-        features: what follows its exchange besides; see `Observer`.
-        target, output, scope: what its levels declare (`Compressor`), all alike.
-        topology_aware: whether one of its levels asks who shares a machine.
-        fp16_reduction: whether one sends nothing but fp16.
+        evidence: the evidence for decisions; see `accordion_hvd.policies.evidence`.
+        features: observers of the exchange, such as a gate; see `Observer`.
+        target, output, scope: those of the levels (see `Compressor`), on which all levels agree.
+        topology_aware: whether a level needs to know which ranks share a host.
+        fp16_reduction: whether a level sends nothing but fp16.
         fixed: whether one level serves all the time.
         history: all decisions so far.
-        gate: applies its levels only where that saves time; None: always.
-        KEPT: attributes that checkpoints hold besides; subclasses add theirs.
+        gate: the gate that uses the levels only where they save time; None to use them always.
+        KEPT: names of further attributes that checkpoints contain; subclasses extend it.
     """
 
     evidence: tuple[Evidence, ...] = ()
@@ -55,7 +57,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     KEPT: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Accept members by their old names."""
+        """Accept members under their old names."""
         super().__init_subclass__(**options)
         _renamed.members(cls, RENAMED)
 
@@ -65,17 +67,17 @@ class Policy(NotForStockHorovod, abc.ABC):
         self._bound: Any = None
         self._plain: Compressor | None = None
 
-    # -------------------------------------------------------------------------- what a policy says
+    # ------------------------------------------------------------------ for subclasses to define
     @abc.abstractmethod
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return the compressors that may serve bucket `name`; `level` is an index into them."""
+        """Return the compressors that may serve bucket `name`; a level is an index into them."""
 
     def start(self, name: str) -> int:
-        """Return the level of bucket `name` before any decision."""
+        """Return the level of bucket `name` before the first decision."""
         return 0
 
     def observing(self) -> bool:
-        """Return whether the gradients of this step count for a decision to come."""
+        """Return whether the gradients of this step are evidence for a later decision."""
         return False
 
     def due(self, lr: Mapping[str, float]) -> bool:
@@ -83,26 +85,30 @@ class Policy(NotForStockHorovod, abc.ABC):
         return False
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Rank 0's decisions; changes nothing.
+        """Return the decisions of rank 0, without changing the policy.
 
         Args:
-            seen: the evidence that it has asked for, by key.
-            lr: the learning rate that each bucket's next step will use.
+            seen: the evidence that the policy declares, by its key.
+            lr: bucket -> learning rate of the next step.
         """
         return []
 
     def tick(self, lr: Mapping[str, float]) -> None:
-        """Count an exchange that is about to begin with these learning rates."""
+        """Count the exchange that is about to begin.
 
-    # ------------------------------------------------------------------------- common to all
+        Args:
+            lr: bucket -> learning rate of that step.
+        """
+
+    # ------------------------------------------------------------------- common to all policies
     @property
     def observers(self) -> Observers:
-        """Return the observers of its exchange: its features, and its gate."""
+        """Return the features as observers of the exchange."""
         return Observers(self.features)
 
     @property
     def gate(self) -> Gate | None:
-        """See the class."""
+        """Return the gate; None if there is none."""
         gating = self.observers.find(Gating)
         return None if gating is None else gating.gate
 
@@ -112,13 +118,13 @@ class Policy(NotForStockHorovod, abc.ABC):
         self.features = (*others, *([] if gate is None else [Gating(gate)]))
 
     def choices(self, bucket: Any) -> tuple[Compressor, ...]:
-        """Return the compressors that may serve a bucket: its levels, then the gate's fallbacks."""
+        """Return the compressors that may serve a bucket: the levels, then the gate's fallbacks."""
         if not bucket.compress:
             return (self.plain() if bucket.size else Dense(),)
         return self.levels(bucket.name) + (self.gate.fallbacks if self.gate is not None else ())
 
     def choice(self, bucket: Any) -> int:
-        """Return which of the `choices` serves a bucket now."""
+        """Return the index into `choices` of the compressor that serves a bucket now."""
         if not bucket.compress:
             return 0
         level = self.level(bucket.name)
@@ -127,39 +133,47 @@ class Policy(NotForStockHorovod, abc.ABC):
         return self.gate.level(bucket.name, level, len(self.levels(bucket.name)))
 
     def bind(self, owner: Any, names: Sequence[str]) -> None:
-        """Serve `owner`'s buckets.
+        """Start to serve the buckets of an exchange.
+
+        Args:
+            owner: the exchange.
+            names: names of its buckets.
 
         Raises:
-            ValueError: the policy serves another optimizer already.
+            ValueError: if the policy serves another optimizer already.
         """
         if self._bound is not None and self._bound() is not owner:
             raise ValueError(
-                f"{type(self).__name__}: this policy serves another optimizer already (or did); "
-                "make one for each optimizer, since it keeps what it has seen."
+                f"{type(self).__name__}: this policy already serves another optimizer, or did; "
+                "make a new policy for each optimizer, because a policy has state."
             )
         self._bound = weakref.ref(owner)
         for name in names:
             self.current.setdefault(name, self.start(name))
 
     def complete(self) -> None:
-        """Raises: ValueError if it lacks what it needs to serve a `DistributedOptimizer`."""
+        """Check that the policy can serve a `DistributedOptimizer`.
+
+        Raises:
+            ValueError: if an argument is missing.
+        """
 
     def plain(self) -> Compressor:
         """Return the compressor of tensors that are exempt from the policy."""
         return self._plain or Dense()
 
     def level(self, name: str) -> int:
-        """Return the level that serves bucket `name` now."""
+        """Return the level of bucket `name` now."""
         return self.current[name]
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Put decisions into force and remember them."""
+        """Set the levels that were decided, and append the decisions to the history."""
         for row in decisions:
             self.current[row.name] = row.level
         self.history.extend(decisions)
 
     def on_level_override(self, names: Sequence[str]) -> None:
-        """Note that a gate has changed the compressors of these buckets."""
+        """Handle the event that a gate has changed the compressors of these buckets."""
 
     def affords(self) -> bool:
         """Return whether another step may be taken: False once a privacy budget is spent."""
@@ -169,9 +183,9 @@ class Policy(NotForStockHorovod, abc.ABC):
         """End a window (an epoch); called by the user."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts."""
-        kept = {key: getattr(self, key) for key in self.KEPT}
-        return {"history": decision.plain(self.history), "current": dict(self.current)} | kept
+        """Return the state in numbers, strings, lists and dicts."""
+        own = {key: getattr(self, key) for key in self.KEPT}
+        return {"history": decision.plain(self.history), "current": dict(self.current)} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict`."""
@@ -181,48 +195,51 @@ class Policy(NotForStockHorovod, abc.ABC):
             setattr(self, key, state[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which keeps the history but serves no exchange yet."""
+        """Return the state of a copy, which has the same history but serves no exchange yet."""
         return {**vars(self), "_bound": None}
 
 
 def agree(owner: Policy, levels: Sequence[Any]) -> None:
-    """Declare for `owner` what its levels declare; `Dense` and its like take any scope.
+    """Set the attributes of `owner` that its levels must agree on.
+
+    `Dense` and other compressors with `batching = "any"` agree with any scope.
 
     Raises:
-        TypeError: one is no compressor.
-        ValueError: they differ in target, output or scope, or in what serves exempt tensors; a
-            private one is not alone; or under one, the ranks' weights differ at times, when no
-            other may follow.
+        TypeError: if a level is no compressor.
+        ValueError: if the levels differ in target, output or scope, or in the compressor of exempt
+            tensors; if a private compressor is not the only level; or if the ranks' weights differ
+            at times under one of several levels.
     """
     for level in levels:
         if not isinstance(level, Compressor):
             raise TypeError(
                 f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
             )
-    _keep_private(owner, levels)
-    alone = [x for x in levels if type(x).synchronous is not Compressor.synchronous]
-    if alone and len({repr(level) for level in levels}) > 1:
+    _check_private(owner, levels)
+    local = [x for x in levels if type(x).synchronous is not Compressor.synchronous]
+    if local and len({repr(level) for level in levels}) > 1:
         raise ValueError(
-            f"{type(owner).__name__}: under {alone[0]!r} the ranks' weights differ between its "
-            "synchronisations, so it cannot take turns with others; name it alone."
+            f"{type(owner).__name__}: under {local[0]!r} the ranks' weights differ between "
+            "synchronisations, so it cannot alternate with other levels; use it as the only level."
         )
     for aspect in ("target", "output", "scope"):
-        choosy = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
-        values = {repr(level): getattr(level, aspect) for level in choosy}
+        bound = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
+        values = {repr(level): getattr(level, aspect) for level in bound}
         _compare(owner, aspect, values)
-        setattr(owner, aspect, getattr(choosy[0], aspect))
-    _compare(owner, "what serves exempt tensors", {repr(x): x.plain() or Dense() for x in levels})
+        setattr(owner, aspect, getattr(bound[0], aspect))
+    plain = {repr(level): level.plain() or Dense() for level in levels}
+    _compare(owner, "the compressor of exempt tensors", plain)
     owner._plain = levels[0].plain()
     owner.topology_aware = any(level.topology_aware for level in levels)
     owner.fp16_reduction = any(level.fp16_reduction for level in levels)
 
 
-def _keep_private(owner: Policy, levels: Sequence[Compressor]) -> None:
+def _check_private(owner: Policy, levels: Sequence[Compressor]) -> None:
     private = [level for level in levels if level.private]
     if private and (len(levels) > 1 or not owner.fixed):
         raise ValueError(
-            f"{type(owner).__name__}: {private[0]!r} is private and can be no level among others, "
-            "which would send what it hides; let it serve alone, as compression=TopAgg(...)."
+            f"{type(owner).__name__}: {private[0]!r} is private and must be the only level, since "
+            "other levels would send the gradients that it protects; use compression=TopAgg(...)."
         )
 
 

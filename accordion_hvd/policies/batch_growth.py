@@ -1,4 +1,4 @@
-"""Batches that grow: small ones in critical regimes, large ones afterwards, with their rate."""
+"""Growth of the batch size: small batches in critical regimes, large ones afterwards."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from accordion_hvd.policies.critical_regimes import HIGH, LOW, CriticalRegimes
 from accordion_hvd.policies.decision import Decision
 
 BATCH = "(batch size)"
-"""The name of decisions about the batch."""
+"""Name of decisions about the batch size."""
 
 
 class BatchGrowth(Observer):
-    """Makes the batches of a training large, once and for all.
+    """Switches a training from small to large batches, once.
 
     Args:
         owner: the policy, named in error messages.
-        sizes: (small, large), examples of all ranks together, the large one a multiple of the
-            small one.
-        window: optimizer steps in a window; None if that is not known.
+        sizes: (small, large), numbers of examples over all ranks; large is a multiple of small.
+        window: optimizer steps in a window; None if not known.
 
     Attributes:
         large: whether batches are large from now on.
-        micro_batches: small batches in the current exchange, and by how much the learning rate
-            is multiplied in its step.
-        loader: whether a loader gives batches of these sizes; else small ones are accumulated.
+        micro_batches: number of small batches in the current exchange, which is also the factor of
+            the learning rate in its step.
+        loader: whether a data loader gives batches of these sizes. Otherwise, the optimizer
+            accumulates small batches.
 
     Raises:
-        ValueError: sizes are no two positive integers, the large one is no multiple of the small
-            one, or a window ends before one large batch is full.
+        ValueError: if `sizes` is not two positive integers, large is no multiple of small, or a
+            window is shorter than one large batch.
     """
 
     decides_ahead = True
@@ -43,11 +43,11 @@ class BatchGrowth(Observer):
             check.refuse(owner, "batch_size", sizes, "two positive integers such as (512, 4096)")
         small, large = int(pair[0]), int(pair[1])
         if small > large or large % small:
-            allowed = "(small, large) with a large one that is a multiple of the small one"
+            allowed = "(small, large), where large is a multiple of small"
             check.refuse(owner, "batch_size", sizes, allowed)
         self.owner, self.sizes, self.ratio = type(owner).__name__, (small, large), large // small
         if window is not None and window < self.ratio:
-            least = f"at least {self.ratio}, the small batches in a large one"
+            least = f"at least {self.ratio}, the number of small batches in a large one"
             check.refuse(owner, "window", window, f"{least}, with batch_size={self.sizes}")
         self.large = self.loader = False
         self.micro_batches = 1
@@ -59,14 +59,14 @@ class BatchGrowth(Observer):
 
     @property
     def accumulated(self) -> int:  # type: ignore[override]
-        """Small batches whose gradients are accumulated for one exchange."""
+        """Return the number of small batches whose gradients are accumulated for one exchange."""
         return 1 if self.loader else self.micro_batches
 
     def share(self, ranks: int) -> int:
-        """Return how many examples of a small batch are one rank's.
+        """Return the number of examples of a small batch on each rank.
 
         Raises:
-            ValueError: ranks cannot have equal shares.
+            ValueError: if the small batch is no multiple of the number of ranks.
         """
         if self.sizes[0] % ranks:
             allowed = f"multiples of {ranks}, the number of ranks"
@@ -74,26 +74,30 @@ class BatchGrowth(Observer):
         return self.sizes[0] // ranks
 
     def resize(self) -> None:
-        """From now on batches are as large as they are meant to be."""
+        """Apply the size that `large` calls for to the batches from now on."""
         self.micro_batches = self.ratio if self.large else 1
 
     def grow(self, large: bool) -> None:
-        """Mean batches to be large, or small; loaders follow when they can."""
+        """Set whether batches are to be large; a data loader applies the change by `resize`."""
         self.large = large
         if not self.loader:
             self.resize()
 
     def to_come(self, large: bool) -> int:
-        """Return the small batches in the next steps, if batches are or become large."""
+        """Return the number of small batches in each of the next exchanges.
+
+        Args:
+            large: whether batches are large or become large now.
+        """
         return self.ratio if large and not self.loader else self.micro_batches
 
     def judge(self, row: Decision, regimes: CriticalRegimes, unclear: bool) -> list[Decision]:
-        """Return the decision about the batch, if there is one to take.
+        """Return the decision about the batch size as a list; empty if there is none.
 
         Args:
-            row: norm and learning rate of the whole model.
-            regimes: the detector.
-            unclear: whether the norm is no evidence (`CriticalRegimes.judge`).
+            row: a row with the norm and the learning rate of the entire model; it is filled in.
+            regimes: the detector of critical regimes.
+            unclear: whether the norm is no evidence (see `CriticalRegimes.judge`).
         """
         if self.large and row.window:
             return []
@@ -105,9 +109,9 @@ class BatchGrowth(Observer):
         return [row] if row.reason else []
 
     def stats(self) -> dict[str, Any]:
-        """Examples of all ranks in a step now."""
+        """Return the current number of examples per step over all ranks."""
         return {"batch_size": self.sizes[0] * self.micro_batches}
 
     def agreement(self) -> str:
-        """Return a line that says whether a loader gives the batches."""
+        """Return a line that states whether a data loader gives the batches."""
         return f"loader={self.loader}"

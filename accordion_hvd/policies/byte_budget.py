@@ -17,11 +17,11 @@ OVER = "over the budget"
 
 
 class ByteBudget(Observer):
-    """Caps the bytes of an exchange, on average over the small batches that it stands for.
+    """Caps the bytes of an exchange, on average over its small batches.
 
     Args:
-        policy: an `Accordion`; its `first`, `growth` and `alternation` follow the cap, too.
-        megabytes: 10^6 bytes that a rank may send for each small batch.
+        policy: an `Accordion`. The cap also sets the policy's `first`, `growth` and `alternation`.
+        megabytes: MB (10^6 bytes) that a rank may send per small batch.
     """
 
     def __init__(self, policy: Any, megabytes: float) -> None:
@@ -29,11 +29,11 @@ class ByteBudget(Observer):
             check.refuse(policy, "budget", megabytes, "a number above 0 (MB a step), or None")
         self.policy, self.megabytes = policy, megabytes
         self._prices: Mapping[str, Sequence[float]] = {}
-        self._rest = 0.0  # bytes of an exchange that the policy has no say in
-        self._models = 0.0  # bytes of a step in which models are averaged
+        self._exempt = 0.0  # bytes per exchange of the buckets exempt from the policy
+        self._models = 0.0  # bytes per step while models are averaged
 
     def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
-        """Reckon what an exchange sends under each level; refuse tensors that cannot be paid."""
+        """Compute the bytes of each level; refuse tensors that exceed the budget at all levels."""
         ranks = exchange.communicator.size
 
         def price(level: Any, bucket: Any) -> float:
@@ -44,33 +44,33 @@ class ByteBudget(Observer):
             for bucket in buckets
             if bucket.compress
         }
-        rest = [price(exchange.policy.choices(b)[0], b) for b in buckets if not b.compress]
+        exempt = [price(exchange.policy.choices(b)[0], b) for b in buckets if not b.compress]
         models, alternation = 0.0, self.policy.alternation
         if alternation is not None:
             dense = sum(bucket.dense_bytes for bucket in buckets)
             models = averaging_share(alternation.method, ranks) * dense
-        self.price(prices, sum(rest), models)
+        self.price(prices, sum(exempt), models)
 
     def price(
         self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
     ) -> None:
-        """Take note of what an exchange sends; equal on all ranks.
+        """Set the bytes that an exchange sends; equal on all ranks.
 
         Args:
-            levels: bucket -> bytes that a rank sends of it under each level.
-            rest: bytes of what the policy has no say in.
-            models: bytes of a step in which models are averaged instead, on average.
+            levels: bucket -> bytes that a rank sends for it at each level.
+            rest: bytes of the buckets exempt from the policy.
+            models: mean bytes per step while models are averaged instead.
 
         Raises:
-            ValueError: the budget is less than what must be sent.
+            ValueError: if even the cheapest levels exceed the budget.
         """
-        self._prices, self._rest, self._models = levels, rest, models
+        self._prices, self._exempt, self._models = levels, rest, models
         growth, alternation = self.policy.growth, self.policy.alternation
         least, most = self._least(), 1 if growth is None else growth.ratio
         least = least if alternation is None else min(least, models)
         if least > self._room(most):
             megabytes = f"{math.ceil(least / most) / MEGABYTE:g}"
-            allowed = f"at least {megabytes}, which the cheapest levels send, or None"
+            allowed = f"at least {megabytes}, the MB that the cheapest levels send, or None"
             check.refuse(self.policy, "budget", self.megabytes, allowed)
         if growth is not None and least > self._room(1):
             growth.grow(True)
@@ -80,12 +80,14 @@ class ByteBudget(Observer):
             alternation.averaging_models = self.allowed(LOW, now) == HIGH
 
     def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
-        """Let `rows` have the levels that the budget allows; what has none stays as it is.
+        """Replace the levels of `rows` that exceed the budget by cheaper ones.
+
+        Buckets without a row keep their level.
 
         Args:
-            rows: decisions about buckets.
-            current: bucket -> level before them.
-            batches: small batches in the next exchanges.
+            rows: decisions about buckets; level and reason are changed.
+            current: bucket -> level before the decisions.
+            batches: number of small batches in each of the next exchanges.
         """
         if not rows:
             return
@@ -97,11 +99,11 @@ class ByteBudget(Observer):
                 row.level, row.reason = chosen[row.name], f"{row.reason}, but {OVER}"
 
     def allowed(self, wanted: int, batches: int) -> int:
-        """Return whether to average gradients (LOW) or models (HIGH): what is wanted, if it fits.
+        """Return `wanted` if it fits into the budget, otherwise the cheaper mode.
 
         Args:
-            wanted: either.
-            batches: small batches in the next exchanges.
+            wanted: LOW to average gradients, HIGH to average models.
+            batches: number of small batches in each of the next exchanges.
         """
         costs = self._least(), self._models
         cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
@@ -110,10 +112,10 @@ class ByteBudget(Observer):
     def _affordable(
         self, wanted: Mapping[str, int], urgency: Mapping[str, float], batches: int
     ) -> dict[str, int]:
-        return affordable(wanted, self._prices, urgency, self._room(batches) - self._rest)
+        return affordable(wanted, self._prices, urgency, self._room(batches) - self._exempt)
 
     def _least(self) -> float:
-        return self._rest + sum(map(min, self._prices.values()))
+        return self._exempt + sum(map(min, self._prices.values()))
 
     def _room(self, batches: int) -> float:
         return self.megabytes * MEGABYTE * batches
@@ -125,19 +127,19 @@ def affordable(
     urgency: Mapping[str, float],
     room: float,
 ) -> dict[str, int]:
-    """Return the wanted levels as far as the budget allows, else cheaper ones.
+    """Return the wanted levels as far as the budget allows, otherwise the cheapest ones.
 
-    All begin with the cheapest that they may have; then, as long as there is room, they get what
-    is wanted, the most urgent first.
+    Every bucket starts at its cheapest level. Then buckets get their wanted level, the most urgent
+    first, as long as there is room.
 
     Args:
         wanted: bucket -> level.
         prices: bucket -> bytes of each level.
-        urgency: bucket -> the larger, the earlier it is served.
-        room: bytes that all together may take.
+        urgency: bucket -> priority; a larger value comes earlier, a missing one first.
+        room: bytes that all buckets together may send.
     """
     chosen = {}
-    for name, level in wanted.items():  # which stays where nothing is cheaper
+    for name, level in wanted.items():  # the wanted level if none is cheaper
         chosen[name] = min((level, *range(len(prices[name]))), key=prices[name].__getitem__)
     room -= sum(prices[name][level] for name, level in chosen.items())
     for name in sorted(wanted, key=lambda name: -urgency.get(name, math.inf)):

@@ -1,7 +1,7 @@
 """The bytes that a compressor will send for a tensor, computed before training.
 
-Its conversation is held in NumPy, with normally distributed values, among ranks that all answer
-what this one says; the packing counts the bytes.
+The compressor's exchange runs in NumPy, with normally distributed values. A `LocalCommunicator`
+answers each request as if all ranks had sent this rank's payload, and counts the bytes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from accordion_hvd.ops.random import normal
 from accordion_hvd.ops.spec import Spec
 
 LONGEST, SAMPLE = 10_000, 4096
-"""Steps after which a method has no period; elements of a model that stands for all."""
+"""Steps without an average over all ranks after which a method counts as one without a period;
+elements of the sample model."""
 
 
 def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks: int) -> float:
-    """Return the bytes that a rank sends for a tensor in a step, after the start-up steps.
+    """Return the bytes that a rank sends for a tensor per step, after the start-up steps.
 
-    What depends on the values is that of normally distributed ones, and no two ranks are taken to
-    share a machine.
+    The gradient has normally distributed values, and each rank counts as a host of its own.
     """
     if ranks == 1:
         return 0.0
-    dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has none
+    dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has no bfloat16
     phase = compressor.variant(compressor.startup_steps) if compressor.phases else 0
     info = Info(step=compressor.startup_steps, size=ranks, name="price", phase=phase)
     spec, traffic = Spec(shape, dtype, xp), Traffic()
@@ -40,15 +40,15 @@ def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks
 
 
 def averaging_share(method: Averaging, ranks: int) -> float:
-    """Bytes that a rank sends in a step for each byte of a model, on average over a period."""
+    """Return the mean bytes that a rank sends per step and byte of the model, over one period."""
     if ranks == 1:
         return 0.0
     period = next((step + 1 for step in range(LONGEST) if method.equal(step)), 1)
-    alike, traffic = LocalCommunicator(xp, ranks), Traffic()
+    local, traffic = LocalCommunicator(xp, ranks), Traffic()
     info = Info(size=ranks, name="price")
     model = xp.asarray(normal((SAMPLE,), "price"))
     state = method.start(model, info)
     for step in range(period):
-        told = Info(step=step, size=ranks, name="price")
-        model, state = alike.run("price", method.exchange(model, state, told), traffic)
+        info = Info(step=step, size=ranks, name="price")
+        model, state = local.run("price", method.exchange(model, state, info), traffic)
     return traffic.sent / period / (4 * SAMPLE)

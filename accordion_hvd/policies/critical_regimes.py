@@ -1,4 +1,4 @@
-"""Finds critical regimes by the norms of gradients (Agarwal et al., MLSys 2021, Algorithm 1)."""
+"""Detection of critical regimes by gradient norms (Agarwal et al., MLSys 2021, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FELL = "learning rate fell"
 
 
 class CriticalRegimes:
-    """Says whether a training is in a critical regime.
+    """Detector of critical regimes.
 
-    Let n be the norm of the gradients' sum over window e, and m the norm `interval` windows
-    before. At the end of windows 0, `interval`, 2 `interval`, ... the regime is critical if e = 0,
-    or m = 0, or a norm is not finite, or |m - n| / m >= `threshold`. A learning rate that falls
-    begins a critical regime (section (b) of the authors' code).
+    Let n be the norm of the sum of the gradients in window e, and m the norm `interval` windows
+    before. At the end of windows 0, `interval`, 2 `interval`, ... the regime is critical if
+    |m - n| / m >= `threshold`, and also if e = 0, if m = 0 or if a norm is not finite. A fall of
+    the learning rate begins a critical regime, too (section (b) of the authors' code).
 
     Args:
         owner: the policy, named in error messages.
-        threshold: the paper's eta, at least 0; a relative change.
+        threshold: relative change of the norm in a critical regime, at least 0 (the paper's eta).
         interval: windows between checks.
-        lr_drop: a learning rate falls when it is at most `lr_drop` times what it was a window
-            before; None: when it is less.
+        lr_drop: the learning rate falls if it is at most `lr_drop` times its value one window
+            before. None: if it is less than that value.
 
     Attributes:
-        norms: by name, at the last check.
+        norms: name -> norm at the last check.
     """
 
     def __init__(self, owner: Any, threshold: float, interval: int, lr_drop: float | None) -> None:
@@ -44,17 +44,18 @@ class CriticalRegimes:
         self.norms: dict[str, float] = {}
 
     def checks(self, window: int) -> bool:
-        """Return whether norms are compared at the end of a window."""
+        """Return whether a window ends in a check."""
         return window % self.interval == 0
 
     def judge(self, row: Decision, unclear: bool, current: int) -> None:
-        """Fill in level, reason and change of a row, if its window is checked or its rate fell.
+        """Fill in level, reason and change of a row if its window ends in a check or its lr fell.
 
         Args:
-            row: has `window`, `norm` and `previous`, `lr` and `previous_lr`.
-            unclear: whether the level changed within the window, so that its norm, of averages
-                that pay what the old level carried, is no evidence.
-            current: the level that stays where the norm is no evidence.
+            row: a row with `window`, `norm`, `previous`, `lr` and `previous_lr`.
+            unclear: whether the norm is no evidence: it is a norm of averaged gradients, and the
+                level changed at the start of the window, so that the averages contain the residual
+                of the old level.
+            current: the level that remains if the norm is no evidence.
         """
         if self.checks(row.window):
             self._compare(row, unclear, current)
@@ -78,11 +79,11 @@ class CriticalRegimes:
             row.reason = "norm changed" if critical else "norm steady"
 
     def fell(self, row: Decision) -> bool:
-        """Return whether a row's learning rate has fallen."""
+        """Return whether the learning rate of a row has fallen."""
         before, now = row.previous_lr, row.lr
         return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
 
     def remember(self, rows: Iterable[Decision]) -> None:
-        """Keep the norms of a check, to compare those of the next one with."""
-        seen = {row.name: row.norm for row in rows if row.reason != CHANGED}
-        self.norms = self.norms | seen  # a new dict: a state_dict holds the old one
+        """Store the norms of a check for the next check."""
+        norms = {row.name: row.norm for row in rows if row.reason != CHANGED}
+        self.norms = self.norms | norms  # a new dict: a state_dict holds the old one

@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(eq=False)
 class Decision(Mapping[str, Any]):
-    """One decision about one bucket, about the batch or about averaging models.
+    """One decision about a bucket, the batch size or model averaging.
 
-    It reads as a mapping, too: `row["level"]` is `row.level`, and `dict(row)` has all fields.
+    A decision is also a mapping: `row["level"]` is `row.level`, and `dict(row)` has all fields.
 
     Attributes:
-        name: the bucket's; "(batch size)" and "(model)" for decisions about the whole model.
+        name: name of the bucket; "(batch size)" or "(model)" for a decision about the entire model.
         level: index of the chosen level.
-        step: exchanges before it; batches, where an exchange has several.
-        window: windows before it.
-        compressor: the level as it is written.
-        reason: in words.
-        norm: the evidence that was judged, such as the norm of a window's gradients.
-        previous: what it was compared with.
-        change: the relative change.
-        lr: the learning rate of the next step.
-        previous_lr: the learning rate when the window began.
-        ratio: mean over deviation of the gradients (`AdaQS`).
+        step: number of exchanges before the decision; of small batches if an exchange has several.
+        window: number of windows that ended before the current one.
+        compressor: the chosen level as text.
+        reason: reason of the decision in a few words.
+        norm: the evidence, such as the norm of the sum of a window's gradients.
+        previous: the value with which `norm` was compared (`AdaQS`: `ratio`).
+        change: the relative change from `previous`.
+        lr: learning rate of the next step.
+        previous_lr: learning rate at the start of the window.
+        ratio: mean over standard deviation of the gradients (`AdaQS`).
     """
 
     name: str
@@ -53,11 +53,11 @@ class Decision(Mapping[str, Any]):
 
 
 def plain(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
-    """Return decisions as dicts that JSON can hold."""
+    """Return decisions as dicts for JSON."""
     return [dict(decision) for decision in decisions]
 
 
 def read(rows: Iterable[Mapping[str, Any]]) -> list[Decision]:
-    """Return the decisions of such dicts, in which fields at their defaults may be missing."""
+    """Return decisions from dicts; missing fields get their defaults, unknown ones are ignored."""
     known = {field.name for field in fields(Decision)}
     return [Decision(**{k: v for k, v in row.items() if k in known}) for row in map(dict, rows)]

@@ -1,4 +1,4 @@
-"""Displacement: mild compression where errors keep the weights far from where they would be."""
+"""Displacement: mild compression where residuals keep the weights far from uncompressed values."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ COLUMNS = 256
 
 
 class RelativeResidual(Evidence):
-    """The norm of the ranks' mean error, relative to that of the weights, bucket by bucket.
+    """Evidence: the norm of the ranks' mean residual, relative to the norm of the weights.
 
-    A single rank's residual says little: with PowerSGD, its deviation from the mean is never sent
-    and walks at random. So the ranks average count sketches of their residuals: 256 numbers per
-    bucket, from which the norm is known to about 4 %.
+    The residual of a single rank is no good measure: with PowerSGD, its deviation from the mean is
+    never sent and walks at random. Therefore the ranks average count sketches of their residuals:
+    256 numbers per bucket, which estimate the norm to about 4 %.
     """
 
     key = "relative residuals"
 
     def read(self, exchange: Any) -> Reading:
-        """Norms after the last step; one allreduce."""
+        """Return the relative norm for each bucket, after the last step; one allreduce."""
         entries = [entry for entry in exchange.bucket_states if entry.bucket.compress]
         if not entries:
             return {}
@@ -45,7 +45,7 @@ class RelativeResidual(Evidence):
         return {n: _ratio(norm, weights[n]) for n, norm in zip(names, norms, strict=True)}
 
     def _sketch(self, exchange: Any, entry: Any) -> Any:
-        """Return the sketch of this rank's residual of a bucket."""
+        """Return the count sketch of this rank's residual; zeros if there is no residual."""
         xp, size, device = exchange.xp, entry.bucket.size, entry.spec.device
         residual = entry.residual(exchange.info(entry))
         if residual is None:
@@ -57,24 +57,24 @@ class RelativeResidual(Evidence):
 
 
 class Displacement(Windowed):
-    """Low compression where errors displace the weights by much, high elsewhere; by layer.
+    """Uses low compression for the layers whose residuals displace the weights by much.
 
-    With error feedback, gradients are computed at x instead of at x - lr e, where training without
-    compression would be. At the end of each window, let d = lr |e| / |x| for a layer's weights x,
-    the ranks' mean error e and the learning rate of the next step. `low` serves the layer if d
-    exceeds `bound`, `high` once d is below `release` times `bound`; between the two nothing
-    changes. The first window is served by `low`. Ours, from no paper.
+    With error feedback, gradients are computed at the weights x instead of x - lr e, the weights of
+    a training without compression; e is the ranks' mean residual. At the end of each window, let
+    d = lr |e| / |x| for a layer, with the learning rate of the next step. `low` serves the layer if
+    d exceeds `bound`, and `high` if d is below `release` times `bound`. Between the two bounds the
+    level remains. In the first window, `low` serves all layers. Ours, not from a paper.
 
     Args:
-        low: the level of low compression; with error feedback.
+        low: the level of low compression; it must have error feedback.
         high: the level of high compression.
-        bound: d above which compression is low, above 0.
-        release: part of `bound` below which compression is high, in (0, 1].
-        window: optimizer steps in a window. In Keras the callbacks fill it in; in PyTorch give it
-            or call `optimizer.end_window()` after each epoch.
+        bound: value of d above which `low` serves a layer, above 0.
+        release: fraction of `bound` below which `high` serves a layer, in (0, 1].
+        window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+            `optimizer.end_window()` after each epoch.
 
     Attributes:
-        history: one row a window and layer; `norm` is d.
+        history: one row per window and layer; `norm` is d.
     """
 
     evidence = (RelativeResidual(),)
@@ -102,8 +102,8 @@ class Displacement(Windowed):
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """Return a row per layer."""
         ratios = seen.get(RelativeResidual.key, {})
-        moved = {name: lr[name] * ratios.get(name, math.nan) for name in self.current}
-        return [self._judge(name, displacement, lr) for name, displacement in moved.items()]
+        displacements = {name: lr[name] * ratios.get(name, math.nan) for name in self.current}
+        return [self._judge(name, d, lr) for name, d in displacements.items()]
 
     def __repr__(self) -> str:
         """Return the constructor call."""
@@ -114,7 +114,7 @@ class Displacement(Windowed):
 
     def _judge(self, name: str, displacement: float, lr: Mapping[str, float]) -> Decision:
         level, reason = self.current[name], "between the bounds"
-        if not displacement <= self.bound:  # or not a number
+        if not displacement <= self.bound:  # also if NaN
             level, reason = LOW, "displaced"
         elif displacement < self.release * self.bound:
             level, reason = HIGH, "not displaced"

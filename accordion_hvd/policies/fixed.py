@@ -1,4 +1,4 @@
-"""One compressor for all, all the time."""
+"""One compressor throughout the training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
 
 
 class Fixed(Policy):
-    """One compressor throughout: the meaning of `compression=TopK(0.01)`.
+    """Uses one compressor throughout; `compression=TopK(0.01)` means `Fixed(TopK(0.01))`.
 
     Args:
-        compressor: serves every bucket.
-        overrides: compressors for tensors whose names match a pattern, instead.
-        gate: "auto": use them only where that saves time (see `Gate`).
+        compressor: the compressor of every bucket.
+        overrides: name pattern -> compressor that serves the matching tensors instead.
+        gate: "auto" or a `Gate`: compress only where compression saves time.
     """
 
     fixed = True
@@ -42,16 +42,16 @@ class Fixed(Policy):
             self.features = (PrivacyAccountant(self, compressor),)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return the one compressor."""
+        """Return the one compressor of bucket `name`."""
         return (override(self.overrides, name) or self.compressor,)
 
     def state_dict(self) -> dict[str, Any]:
-        """With what exchanges have cost in privacy."""
+        """Return the state, with the privacy budget spent so far."""
         budget = self.compressor.budget
         return super().state_dict() | (budget.state_dict() if budget is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict`; a budget keeps later expenses."""
+        """Restore from `state_dict`; privacy that was spent later stays spent."""
         super().load_state_dict(state)
         if self.compressor.budget is not None:
             self.compressor.budget.load_state_dict(state)

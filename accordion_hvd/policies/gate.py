@@ -1,9 +1,9 @@
-"""Compression only where it saves time: measured on this job's own link, model and machines.
+"""Compression only where it saves time, measured in this job.
 
-Saving bytes and losing time is compression's usual failure: on a fast link, encoding costs more
-than the bytes it spares. The gate lets the first steps of training run in turn as the policy wants
-them and uncompressed (in 16 bits, and as they are), times them, and from then on lets the policy
-have its levels only where that is faster: for all tensors, for some, or for none.
+Compression often saves bytes but loses time: on a fast link, encoding costs more than sending the
+bytes that it saves. The gate runs the first steps of training in several configurations (with the
+policy's levels, in 16 bits, and uncompressed) and measures their time. From then on, it uses the
+policy's levels only where they are faster: for all tensors, for some, or for none.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from accordion_hvd.core.base import Allreduce, Compressor
 from accordion_hvd.policies.advice import Advice, Link, Option, TensorRow
 from accordion_hvd.policies.evidence import StepTimes
 
-WARM = 3  # steps before the first trial: caches fill, frameworks warm up
-MARGIN = 1.03  # how much faster than dense a lossy option must be
-CLOSE = 2.0  # options this near to the fastest are tried a second time: machines are noisy
-HOPELESS = 2.0  # an option whose bytes take this many measured steps is not tried
-CHANGED = 1.5  # factor by which a link or a step has changed enough to try everything again
+WARM = 3  # steps before the first trial, in which caches fill and frameworks warm up
+MARGIN = 1.03  # factor by which a lossy option must be faster than a less lossy one
+CLOSE = 2.0  # options within this factor of the fastest are tried twice, since times are noisy
+HOPELESS = 2.0  # an option is not tried if its bytes alone take this many steps of the wanted option
+CHANGED = 1.5  # change of the bandwidth or the step time that starts all trials again
 WANTED, MIX = "wanted", "mixed"
 
 
 @dataclass
 class Cost:
-    """The cost of a bucket's exchange in a step at the level that the policy wants.
+    """Cost of exchanging a bucket in one step, at the level that the policy wants.
 
     Attributes:
-        seconds: in encoding and decoding; 0 where nobody can tell (in a graph).
-        sent: bytes.
-        dense: bytes that a ring allreduce of it would send.
+        seconds: seconds of encoding and decoding; 0 if they cannot be measured (in a graph).
+        sent: bytes sent.
+        dense: bytes that a ring allreduce of the bucket would send.
     """
 
     seconds: float
@@ -47,31 +47,32 @@ class Cost:
 
 @dataclass
 class _Trials:
-    """The measurements of one pattern of wanted levels."""
+    """The measurements for one pattern of wanted levels."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # option -> medians of turns
-    skipped: dict[str, float] = field(default_factory=dict)  # option -> least seconds
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # option -> median of each trial
+    skipped: dict[str, float] = field(default_factory=dict)  # option -> lower bound of seconds
     costs: dict[str, Cost] = field(default_factory=dict)
-    mix: dict[str, int] = field(default_factory=dict)
+    mix: dict[str, int] = field(default_factory=dict)  # assignment of the mixture
     best: str = ""
 
 
 class Gate:
-    """Decides, at first and now and then, where compression pays.
+    """Measures where compression saves time, and replaces the policy's levels elsewhere.
 
-    The gate tries configurations in turns of a few steps: the wanted levels, each fallback for all
-    tensors, and then a mixture that keeps the compressor where the spared bytes cost more time than
-    compressing. A lossy configuration is chosen only if it is 3 % faster than a less lossy one.
-    Rank 0 measures and decides; all ranks follow at the same step. A method with phases (`LGC`) is
-    judged by its last one: its first turn lasts until then (`Compressor.startup_steps`).
+    The gate tries each configuration for a few steps: the wanted levels, each fallback for all
+    tensors, and then a mixture that compresses only the buckets for which sending the saved bytes
+    would take longer than compressing. The gate chooses a lossy configuration only if it is 3 %
+    faster than a less lossy one. Rank 0 measures and decides; all ranks switch at the same step. A
+    method with phases (`LGC`) is measured in its last phase: its first trial lasts until then
+    (`Compressor.startup_steps`).
 
     Args:
-        steps: that are timed in a turn, at least 2; one more comes before and is not.
-        every: optimizer steps between looks at the link and the step time.
-        fallbacks: what may serve instead of the wanted compressor, from lossy to exact.
+        steps: number of timed steps in a trial, at least 2; one untimed step precedes them.
+        every: optimizer steps between measurements of the link and the step time.
+        fallbacks: compressors that may replace the wanted one, from lossy to exact.
 
     Attributes:
-        verdict: the line that rank 0 has printed last.
+        verdict: the line that rank 0 printed last.
     """
 
     def __init__(
@@ -85,23 +86,23 @@ class Gate:
         self.steps, self.every, self.fallbacks = steps, every, tuple(fallbacks)
         self.verdict = ""
         self.link: Link | None = None
-        self.assignment: dict[str, int] = {}  # bucket -> 1 + number of the fallback that serves it
-        self._option = ""  # under trial
+        self.assignment: dict[str, int] = {}  # bucket -> 1 + index of the fallback that serves it
+        self._option = ""  # the option on trial
         self._until = 0  # the step of the next decision
-        self._pattern: tuple[tuple[str, int], ...] | None = None  # None: nothing decided yet
+        self._pattern: tuple[tuple[str, int], ...] | None = None  # None before the first decision
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
         self._clock = StepTimes(every)
         self._judged = _Trials()
-        self._usual = math.nan  # seconds of a step when the verdict was given
+        self._usual = math.nan  # seconds per step at the last verdict
 
-    # ----------------------------------------------------------------------- what an exchange asks
+    # --------------------------------------------------------------------- queries of the exchange
     def level(self, name: str, wanted: int, own: int) -> int:
-        """Return the level that serves bucket `name`: the policy's, or behind them a fallback's.
+        """Return the level that serves bucket `name`; fallbacks follow the policy's levels.
 
         Args:
-            name: the bucket's.
+            name: name of the bucket.
             wanted: the policy's level.
-            own: how many levels the policy has for it.
+            own: number of levels that the policy has for the bucket.
         """
         fallback = self.assignment.get(name, 0)
         return own + fallback - 1 if fallback else wanted
@@ -113,18 +114,18 @@ class Gate:
         return step >= self._until or tuple(wanted.items()) != self._pattern
 
     def probes(self, wanted: Mapping[str, int]) -> bool:
-        """Return whether a decision begins with a measurement of the link; equal on all ranks."""
+        """Return whether a decision starts with measuring the link; equal on all ranks."""
         return self._pattern is None or (
             not self._option and tuple(wanted.items()) == self._pattern
         )
 
     @property
     def decided(self) -> bool:
-        """Return whether a verdict was given and no trial is running; equal on all ranks."""
+        """Return whether there is a verdict and no trial is running; equal on all ranks."""
         return self._pattern is not None and not self._option
 
     def restart(self) -> None:
-        """Try everything anew from the next step on; to be called on all ranks together."""
+        """Start all trials again from the next step on. Call it on all ranks."""
         self._known.clear()
         self._pattern, self._option, self.link = None, "", None
 
@@ -135,11 +136,11 @@ class Gate:
 
     @property
     def measuring(self) -> bool:
-        """Return whether the costs of the present step are needed."""
+        """Return whether the gate needs the costs of the current step."""
         return self._option == WANTED
 
     def tick(self, step: int) -> None:
-        """Exchange number `step` is about to begin."""
+        """Record that exchange number `step` is about to begin."""
         self._clock.note(step)
 
     # ---------------------------------------------------------------------------- rank 0's decision
@@ -152,14 +153,14 @@ class Gate:
         link: Link | None,
         startup_steps: int = 0,
     ) -> dict[str, Any]:
-        """Choose the next configuration, for all ranks to `apply`.
+        """Choose the next configuration on rank 0, for all ranks to `apply`.
 
         Args:
             step: number of the exchange that is about to begin.
             wanted: bucket -> the policy's level.
             names: bucket -> the wanted compressor.
-            costs: bucket -> what it took in the trial that ends, if that was of the wanted option.
-            link: as measured just now, if it was.
+            costs: bucket -> cost in the trial that ends, if it was a trial of the wanted levels.
+            link: the link as measured just now; None if it was not measured.
             startup_steps: steps that the wanted compressors still need before a fair measurement.
         """
         pattern = tuple(wanted.items())
@@ -179,7 +180,7 @@ class Gate:
         return self._next(step, trials, names, startup_steps)
 
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
-        """Put a decision into force; whether levels may change."""
+        """Apply a decision of rank 0. Returns whether levels may have changed."""
         self._until = decision["until"]
         self._clock.restart()
         if decision.get("keep"):
@@ -203,10 +204,10 @@ class Gate:
     def _trials(self, pattern: tuple[tuple[str, int], ...]) -> _Trials:
         """Return the measurements of this pattern; fallbacks take the same time in all patterns."""
         if pattern not in self._known:
-            fallbacks, fresh = [repr(fallback) for fallback in self.fallbacks], _Trials()
+            fallbacks, trials = [repr(fallback) for fallback in self.fallbacks], _Trials()
             for other in self._known.values():
-                fresh.seconds |= {w: x for w, x in other.seconds.items() if w in fallbacks}
-            self._known[pattern] = fresh
+                trials.seconds |= {w: x for w, x in other.seconds.items() if w in fallbacks}
+            self._known[pattern] = trials
         return self._known[pattern]
 
     def _next(
@@ -219,13 +220,13 @@ class Gate:
             return {"until": until, "option": option, "assignment": assignment, "verdict": ""}
         trials.best, self._judged = self._choose(trials), trials
         self._usual = min(trials.seconds.get(trials.best, [math.nan]))
-        verdict = self._line(trials, names) if trials.seconds else ""
+        verdict = self._verdict(trials, names) if trials.seconds else ""
         assignment = self._assign(trials.best, trials, names)
         until = step + self.every
         return {"until": until, "option": "", "assignment": assignment, "verdict": verdict}
 
     def _untried(self, trials: _Trials, names: Mapping[str, str]) -> str | None:
-        """Return the next configuration to try: each once, close ones twice, then a mixture."""
+        """Return the next option to try: each option once, close ones twice, then a mixture."""
         options = [
             option for option in map(repr, self.fallbacks) if self._assign(option, trials, names)
         ]
@@ -233,14 +234,14 @@ class Gate:
             return None
         for option in (WANTED, *options):
             if option not in trials.seconds and option not in trials.skipped:
-                least = self._least(option, trials)
-                if option == WANTED or least < HOPELESS * min(trials.seconds[WANTED]):
+                bound = self._lower_bound(option, trials)
+                if option == WANTED or bound < HOPELESS * min(trials.seconds[WANTED]):
                     return option
-                trials.skipped[option] = least
+                trials.skipped[option] = bound
         least = min(map(min, trials.seconds.values()))
-        near = [option for option, turns in trials.seconds.items() if min(turns) < CLOSE * least]
-        for option in near:
-            if len(near) > 1 and len(trials.seconds[option]) < 2 and option != MIX:
+        close = [option for option, times in trials.seconds.items() if min(times) < CLOSE * least]
+        for option in close:
+            if len(close) > 1 and len(trials.seconds[option]) < 2 and option != MIX:
                 return option
         if MIX not in trials.seconds:
             trials.mix = self._mixture(trials, names)
@@ -248,15 +249,15 @@ class Gate:
                 return MIX
         return None
 
-    def _least(self, option: str, trials: _Trials) -> float:
-        """Seconds that a fallback's bytes take at least."""
+    def _lower_bound(self, option: str, trials: _Trials) -> float:
+        """Return the seconds that sending a fallback's bytes takes at least."""
         if option == WANTED or self.link is None:
             return 0.0
         dense = sum(cost.dense for cost in trials.costs.values())
         return _share(option) * dense / self.link.bandwidth
 
     def _mixture(self, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
-        """Buckets for which bytes cost less than what it takes to spare them -> their fallback."""
+        """Assign the fastest fallback to the buckets where compressing costs more than it saves."""
         fallback = min(
             (option for option in map(repr, self.fallbacks) if option in trials.seconds),
             key=lambda option: min(trials.seconds[option]),
@@ -273,20 +274,20 @@ class Gate:
         }
 
     def _price(self, fallback: str, trials: _Trials) -> float:
-        """Seconds that a byte costs in this job, overlap and all: from two options' times."""
+        """Estimate the seconds per byte in this job, overlap included, from two options' times."""
         costs = trials.costs.values()
-        spared = sum(_share(fallback) * cost.dense - cost.sent for cost in costs)
-        worked = sum(cost.seconds for cost in costs)
+        saved_bytes = sum(_share(fallback) * cost.dense - cost.sent for cost in costs)
+        work = sum(cost.seconds for cost in costs)
         saved = min(trials.seconds[fallback]) - min(trials.seconds[WANTED])
-        return max(0.0, saved + worked) / spared if spared > 0 else 0.0
+        return max(0.0, saved + work) / saved_bytes if saved_bytes > 0 else 0.0
 
     def _choose(self, trials: _Trials) -> str:
         order = [WANTED, MIX, *map(repr, self.fallbacks)]
-        found = [option for option in order if option in trials.seconds]
-        if not found:
+        measured = [option for option in order if option in trials.seconds]
+        if not measured:
             return WANTED
-        least = min(min(trials.seconds[option]) for option in found)
-        return next(w for w in reversed(found) if min(trials.seconds[w]) <= MARGIN * least)
+        least = min(min(trials.seconds[option]) for option in measured)
+        return next(w for w in reversed(measured) if min(trials.seconds[w]) <= MARGIN * least)
 
     def _assign(self, option: str, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
         if option == MIX:
@@ -297,23 +298,23 @@ class Gate:
         lossier = {name for name, wanted in names.items() if _loss(wanted) > _loss(option)}
         return dict.fromkeys(sorted(lossier), 1 + options.index(option))
 
-    # ------------------------------------------------------------------------------ what users read
-    def _line(self, trials: _Trials, names: Mapping[str, str]) -> str:
-        served = self._assign(trials.best, trials, names)
-        pays, all_ = len(names) - len(served), len(names)
+    # ----------------------------------------------------------------------------- output for users
+    def _verdict(self, trials: _Trials, names: Mapping[str, str]) -> str:
+        assignment = self._assign(trials.best, trials, names)
+        compressed, total = len(names) - len(assignment), len(names)
         wanted = " and ".join(sorted(set(names.values())))
-        rest = {repr(self.fallbacks[number - 1]) for number in served.values()}
-        words = " or ".join("dense" if option == "Dense()" else option for option in sorted(rest))
-        if pays == all_:
-            what = f"{wanted} pays on all {all_} tensors"
-        elif pays:
-            what = f"{wanted} pays on {pays} of {all_} tensors; the rest go {words}"
+        fallbacks = {repr(self.fallbacks[number - 1]) for number in assignment.values()}
+        text = " or ".join("dense" if name == "Dense()" else name for name in sorted(fallbacks))
+        if compressed == total:
+            gain = f"{wanted} pays on all {total} tensors"
+        elif compressed:
+            gain = f"{wanted} pays on {compressed} of {total} tensors; the rest go {text}"
         else:
-            what = f"{wanted} pays on none of {all_} tensors; all go {words}"
+            gain = f"{wanted} pays on none of {total} tensors; all go {text}"
         dense = self._estimate(repr(Dense()), trials)
         chosen = 1000 * min(trials.seconds[trials.best])
         link = f"{self.link}; " if self.link else ""
-        return f"accordion_hvd: {link}{what}: {dense}{chosen:.0f} ms a step"
+        return f"accordion_hvd: {link}{gain}: {dense}{chosen:.0f} ms a step"
 
     def _estimate(self, option: str, trials: _Trials) -> str:
         if option == trials.best:
@@ -325,21 +326,21 @@ class Gate:
         return ""
 
     def advice(self, names: Mapping[str, str]) -> Advice:
-        """Return the evidence of the last verdict (rank 0; empty elsewhere)."""
+        """Return the last verdict and its measurements, which only rank 0 has."""
         trials = self._judged
         options = [
-            Option(option, min(turns), len(turns), option == trials.best)
-            for option, turns in trials.seconds.items()
+            Option(option, min(times), len(times), option == trials.best)
+            for option, times in trials.seconds.items()
         ]
-        options += [Option(option, least, 0, False) for option, least in trials.skipped.items()]
+        options += [Option(option, bound, 0, False) for option, bound in trials.skipped.items()]
         measured = [w for w in map(repr, self.fallbacks) if w in trials.seconds]
         price = self._price(measured[-1], trials) if measured and trials.costs else 0.0
         served = {name: repr(self.fallbacks[i - 1]) for name, i in self.assignment.items() if i}
         tensors = []
         for name, cost in trials.costs.items():
-            known = cost.seconds, cost.sent, cost.dense, price * (cost.dense - cost.sent)
+            figures = cost.seconds, cost.sent, cost.dense, price * (cost.dense - cost.sent)
             wanted = names.get(name, "")
-            tensors.append(TensorRow(name, wanted, *known, served.get(name, wanted)))
+            tensors.append(TensorRow(name, wanted, *figures, served.get(name, wanted)))
         return Advice(self.verdict, self.link, options, tensors)
 
     def __repr__(self) -> str:
@@ -351,7 +352,7 @@ class Gate:
 
 
 def _loss(compressor: str) -> int:
-    """Rank configurations by loss: a gate never exceeds the loss that the policy wants."""
+    """Rank compressors by their loss; a fallback never loses more than the wanted compressor."""
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, 2)
 
 
@@ -360,10 +361,10 @@ def _share(option: str) -> float:
 
 
 def as_gate(owner: Any, gate: Any) -> Gate | None:
-    """Return a gate for a policy, given None, "auto" or a `Gate`.
+    """Return the gate that None, "auto" or a `Gate` stands for.
 
     Raises:
-        ValueError: it is none of these, or the policy's compressors cannot be left out.
+        ValueError: if `gate` is none of these, or fallbacks cannot replace the owner's compressors.
     """
     if gate is None:
         return None
@@ -376,12 +377,12 @@ def as_gate(owner: Any, gate: Any) -> Gate | None:
 
 
 def probe(tensor: Any, xp: Any, ranks: int) -> Any:
-    """Measure the link, as a generator of collectives; return a `Link`.
+    """Measure the link and return a `Link`; a generator of collectives.
 
     Args:
-        tensor: fp32 vector, some hundred kB, whose memory may be used.
-        xp: the operations that serve it.
-        ranks: how many take part.
+        tensor: fp32 vector of some hundred kB; its memory may be overwritten.
+        xp: operations of the tensor's framework.
+        ranks: number of ranks.
     """
 
     def seconds(x: Any, count: int) -> Any:
@@ -393,7 +394,7 @@ def probe(tensor: Any, xp: Any, ranks: int) -> Any:
         return times
 
     latency = statistics.median((yield from seconds(tensor[:1], 6))[1:])
-    whole = statistics.median((yield from seconds(tensor, 3)))
-    moved = 2 * (ranks - 1) / ranks * 4 * xp.shape(tensor)[0]
-    busy = max(whole - latency, whole / 5)  # the two are hard to tell apart on a fast link
-    return Link(moved / busy, latency)
+    total = statistics.median((yield from seconds(tensor, 3)))
+    sent = 2 * (ranks - 1) / ranks * 4 * xp.shape(tensor)[0]
+    transfer = max(total - latency, total / 5)  # on a fast link, latency may seem to be all
+    return Link(sent / transfer, latency)

@@ -1,4 +1,4 @@
-"""Keeps a private compressor's promise: nothing travels beside it, and each step is paid for."""
+"""Accounting of a private compressor: every gradient is protected, and every step is accounted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from accordion_hvd.core.observer import Observer
 
 
 class PrivacyAccountant(Observer):
-    """Enters each exchange in a privacy budget, before it begins.
+    """Charges each exchange to a privacy budget, before the exchange begins.
 
     Args:
-        policy: named in error messages.
+        policy: the policy, named in error messages.
         compressor: the private compressor that serves all the time.
     """
 
@@ -25,22 +25,26 @@ class PrivacyAccountant(Observer):
         self.policy, self.compressor = policy, compressor
 
     def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
-        """Raise ValueError where something would travel beside the vector that is protected."""
+        """Check that the compressor protects all gradients.
+
+        Raises:
+            ValueError: if a tensor would be sent outside the protected vector.
+        """
         if exchange.skip:
             raise ValueError(
-                f"skip is {exchange.skip!r}, but must be () with {self.policy!r}: what it names "
-                "would travel unprotected."
+                f"skip is {exchange.skip!r}, but must be () with {self.policy!r}: the tensors that "
+                "skip names would be sent unprotected."
             )
         if len(buckets) > 1:
             kinds = ", ".join(f"{bucket.name} ({bucket.dtype})" for bucket in buckets)
             raise ValueError(
-                f"{self.policy!r} takes the whole model as one vector, but there are "
-                f"{len(buckets)}: {kinds}. All its parameters must be of one dtype, on one device, "
-                "and there from the beginning."
+                f"{self.policy!r} takes the entire model as one vector, but the model has "
+                f"{len(buckets)}: {kinds}. All parameters must have one dtype, be on one device, "
+                "and exist from the first step."
             )
 
     def opening(self, exchange: Any, lr: Mapping[str, float]) -> None:
-        """Pay for the exchange first."""
+        """Charge the exchange to the budget."""
         self.compressor.spend()
 
     def affords(self) -> bool:
@@ -48,12 +52,12 @@ class PrivacyAccountant(Observer):
         return self.compressor.affords()
 
     def stats(self) -> dict[str, Any]:
-        """Return the spent privacy."""
+        """Return the privacy spent so far."""
         budget = self.compressor.budget
         return {"privacy": budget.stats() if budget is not None else {}}
 
 
 def per_sample(policy: Any) -> bool:
-    """Return whether a rank gives the gradients of several contributors, one by one."""
+    """Return whether each rank gives gradients of single examples or clients."""
     accountant = policy.observers.find(PrivacyAccountant)
     return accountant is not None and accountant.compressor.per_sample

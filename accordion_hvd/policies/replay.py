@@ -1,4 +1,4 @@
-"""The same decisions again, without their cost."""
+"""Replay of recorded decisions, without the cost of the evidence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from accordion_hvd.policies.decision import Decision
 
 
 class Replay(Policy):
-    """Repeat the decisions of a `history`, each at its step, whatever the gradients are.
+    """Repeats the decisions of a `history`, each at its recorded step, whatever the gradients are.
 
-    A layer's level before its first decision is the one that Accordion starts with, the mild one:
-    that of the first row about it.
+    Before the first decision about a layer, the compressor of the layer's first row serves it; with
+    Accordion, that is the mild level.
 
     Args:
-        history: rows as in `Accordion.history` (a list, or rows read from JSON); used are step,
-            name and compressor.
+        history: rows as in `Accordion.history` (a list, or rows read from JSON). Only step, name
+            and compressor are used.
 
     Raises:
-        ValueError: the history is empty or a row lacks a key.
+        ValueError: if the history is empty, or a row lacks a key or is not about a layer.
     """
 
     KEPT = ("_step",)
@@ -39,25 +39,26 @@ class Replay(Policy):
                     raise ValueError(f"Replay: row {row!r} has no {key!r}; give Accordion.history.")
             if row["name"] in ("(batch size)", "(model)"):
                 raise ValueError(
-                    f"Replay: row {row!r} is about batch sizes or averages of models, which are "
-                    "not repeated; leave such rows out."
+                    f"Replay: row {row!r} is about batch sizes or model averaging, which Replay "
+                    "cannot repeat; leave such rows out."
                 )
         if not rows:
             raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
         self._rows = decision.read([{"level": 0, **row} for row in rows])
         self._levels: dict[str, list[Compressor]] = {}
-        for made in self._rows:
-            known, level = self._levels.setdefault(made.name, []), _read(made.compressor)
-            if level not in known:
-                known.append(level)
-        agree(self, [level for known in self._levels.values() for level in known])
+        for decided in self._rows:
+            levels = self._levels.setdefault(decided.name, [])
+            level = _read(decided.compressor)
+            if level not in levels:
+                levels.append(level)
+        agree(self, [level for levels in self._levels.values() for level in levels])
         self._step = 0
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """Return the compressors that served the layer in the recorded run.
 
         Raises:
-            ValueError: the history does not know the layer.
+            ValueError: if the history has no row about the layer.
         """
         if name not in self._levels:
             known = ", ".join(sorted(self._levels))
@@ -65,7 +66,7 @@ class Replay(Policy):
         return tuple(self._levels[name])
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """Return whether the recorded run decided at this step."""
+        """Return whether the recorded run made a decision at this step."""
         return any(row.step == self._step for row in self._rows)
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
@@ -78,7 +79,7 @@ class Replay(Policy):
         self._step += 1
 
     def __repr__(self) -> str:
-        """Return the length of the recorded run in a constructor call."""
+        """Return the constructor call with the number of rows."""
         return f"Replay(<{len(self._rows)} rows>)"
 
 

@@ -1,4 +1,4 @@
-"""Levels by the clock."""
+"""A schedule of compressors by epoch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from accordion_hvd.policies.windows import Windowed
 
 
 class StepSchedule(Windowed):
-    """One compressor for all until a given window (an epoch), then another, whatever happens.
+    """Changes the compressor of all layers at given windows (epochs), whatever the gradients are.
 
-    `StepSchedule({0: PowerSGD(4), 30: PowerSGD(1)})` serves epochs 0 to 29 mildly. With `window=1`
-    the keys are optimizer steps.
+    `StepSchedule({0: PowerSGD(4), 30: PowerSGD(1)})` uses `PowerSGD(4)` in epochs 0 to 29. With
+    `window=1`, the keys are optimizer steps.
 
     Args:
-        schedule: from the beginning of which window (counted from 0) which compressor serves;
-            0 must be among them.
-        window: optimizer steps in a window. In Keras the callbacks fill it in; in PyTorch give it
-            or call `optimizer.end_window()` after each epoch.
+        schedule: window (counted from 0) -> compressor from the start of that window on; must have
+            a key 0.
+        window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+            `optimizer.end_window()` after each epoch.
 
     Attributes:
-        history: a row for each change and layer.
+        history: one row per change and layer.
     """
 
     def __init__(self, schedule: Mapping[int, Compressor], *, window: int | None = None) -> None:
         super().__init__(window)
         if not isinstance(schedule, Mapping) or 0 not in schedule:
-            allowed = "windows and compressors with a key 0, such as {0: PowerSGD(4), 30: TopK()}"
+            allowed = "a dict with a key 0, such as {0: PowerSGD(4), 30: PowerSGD(1)}"
             check.refuse(self, "schedule", schedule, allowed)
         for key in schedule:
             check.integer(self, "a key of schedule", key, least=0)
@@ -38,26 +38,26 @@ class StepSchedule(Windowed):
         agree(self, list(self.schedule.values()))
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return all compressors, in the order in which they serve."""
+        """Return all compressors in the order of the schedule."""
         return tuple(self.schedule.values())
 
     def start(self, name: str) -> int:
-        """Return the level of the present window."""
-        return self._turn(self._epoch)
+        """Return the level of the current window."""
+        return self._level_in(self._epoch)
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """At the end of the windows before the given ones."""
+        """Return whether a window has ended and the next one changes the compressor."""
         return super().due(lr) and self._epoch + 1 in self.schedule
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """Return a row per layer."""
-        level = self._turn(self._epoch + 1)
-        known = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
-        return [Decision(name, *known, lr=lr[name]) for name in self.current]
+        level = self._level_in(self._epoch + 1)
+        common = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
+        return [Decision(name, *common, lr=lr[name]) for name in self.current]
 
     def __repr__(self) -> str:
         """Return the constructor call."""
         return f"StepSchedule({self.schedule!r}, window={self.window!r})"
 
-    def _turn(self, window: int) -> int:
+    def _level_in(self, window: int) -> int:
         return sum(1 for key in self.schedule if key <= window) - 1

@@ -1,4 +1,4 @@
-"""The end of an optimizer's dense stage, by the clock or when its variance is stable."""
+"""The end of an optimizer's dense stage: after some steps, or when the variance is stable."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from accordion_hvd.policies.evidence import StateNorms
 
 STABLE = 0.96
 LOOKS = 10
-"""How often in a time constant of the variance its norm is looked at."""
+"""Number of checks of the variance's norm per time constant of the variance."""
 
 
 class WarmUp(Policy):
-    """One stage until the variance is stable, another from then on, for all tensors at once.
+    """Switches all tensors from an optimizer's first stage to its second, once.
 
-    With "auto", after 1-bit Adam: let D = 1 / (1 - b2) steps, the time constant of the variance v,
-    and a, b the sums |v|_1 now and D steps ago. The first stage ends when
-    min(a, b) / max(a, b) >= 0.96, at least 2 D steps have been taken, and no learning rate has
-    risen in the last D steps (the paper's condition is on b / a alone, which is true too early
-    while v falls). Rank 0 decides for all; it looks every D / 10 steps (ours).
+    With "auto", the first stage ends when the variance is stable (after 1-bit Adam). Let
+    D = 1 / (1 - b2) steps be the time constant of the variance v, and a and b the sums |v|_1 now
+    and D steps ago. The first stage ends if min(a, b) / max(a, b) >= 0.96, if at least 2 D steps
+    have been taken, and if no learning rate has risen in the last D steps. (The paper tests b / a
+    alone, which is true too early while v falls.) Rank 0 decides for all ranks; it checks every D /
+    10 steps (ours).
 
     Args:
-        first: the dense stage.
-        then: the other.
-        steps: of the first stage, skipped ones included, or "auto".
+        first: the first, dense stage.
+        then: the second stage.
+        steps: number of steps of the first stage, skipped ones included; or "auto".
     """
 
     evidence = (StateNorms("v"),)
@@ -43,19 +44,19 @@ class WarmUp(Policy):
         self._span = max(LOOKS, round(1 / (1 - then.betas[1])))
         self._step = 0  # exchanges so far
         self._done = steps == 0
-        self._sums: list[float] = []  # of v, at the last looks
-        self._lr: list[dict[str, float]] = []  # learning rates then
+        self._sums: list[float] = []  # |v|_1 at the last checks
+        self._lr: list[dict[str, float]] = []  # learning rates at the last checks
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """Return both stages."""
         return self.first, self.then
 
     def start(self, name: str) -> int:
-        """Return the first stage, if that has any steps."""
+        """Return 0, the first stage; 1 if the first stage is over or has no steps."""
         return int(self._done)
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """At the end of the first stage, or at each look."""
+        """Return whether the first stage is over, or with "auto" whether a check is due."""
         if self._done:
             return False
         if self.steps == "auto":
@@ -67,7 +68,7 @@ class WarmUp(Policy):
         self._step += 1
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Return a row per tensor; norms are sums of v."""
+        """Return a row per tensor; `norm` is the tensor's |v|_1."""
         norms, reason = seen.get(StateNorms.key, {}), ""
         if self.steps != "auto":
             reason = f"{self.steps} steps"
@@ -78,11 +79,11 @@ class WarmUp(Policy):
             if steady and not self._rising(lr):
                 reason = "variance stable"
         level = int(bool(reason))
-        known = level, self._step, 0, repr(self.levels("")[level]), reason
-        return [Decision(name, *known, norms.get(name, 0.0), lr=lr[name]) for name in self.current]
+        common = level, self._step, 0, repr(self.levels("")[level]), reason
+        return [Decision(name, *common, norms.get(name, 0.0), lr=lr[name]) for name in self.current]
 
     def apply(self, decisions: Any) -> None:
-        """Change stages if it is time; remember what was seen."""
+        """Switch to the second stage if that was decided; else store the sums of this check."""
         self._done = any(row.level for row in decisions)
         if self._done or not decisions:
             super().apply(decisions)

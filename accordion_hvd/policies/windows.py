@@ -1,4 +1,4 @@
-"""Policies that decide by windows of optimizer steps, epochs as a rule."""
+"""Policies that decide at the end of windows of optimizer steps, normally epochs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.decision import Decision
 
 PATIENCE = 1000
-"""Exchanges after which somebody must have said how long a window is."""
+"""Exchanges after which a policy without a window length raises an error."""
 
 
 class Windowed(Policy):
-    """Counts steps and windows; what is decided where one ends, subclasses say.
+    """Base class of policies that count steps and windows and decide at the end of a window.
 
-    Where an exchange has several micro-batches, these are counted. An exchange belongs to the
-    window in which it takes place; what it has beyond the window's end counts for the next one. A
-    decision that has to wait (`ready`) prolongs its window, by whole ones too.
+    If an exchange has several micro-batches, the policy counts these. An exchange belongs to the
+    window in which it takes place; its micro-batches beyond the end of the window count for the
+    next window. A decision that must wait (`ready`) prolongs its window, possibly by several
+    lengths.
 
     Args:
-        window: optimizer steps in a window; None: `end_window` is called where one ends.
+        window: optimizer steps in a window. None if calls of `end_window` end the windows.
     """
 
     KEPT: ClassVar[tuple[str, ...]] = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr")
@@ -32,40 +33,43 @@ class Windowed(Policy):
             check.integer(self, "window", window, least=1)
         self.window = window
         self._epoch = 0  # windows ended so far
-        self._steps = 0  # exchanges (their micro-batches) in this window
-        self._step = 0  # exchanges in all
-        self._ended = False  # the user ended the window
-        self._by_hand = False  # the user ends windows
-        self._lr: dict[str, float] = {}  # learning rates when the window began
+        self._steps = 0  # micro-batches of the exchanges in this window
+        self._step = 0  # micro-batches of all exchanges
+        self._ended = False  # whether end_window has ended this window
+        self._by_hand = False  # whether end_window was ever called
+        self._lr: dict[str, float] = {}  # learning rates at the start of the window
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """At the first exchange after a window, when the next learning rate is known."""
+        """Return whether a decision is due: at the first exchange after the end of a window.
+
+        Only then is the next learning rate known.
+        """
         return self.ready and self.over
 
     @property
     def ready(self) -> bool:
-        """Return whether a decision may be taken; else the window is prolonged."""
+        """Return whether a decision is possible now; otherwise the window is prolonged."""
         return True
 
     @property
     def steps(self) -> int:
-        """Exchanges so far, or their small batches."""
+        """Return the number of exchanges so far, or of their micro-batches."""
         return self._step
 
     @property
     def over(self) -> bool:
         """Return whether the window has ended."""
-        whole = self.window is not None and self._steps >= self.window
-        return self._steps > 0 and (self._ended or whole)
+        complete = self.window is not None and self._steps >= self.window
+        return self._steps > 0 and (self._ended or complete)
 
     def tick(self, lr: Mapping[str, float]) -> None:
-        """Count an exchange; remember the learning rates at the beginning of a window.
+        """Count an exchange; store the learning rates at the start of a window.
 
         Raises:
-            RuntimeError: nobody says how long a window is.
+            RuntimeError: if the length of a window is still unknown after `PATIENCE` steps.
         """
         if Windowed.due(self, lr):
-            self._roll()  # nothing was decided at its end
+            self._roll()  # the window ended without a decision
         if self._steps == 0 or not self._lr:
             self._lr = dict(lr)
         batches = self.observers.weight
@@ -74,20 +78,23 @@ class Windowed(Policy):
         if self.window is None and not self._by_hand and self._step > PATIENCE:
             name = type(self).__name__
             raise RuntimeError(
-                f"{name}: after {PATIENCE} steps nobody has said how long a window (an epoch) "
-                f"is, so it cannot decide anything. Pass {name}(..., window=<optimizer steps an "
-                "epoch>), or call optimizer.end_window() after each epoch (and once before the "
-                "first if epochs are longer than that); in Keras, give fit() the "
-                "BroadcastGlobalVariablesCallback."
+                f"{name}: after {PATIENCE} steps the length of a window (an epoch) is still "
+                f"unknown, so no decision is possible. Pass {name}(..., window=<optimizer steps "
+                "per epoch>), or call optimizer.end_window() after each epoch (and once before the "
+                f"first epoch if epochs have more than {PATIENCE} steps); in Keras, pass "
+                "BroadcastGlobalVariablesCallback to fit()."
             )
 
     def end_window(self) -> None:
-        """End the window. Before the first step: windows will be ended by hand."""
+        """End the current window.
+
+        A call before the first step declares that later calls will end the windows.
+        """
         self._by_hand = True
         self._ended = self._steps > 0
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Put decisions into force, and begin the next window."""
+        """Apply decisions, and begin the next window."""
         super().apply(decisions)
         self._roll()
 

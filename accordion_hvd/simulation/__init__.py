@@ -1,4 +1,4 @@
-"""Ranks without a network: all in one process, or a thousand in virtual time."""
+"""Simulation of ranks without a network: in one process, or in virtual time."""
 
 from accordion_hvd.simulation.one_process import World, simulate
 

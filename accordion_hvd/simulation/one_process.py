@@ -1,12 +1,12 @@
-"""N ranks in one process, no network: for tests, notebooks and studies.
+"""Simulation of N ranks in one process, without a network: for tests, notebooks and studies.
 
 ```python
 world = simulate(Accordion(low=PowerSGD(4), high=PowerSGD(1), window=10), ranks=4)
 means = world.step([{"weight": gradient_of_rank} for gradient_of_rank in gradients])
 world.exchanges[0].stats()
 ```
-The algorithms, the exchange and the packing are the real ones; only the wires are not. Tensors may
-be NumPy's, PyTorch's or TensorFlow's.
+The algorithms, the exchange and the packing are those of a real job; only the collectives are
+simulated. Tensors may be NumPy's, PyTorch's or TensorFlow's.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Key = tuple[str, Group]
 
 
 class Hub:
-    """Storage of sent tensors until all members of a collective have sent."""
+    """Storage of the tensors of a collective until all members have sent theirs."""
 
     def __init__(self, ranks: int, hosts: Hosts = ()) -> None:
         self.ranks, self.hosts = ranks, hosts
         self.sent: dict[Key, dict[int, Any]] = {}
         self.fetched: dict[Key, int] = {}
-        self.events = 0  # things sent and fetched so far
+        self.events = 0  # number of tensors sent and fetched so far
 
     def members(self, group: Group) -> tuple[int, ...]:
         """Return the ranks of a group."""
         return tuple(range(self.ranks)) if group is None else group
 
     def fetch(self, key: Key) -> list[Any]:
-        """Return all members' tensors, in rank order; the last fetch forgets them."""
+        """Return all members' tensors, in rank order; the last member's fetch deletes them."""
         self.events += 1
         members = self.members(key[1])
         parts = [self.sent[key][member] for member in members]
@@ -59,21 +59,21 @@ class Hub:
         return parts
 
     def advance_all(self, advances: Sequence[Callable[[], bool]]) -> None:
-        """Let ranks advance in turn until all say that they are done.
+        """Call the functions that advance each rank until all return True.
 
         Raises:
-            RuntimeError: they wait for each other for ever, having asked for different things.
+            RuntimeError: if no rank makes progress, because ranks wait in different collectives.
         """
         events = -1
         while not all([advance() for advance in advances]):
             if events == self.events:
                 waiting = ", ".join(sorted(name for name, _ in self.sent))
-                raise RuntimeError(f"simulated ranks wait for each other, in {waiting}.")
+                raise RuntimeError(f"simulated ranks wait for each other in {waiting}.")
             events = self.events
 
 
 class SimulatedCommunicator(Communicator):
-    """One of the ranks that share a `Hub`."""
+    """Communicator of one of the ranks that share a `Hub`."""
 
     def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
         self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
@@ -86,7 +86,7 @@ class SimulatedCommunicator(Communicator):
         return (name, group), combine
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Combine in rank order."""
+        """Reduce the tensors of all members, in rank order."""
 
         def combine(parts: list[list[Tensor]]) -> list[Tensor]:
             return [reference.reduce(self.xp, same, op) for same in zip(*parts, strict=True)]
@@ -94,11 +94,11 @@ class SimulatedCommunicator(Communicator):
         return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
 
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Concatenate in rank order."""
+        """Concatenate the tensors of all members, in rank order."""
         return self._put(name, group, self.xp.copy(tensor), self.xp.concat)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Take the root's."""
+        """Copy the tensor of rank `root`."""
         place = self.hub.members(group).index(root)
         return self._put(
             name, group, self.xp.copy(tensor), lambda parts: self.xp.copy(parts[place])
@@ -107,44 +107,46 @@ class SimulatedCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Take this rank's part of each."""
+        """Concatenate the parts of all members' tensors that are meant for this rank."""
         members = self.hub.members(group)
         place = members.index(self.rank)
         pieces = reference.deal(self.xp, self.xp.copy(tensor), len(members), splits)
 
         def combine(parts: list[list[Tensor]]) -> Any:
             mine = [part[place] for part in parts]
-            came = self.xp.concat(mine)
-            return came if splits is None else (came, [self.xp.shape(x)[0] for x in mine])
+            received = self.xp.concat(mine)
+            return received if splits is None else (received, [self.xp.shape(x)[0] for x in mine])
 
         return self._put(name, group, pieces, combine)
 
     def poll(self, handle: Any) -> bool:
-        """Return whether all members have sent."""
+        """Return whether all members have sent their tensors."""
         key = handle[0]
         return len(self.hub.sent[key]) == len(self.hub.members(key[1]))
 
     def wait(self, handle: Any) -> Any:
-        """Return the combination of the sent tensors."""
+        """Return the result of the collective."""
         key, combine = handle
         return combine(self.hub.fetch(key))
 
     def pause(self, waited: float) -> None:
-        """Refuse to wait for other ranks, which cannot go on meanwhile.
+        """Check that waiting makes sense: other ranks cannot advance while this rank blocks.
 
         Raises:
-            RuntimeError: nothing has happened since the last look.
+            RuntimeError: if no rank has sent or fetched a tensor since the last call.
         """
         if self._events == self.hub.events:
-            raise RuntimeError("a simulated rank waits for others: step all ranks together")
+            raise RuntimeError(
+                "a simulated rank waits for other ranks; advance all ranks by World.step."
+            )
         self._events = self.hub.events
 
 
 class World:
-    """Ranks that exchange named gradients.
+    """Simulated ranks that exchange named gradients; made by `simulate`.
 
     Attributes:
-        exchanges: each rank's `Exchange`.
+        exchanges: the `Exchange` of each rank; empty before the first step.
     """
 
     def __init__(
@@ -152,10 +154,10 @@ class World:
     ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
         if any(policy.target != "gradient" for policy in self._policies):
-            allowed = "one whose target is the gradient; simulation.virtual_time has the others"
+            allowed = "one whose target is the gradient; for others, see simulation.virtual_time"
             check.refuse("simulate", "compression", compression, allowed)
         if self._policies[0].observers.find(Alternation) is not None:
-            allowed = "one that never averages models; simulation.virtual_time has methods that do"
+            allowed = "one that never averages models; for others, see simulation.virtual_time"
             check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
         self._links: list[SimulatedCommunicator] = []
@@ -167,49 +169,51 @@ class World:
         lr: float = 0.0,
         weights: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[dict[str, Tensor] | None]:
-        """Run one exchange.
+        """Run one exchange on all ranks.
 
         Args:
-            gradients: for each rank, name to tensor; names and shapes alike on all (but for the
-                first dimension, where a method takes those of several contributors). Their memory
-                may be used.
-            lr: the learning rate now.
-            weights: for each rank, name to tensor, for methods and policies that read them.
+            gradients: for each rank, name -> tensor. Names and shapes are the same on all ranks
+                (except the first dimension, for a method that takes gradients of single examples).
+                The memory of the tensors may be overwritten.
+            lr: the current learning rate.
+            weights: for each rank, name -> tensor, for methods and policies that read weights.
 
         Returns:
-            For each rank, name to mean; None for all if some gradient was not finite.
+            For each rank, name -> averaged gradient; None for each rank if a gradient was not
+            finite.
 
         Raises:
-            ValueError: gradients are missing, or not what they were; nothing has happened then.
+            ValueError: if gradients are missing, or differ in name, shape or dtype from those of
+                the first step. In this case no state has changed.
         """
         if len(gradients) != len(self._policies):
             ranks = len(self._policies)
-            check.refuse(self, "number of gradients", len(gradients), f"{ranks}, one a rank")
+            check.refuse(self, "number of gradients", len(gradients), f"{ranks}, one per rank")
         if not self.exchanges:
             self._build(gradients[0])
         for mine in gradients:
             self._compare(mine)
-        told = weights or [{} for _ in gradients]
-        for exchange, theirs in zip(self.exchanges, told, strict=True):
+        replicas = weights or [{} for _ in gradients]
+        for exchange, replica in zip(self.exchanges, replicas, strict=True):
             if weights:
-                exchange.replicas = functools.partial(dict, theirs)
+                exchange.replicas = functools.partial(dict, replica)
         self._decide(lr)
-        for exchange, mine, theirs in zip(self.exchanges, gradients, told, strict=True):
+        for exchange, mine, replica in zip(self.exchanges, gradients, replicas, strict=True):
             exchange.open(lr)
             names = [tensor.name for tensor in exchange.tensors]
-            read = [theirs[name] for name in names] if weights else []
-            exchange.bucket_batches.give([mine[name] for name in names], read)
+            values = [replica[name] for name in names] if weights else []
+            exchange.bucket_batches.give([mine[name] for name in names], values)
         self._hub.advance_all([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
     def micro_batches(self, lr: float = 0.0) -> int:
-        """Take due decisions; return how many small batches' gradients the next step averages."""
+        """Make due decisions; return the number of small batches that the next step averages."""
         if self.exchanges:
             self._decide(lr)
         return self._policies[0].observers.accumulated
 
     def end_window(self) -> None:
-        """End the window, on all ranks."""
+        """End the current window on all ranks."""
         for exchange in self.exchanges:
             exchange.policy.end_window()
 
@@ -231,8 +235,10 @@ class World:
         for tensor in known:
             shape, dtype = self._kind(gradients[tensor.name])
             if (shape, dtype) != (tensor.shape, tensor.dtype):
-                found, wanted = f"{dtype} {shape}", f"{tensor.dtype} {tensor.shape}"
-                check.refuse(self, f"gradient of {tensor.name}", found, f"{wanted}, as at first")
+                given, first = f"{dtype} {shape}", f"{tensor.dtype} {tensor.shape}"
+                check.refuse(
+                    self, f"gradient of {tensor.name}", given, f"{first}, as in the first step"
+                )
 
     def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str]:
         spec = namespace(gradient).spec(gradient)
@@ -252,32 +258,32 @@ class World:
 def simulate(
     compression: Any, ranks: int, *, skip: Sequence[str] = (), local_size: int = 1
 ) -> World:
-    """`ranks` ranks under one compression (what `DistributedOptimizer(compression=)` takes).
+    """Return simulated ranks that exchange gradients with one compression.
 
     Args:
-        compression: the same for all.
-        ranks: how many.
-        skip: patterns of names that travel dense.
-        local_size: how many ranks share a machine (`TwoLevel` minds).
+        compression: compressor, policy or spec string, as in `DistributedOptimizer(compression=)`.
+        ranks: number of ranks.
+        skip: name patterns of tensors that are exchanged without compression.
+        local_size: number of ranks per host (`TwoLevel` depends on it).
     """
     return World(compression, ranks, skip, local_size)
 
 
 def lockstep(
     communicators: Sequence[SimulatedCommunicator],
-    conversations: Sequence[Generator[Any, Any, Any]],
+    exchanges: Sequence[Generator[Any, Any, Any]],
 ) -> list[Any]:
-    """Run one conversation a rank, all together; returns what each returns."""
-    running = [Running(conversation) for conversation in conversations]
+    """Run one exchange generator per rank, all in step; return the result of each."""
+    running = [Running(exchange) for exchange in exchanges]
     for round_ in itertools.count():
         pending = [
-            (one, Pending(communicator, f"lockstep.{round_}", one.requests))
-            for communicator, one in zip(communicators, running, strict=True)
-            if not one.done
+            (exchange, Pending(communicator, f"lockstep.{round_}", exchange.requests))
+            for communicator, exchange in zip(communicators, running, strict=True)
+            if not exchange.done
         ]
         if not pending:
             break
         communicators[0].hub.advance_all([work.ready for _, work in pending])
-        for one, work in pending:
-            one.answer(work.result())
-    return [one.result for one in running]
+        for exchange, work in pending:
+            exchange.answer(work.result())
+    return [exchange.result for exchange in running]

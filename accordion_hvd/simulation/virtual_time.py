@@ -1,12 +1,13 @@
-"""Training on a thousand ranks in one process, in virtual time.
+"""Simulation of a training on up to thousands of ranks in one process, in virtual time.
 
 ```python
 outcome = train(WAGMA(32), ranks=1024, steps=100, compute=Stragglers(0.1), wait_avoiding=True)
 outcome.rate, outcome.distance
 ```
-The algorithms are the real ones: conversations of averaging methods, and the protocol that the
-engine of wait-avoiding averages runs (`engine.agent`). What is modelled is time: how long a
-step computes, and how long messages take. Models are small and count as large ones.
+The algorithms are those of a real job: the exchange generators of the averaging methods, and the
+protocol of wait-avoiding averaging (`engine.group_protocol`). Only time is modelled: the compute
+time of each step, and the time of the messages. Models are small, and their bytes are scaled up to
+those of large models.
 """
 
 from __future__ import annotations
@@ -33,39 +34,53 @@ from accordion_hvd.engine.reduce_scatter import factors, oracle
 
 Array = np.ndarray
 Update = Callable[[int, int, Array], Array]
-"""(rank, step, model) to what the rank's own optimizer adds to its model."""
+"""(rank, step, model) -> the change that the rank's own optimizer adds to its model."""
 
 
-# ----------------------------------------------------------------------------- what takes time
+# ------------------------------------------------------------------------ compute times, the link
 @dataclass(frozen=True)
 class Constant:
-    """Every step of every rank computes for `seconds`."""
+    """The same compute time for every step of every rank.
+
+    Args:
+        seconds: compute time per step.
+    """
 
     seconds: float = 0.1
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Seconds (steps, ranks)."""
+        """Return the compute times in seconds, (steps, ranks)."""
         return np.full((steps, ranks), self.seconds)
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Steps compute for `seconds` in the median, their logarithms having deviation `sigma`."""
+    """Log-normal compute times.
+
+    Args:
+        seconds: median compute time per step.
+        sigma: standard deviation of the logarithm of the compute time.
+    """
 
     seconds: float = 0.1
     sigma: float = 0.3
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Seconds (steps, ranks)."""
+        """Return the compute times in seconds, (steps, ranks)."""
         normal = np.random.default_rng(seed).standard_normal((steps, ranks))
         return self.seconds * np.exp(self.sigma * normal)
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """At each step, `count` ranks drawn at random (which may coincide) take `delay` longer.
+    """Constant compute times, plus a delay on a few random ranks in each step.
 
     The defaults are those of WAGMA's paper.
+
+    Args:
+        seconds: compute time per step.
+        delay: additional seconds of a delayed rank.
+        count: number of random draws of a delayed rank per step; draws may coincide.
     """
 
     seconds: float = 0.1
@@ -73,56 +88,60 @@ class Stragglers:
     count: int = 2
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Seconds (steps, ranks)."""
-        found = np.full((steps, ranks), self.seconds)
-        late = np.random.default_rng(seed).integers(0, ranks, (steps, self.count))
-        for step, who in enumerate(late):
-            found[step, np.unique(who)] += self.delay
-        return found
+        """Return the compute times in seconds, (steps, ranks)."""
+        times = np.full((steps, ranks), self.seconds)
+        delayed = np.random.default_rng(seed).integers(0, ranks, (steps, self.count))
+        for step, late in enumerate(delayed):
+            times[step, np.unique(late)] += self.delay
+        return times
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Seconds from a text file: a line a step, a column a measured rank.
+    """Compute times from a text file with a line per step and a column per measured rank.
 
-    More ranks or steps than were measured take those of others, which are drawn at random.
+    If there are more ranks or steps than in the file, they reuse the times of others, drawn at
+    random.
+
+    Args:
+        path: path of the file.
     """
 
     path: str | Path
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Seconds (steps, ranks).
+        """Return the compute times in seconds, (steps, ranks).
 
         Raises:
-            ValueError: the file holds no table of numbers above 0.
+            ValueError: if the file is no table of finite numbers of at least 0.
         """
         table = np.loadtxt(self.path, ndmin=2)
         if not table.size or not np.isfinite(table).all() or table.min() < 0:
             check.refuse(self, "path", str(self.path), "a table of seconds, at least 0")
         rng = np.random.default_rng(seed)
-        whose = rng.permutation(np.arange(ranks) % table.shape[1])
-        when = (np.arange(steps)[:, None] + rng.integers(0, len(table), ranks)) % len(table)
-        return table[when, whose]
+        columns = rng.permutation(np.arange(ranks) % table.shape[1])
+        rows = (np.arange(steps)[:, None] + rng.integers(0, len(table), ranks)) % len(table)
+        return table[rows, columns]
 
 
 @dataclass(frozen=True)
 class Link:
-    """Every rank's link to all others.
+    """The link of each rank to all others.
 
     Args:
-        latency: seconds a message takes besides its bytes.
-        bandwidth: bytes a second, in each direction.
+        latency: seconds per message, in addition to the time of its bytes.
+        bandwidth: bytes per second, in each direction.
     """
 
     latency: float = 20e-6
     bandwidth: float = 1.25e9
 
     def seconds(self, rounds: int, size: float) -> float:
-        """Return the time of rounds of messages in which a rank sends these bytes."""
+        """Return the seconds of `rounds` rounds of messages with `size` bytes in total per rank."""
         return rounds * self.latency + size / self.bandwidth
 
     def collective(self, request: Request, ranks: int, factor: float) -> float:
-        """Return the duration of a request; tensors count `factor` times."""
+        """Return the seconds of a request among `ranks` ranks, with bytes times `factor`."""
         cost = traffic_of(request, ranks)
         size = max(cost.sent, cost.received) * factor
         if ranks == 1 or isinstance(request, Neighbours):
@@ -131,21 +150,21 @@ class Link:
         return self.seconds(2 * rounds if isinstance(request, Allreduce) else rounds, size)
 
 
-# --------------------------------------------------------------------------------- what is run
+# ------------------------------------------------------------------------------------ the training
 @dataclass
 class Outcome:
-    """The result of a run.
+    """Result of a simulated training.
 
     Attributes:
-        seconds: from the beginning to the end of the last rank's last step.
-        rate: steps a second.
-        waited: seconds that a rank has waited a step, in the mean.
-        distance: after each step, the root of the mean square distance of ranks' models from
-            their mean, all as they were after that step of theirs.
+        seconds: virtual time until the last rank has finished its last step.
+        rate: steps per second.
+        waited: mean seconds per step and rank that are not compute time.
+        distance: for each step, the root mean square distance of the ranks' models from their mean,
+            each model as it was after its rank's step of that number.
         mean: the mean model after the last step.
-        late: the part of group averages in which a rank's newest model was missing.
-        lag: how many versions old the models in them were at most.
-        models: the models after each step, (steps, ranks, size), if they were to be kept.
+        late: fraction of the contributions to group averages that were not the rank's newest model.
+        lag: largest age of a contribution, in versions.
+        models: the models after each step, (steps, ranks, size), if `keep` was set; else None.
     """
 
     seconds: float = 0.0
@@ -159,14 +178,14 @@ class Outcome:
 
 
 class Noisy:
-    """SGD on 0.5 ||x||^2 with gradients that have Gaussian noise of deviation 1."""
+    """SGD on 0.5 ||x||^2, with Gaussian gradient noise of standard deviation 1."""
 
     def __init__(self, ranks: int, lr: float = 0.1, seed: int = 0) -> None:
         self.lr = lr
         self._draw = [np.random.default_rng([seed, rank]) for rank in range(ranks)]
 
     def __call__(self, rank: int, step: int, model: Array) -> Array:
-        """Take one step of a rank, and draw the noise of its next one."""
+        """Return the change of a rank's model in one step; draws the noise of the gradient."""
         return -self.lr * (model + self._draw[rank].standard_normal(model.shape))
 
 
@@ -185,31 +204,31 @@ def train(
     seed: int = 0,
     keep: bool = False,
 ) -> Outcome:
-    """Let `ranks` ranks take `steps` steps.
+    """Simulate a training of `steps` steps on `ranks` ranks.
 
     Args:
-        method: how their models are averaged.
-        ranks: how many there are.
-        steps: of each.
-        compute: how long steps compute: `Constant`, `LogNormal`, `Stragglers`, `Traced`, or
-            anything with such a `draw`.
-        link: what messages take.
-        wait_avoiding: for `WAGMA`: groups do not wait for late ranks.
-        size: bytes that a model counts for.
-        first: the model that all start from; by default 16 ones.
-        update: what a step adds to a model; by default `Noisy`.
-        lr: the learning rate that methods are told.
-        seed: of all that is drawn.
-        keep: whether the outcome has all models.
+        method: the method that averages models.
+        ranks: number of ranks.
+        steps: number of steps of each rank.
+        compute: the compute times: `Constant`, `LogNormal`, `Stragglers` (the default), `Traced`,
+            or any object with the same method `draw`.
+        link: latency and bandwidth of the messages; by default `Link()`.
+        wait_avoiding: whether groups average without waiting for late ranks; for `WAGMA` only.
+        size: bytes of the model for the time of its messages.
+        first: the initial model of all ranks; by default a vector of 16 ones.
+        update: the change of a model in a step; by default `Noisy`.
+        lr: learning rate, which methods get as `Info.lr` and `Noisy` uses.
+        seed: seed of all random numbers.
+        keep: whether to return the models after each step.
 
     Raises:
-        ValueError: an argument is not what it may be.
+        ValueError: if an argument is not allowed.
     """
     check.integer("train", "ranks", ranks, least=1)
     check.integer("train", "steps", steps, least=1)
     check.at_least("train", "size", size, least=0)
     if wait_avoiding and not isinstance(method, WAGMA):
-        check.refuse("train", "method", method, "a WAGMA(...) where groups do not wait")
+        check.refuse("train", "method", method, "a WAGMA(...) with wait_avoiding=True")
     model = np.ones(16) if first is None else np.array(first, np.float64)
     times = (compute or Stragglers()).draw(ranks, steps, seed)
     update = update or Noisy(ranks, lr, seed)
@@ -227,38 +246,39 @@ def train(
 
 
 class History:
-    """Ranks' models and clocks, step by step."""
+    """Statistics of the models and clocks of all ranks, step by step."""
 
     def __init__(self, ranks: int, steps: int, size: int, keep: bool) -> None:
-        self._near: list[Array | None] = [None] * steps  # the first rank's, to subtract like ones
+        # the first model of each step, subtracted from all to avoid cancellation in the variance
+        self._origins: list[Array | None] = [None] * steps
         self._sums = np.zeros((steps, size))
         self._squares = np.zeros(steps)
         self._ranks, self._clock = ranks, np.zeros(ranks)
-        self._kept = np.zeros((steps, ranks, size)) if keep else None
+        self._models = np.zeros((steps, ranks, size)) if keep else None
 
     def add(self, rank: int, step: int, model: Array, now: float) -> None:
         """Record that a rank has finished a step."""
-        near = self._near[step]
-        if near is None:
-            near = self._near[step] = model.copy()
-        self._sums[step] += model - near
-        self._squares[step] += (model - near) @ (model - near)
+        origin = self._origins[step]
+        if origin is None:
+            origin = self._origins[step] = model.copy()
+        self._sums[step] += model - origin
+        self._squares[step] += (model - origin) @ (model - origin)
         self._clock[rank] = now
-        if self._kept is not None:
-            self._kept[step, rank] = model
+        if self._models is not None:
+            self._models[step, rank] = model
 
     def outcome(self, times: Array) -> Outcome:
         """Return the result of the run."""
         steps, means = len(times), self._sums / self._ranks
-        apart = self._squares / self._ranks - (means**2).sum(1)
+        variance = self._squares / self._ranks - (means**2).sum(1)
         seconds = float(self._clock.max())
         return Outcome(
             seconds=seconds,
             rate=steps / seconds if seconds else math.inf,
             waited=float((self._clock - times.sum(0)).mean() / steps),
-            distance=np.sqrt(np.maximum(apart, 0)).tolist(),
-            mean=means[-1] + self._near[-1],
-            models=self._kept,
+            distance=np.sqrt(np.maximum(variance, 0)).tolist(),
+            mean=means[-1] + self._origins[-1],
+            models=self._models,
         )
 
 
@@ -267,14 +287,14 @@ class _Job:
     """The settings of a run.
 
     Attributes:
-        method: how models are averaged.
-        times: seconds of steps, (steps, ranks).
-        link: what messages take.
-        factor: how often bytes of a model count.
-        first: the model that all start from.
-        update: what a step adds to a model.
-        lr: the learning rate that methods are told.
-        history: takes down what comes of it.
+        method: the method that averages models.
+        times: compute times in seconds, (steps, ranks).
+        link: latency and bandwidth of the messages.
+        factor: factor of the model's bytes in the time of messages.
+        first: the initial model of all ranks.
+        update: the change of a model in a step.
+        lr: the learning rate.
+        history: records the models and clocks.
     """
 
     method: Any
@@ -295,7 +315,7 @@ class _Job:
 
 
 class SynchronousJob:
-    """Exchanges in which all ranks that a request names wait for each other."""
+    """A training in which all ranks of a collective wait for each other."""
 
     def __init__(self, job: _Job) -> None:
         self._method, self._ranks, self._times = job.method, job.ranks, job.times
@@ -315,51 +335,51 @@ class SynchronousJob:
             exchanges = []
             for rank, info in enumerate(self._info):
                 model = self._models[rank] + self._update(rank, step, self._models[rank])
-                told = replace(info, step=step)
-                exchanges.append(self._method.exchange(model, self._states[rank], told))
-            self._hold(exchanges)
+                step_info = replace(info, step=step)
+                exchanges.append(self._method.exchange(model, self._states[rank], step_info))
+            self._run_exchanges(exchanges)
             for rank, model in enumerate(self._models):
                 self._history.add(rank, step, model, self._now[rank])
 
-    def _hold(self, exchanges: Sequence[Any]) -> None:
+    def _run_exchanges(self, exchanges: Sequence[Any]) -> None:
         running = {rank: Running(exchange) for rank, exchange in enumerate(exchanges)}
         while running:
-            for rank in [rank for rank, one in running.items() if one.done]:
+            for rank in [rank for rank, exchange in running.items() if exchange.done]:
                 self._models[rank], self._states[rank] = running.pop(rank).result
-            answers = self._answers({rank: one.requests for rank, one in running.items()})
-            for rank, one in running.items():
-                one.answer(answers[rank])
+            answers = self._answers({rank: e.requests for rank, e in running.items()})
+            for rank, exchange in running.items():
+                exchange.answer(answers[rank])
 
-    def _answers(self, several: dict[int, tuple[Request, ...]]) -> dict[int, list[Any]]:
-        """Answer each rank's request and move the clocks on."""
-        found: dict[int, list[Any]] = {rank: [] for rank in several}
-        before = self._now.copy()  # requests of one rank leave together
-        for number in range(max(map(len, several.values()), default=0)):
+    def _answers(self, requests: dict[int, tuple[Request, ...]]) -> dict[int, list[Any]]:
+        """Return the answers to each rank's requests, and advance the clocks."""
+        answers: dict[int, list[Any]] = {rank: [] for rank in requests}
+        before = self._now.copy()  # a rank launches all its requests at the same time
+        for number in range(max(map(len, requests.values()), default=0)):
             batches: dict[Any, dict[int, Request]] = {}
-            for rank, requests in several.items():
-                request = requests[number]
+            for rank, own in requests.items():
+                request = own[number]
                 batches.setdefault((type(request), request.group), {})[rank] = request
             for (kind, group), batch in batches.items():
                 if tuple(batch) != (tuple(range(self._ranks)) if group is None else group):
                     raise RuntimeError(f"virtual ranks wait for each other in {kind.__name__}.")
                 for rank, result in reference.results(batch).items():
-                    found[rank].append(result)
-                self._pass(batch, before)
-        return found
+                    answers[rank].append(result)
+                self._advance(batch, before)
+        return answers
 
-    def _pass(self, batch: dict[int, Request], before: Array) -> None:
-        """Let time pass for those who share a collective."""
+    def _advance(self, batch: dict[int, Request], before: Array) -> None:
+        """Advance the clocks of the ranks that share a collective."""
         cost = self._link.collective(next(iter(batch.values())), len(batch), self._factor)
         for rank, request in batch.items():
-            near = [rank, *request.of] if isinstance(request, Neighbours) else list(batch)
-            self._now[rank] = max(self._now[rank], before[near].max() + cost)
+            members = [rank, *request.of] if isinstance(request, Neighbours) else list(batch)
+            self._now[rank] = max(self._now[rank], before[members].max() + cost)
             if not isinstance(request, Neighbours):
-                self._now[near] = np.maximum(self._now[near], self._now[rank])
+                self._now[members] = np.maximum(self._now[members], self._now[rank])
                 return
 
 
 class WaitAvoidingJob:
-    """The protocol of the wait-avoiding engine, event by event."""
+    """A training with the protocol of wait-avoiding averaging, event by event."""
 
     def __init__(self, job: _Job) -> None:
         self._times, self._link = job.times, job.link
@@ -371,41 +391,42 @@ class WaitAvoidingJob:
             GroupProtocol(rank, ranks, self._groups, first.copy()) for rank in range(ranks)
         ]
         self._models = job.models()
-        self._waiting: list[int | None] = [None] * ranks  # for which version
-        self._rounds: list[GroupRound | None] = [None] * ranks  # that a rank is ready for or taking
+        self._waiting: list[int | None] = [None] * ranks  # the step of a waiting rank
+        self._rounds: list[GroupRound | None] = [None] * ranks  # the current round of each rank
         self._ready: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._found: list[dict[int, tuple[int, Array]]] = [{} for _ in range(ranks)]
+        self._results: list[dict[int, tuple[int, Array]]] = [{} for _ in range(ranks)]
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
-        self.labels: dict[int, int] = {lag: 0 for lag in range(self._period + 1)}  # by their lag
+        # lag -> number of contributions to group averages
+        self.labels: dict[int, int] = {lag: 0 for lag in range(self._period + 1)}
 
     def run(self) -> None:
-        """Run all events in their order."""
+        """Run all events in the order of virtual time."""
         for rank in range(len(self._agents)):
-            self._after(float(self._times[0, rank]), self._arrive, rank, 0)
+            self._schedule(float(self._times[0, rank]), self._arrive, rank, 0)
         while self._events:
-            now, _, what, arguments = heapq.heappop(self._events)
-            what(now, *arguments)
+            now, _, handler, arguments = heapq.heappop(self._events)
+            handler(now, *arguments)
 
-    def _after(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        self._number += 1  # events of the same moment in the order in which they were caused
-        heapq.heappush(self._events, (when, self._number, what, arguments))
+    def _schedule(self, when: float, handler: Callable[..., None], *arguments: Any) -> None:
+        self._number += 1  # events of the same moment run in the order in which they were scheduled
+        heapq.heappush(self._events, (when, self._number, handler, arguments))
 
     def _arrive(self, now: float, rank: int, step: int) -> None:
-        """Handle a training thread that has taken a step."""
+        """Handle the event that a rank's training thread has finished a step."""
         agent, model = self._agents[rank], self._models[rank]
         model = self._models[rank] = model + self._update(rank, step, model)
         if (step + 1) % self._period == 0:
             self._waiting[rank] = step
             agent.ask(self._version(step), model)
         elif self._groups.group_size == 1:
-            self._go_on(now, rank, step)
+            self._finish_step(now, rank, step)
             return
         else:
             self._waiting[rank] = step
             self._post(now, agent.activate(step))
             agent.publish(step, model)
-        self._look(now, rank)
+        self._start_round(now, rank)
         self._collect(now, rank)
 
     def _version(self, step: int) -> int:
@@ -413,13 +434,13 @@ class WaitAvoidingJob:
 
     def _post(self, now: float, sends: Sequence[Activation]) -> None:
         for send in sends:
-            self._after(now + self._link.latency, self._hear, send)
+            self._schedule(now + self._link.latency, self._hear, send)
 
     def _hear(self, now: float, message: Activation) -> None:
         self._post(now, self._agents[message.to].hear(message.version, message.span))
-        self._look(now, message.to)
+        self._start_round(now, message.to)
 
-    def _look(self, now: float, rank: int) -> None:
+    def _start_round(self, now: float, rank: int) -> None:
         round_ = self._agents[rank].next_round()
         if self._rounds[rank] is not None or round_ is None:
             return
@@ -429,34 +450,36 @@ class WaitAvoidingJob:
         if self._ready[key] == len(round_.members):
             del self._ready[key]
             wait = self._link.latency if len(round_.members) > 1 else 0.0
-            self._after(now + wait, self._seed, round_)
+            self._schedule(now + wait, self._seed, round_)
 
     def _seed(self, now: float, round_: GroupRound) -> None:
-        """Take and add up the models, once all members know that all are ready."""
-        given = [self._agents[rank].seed(round_) for rank in round_.members]
-        total = oracle([model for _, model in given])
-        many = len(round_.members)
-        cost = self._link.seconds(2 * len(factors(many)), 2 * (many - 1) / many * self._bytes)
-        for rank, (label, _) in zip(round_.members, given, strict=True):
+        """Sum the models of a round, once all members know that all are ready."""
+        contributions = [self._agents[rank].seed(round_) for rank in round_.members]
+        total = oracle([model for _, model in contributions])
+        size = len(round_.members)
+        cost = self._link.seconds(2 * len(factors(size)), 2 * (size - 1) / size * self._bytes)
+        for rank, (label, _) in zip(round_.members, contributions, strict=True):
             if not round_.all_ranks:
                 self.labels[round_.version - label] += 1
-            self._after(now + cost, self._finish, rank, round_, label, total)
+            self._schedule(now + cost, self._finish_round, rank, round_, label, total)
 
-    def _finish(self, now: float, rank: int, round_: GroupRound, label: int, total: Array) -> None:
+    def _finish_round(
+        self, now: float, rank: int, round_: GroupRound, label: int, total: Array
+    ) -> None:
         average = total / len(round_.members) if round_.all_ranks else None
         self._agents[rank].done(round_, average)
         self._rounds[rank] = None
-        self._found[rank][round_.version] = label, total
+        self._results[rank][round_.version] = label, total
         self._collect(now, rank)
-        self._look(now, rank)
+        self._start_round(now, rank)
 
     def _collect(self, now: float, rank: int) -> None:
-        """Let a training thread go on whose version is there."""
+        """Let a rank's training thread continue if the result that it waits for has arrived."""
         step = self._waiting[rank]
-        if step is None or self._version(step) not in self._found[rank]:
+        if step is None or self._version(step) not in self._results[rank]:
             return
         version = self._version(step)
-        label, total = self._found[rank].pop(version)
+        label, total = self._results[rank].pop(version)
         if (step + 1) % self._period == 0:
             self._models[rank] = self._agents[rank].published.copy()
         else:
@@ -464,9 +487,9 @@ class WaitAvoidingJob:
             combine(total, mine, len(self._groups.of(rank, version)), label == version)
             self._models[rank] = mine
         self._waiting[rank] = None
-        self._go_on(now, rank, step)
+        self._finish_step(now, rank, step)
 
-    def _go_on(self, now: float, rank: int, step: int) -> None:
+    def _finish_step(self, now: float, rank: int, step: int) -> None:
         self._history.add(rank, step, self._models[rank], now)
         if step + 1 < len(self._times):
-            self._after(now + float(self._times[step + 1, rank]), self._arrive, rank, step + 1)
+            self._schedule(now + float(self._times[step + 1, rank]), self._arrive, rank, step + 1)

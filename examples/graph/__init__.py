@@ -1,1 +1,1 @@
-"""GCNs whose nodes are spread over ranks, trained with one neighbour sampler after another."""
+"""Training of GCNs with nodes distributed over ranks, to compare neighbour samplers."""

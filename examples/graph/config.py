@@ -1,4 +1,4 @@
-"""The settings of a comparison of samplers on a graph."""
+"""Settings of a comparison of samplers on a graph."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import as_policy
 from examples.config import VARIABLE
 
-WHO = "settings"
+OWNER = "settings"
+"""Owner of the settings in error messages."""
 
 
 @dataclass
 class GraphSettings:
-    """A GCN trained with several samplers, each with several seeds.
+    """Settings of a GCN that is trained with several samplers and several seeds each.
 
     Args:
-        name: of the comparison; its results are in `<output>/<name>`.
+        name: name of the comparison; its results are in `<output>/<name>`.
         framework: torch or keras.
-        data: cora, citeseer (fetched, or from ACCORDION_DATA) or blocks (made, no download).
-        nodes: of blocks.
+        data: cora or citeseer (downloaded, or from ACCORDION_DATA), or blocks (generated).
+        nodes: number of nodes of blocks.
         partition: metis, random or hash.
         sampling: layer (LADIES) or node (GraphSAGE).
-        sizes: nodes of a layer, or neighbours of a node, for each hop from the batch outwards; as
-            many hops as the network has layers.
+        sizes: nodes per layer, or neighbours per node, for each hop from the batch outwards; the
+            network has one layer per hop.
         mode: bernoulli or iid.
-        skews: values of s to train with; 1 is the base sampler, with which the others are compared.
+        skews: values of s to train with; 1 is the base sampler, the baseline of the comparison.
         budgets: values of D to train with.
         rule: how s follows from D (measured, tight, worst).
-        most: no s is larger.
-        warmup: epochs in which s grows to what it shall be.
-        guard: look after the budget while training.
-        reweight: false trains without re-weighting, which is biased; for comparisons.
-        wire: how rows of features travel (none, fp16, bf16 or int8).
-        prefetch: fetch the next batch's rows while this one is computed.
-        width: hidden units.
-        dropout: share of the inputs of each layer.
-        compression: of the weights' gradients, a word such as powersgd:4.
+        most: upper bound of s.
+        warmup: epochs in which s grows to its full value.
+        guard: guard the variance budget during training.
+        reweight: false to train without re-weighting, which is biased; for comparisons.
+        wire: format of feature rows in messages (none, fp16, bf16 or int8).
+        prefetch: fetch the rows of the next batch during the computation of the current one.
+        width: number of hidden units.
+        dropout: dropout rate of the inputs of each layer.
+        compression: compression of the weights' gradients, a spec string such as powersgd:4.
         epochs: passes over the training nodes.
-        batch_size: training nodes of a rank in a step, at most.
+        batch_size: maximum number of training nodes per rank and step.
         evaluate: epochs between evaluations.
-        lr: of Adam.
-        weight_decay: of Adam, in the first layer.
-        seeds: trainings with each sampler.
+        lr: learning rate of Adam.
+        weight_decay: weight decay of the first layer.
+        seeds: number of trainings with each sampler.
         seed: the first seed.
         output: folder for results.
-        progress: show what is going on.
+        progress: print a line after each training.
     """
 
     name: str = "gcn"
@@ -84,70 +85,74 @@ class GraphSettings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when a value is impossible."""
+        """Check the settings.
+
+        Raises:
+            ValueError: if a value is not allowed.
+        """
         for key in ("width", "epochs", "batch_size", "evaluate", "seeds"):
-            check.integer(WHO, key, getattr(self, key), least=1)
+            check.integer(OWNER, key, getattr(self, key), least=1)
         for key in ("seed", "warmup"):
-            check.integer(WHO, key, getattr(self, key), least=0)
-        check.integer(WHO, "nodes", self.nodes, least=100)
+            check.integer(OWNER, key, getattr(self, key), least=0)
+        check.integer(OWNER, "nodes", self.nodes, least=100)
         if not self.sizes:
-            check.refuse(WHO, "sizes", self.sizes, "a size for each layer")
+            check.refuse(OWNER, "sizes", self.sizes, "a size for each layer")
         for size in self.sizes:
-            check.integer(WHO, "sizes", size, least=1)
+            check.integer(OWNER, "sizes", size, least=1)
         for key in ("skews", "budgets"):
             for value in getattr(self, key):
-                check.at_least(WHO, key, value, least=1)
+                check.at_least(OWNER, key, value, least=1)
         if not self.methods():
-            check.refuse(WHO, "skews", self.skews, "given where budgets are not")
-        check.at_least(WHO, "most", self.most, least=1)
+            check.refuse(OWNER, "skews", self.skews, "a list of numbers if budgets is empty")
+        check.at_least(OWNER, "most", self.most, least=1)
         for key in ("lr", "weight_decay"):
-            check.at_least(WHO, key, getattr(self, key), least=0)
+            check.at_least(OWNER, key, getattr(self, key), least=0)
         if not (check.is_number(self.dropout) and 0 <= self.dropout < 1):
-            check.refuse(WHO, "dropout", self.dropout, "a number in [0, 1)")
+            check.refuse(OWNER, "dropout", self.dropout, "a number in [0, 1)")
         if not re.fullmatch(r"[\w.+-]+", self.name) or set(self.name) == {"."}:
-            check.refuse(WHO, "name", self.name, "made of letters, digits and . _ + -")
+            check.refuse(OWNER, "name", self.name, "made of letters, digits and . _ + -")
         self._check_words()
 
     def _check_words(self) -> None:
         from accordion_hvd.graph.rows import wire_of
 
         wire_of(self.rows_as())
-        word = self.compression or os.environ.get(VARIABLE)
+        spec = self.compression or os.environ.get(VARIABLE)
         try:
-            as_policy(word or "dense")
+            as_policy(spec or "dense")
         except (TypeError, ValueError) as error:
-            raise ValueError(f"settings: compression is {word!r}: {error}") from None
+            raise ValueError(f"settings: compression is {spec!r}: {error}") from None
 
     def rows_as(self) -> str | None:
-        """`wire`, as `FeatureStore` takes it."""
+        """Return `wire` as the argument `compression` of `FeatureStore`."""
         return None if self.wire in (None, "none") else self.wire
 
     def policy(self) -> Policy | None:
-        """A new policy for gradients; None if `compression` names none."""
+        """Return a new policy for gradients; None if `compression` is not set."""
         return as_policy(self.compression) if self.compression else None
 
     def methods(self) -> list[dict[str, float]]:
-        """What distinguishes the samplers: `skew` or `budget`."""
+        """Return the argument of each sampler: `skew` or `budget`."""
         methods = [{"skew": value} for value in self.skews]
         return methods + [{"budget": value} for value in self.budgets]
 
     def sampler(self) -> dict[str, Any]:
-        """Arguments of `SkewedSampler` that all have in common."""
+        """Return the arguments of `SkewedSampler` that all samplers share."""
         size = "layer_size" if self.sampling == "layer" else "fanout"
         keys = ("mode", "rule", "most", "warmup", "reweight")
         return {size: self.sizes, **{key: getattr(self, key) for key in keys}}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the settings as a dict."""
         return asdict(self)
 
     def with_(self, **changes: Any) -> GraphSettings:
-        """The same but for some values."""
+        """Return a copy with some settings changed."""
         return replace(self, **changes)
 
 
 def read(description: str, arguments: Sequence[str] | None = None) -> GraphSettings:
-    """The settings that the command line asks for; see `config.read`."""
+    """Return the settings from the command line; see `config.read`."""
     from examples import config
 
     return config.read(description, arguments, GraphSettings)

@@ -19,23 +19,23 @@ FRAMEWORK = "tensorflow"
 
 
 def prepare() -> None:
-    """As many threads as this machine has cores for each rank."""
+    """Set the number of threads to this host's cores per rank."""
     threads = max(1, (os.cpu_count() or 1) // hvd.local_size())
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
     except RuntimeError:
-        pass  # TensorFlow is running already: a second comparison in this process
+        pass  # TensorFlow has started already, by an earlier comparison in this process
 
 
 @keras.saving.register_keras_serializable("accordion_hvd")
 class GCNLayer(keras.layers.Layer):
-    """sigma(A X W + b) on a sampled block (Kipf & Welling, 2017).
+    """A layer sigma(A X W + b) on a sampled block (Kipf & Welling, 2017).
 
     Args:
-        units: features that go out.
+        units: number of output features.
         activation: sigma.
-        options: of any layer.
+        options: options of `keras.layers.Layer`.
     """
 
     def __init__(self, units: int, activation: str | None = None, **options: Any) -> None:
@@ -43,18 +43,18 @@ class GCNLayer(keras.layers.Layer):
         self.units, self.activation = units, keras.activations.get(activation)
 
     def build(self, shape: Any) -> None:
-        """Make the weights."""
+        """Create the weights."""
         self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
         self.bias = self.add_weight(shape=(self.units,), initializer="zeros", name="bias")
 
     def call(self, x: Any, rows: Any, columns: Any, values: Any, targets: Any) -> Any:
-        """A (X W) rather than (A X) W, since W makes rows shorter."""
+        """Compute A (X W), which is cheaper than (A X) W because W makes rows shorter."""
         messages = tf.gather(tf.matmul(x, self.kernel), columns) * values[:, None]
         total = tf.math.unsorted_segment_sum(messages, rows, targets)
         return self.activation(total + self.bias)
 
     def get_config(self) -> dict[str, Any]:
-        """As Keras wants it."""
+        """Return the configuration of the layer."""
         activation = keras.activations.serialize(self.activation)
         return {**super().get_config(), "units": self.units, "activation": activation}
 
@@ -65,17 +65,17 @@ SPEC = (
     tf.TensorSpec([None], tf.float32),
     tf.TensorSpec([], tf.int64),
 )
-"""Of a block."""
+"""Signature of a block."""
 
 
 def tensors(block: Block) -> tuple[Any, ...]:
-    """A block for a graph."""
+    """Return a block as tensors, for a TensorFlow graph."""
     parts = (block.rows, block.columns, block.values, np.int64(block.targets))
     return tuple(tf.convert_to_tensor(part) for part in parts)
 
 
 class Network:
-    """See `graph_training.Network`."""
+    """A GCN and its optimizer in Keras; see `training.Network`."""
 
     def __init__(self, settings: GraphSettings, sizes: Sequence[int], seed: int) -> None:
         keras.utils.set_random_seed(seed)
@@ -102,8 +102,8 @@ class Network:
         self.exchange = self.optimizer.exchange if hvd.size() > 1 else None
         blocks = tuple(SPEC for _ in self.layers)
         features = tf.TensorSpec([None, sizes[0]], tf.float32)
-        known = (blocks, features, tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.float32))
-        self._step = tf.function(self._traced, input_signature=known)
+        rest = (tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.float32))
+        self._step = tf.function(self._traced, input_signature=(blocks, features, *rest))
 
     def _traced(self, blocks: Any, x: Any, labels: Any, share: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -112,20 +112,20 @@ class Network:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, x)
             loss = tf.reduce_sum(losses) * share
             first = self.layers[0].trainable_weights
-            whole = loss + self.decay * tf.add_n([tf.nn.l2_loss(w.value) for w in first])
-        self.optimizer.apply(tape.gradient(whole, [w.value for w in self.weights]), self.weights)
+            total = loss + self.decay * tf.add_n([tf.nn.l2_loss(w.value) for w in first])
+        self.optimizer.apply(tape.gradient(total, [w.value for w in self.weights]), self.weights)
         return loss
 
     def step(self, blocks: tuple[Block, ...], x: Array, labels: Array, share: float) -> float:
-        """One step."""
-        sent = tuple(tensors(block) for block in blocks)
+        """Take one optimizer step and return the loss."""
+        inputs = tuple(tensors(block) for block in blocks)
         features = tf.convert_to_tensor(x)
         return float(
-            self._step(sent, features, tf.constant(labels), tf.constant(share, tf.float32))
+            self._step(inputs, features, tf.constant(labels), tf.constant(share, tf.float32))
         )
 
     def layer(self, number: int, block: Block, x: Array) -> Array:
-        """One layer, nothing dropped."""
+        """Return the output of one layer without dropout."""
         return np.asarray(self.layers[number](tf.convert_to_tensor(x), *tensors(block)))
 
 

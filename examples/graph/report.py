@@ -1,4 +1,4 @@
-"""Comparisons of samplers: from settings to a table, a picture, and a page."""
+"""Comparisons of samplers: from settings to a table and a plot."""
 
 from __future__ import annotations
 
@@ -26,58 +26,61 @@ COLUMNS = {
 }
 COMPARED = ("cora", "citeseer", "blocks")
 LINKS = ("links", "links_int8")
-"""Names of the comparisons that `make bench-graph` makes."""
+"""Names of the comparisons in `make bench-graph`."""
 
 NAMES = {"cora": "Cora", "citeseer": "Citeseer", "blocks": "a stochastic block model"}
 
 
 def start(settings: GraphSettings) -> Row:
-    """Train, and show what came of it. Data are found first: nothing waits without them."""
+    """Train with all samplers and print the results; exit at once if the data are missing."""
     try:
         data = load_graph(settings.data, settings.nodes)
     except DataError as error:
         stop(str(error))
-    from examples.graph import training as graph_training
+    from examples.graph import training
 
-    found = graph_training.run(settings, data)
-    if found["rank"] == 0:
+    result = training.run(settings, data)
+    if result["rank"] == 0:
         folder = Path(settings.output) / settings.name
-        picture([found], folder / "result.png")
-        sys.stdout.write(f"{title(found)}\n\n{as_text(table(found))}\n\nsee {folder}/\n")
+        picture([result], folder / "result.png")
+        sys.stdout.write(f"{title(result)}\n\n{as_text(table(result))}\n\nsee {folder}/\n")
         sys.stdout.flush()
-    return found
+    return result
 
 
 def method_of(run: Row) -> tuple[str, float]:
-    """("s", 2.0) or ("D", 1.5)."""
+    """Return the sampler of a training, such as ("s", 2.0) or ("D", 1.5)."""
     return ("s", run["skew"]) if "skew" in run else ("D", run["budget"])
 
 
-def methods(found: Row) -> dict[tuple[str, float], list[Row]]:
-    """Trainings by sampler, in order of first appearance."""
+def methods(result: Row) -> dict[tuple[str, float], list[Row]]:
+    """Return the trainings of each sampler, in order of first appearance."""
     rows: dict[tuple[str, float], list[Row]] = {}
-    for run in found["runs"]:
+    for run in result["runs"]:
         rows.setdefault(method_of(run), []).append(run)
     return rows
 
 
 def mean(runs: Sequence[Row], key: str) -> float:
-    """Over seeds."""
+    """Return the mean of a value over seeds."""
     return statistics.fmean(run[key] for run in runs)
 
 
 def difference(runs: Sequence[Row], base: Sequence[Row]) -> tuple[float, float]:
-    """Points of accuracy more than with the base sampler, and the standard error; seed by seed."""
+    """Return the mean difference in accuracy to the base sampler, and its standard error.
+
+    The difference, in percentage points, is taken between trainings of the same seed.
+    """
     other = {run["seed"]: run["accuracy"] for run in base}
     points = [100 * (run["accuracy"] - other[run["seed"]]) for run in runs if run["seed"] in other]
     spread = statistics.stdev(points) / len(points) ** 0.5 if len(points) > 1 else float("nan")
     return statistics.fmean(points), spread
 
 
-def table(found: Row) -> list[list[str]]:
-    """Head and rows: means over seeds."""
+def table(result: Row) -> list[list[str]]:
+    """Return the header and the rows of the table, with means over seeds."""
     rows: list[Row] = []
-    by_method = methods(found)
+    by_method = methods(result)
     base = by_method.get(("s", 1.0))
     for (kind, value), runs in by_method.items():
         row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": ""}
@@ -93,45 +96,45 @@ def table(found: Row) -> list[list[str]]:
     return tabulate(COLUMNS, rows)
 
 
-def title(found: Row) -> str:
-    """What was trained on what, in a line."""
-    settings = found["settings"]
+def title(result: Row) -> str:
+    """Describe the framework, the data and the settings in a line."""
+    settings = result["settings"]
     hops = ", ".join(map(str, settings["sizes"]))
-    seeds = max(map(len, methods(found).values()))
+    seeds = max(map(len, methods(result).values()))
     kind = "nodes a layer" if settings["sampling"] == "layer" else "neighbours of a node"
     return (
         f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
-        f"({found['nodes']:,} nodes, {found['edges']:,} edges, {found['features']} features), "
-        f"{found['ranks']} ranks, parts by {settings['partition']} ({found['cut_share']:.1%} of "
+        f"({result['nodes']:,} nodes, {result['edges']:,} edges, {result['features']} features), "
+        f"{result['ranks']} ranks, parts by {settings['partition']} ({result['cut_share']:.1%} of "
         f"edges cut), {hops} {kind}, {settings['epochs']} epochs, {seeds} seed(s)"
     )
 
 
-# -------------------------------------------------------------------------------------- the picture
+# ----------------------------------------------------------------------------------------- the plot
 COLOURS = {"s": "#0072B2", "D": "#D55E00"}
-"""Told apart by colour-blind readers too (Okabe & Ito)."""
+"""Colours that colour-blind readers can distinguish (Okabe & Ito)."""
 
 
-def picture(found: Sequence[Row], path: Path) -> None:
-    """A panel for each comparison: test accuracy against remote rows."""
-    with figure(path, (5.2 * len(found), 4.6), columns=len(found)) as (_, axes):
-        for axis, one in zip(axes[0], found, strict=True):
-            _panel(axis, one)
+def picture(results: Sequence[Row], path: Path) -> None:
+    """Plot test accuracy against remote rows, with a panel for each comparison."""
+    with figure(path, (5.2 * len(results), 4.6), columns=len(results)) as (_, axes):
+        for axis, result in zip(axes[0], results, strict=True):
+            _panel(axis, result)
         axes[0][0].set_ylabel("test accuracy (%), mean and standard deviation over seeds")
 
 
-def _panel(axis: Any, found: Row) -> None:
-    by_method = methods(found)
+def _panel(axis: Any, result: Row) -> None:
+    by_method = methods(result)
     for kind, label in (("s", "constant skew s"), ("D", "variance budget D")):
-        mine = sorted((value, runs) for (which, value), runs in by_method.items() if which == kind)
-        rows = [mean(runs, "remote") for _, runs in mine]
-        accuracy = [100 * mean(runs, "accuracy") for _, runs in mine]
-        spread = [100 * statistics.pstdev(run["accuracy"] for run in runs) for _, runs in mine]
+        points = sorted((x, runs) for (which, x), runs in by_method.items() if which == kind)
+        rows = [mean(runs, "remote") for _, runs in points]
+        accuracy = [100 * mean(runs, "accuracy") for _, runs in points]
+        spread = [100 * statistics.pstdev(run["accuracy"] for run in runs) for _, runs in points]
         axis.errorbar(
             rows, accuracy, yerr=spread, color=COLOURS[kind], marker="o", capsize=3, lw=1.4,
             label=label,
         )  # fmt: skip
-        for (value, _), x, y in zip(mine, rows, accuracy, strict=True):
+        for (value, _), x, y in zip(points, rows, accuracy, strict=True):
             axis.annotate(
                 f"{kind} = {value:g}", (x, y), xytext=(0, 8 if kind == "s" else -14),
                 textcoords="offset points", ha="center", fontsize=9, color=COLOURS[kind],
@@ -139,12 +142,12 @@ def _panel(axis: Any, found: Row) -> None:
     base = by_method.get(("s", 1.0))
     if base is not None:
         axis.axhline(100 * mean(base, "accuracy") - 0.5, color="grey", ls=":", lw=1)
-    settings = found["settings"]
+    settings = result["settings"]
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.xaxis.set_minor_formatter(lambda value, _: "")
     axis.set_xlabel("rows from other ranks an epoch (logarithmic)")
-    axis.set_title(f"{NAMES[settings['data']]}, {found['ranks']} ranks", fontsize=11)
+    axis.set_title(f"{NAMES[settings['data']]}, {result['ranks']} ranks", fontsize=11)
     axis.margins(x=0.12, y=0.15)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)

@@ -20,7 +20,7 @@ FRAMEWORK = "torch"
 
 
 def prepare() -> None:
-    """As many threads as this machine has cores for each rank."""
+    """Set the number of threads to this host's cores per rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
 
 
@@ -28,8 +28,8 @@ class GCN(nn.Module):
     """Layers sigma(A X W + b) on sampled blocks (Kipf & Welling, 2017).
 
     Args:
-        sizes: features that go in, between layers, and out.
-        dropout: share of a layer's input.
+        sizes: number of features of the input, between layers, and of the output.
+        dropout: dropout rate of the input of each layer.
     """
 
     def __init__(self, sizes: Sequence[int], dropout: float) -> None:
@@ -42,13 +42,13 @@ class GCN(nn.Module):
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     def forward(self, blocks: Sequence[Block], x: torch.Tensor) -> torch.Tensor:
-        """Scores of the last block's targets, from the features of the first one's sources."""
+        """Return the scores of the last block's targets, given the first block's features."""
         for number, block in enumerate(blocks):
             x = self.layer(number, block, F.dropout(x, self.dropout, self.training))
         return x
 
     def layer(self, number: int, block: Block, x: torch.Tensor) -> torch.Tensor:
-        """One layer; A (X W) rather than (A X) W, since W makes rows shorter."""
+        """Compute A (X W), which is cheaper than (A X) W because W makes rows shorter."""
         linear: Any = self.layers[number]
         rows, columns, values = (
             torch.from_numpy(part) for part in (block.rows, block.columns, block.values)
@@ -60,27 +60,27 @@ class GCN(nn.Module):
 
 
 class Network:
-    """See `graph_training.Network`."""
+    """A GCN and its optimizer in PyTorch; see `training.Network`."""
 
     def __init__(self, settings: GraphSettings, sizes: Sequence[int], seed: int) -> None:
         torch.manual_seed(seed)
         self.model = GCN(sizes, settings.dropout)
         first, *others = self.model.layers
-        rest = [weight for layer in others for weight in layer.parameters()]
+        other_weights = [weight for layer in others for weight in layer.parameters()]
         groups = [{"params": [*first.parameters()], "weight_decay": settings.weight_decay}]
-        groups += [{"params": rest}] if rest else []
+        groups += [{"params": other_weights}] if other_weights else []
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.Adam(groups, lr=settings.lr),
             named_parameters=self.model.named_parameters(),
             compression=settings.policy() or hvd.Compression.none,
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.optimizer.end_window()  # windows are steps of a policy; epochs are short here
+        self.optimizer.end_window()  # keeps a policy without `window` from raising an error
         self.exchange = self.optimizer.exchange if hvd.size() > 1 else None
         torch.manual_seed(1000 * seed + hvd.rank())  # dropout differs between ranks
 
     def step(self, blocks: tuple[Block, ...], x: Array, labels: Array, share: float) -> float:
-        """One step."""
+        """Take one optimizer step and return the loss."""
         self.model.train()
         self.optimizer.zero_grad()
         scores = self.model(blocks, torch.from_numpy(x))
@@ -90,7 +90,7 @@ class Network:
         return float(loss.detach())
 
     def layer(self, number: int, block: Block, x: Array) -> Array:
-        """One layer, nothing dropped."""
+        """Return the output of one layer without dropout."""
         with torch.no_grad():
             return self.model.layer(number, block, torch.from_numpy(x)).numpy()
 

@@ -1,4 +1,4 @@
-"""Trainings of a GCN with one sampler after another, in the framework of choice."""
+"""Training of a GCN with several samplers, in PyTorch or Keras."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ COUNTED = ("remote", "sent", "received")
 
 
 class Network(Protocol):
-    """A GCN and its optimizer, in one framework; see `graph_torch` and `graph_keras`.
+    """A GCN and its optimizer in one framework; see `torch_model` and `keras_model`.
 
     Attributes:
-        exchange: of the optimizer; None for a process on its own.
+        exchange: the exchange of the optimizer; None if there is only one rank.
     """
 
     exchange: Any
 
     def step(self, blocks: tuple[Block, ...], x: Array, labels: Array, share: float) -> float:
-        """One step; the loss, whose sum over the batch is multiplied by `share`."""
+        """Take one optimizer step and return the loss: the sum over the batch times `share`."""
 
     def layer(self, number: int, block: Block, x: Array) -> Array:
-        """What a layer makes of its input when nothing is dropped."""
+        """Return the output of one layer without dropout."""
 
 
 class Comparison:
-    """Everything that the trainings have in common; collective.
+    """The graph, its partition and the feature store, which all trainings share. Collective.
 
     Args:
-        settings: of the comparison.
-        data: the graph.
+        settings: settings of the comparison.
+        data: the graph and its features.
     """
 
     def __init__(self, settings: GraphSettings, data: GraphData) -> None:
@@ -70,7 +70,7 @@ class Comparison:
         self.steps = -(-int(most) // settings.batch_size)
         self.store = self._store(data.features[self.mine], "features", settings.rows_as())
         self.store.agree()
-        self.exact = self._whole_neighbourhoods()
+        self.exact = self._exact_block()
         self.link = communicator_of(self.frame.FRAMEWORK)
 
     def _store(self, rows: Array, name: str, wire: str | None = None) -> FeatureStore:
@@ -78,19 +78,19 @@ class Comparison:
             rows, self.part, self.frame.FRAMEWORK, graph=self.graph, compression=wire, name=name
         )
 
-    def _whole_neighbourhoods(self) -> tuple[Block, Array]:
-        """For evaluations: the exact block of this rank's nodes, and its sources' features."""
+    def _exact_block(self) -> tuple[Block, Array]:
+        """Return the exact block of this rank's nodes and its features, for evaluations."""
         (block,) = Sampler(self.graph, fanout=[None]).sample(self.mine)
         store = self._store(self.data.features[self.mine], "evaluation")
         return block, store.fetch(block.sources)
 
     # -------------------------------------------------------------------------------- one training
     def run(self, method: dict[str, float], seed: int) -> Row:
-        """Train once; what `result.json` holds of it."""
+        """Train once, and return the entry for `result.json`."""
         settings = self.settings
         guard = VarianceGuard() if settings.guard and "budget" in method else None
-        words = settings.sampler() | method | {"seed": seed, "guard": guard}
-        sampler = SkewedSampler(self.graph, self.part, self.rank, **words)
+        options = settings.sampler() | method | {"seed": seed, "guard": guard}
+        sampler = SkewedSampler(self.graph, self.part, self.rank, **options)
         depth = len(settings.sizes)
         sizes = [self.store.features, *[settings.width] * (depth - 1), self.data.classes]
         network: Network = self.frame.build(settings, sizes, seed)
@@ -121,7 +121,7 @@ class Comparison:
     def _epoch(
         self, network: Network, sampler: SkewedSampler, batches: Iterator[Any], epoch: int
     ) -> Row:
-        """One pass over the training nodes; counts are of all ranks, seconds of the slowest."""
+        """Train for one epoch; return counts over all ranks and seconds of the slowest rank."""
         began, loss = time.perf_counter(), 0.0
         for step, (targets, blocks, x) in enumerate(itertools.islice(batches, self.steps)):
             share = self.size / self._batch_of_all(step)
@@ -130,21 +130,22 @@ class Comparison:
                 inputs = np.linalg.norm(x, axis=1)
                 sampler.observe(blocks, [inputs, *[None] * (sampler.hops - 1)])
         seconds, after = time.perf_counter() - began, self.store.stats()
-        here = {key: after[key] - self.counted[key] for key in (*COUNTED, "waited")}
-        self.counted = after  # a fetch that has begun counts when it ends, in the next epoch
-        sums = [loss / self.size, *(here[key] for key in COUNTED)]
-        everybody = self._gathered([*sums, seconds, here["waited"]])
-        counts = everybody[:, : len(sums)].sum(0).tolist()
-        slowest = everybody[:, len(sums) :].max(0).tolist()
+        local = {key: after[key] - self.counted[key] for key in (*COUNTED, "waited")}
+        self.counted = after  # an unfinished fetch counts in the next epoch, when it ends
+        sums = [loss / self.size, *(local[key] for key in COUNTED)]
+        gathered = self._gather([*sums, seconds, local["waited"]])
+        counts = gathered[:, : len(sums)].sum(0).tolist()
+        slowest = gathered[:, len(sums) :].max(0).tolist()
         return dict(zip(("loss", *COUNTED, "seconds", "waited"), [*counts, *slowest], strict=True))
 
     def _batches(
         self, sampler: SkewedSampler, seed: int
     ) -> Iterator[tuple[Array, tuple[Block, ...], Array]]:
-        """Targets, blocks and features of all steps of a training.
+        """Yield targets, blocks and features of all steps of a training.
 
-        Ranks own different numbers of training nodes, but take equally many steps: batches are
-        smaller where there are fewer. While a batch is computed, the next one's rows are fetched.
+        Ranks own different numbers of training nodes but take equally many steps, so a rank with
+        fewer nodes has smaller batches. With `prefetch`, the rows of the next batch are fetched
+        during the computation of the current one.
         """
         trace, waiting = sampler.guard is not None, None
         for epoch in range(self.settings.epochs):
@@ -154,23 +155,24 @@ class Comparison:
                 if not self.settings.prefetch:
                     yield targets, blocks, self.store.fetch(blocks[0].sources)
                     continue
-                before, waiting = waiting, (targets, blocks, self._ahead(blocks))
-                if before is not None:
-                    yield *before[:2], self.store.result(before[2])
+                rows = self.store.prefetch(blocks[0].sources)
+                previous, waiting = waiting, (targets, blocks, rows)
+                if previous is not None:
+                    yield *previous[:2], self.store.result(previous[2])
         if waiting is not None:
             yield *waiting[:2], self.store.result(waiting[2])
 
-    def _ahead(self, blocks: tuple[Block, ...]) -> Any:
-        return self.store.prefetch(blocks[0].sources)
-
     def _batch_of_all(self, step: int) -> int:
-        """How many training nodes all ranks take in a step."""
+        """Return the number of training nodes of all ranks in a step."""
         counts = np.bincount(self.part.owner[self.data.train], minlength=self.size)
         return int(sum(len(part) for part in (_part(n, self.steps, step) for n in counts)))
 
     # ---------------------------------------------------------------------------------- evaluation
     def _accuracies(self, network: Network) -> Row:
-        """On all neighbours, layer by layer: each rank computes its nodes, and fetches others'."""
+        """Return validation and test accuracy with all neighbours.
+
+        For each layer, a rank computes the values of its own nodes and fetches those of others.
+        """
         block, x = self.exact
         values = np.zeros(0)
         for number in range(len(self.settings.sizes)):
@@ -182,28 +184,34 @@ class Comparison:
         counts = []
         for nodes in (self.data.validation, self.data.test):
             counts += [right[nodes].sum(), np.isin(nodes, self.mine).sum()]
-        validated, of, tested, all_ = self._gathered(counts).sum(0).tolist()
-        return {"validation": validated / of, "test": tested / all_}
+        validated, validation, tested, test = self._gather(counts).sum(0).tolist()
+        return {"validation": validated / validation, "test": tested / test}
 
-    def _gathered(self, values: list[float]) -> Array:
-        """Everybody's, a row a rank; not by Horovod's own calls, which keep a core busy waiting."""
+    def _gather(self, values: list[float]) -> Array:
+        """Return the values of all ranks, with a row per rank.
+
+        Horovod's own calls would keep a core busy while they wait.
+        """
         mine = self.link.xp.asarray(np.array(values, np.float64))
         return np.array(self.link.run("figures", gather(self.link, mine)))
 
 
 def _part(count: int, parts: int, number: int) -> range:
-    """The range that `np.array_split` makes."""
-    small, more = divmod(count, parts)
-    return range(small + (number < more))
+    """Return a range as long as part `number` of `np.array_split`."""
+    size, remainder = divmod(count, parts)
+    return range(size + (number < remainder))
 
 
 def run(settings: GraphSettings, data: GraphData) -> Row:
-    """All trainings; rank 0 writes `<output>/<name>/result.json` after each. Collective."""
+    """Train with all samplers and seeds. Collective.
+
+    Rank 0 writes `<output>/<name>/result.json` after each training.
+    """
     from pathlib import Path
 
     comparison = Comparison(settings, data)
     part = comparison.part
-    found: Row = {
+    result: Row = {
         "format": FORMAT,
         "settings": settings.as_dict(),
         "ranks": comparison.size,
@@ -219,16 +227,16 @@ def run(settings: GraphSettings, data: GraphData) -> Row:
     for number in range(settings.seeds):
         for method in settings.methods():
             row = comparison.run(method, settings.seed + number)
-            found["runs"].append(row)
+            result["runs"].append(row)
             if comparison.rank == 0:
-                write_json(path, found)
+                write_json(path, result)
                 if settings.progress:
-                    print(told(row), flush=True)
-    return found
+                    print(summary(row), flush=True)
+    return result
 
 
-def told(row: Row) -> str:
-    """A training in a line."""
+def summary(row: Row) -> str:
+    """Return a line about a training."""
     method = f"s = {row['skew']:g}" if "skew" in row else f"D = {row['budget']:g}"
     return (
         f"seed {row['seed']}  {method:8}  test accuracy {row['accuracy']:6.1%}  "

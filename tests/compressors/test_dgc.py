@@ -211,7 +211,7 @@ def test_levels_that_return_gradients_are_refused_beside_it() -> None:
     ):
         with pytest.raises(ValueError, match="levels must agree in output: .*'update'"):
             policy()
-    with pytest.raises(ValueError, match="levels must agree in what serves exempt tensors"):
+    with pytest.raises(ValueError, match="levels must agree in the compressor of exempt tensors"):
         Accordion(low=DGC(0.1, momentum=0.9), high=DGC(0.01, momentum=0.5))
     with pytest.raises(ValueError, match="gate is 'auto', but must be None"):
         Fixed(DGC(0.01), gate="auto")

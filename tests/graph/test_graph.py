@@ -242,7 +242,7 @@ def lists_of(sampler: SkewedSampler, start: int, stop: int, local: Array, skew: 
     from accordion_hvd.graph.draws import Lists
 
     degree = np.array([stop - start])
-    return Lists(np.array([start]), degree, skew, local, sampler._near_places)
+    return Lists(np.array([start]), degree, skew, local, sampler._is_local)
 
 
 @by_size

@@ -205,5 +205,5 @@ def test_it_takes_no_turns() -> None:
         lambda: Accordion(low=Adam(), high=SHORT, window=1),
         lambda: StepSchedule({0: Adam(), 5: SHORT}, window=1),
     ):
-        with pytest.raises(ValueError, match="cannot take turns with others; name it alone"):
+        with pytest.raises(ValueError, match="cannot alternate with other levels"):
             policy()
