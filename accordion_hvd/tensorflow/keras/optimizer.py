@@ -303,7 +303,7 @@ class _Distributed(Controls):
         """Do not average the gradient of this variable; `scale_local_gradients` still applies."""
         self._averager.local.add(key_of(var))
 
-    # ---------------------------------------------------------------------- methods that Keras calls
+    # --------------------------------------------------------------------- methods that Keras calls
     def build(self: Any, variables: Any) -> None:
         """Create the optimizer's variables, after checks of the caller.
 
