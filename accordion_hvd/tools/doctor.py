@@ -392,10 +392,8 @@ def check_memory(tunables: str | None) -> Finding | None:
         return Finding("memory", OK, "large CPU tensors use huge pages")
     if "[madvise]" not in system or not version or (int(version[1]), int(version[2])) < (2, 35):
         return Finding("memory", OK, "large CPU tensors use small pages")
-    what = (
-        f"large CPU tensors use small pages; if ranks compute on CPUs, {TUNABLE} in GLIBC_TUNABLES"
-    )
-    return Finding("memory", OK, f"{what} makes new memory faster")
+    what = f"large CPU tensors use small pages; to train on CPUs, export GLIBC_TUNABLES={TUNABLE}"
+    return Finding("memory", OK, f"{what} (makes new memory faster)")
 
 
 # --- launching two ranks -------------------------------------------------------------------
