@@ -57,7 +57,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
     Attributes:
         managed: whether a callback retraces graphs after a change of levels.
-        kept: the train function that a callback stores between two calls of `fit`.
+        train_function: the train function of the previous `fit`, stored by a callback, or None.
     """
 
     framework = "TensorFlow"
@@ -84,7 +84,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._traced_version = -1
         self._traceable = True
         self._enlisted = False
-        self.kept: Any = None
+        self.train_function: Any = None
         self._private = policy.observers.find(PrivacyAccountant) is not None
         super().__init__(
             policy, process_set, total=total,

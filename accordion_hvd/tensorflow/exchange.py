@@ -43,7 +43,7 @@ class TensorFlowExchange(Exchange):
         self._now: Tensor | None = None  # step count within the step that is being traced
         self._per_step: tuple[Traffic, float] = (Traffic(), 0.0)
         self._rates: dict[str, float] = {}
-        self._state_variables: dict[Any, tf.Variable] = {}
+        self._variables: dict[Any, tf.Variable] = {}
         self._outline: Any = None
         self.version = 0
         super().__init__(*args, **options)
@@ -143,35 +143,33 @@ class TensorFlowExchange(Exchange):
             self.prepare_trace()
 
     def _store_in_variables(self, index: int) -> None:
+        """Replace the tensors in the state of a bucket by variables."""
         entry = self.bucket_states[index]
         entry.prepare(self.info(entry))
-        entry.evidence = {
-            x.key: x.zeros(entry) for x in self.evidence.wanted(entry)
-        } | entry.evidence
+        zeros = {x.key: x.zeros(entry) for x in self.evidence.wanted(entry)}
+        entry.evidence = zeros | entry.evidence
         assert entry.state is not None
-        for key in [
-            k for k in self._state_variables if k[0] == index and k[1] not in (entry.level, None)
-        ]:
-            del self._state_variables[key]  # variables of another level
-        held = {
+        levels = (entry.level, None)
+        for key in [k for k in self._variables if k[0] == index and k[1] not in levels]:
+            del self._variables[key]  # variables of another level
+        entry.state = {
             k: self._as_variable((index, entry.level, k), value) for k, value in entry.state.items()
         }
-        entry.state = held
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
         }
         entry.carried = self._as_variable((index, None, "carried"), entry.carried)
 
     def _as_variable(self, key: Any, value: Any) -> tf.Variable | None:
-        known = self._state_variables.get(key)
+        known = self._variables.get(key)
         if value is None or value is known:
             return value
         if known is not None and known.shape == value.shape and known.dtype == value.dtype:
             known.assign(value)
             return known
         self.version += 1
-        self._state_variables[key] = tf.Variable(tf.identity(value), trainable=False)
-        return self._state_variables[key]
+        self._variables[key] = tf.Variable(tf.identity(value), trainable=False)
+        return self._variables[key]
 
     # ------------------------------------------------------------------------------ within a graph
     def traced(

@@ -150,9 +150,8 @@ def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -
     unwanted = ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")  # set by an outer make
     env = {name: value for name, value in os.environ.items() if name not in unwanted}
     env["PATH"] = os.pathsep.join([str(bin_dir()), env.get("PATH", os.defpath)])
-    env["MAKEFLAGS"] = (
-        f"-j{jobs}"  # Horovod's default, -j8, needs too much memory for small machines
-    )
+    # Horovod's default, -j8, needs too much memory for small machines
+    env["MAKEFLAGS"] = f"-j{jobs}"
     for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
         installed = name in frameworks
         env[f"HOROVOD_{'WITH' if installed else 'WITHOUT'}_{variable}"] = "1"

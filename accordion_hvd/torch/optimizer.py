@@ -131,7 +131,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
         )  # fmt: skip
     if hasattr(optimizer, "exchange_owner"):
-        raise ValueError(f"{type(optimizer).__name__} is already a DistributedOptimizer.")
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} is already distributed; do not wrap it in DistributedOptimizer.")
     names = validation.check_names(optimizer.param_groups, named_parameters)
     validation.check_parameters(names)
     serving, passes = resolve(compression), backward_passes_per_step

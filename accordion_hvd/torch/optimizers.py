@@ -91,8 +91,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         guard_every: int | None = None,
         **settings: Any,
     ) -> None:
-        given = {"betas": betas, "eps": eps}
-        settings |= {name: value for name, value in given.items() if value is not None}
+        optional = {"betas": betas, "eps": eps}
+        settings |= {name: value for name, value in optional.items() if value is not None}
         self.rule = self._rule(**settings)
         if decoupled_weight_decay is None:
             decoupled_weight_decay = self.rule.decoupled_weight_decay

@@ -43,7 +43,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             `optimizer.average_now(model)` to you.
 
     Raises:
-        ValueError: if `average` is none of these, or a local variable is not a variable.
+        ValueError: if `average` is none of these, or if a local variable is not a `tf.Variable` or
+            `keras.Variable`.
     """
 
     def __init__(
@@ -145,13 +146,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         averager.check()
         averager.managed = False
         if averager.exchange.switching:
-            averager.kept = (*self._stamp(self._traced), self.model.train_function)
+            averager.train_function = (*self._stamp(self._traced), self.model.train_function)
             self.model.train_function, self._traced = None, None
 
     def _reuse_train_function(self, averager: Any) -> None:
         """Reuse the train function of the previous `fit` if nothing has changed since."""
-        *stamp, function = averager.kept or (None,)
-        averager.kept = None
+        *stamp, function = averager.train_function or (None,)
+        averager.train_function = None
         if function is None or not averager.managed:
             return
         current = self._stamp(averager.exchange.version)
@@ -169,8 +170,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _averager(self) -> Any:
         optimizer = self.model.optimizer
-        ours = is_distributed(optimizer) and not averages_models(optimizer)
-        return optimizer._averager if ours else None
+        averages_gradients = is_distributed(optimizer) and not averages_models(optimizer)
+        return optimizer._averager if averages_gradients else None
 
     def _ends_windows(self) -> bool:
         """Return whether the callback must end windows, because the policy has no fixed one."""

@@ -223,12 +223,15 @@ def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
         TypeError: if `optimizer` is not a Keras 3 optimizer, or contains a distributed one.
     """
     if is_distributed(optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is already a DistributedOptimizer.")
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} is already distributed; do not wrap it in DistributedOptimizer.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{OWNER}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer.")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_distributed(getattr(optimizer, "inner_optimizer", None)):
-        raise TypeError("the optimizer in LossScaleOptimizer is already a DistributedOptimizer.")
+        raise TypeError(
+            "the optimizer in LossScaleOptimizer is already distributed; do not wrap it again."
+        )
     if keras.config.dtype_policy().name == "mixed_float16" and not scaled:
         # Else compile() would add loss scaling around this wrapper, and an overflow on one rank
         # would make all ranks hang.
@@ -330,9 +333,9 @@ class _Distributed(Controls):
         grads = list(grads)
         if not grads:
             return
-        given = trainable_variables is not None
-        variables = list(trainable_variables) if given else list(self._trainable_variables)
-        if given and not self.built:
+        explicit = trainable_variables is not None
+        variables = list(trainable_variables) if explicit else list(self._trainable_variables)
+        if explicit and not self.built:
             with tf.init_scope():
                 self.build(variables)
         if len(grads) != len(variables):
