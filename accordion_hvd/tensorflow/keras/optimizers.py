@@ -177,10 +177,8 @@ class CompressedOptimizer(_Ruled, Directions):
         settings, plain, rule = cls._parse_arguments(*args, **options)
         scaled: Any = wrap(Directions(**plain), settings, _Ruled)
         scaled._set_rule(rule)
-        for kind in (
-            type(scaled),
-            cls,
-        ):  # one name for both; the second registration is used to load
+        # Both classes have one name; Keras loads the class that is registered last.
+        for kind in (type(scaled), cls):
             keras.saving.register_keras_serializable("accordion_hvd", cls.__name__)(kind)
         return scaled
 
