@@ -1,4 +1,4 @@
-"""Stands in for `horovod.tensorflow`: its names, with an optimizer and a tape that compress.
+"""Drop-in replacement for `horovod.tensorflow`, with an optimizer and a tape that compress.
 
 ```python
 import accordion_hvd.tensorflow as hvd
@@ -42,7 +42,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 
 
 def __getattr__(name: str) -> Any:
-    """Return other names from Horovod."""
+    """Return any other name from `horovod.tensorflow`."""
     return getattr(_horovod, name)
 
 

@@ -1,4 +1,4 @@
-"""From a model's gradients to their averages: eagerly, traced into a graph, or called from one."""
+"""Averaging of TensorFlow gradients: eagerly, traced into a graph, or called from a graph."""
 
 from __future__ import annotations
 
@@ -36,24 +36,28 @@ Weights = Sequence[Any]
 class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     """Average the gradients of variables over the ranks.
 
-    There are three paths through an exchange. Eagerly it runs as a function that is traced once for
-    each choice of levels. Within a graph the same function is called, which freezes the levels,
-    so this is only done where they never change or where somebody (`managed`) makes the graph
-    anew when they do. Otherwise the graph calls Python (`tf.py_function`), which runs it eagerly.
+    An exchange takes one of three paths:
+
+    - Eagerly, it runs as a function that is traced once for each combination of levels.
+    - In a graph, the same function is called. The graph freezes the levels, so this path is taken
+      only if levels never change, or if a callback (`managed`) retraces the graph when they do.
+    - Otherwise, the graph calls Python (`tf.py_function`), which runs the exchange eagerly.
 
     Args:
-        policy: decides which compressor serves which tensor.
-        process_set: who exchanges.
-        variables: gives all variables whose gradients may ever come; [] as long as none are known.
-        total: whether the result is the sum instead of the average.
-        sparse_as_dense: whether `tf.IndexedSlices` are exchanged like dense gradients.
-        skip: patterns of names that travel dense.
-        guard: compares replicas now and then.
-        scale_local: whether gradients of local variables are divided by the number of ranks.
-        hyper: what conversations are told of the optimizer's settings (`Info.hyper`), by group.
+        policy: policy that chooses a compressor for each tensor.
+        process_set: the ranks that average.
+        variables: function that returns all variables that may have gradients; an empty list as
+            long as none are known.
+        total: whether to sum gradients instead of averaging them.
+        sparse_as_dense: whether to exchange `tf.IndexedSlices` as dense gradients.
+        skip: shell-style patterns of the names of variables that are exchanged uncompressed.
+        guard: comparison of the replicas.
+        scale_local: whether to divide the gradients of local variables by the number of ranks.
+        hyper: settings of the optimizer, by group, for exchange generators (`Info.hyper`).
 
     Attributes:
-        managed: whether somebody makes graphs anew after a switch.
+        managed: whether a callback retraces graphs after a change of levels.
+        train_function: the train function of the previous `fit`, stored by a callback, or None.
     """
 
     framework = "TensorFlow"
@@ -80,7 +84,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._traced_version = -1
         self._traceable = True
         self._enlisted = False
-        self.kept: Any = None  # a callback's, from one fit to the next
+        self.train_function: Any = None
         self._private = policy.observers.find(PrivacyAccountant) is not None
         super().__init__(
             policy, process_set, total=total,
@@ -88,9 +92,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             skip=skip, guard=guard, with_settings=hyper is not None,
         )  # fmt: skip
 
-    # -------------------------------------------------------------------------------- what it knows
+    # ------------------------------------------------------------------------------------ variables
     def enlist(self) -> None:
-        """Be among what `save_state` saves, now that there are variables."""
+        """Register for `save_state`, once there are variables."""
         if not self._enlisted:
             checkpoint.register(self)
         self._enlisted = True
@@ -100,29 +104,29 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> TensorFlowExchange:
-        """Return an exchange whose state lives in variables."""
+        """Return an exchange whose state is stored in variables."""
         self.enlist()
-        made = TensorFlowExchange(
+        exchange = TensorFlowExchange(
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name
         )
-        made.hyper = self.hyper or {}
-        return made
+        exchange.hyper = self.hyper or {}
+        return exchange
 
     def tensors(self) -> dict[Any, TensorInfo]:
-        """Return all variables but the local ones.
+        """Return descriptions of all variables except the local ones.
 
         Raises:
-            RuntimeError: no variables are known yet.
+            RuntimeError: if no variables are known yet.
         """
-        everything = self.variables()
-        if not everything:
+        known = self.variables()
+        if not known:
             raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
-        chosen = [v for v in everything if key_of(v) not in self.local]
-        rows = zip(chosen, describe(chosen), strict=True)
+        variables = [v for v in known if key_of(v) not in self.local]
+        rows = zip(variables, describe(variables), strict=True)
         return {key_of(v): replace(row, group=self.group_of(v)) for v, row in rows}
 
     def replicas(self) -> dict[str, Tensor]:
-        """Return the values of all variables but the local ones."""
+        """Return the values of all variables except the local ones."""
         variables = [v for v in self.variables() if key_of(v) not in self.local]
         return {
             row.name: tf.convert_to_tensor(v)
@@ -130,12 +134,12 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         }
 
     def ranks_changed(self) -> None:
-        """Connect to the ranks that there are now, and trace anew."""
+        """Connect to the present ranks, and have graphs traced again."""
         super().ranks_changed()
         self._retrace()
 
     def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
-        """Take over policy, levels and clock of rank 0; see `GradientAverager`."""
+        """Adopt policy, levels and step count of rank 0; see `GradientAverager`."""
         super().follow_rank_zero(broadcast)
         self._retrace()
 
@@ -149,12 +153,12 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     def average(
         self, grads: Sequence[Gradient], variables: Sequence[Any], rate: Rate
     ) -> list[Gradient]:
-        """Return the averages of `grads`, one for each of `variables`; None where no rank has one.
+        """Return the averages of `grads`, one for each variable; None if no rank has a gradient.
 
         Args:
-            grads: this rank's; None takes part as zeros.
-            variables: whose gradients they are.
-            rate: gives the learning rate, as a float or (in a graph) a tensor.
+            grads: this rank's gradients; None counts as zeros.
+            variables: the variables of these gradients.
+            rate: function that returns the learning rate, as a float or (in a graph) a tensor.
         """
         validation.check_context()
         if self.idle:
@@ -165,13 +169,13 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         if not self.agreed:
             self._set_up(grads, variables)
         self._guard_before()
-        given = {key_of(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
-        means = self._exchanged(given, rate)
+        present = {key_of(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
+        means = self._exchanged(present, rate)
         results = [self._result(v, g, means) for v, g in zip(variables, grads, strict=True)]
         return self._with_sparse(results, variables, grads)
 
     def decide(self, lr: float) -> None:
-        """Take a decision that is due, before a step whose batch it may enlarge; collective."""
+        """Take a decision that is due, before a step whose batch size may change; collective."""
         if self._exchange is not None and not self.idle:
             self.exchange.catch_up(lr)
 
@@ -179,14 +183,14 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         sparse = isinstance(grad, tf.IndexedSlices)
         return tf.convert_to_tensor(grad) if sparse and self.sparse_as_dense else grad
 
-    def _exchanged(self, given: dict[int, Gradient], rate: Rate) -> list[Tensor]:
+    def _exchanged(self, present: dict[int, Gradient], rate: Rate) -> list[Tensor]:
         if not self.number:
             return []
         tensors = self.exchange.tensors
-        several = [tf.shape(g)[0] for g in given.values()][:1] if per_sample(self.policy) else []
+        count = [tf.shape(g)[0] for g in present.values()][:1] if per_sample(self.policy) else []
         full = [
-            tf.convert_to_tensor(given[key]) if key in given
-            else tf.zeros((*several, *tensors[i].shape), tensors[i].dtype)
+            tf.convert_to_tensor(present[key]) if key in present
+            else tf.zeros((*count, *tensors[i].shape), tensors[i].dtype)
             for key, i in self.number.items()
         ]  # fmt: skip
         full = [tf.cast(g, t.dtype) for g, t in zip(full, tensors, strict=True)]
@@ -202,7 +206,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         return [mean * self.communicator.size for mean in means] if self.total else list(means)
 
     def _weights(self) -> list[Tensor]:
-        """Return the variables' values, where some compressor needs them."""
+        """Return the values of the variables, or [] if no compressor needs them."""
         if not self.exchange.bucket_batches.any_needs_weights:
             return []
         values = {key_of(v): v for v in self.variables()}
@@ -236,7 +240,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
     @property
     def _lasting(self) -> bool:
-        """Return whether a graph is worth its trace: it can be traced, and lasts for a while."""
+        """Return whether a graph can be traced and will be valid for more than one step."""
         return self._traceable and not drifting(self.exchange.bucket_states)
 
     def _run_directly(self, directly: bool) -> None:
@@ -244,7 +248,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             self.communicator.directly = directly
 
     def _unfused(self, grads: Sequence[Tensor], lr: float, weights: Weights) -> list[Tensor]:
-        """Operation by operation, for conversations that look at values."""
+        """Run operation by operation, for exchange generators that read values."""
         exchange = self.exchange
         exchange.open(lr)
         exchange.bucket_batches.give(grads, weights)
@@ -292,18 +296,18 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     def _with_sparse(
         self, results: list[Gradient], variables: Sequence[Any], grads: Sequence[Gradient]
     ) -> list[Gradient]:
-        """Gather sparse gradients, beside all compression."""
+        """Gather sparse gradients, without compression."""
         if not self.sparse:
             return results
-        place = {key_of(v): i for i, v in enumerate(variables)}
+        index_of = {key_of(v): i for i, v in enumerate(variables)}
         factor = 1.0 if self.total else 1.0 / self.communicator.size
         for number, key in enumerate(self.sparse):
-            i = place.get(key)
+            i = index_of.get(key)
             grad = grads[i] if i is not None else None
             if i is None or not isinstance(grad, tf.IndexedSlices):
                 raise RuntimeError(
-                    f"variable number {number} with sparse gradients has {grad!r} now; pass "
-                    "sparse_as_dense=True where gradients are not always of one kind."
+                    f"variable number {number} had sparse gradients and has {grad!r} now; pass "
+                    "sparse_as_dense=True if gradients are sparse in some steps only."
                 )
             name = f"{self.exchange.name}.sparse.{number}"
             values, indices = in_turn(functools.partial(self._gather, name, grad))
@@ -325,12 +329,12 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         with tf.init_scope():
             self.agree(f"sparse gradients: {[infos[key].name for key in self.sparse]}")
             if self.exchange.tensors:
-                given = self.on_any_rank([key in present for key in self.keys])
-                self._idle = {key for key, i in self.number.items() if not given[i]}
+                anywhere = self.on_any_rank([key in present for key in self.keys])
+                self._idle = {key for key, i in self.number.items() if not anywhere[i]}
 
     # -------------------------------------------------------------------------------------- guard
     def check(self) -> None:
-        """Compare replicas if a step since the last look asks for it; eager, collective."""
+        """Compare replicas if a comparison is due since the last call; eager, collective."""
         if self._exchange is None or not self.agreed or self.idle:
             return
         steps = self.exchange.steps
@@ -338,9 +342,10 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             self.compare(steps, self.checksums())
 
     def _guard_before(self) -> None:
-        """Look, before a step, at what the steps before have made of the weights.
+        """Compare, before a step, the weights that the previous step has left.
 
-        (Not after the step: scripts broadcast the weights after the first one.)
+        (A comparison after the step would be too early, because scripts broadcast the weights
+        after the first step.)
         """
         if tf.executing_eagerly():
             self.check()
@@ -352,22 +357,22 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             self.exchange.prepare_trace()
         assert self.exchange._clock is not None
         clock = self.exchange._clock.read_value()
-        asked = [tf.equal(clock, step) for step in guards.EARLY]
-        asked.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
-        due = tf.reduce_any(tf.stack(asked))
+        matches = [tf.equal(clock, step) for step in guards.EARLY]
+        matches.append((clock > 0) & tf.equal(clock % self.guard.every, 0))
+        due = tf.reduce_any(tf.stack(matches))
         irregular = drifting(self.exchange.bucket_states) or self.policy.observers.any("every_step")
-        if irregular:  # not step after step due
+        if irregular:  # comparisons may be postponed, which only Python knows
             due = call_back(lambda step: self.comparison_due(int(step)), [clock], [tf.bool])[0]
 
-        def look(step: Tensor, sums: Tensor) -> Tensor:
+        def compare(step: Tensor, sums: Tensor) -> Tensor:
             self._run_directly(few_threads())
             self.compare(int(step), sums)
             return step
 
-        def compare() -> Tensor:
-            return call_back(look, [clock, self.checksums()], [tf.int64])[0]
+        def call_compare() -> Tensor:
+            return call_back(compare, [clock, self.checksums()], [tf.int64])[0]
 
-        tf.cond(due, compare, lambda: clock)
+        tf.cond(due, call_compare, lambda: clock)
 
 
 def _scaled(grad: Gradient, factor: float) -> Gradient:
@@ -377,5 +382,5 @@ def _scaled(grad: Gradient, factor: float) -> Gradient:
 
 
 def _no_group(variable: Any) -> str:
-    """Return the group of variables that all share their settings."""
+    """Return the name of the only group: all variables share their settings."""
     return ""

@@ -1,4 +1,4 @@
-"""Averaging of the models in variables: eagerly, or called from a graph."""
+"""Averaging of TensorFlow models: eagerly, or called from a graph."""
 
 from __future__ import annotations
 
@@ -23,60 +23,60 @@ from accordion_hvd.tensorflow.variables import describe, key_of, plain
 
 
 class Variables(Parameters):
-    """Variables of floating-point numbers, be they Keras' or TensorFlow's.
+    """Floating-point variables of Keras or TensorFlow.
 
     Args:
-        variables: gives them; [] as long as none are known.
+        variables: function that returns the variables; an empty list as long as none are known.
     """
 
     def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
         self._variables = variables
 
     def tensors(self) -> list[TensorInfo]:
-        """Names, shapes, dtypes and devices."""
+        """Return names, shapes, dtypes and devices."""
         return describe(self._variables())
 
     def read(self) -> list[Tensor]:
-        """Their values; within a graph, at this place in it."""
+        """Return the values; in a graph, the values at this point of the graph."""
         return [tf.convert_to_tensor(plain(variable)) for variable in self._variables()]
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Assign all of them."""
+        """Assign values to all variables."""
         for variable, value in zip(self._variables(), values, strict=True):
             plain(variable).assign(value)
 
 
 class Passing(Parameters):
-    """Values that a graph hands to Python and takes back."""
+    """Values that a graph passes to Python and takes back."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         self._values = list(values)
 
     def tensors(self) -> list[TensorInfo]:
-        """Refuse: no caller needs it."""
+        """Return no descriptions, because no caller needs any."""
         return []
 
     def read(self) -> list[Tensor]:
-        """Return the values as they are now."""
+        """Return the present values."""
         return self._values
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Keep new values."""
+        """Replace the values."""
         self._values = list(values)
 
 
 class TensorFlowModelAverager(ModelAverager):
-    """Averages variables after each step, from graphs too (`tf.py_function`).
+    """Average variables after each step, eagerly or from graphs (`tf.py_function`).
 
     Args:
-        method: how.
-        process_set: who.
-        variables: gives the variables; [] as long as none are known.
-        guard: compares models when they should be equal.
-        alternation: says when they are averaged; None: always.
+        method: the averaging method.
+        process_set: the ranks that average.
+        variables: function that returns the variables; an empty list as long as none are known.
+        guard: comparison of the models when they should be equal.
+        alternation: observer that decides when models are averaged. None: always.
 
     Attributes:
-        local: keys (`key_of`) of variables that are left alone.
+        local: keys (`key_of`) of variables that are not averaged.
     """
 
     def __init__(
@@ -88,53 +88,67 @@ class TensorFlowModelAverager(ModelAverager):
         alternation: Alternation | None = None,
     ) -> None:
         self.local: set[int] = set()
-        mine = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
+        averaged = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
         number = getattr(process_set, "process_set_id", None) or 0
         super().__init__(
-            method, mine, connect(process_set, HorovodCommunicator, xp), guard, number, alternation
+            method,
+            averaged,
+            connect(process_set, HorovodCommunicator, xp),
+            guard,
+            number,
+            alternation,
         )
-        self._begun: tf.Variable | None = None  # what graphs know of `prepare`
+        self._begun: tf.Variable | None = None  # whether graphs have called `prepare`
         self._enlisted = False
 
     def enlist(self) -> None:
-        """Be among what `save_state` saves, now that there are variables."""
+        """Register for `save_state`, once there are variables."""
         if not self._enlisted:
             checkpoint.register(self)
         self._enlisted = True
 
     def leave_alone(self, variable: Any) -> None:
-        """Do not average this variable. Raises: RuntimeError after the first step."""
+        """Do not average this variable.
+
+        Raises:
+            RuntimeError: after the first step.
+        """
         if self._ready:
-            raise RuntimeError("register local variables before the first step.")
+            raise RuntimeError("local variables must be registered before the first step.")
         self.local.add(key_of(variable))
 
     def renew(self) -> None:
-        """Nothing: ranks do not change, as elastic jobs are refused."""
+        """Do nothing: elastic jobs are not supported, so the ranks do not change."""
 
     def load(self, saved: dict[str, Any]) -> None:
-        """See `ModelAverager.load`; graphs that were traced before look at it, too."""
+        """Load a state as `ModelAverager.load` does; existing graphs call `prepare` again."""
         super().load(saved)
         if self._begun is not None:
             self._begun.assign(False)
 
     def prepare(self, given: Parameters | None = None) -> None:
-        """See `ModelAverager.prepare`. Raises: RuntimeError when no variables are known."""
+        """Prepare for a step as `ModelAverager.prepare` does.
+
+        Raises:
+            RuntimeError: if no variables are known.
+        """
         if not (self.single_rank or self._ready or self.parameters.tensors()):
             raise RuntimeError(
                 "no variables are known yet, so there is nothing to average: build the optimizer "
-                "(optimizer.build(model.trainable_variables)) or take a step before."
+                "(optimizer.build(model.trainable_variables)) or take a step first."
             )
         super().prepare(given)
 
     # ----------------------------------------------------------------- around the optimizer's step
     def follow(self, slots: Parameters) -> Any:
-        """Before a step, where a policy says when models are averaged: act on its decisions.
+        """Apply the policy's decision whether models are averaged; call it before each step.
 
         Args:
-            slots: of the optimizer; averaged once where gradients are averaged again.
+            slots: state variables of the optimizer, such as momentum. They are averaged once when
+                training returns to averaging gradients.
 
         Returns:
-            Whether models are averaged now; in a graph, a tensor.
+            Whether models are averaged in this step; in a graph, a tensor.
         """
         alternation = self.alternation
         assert alternation is not None
@@ -144,17 +158,17 @@ class TensorFlowModelAverager(ModelAverager):
                 self.level(slots)
             return alternation.averaging_models
 
-        def turn() -> tuple[bool, bool]:
+        def switch() -> tuple[bool, bool]:
             self.directly(few_threads())
-            turned = self.follow_mode()
-            return alternation.averaging_models, turned
+            must_level = self.follow_mode()
+            return alternation.averaging_models, must_level
 
-        apart, turned = call_back(turn, [], [tf.bool, tf.bool])
-        when(turned, lambda: self._within(slots, self.level))
-        return apart
+        averaging_models, must_level = call_back(switch, [], [tf.bool, tf.bool])
+        when(must_level, lambda: self._within(slots, self.level))
+        return averaging_models
 
     def before(self) -> None:
-        """Prepare for a step: the first one must find equal models."""
+        """Prepare for a step; before the first step, check that all models are equal."""
         validation.check_context()
         if self.single_rank:
             return
@@ -181,41 +195,41 @@ class TensorFlowModelAverager(ModelAverager):
         return done
 
     def after(self, rate: Any) -> None:
-        """Average after a step, which was taken at this learning rate."""
+        """Average the models after a step with learning rate `rate`."""
         if self.single_rank:
             return
         if tf.executing_eagerly():
             self.average(float(rate))
             return
         rates = tf.cast(rate, tf.float32)
-        self._within(self.parameters, lambda given, told: self.average(float(told), given), rates)
+        self._within(self.parameters, lambda given, lr: self.average(float(lr), given), rates)
 
-    def _within(self, parameters: Parameters, act: Callable[..., None], *told: Tensor) -> None:
-        """In a graph: `act` on the values of parameters, in Python; they are what it leaves.
+    def _within(self, parameters: Parameters, act: Callable[..., None], *inputs: Tensor) -> None:
+        """Call `act` in Python from a graph, and assign the values that it leaves to `parameters`.
 
         Args:
-            parameters: whose values it may change.
-            act: is given these as `Parameters`, and then `told`.
-            told: tensors.
+            parameters: parameters that `act` may change.
+            act: function of the parameters' values, as `Parameters`, and of `inputs`.
+            inputs: further tensors for `act`.
         """
 
         def work(*given: Tensor) -> list[Tensor]:
-            passing = Passing(given[len(told) :])
+            passing = Passing(given[len(inputs) :])
             self.directly(few_threads())
             try:
-                act(passing, *given[: len(told)])
-            except BaseException:  # the graph ends here, and variables keep what there was last
+                act(passing, *given[: len(inputs)])
+            except BaseException:  # the graph ends here, so assign the latest values now
                 parameters.write(passing.read())
                 raise
             return passing.read()
 
         values = parameters.read()
         if values:
-            found = call_back(work, [*told, *values], [value.dtype for value in values])
-            pairs = zip(found, values, strict=True)
+            results = call_back(work, [*inputs, *values], [value.dtype for value in values])
+            pairs = zip(results, values, strict=True)
             parameters.write([tf.ensure_shape(new, old.shape) for new, old in pairs])
 
     def directly(self, directly: bool) -> None:
-        """Choose whether to call Horovod without graphs of its own (see its communicator)."""
+        """Choose whether the communicator calls Horovod directly (see `HorovodCommunicator`)."""
         if isinstance(self.communicator, HorovodCommunicator):
             self.communicator.directly = directly

@@ -1,4 +1,4 @@
-"""Stands in for `horovod.tensorflow.elastic`; its Keras state works with Keras 3."""
+"""Drop-in replacement for `horovod.tensorflow.elastic`, with a state for Keras 3 models."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from accordion_hvd.tensorflow.functions import broadcast_variables
 
 
 class TensorFlowKerasState(ObjectState):
-    """A Keras model and its optimizer, to be committed, restored and synchronised.
+    """State of a Keras model and its optimizer for elastic training: commit, restore, synchronize.
 
     Args:
-        model: the model, built.
-        optimizer: its optimizer, if it is not compiled into it.
-        backend: accepted for compatibility.
-        kwargs: further values to synchronise; they become attributes.
+        model: a model that is built.
+        optimizer: the optimizer. Default: the one with which the model was compiled.
+        backend: accepted for compatibility with Horovod; not used.
+        kwargs: further values to synchronize; they become attributes.
 
     Raises:
-        ValueError: the model is not built.
+        ValueError: if the model is not built.
     """
 
     def __init__(
@@ -33,30 +33,30 @@ class TensorFlowKerasState(ObjectState):
         if not getattr(model, "built", True):
             raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
         self.model, self.optimizer = model, optimizer or model.optimizer
-        self._keep()
+        self._store()
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Keep the present values."""
-        self._keep()
+        """Store the present values."""
+        self._store()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the values kept."""
-        for variable, value in zip(self._variables(), self._kept, strict=False):
+        """Restore the stored values."""
+        for variable, value in zip(self._variables(), self._stored, strict=False):
             variable.assign(value)
         super().restore()
 
     def reset(self) -> None:
-        """Connect optimizers to the ranks that there are now."""
+        """Connect the optimizers to the present ranks."""
         for averager in gradient_averagers():
             averager.ranks_changed()
         super().reset()
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has; residuals remain with the ranks that have them."""
+        """Broadcast the state of rank 0 to all ranks; each rank keeps its own residuals."""
         broadcast_variables(self._variables(), 0)
-        self._keep()
+        self._store()
         super().sync()
         for averager in gradient_averagers([self.optimizer]):
             averager.follow_rank_zero(hvd.broadcast_object)
@@ -66,13 +66,13 @@ class TensorFlowKerasState(ObjectState):
             self.optimizer.build(self.model.trainable_variables)
         return [*self.model.weights, *self.optimizer.variables]
 
-    def _keep(self) -> None:
-        self._kept = [tf.identity(variable) for variable in self._variables()]
+    def _store(self) -> None:
+        self._stored = [tf.identity(variable) for variable in self._variables()]
 
 
 __all__ = sorted({*_horovod.__all__, "TensorFlowKerasState"})
 
 
 def __getattr__(name: str) -> Any:
-    """Return other names from Horovod."""
+    """Return any other name from `horovod.tensorflow.elastic`."""
     return getattr(_horovod, name)

@@ -1,4 +1,4 @@
-"""An exchange whose state lives in variables, so that a graph can carry it from step to step."""
+"""An exchange whose state is stored in variables, so that graphs preserve it between steps."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from accordion_hvd.policies import Policy
 
 
 class TensorFlowExchange(Exchange):
-    """Runs the same conversations eagerly or as part of a graph (`traced`).
+    """Exchange that runs the same exchange generators eagerly or as part of a graph (`traced`).
 
-    What a graph computes, Python does not see: the clock is a variable, and what a step moves is
-    noted when it is traced and multiplied by the steps that were executed.
+    Python does not observe the execution of a graph. Therefore the step count is a variable, and
+    the bytes of a step are recorded during tracing and multiplied by the number of executed steps.
 
     Attributes:
-        version: changes when graphs made so far are out of date (a level or phase has changed).
+        version: number that changes when existing graphs are out of date, because a level or a
+            phase has changed.
     """
 
-    group_bytes = math.inf  # all gradients are there at once, and a graph finds its own order
+    group_bytes = math.inf  # all gradients are ready at the same time, and graphs order operations
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._clock: tf.Variable | None = None
-        self._lost: tf.Variable | None = None  # of the clock's steps, those that were skipped
+        self._lost: tf.Variable | None = None  # number of skipped steps
         self._skipped = 0
         self._steps = 0
         self._counted = 0  # steps whose bytes have been counted
-        self._ticked = 0  # steps that the policy knows of
-        self._now: Tensor | None = None  # the clock's value within the step being traced
+        self._ticked = 0  # steps that the policy has counted
+        self._now: Tensor | None = None  # step count within the step that is being traced
         self._per_step: tuple[Traffic, float] = (Traffic(), 0.0)
         self._rates: dict[str, float] = {}
-        self._held: dict[Any, tf.Variable] = {}
+        self._variables: dict[Any, tf.Variable] = {}
         self._outline: Any = None
         self.version = 0
         super().__init__(*args, **options)
@@ -51,7 +52,7 @@ class TensorFlowExchange(Exchange):
     # ----------------------------------------------------------------------------------- the clock
     @property
     def steps(self) -> int:  # type: ignore[override]
-        """Exchanges so far, those within graphs included."""
+        """Return the number of exchanges so far, including those in graphs."""
         if self._clock is None:
             return self._steps
         with tf.init_scope():
@@ -66,7 +67,7 @@ class TensorFlowExchange(Exchange):
 
     @property
     def skipped(self) -> int:  # type: ignore[override]
-        """Exchanges that a non-finite gradient has spoilt, those within graphs included."""
+        """Return the number of steps skipped for non-finite gradients, also in graphs."""
         if self._lost is None:
             return self._skipped
         with tf.init_scope():
@@ -80,48 +81,49 @@ class TensorFlowExchange(Exchange):
                 self._lost.assign(value)
 
     def info(self, entry: BucketState, step: Any = None) -> Info:
-        """Return the `Info` for a entry's algorithm; within a graph the clock is a tensor."""
+        """Return the `Info` for a bucket's algorithm; in a graph, the step count is a tensor."""
         return super().info(entry, self._now if step is None else step)
 
     @property
     def switching(self) -> bool:
-        """Return whether the Python side changes during training: levels, phases."""
+        """Return whether levels or phases may change during training."""
         compressors = [level for entry in self.bucket_states for level in entry.levels]
         phases = any(compressor.phases for compressor in compressors)
-        decides = type(self.policy).due is not Policy.due
-        others = any(type(x).due is not Observer.due for x in self.policy.observers)
-        return phases or decides or others
+        policy_decides = type(self.policy).due is not Policy.due
+        observer_decides = any(type(x).due is not Observer.due for x in self.policy.observers)
+        return phases or policy_decides or observer_decides
 
     # ---------------------------------------------------------------------------- between the steps
     def prepare_trace(self) -> None:
-        """Put all state into variables; eager. Afterwards `version` says whether to trace anew."""
+        """Store all state in variables, eagerly; increase `version` if graphs are out of date."""
         with tf.init_scope():
             if self._clock is None:
                 self._clock = tf.Variable(self._steps, trainable=False, dtype=tf.int64)
                 self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
             for index in range(len(self.bucket_states)):
-                self._settle(index)
-            now = [
+                self._store_in_variables(index)
+            buckets = [
                 (s.level, self.phase(s), sorted(s.evidence), s.carried is None)
                 for s in self.bucket_states
             ]
-            outline = [self.policy.observers.weight, *now]
+            outline = [self.policy.observers.weight, *buckets]
             if outline != self._outline:
                 self.version += 1
                 self._outline = outline
 
     def tick(self, lr: float) -> None:
-        """Tell the policy that one step, which a graph will execute, is about to begin."""
+        """Have the policy count a step that a graph is about to execute."""
         super()._tick(self.rates(lr))
         self._ticked += 1
 
     def catch_up(self, lr: float) -> None:
-        """Between executions of a graph: tell the policy of steps done; decide. Collective.
+        """Have the policy count the executed steps, and take decisions that are due; collective.
 
-        Where one execution has several steps, a decision due between two of them is taken now.
+        Call this method between executions of a graph. If one execution contained several steps, a
+        decision that was due between two of them is taken now.
 
         Args:
-            lr: the learning rate from now on.
+            lr: learning rate of the steps that follow.
         """
         self.account()
         for _ in range(self.steps - self._ticked):
@@ -135,47 +137,49 @@ class TensorFlowExchange(Exchange):
     def load_bucket_state(
         self, entry: BucketState, saved: SavedState, made: Info | None = None
     ) -> None:
-        """Put a entry back as it was, in the variables that graphs know."""
+        """Restore the state of a bucket into the variables that graphs use."""
         super().load_bucket_state(entry, saved, made)
         if self._clock is not None:
             self.prepare_trace()
 
-    def _settle(self, index: int) -> None:
+    def _store_in_variables(self, index: int) -> None:
+        """Replace the tensors in the state of a bucket by variables."""
         entry = self.bucket_states[index]
         entry.prepare(self.info(entry))
-        entry.evidence = {
-            x.key: x.zeros(entry) for x in self.evidence.wanted(entry)
-        } | entry.evidence
+        zeros = {x.key: x.zeros(entry) for x in self.evidence.wanted(entry)}
+        entry.evidence = zeros | entry.evidence
         assert entry.state is not None
-        for key in [k for k in self._held if k[0] == index and k[1] not in (entry.level, None)]:
-            del self._held[key]  # another level's: what it still needs is inactive
-        held = {k: self._hold((index, entry.level, k), value) for k, value in entry.state.items()}
-        entry.state = held
-        entry.evidence = {
-            k: self._hold((index, None, k), value) for k, value in entry.evidence.items()
+        levels = (entry.level, None)
+        for key in [k for k in self._variables if k[0] == index and k[1] not in levels]:
+            del self._variables[key]  # variables of another level
+        entry.state = {
+            k: self._as_variable((index, entry.level, k), value) for k, value in entry.state.items()
         }
-        entry.carried = self._hold((index, None, "carried"), entry.carried)
+        entry.evidence = {
+            k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
+        }
+        entry.carried = self._as_variable((index, None, "carried"), entry.carried)
 
-    def _hold(self, key: Any, value: Any) -> tf.Variable | None:
-        known = self._held.get(key)
+    def _as_variable(self, key: Any, value: Any) -> tf.Variable | None:
+        known = self._variables.get(key)
         if value is None or value is known:
             return value
         if known is not None and known.shape == value.shape and known.dtype == value.dtype:
             known.assign(value)
             return known
         self.version += 1
-        self._held[key] = tf.Variable(tf.identity(value), trainable=False)
-        return self._held[key]
+        self._variables[key] = tf.Variable(tf.identity(value), trainable=False)
+        return self._variables[key]
 
     # ------------------------------------------------------------------------------ within a graph
     def traced(
         self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """Run one exchange in a graph, after `prepare_trace`; return the means by tensor."""
+        """Trace one exchange into a graph, after `prepare_trace`; return the means by tensor."""
         assert self._clock is not None and self._lost is not None
-        kept = [(entry.state or {}, entry.evidence, entry.carried) for entry in self.bucket_states]
+        variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._now = self._clock.read_value()
-        with tf.control_dependencies([self._now]):  # after the step before
+        with tf.control_dependencies([self._now]):  # after the previous step
             grads = [tf.identity(grad) for grad in grads]
         try:
             for entry in self.bucket_states:
@@ -186,10 +190,10 @@ class TensorFlowExchange(Exchange):
                 entry.carried = None if entry.carried is None else tf.identity(entry.carried)
             bad = self._trace_step(grads, lr, weights)
             means = self.bucket_batches.means()
-            with tf.control_dependencies(means):  # what does not decode changes nothing
-                for entry, known in zip(self.bucket_states, kept, strict=True):
-                    _store(entry, *known, bad)
-            with tf.control_dependencies(means):  # before the step that follows
+            with tf.control_dependencies(means):  # an invalid payload must not change the state
+                for entry, stored in zip(self.bucket_states, variables, strict=True):
+                    _store(entry, *stored, bad)
+            with tf.control_dependencies(means):  # before the next step
                 self._clock.assign(self._now + 1)
                 if bad is not False:
                     self._lost.assign_add(tf.cast(bad, tf.int64))
@@ -197,8 +201,8 @@ class TensorFlowExchange(Exchange):
         finally:
             self._now = None
             self.abort()
-            for entry, (state, evidence, carried) in zip(self.bucket_states, kept, strict=True):
-                entry.state, entry.evidence, entry.carried = state, evidence, carried
+            for entry, stored in zip(self.bucket_states, variables, strict=True):
+                entry.state, entry.evidence, entry.carried = stored
 
     def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Any:
         step = self.open(self.rates(lr))
@@ -222,28 +226,29 @@ class TensorFlowExchange(Exchange):
 
     # ---------------------------------------------------------------------------------- accounting
     def account(self) -> None:
-        """Count the bytes of steps that graphs have executed."""
+        """Count the bytes of the steps that graphs have executed."""
         steps = self.steps
         traffic, dense = self._per_step
-        done = steps - self._counted
-        moved = [done * bytes_ for bytes_ in astuple(traffic)]
-        self.accounts.traffic.add(Traffic(*moved))
-        self.accounts.dense_bytes += dense * done
+        executed = steps - self._counted
+        totals = [executed * bytes_ for bytes_ in astuple(traffic)]
+        self.accounts.traffic.add(Traffic(*totals))
+        self.accounts.dense_bytes += dense * executed
         self._counted = steps
 
     def stats(self) -> dict[str, Any]:
-        """Bytes and seconds of this rank; steps within graphs have no seconds."""
+        """Return bytes and seconds of this rank; seconds do not include steps in graphs."""
         self.account()
         return super().stats()
 
 
-def _store(entry: BucketState, state: Any, kept: Any, carried: Any, bad: Any) -> None:
+def _store(entry: BucketState, state: Any, evidence: Any, carried: Any, bad: Any) -> None:
+    """Assign a bucket's new state to its variables; after a bad step, keep old evidence."""
     assert entry.state is not None
     for key, variable in state.items():
         variable.assign(entry.state[key])
-    for key, variable in kept.items():
+    for key, variable in evidence.items():
         new = entry.evidence[key]
         variable.assign(new if bad is False else xp.where(bad, variable, new))
     if carried is not None:
-        nothing = tf.zeros_like(carried)
-        carried.assign(nothing if bad is False else xp.where(bad, carried, nothing))
+        zeros = tf.zeros_like(carried)
+        carried.assign(zeros if bad is False else xp.where(bad, carried, zeros))

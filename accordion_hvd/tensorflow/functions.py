@@ -1,4 +1,4 @@
-"""Functions before training: the start of Horovod, broadcasts, for Keras 3's variables too."""
+"""Initialization of Horovod, and broadcasts of TensorFlow and Keras 3 variables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator, hvd
 from accordion_hvd.core.base import Broadcast, ExchangeGenerator
 from accordion_hvd.tensorflow.variables import plain
 
-_CHUNK = 64 << 20  # bytes that travel together
+_CHUNK = 64 << 20  # largest number of bytes per broadcast of several variables
 
 
 def init(*args: Any, **kwargs: Any) -> Any:
-    """Start Horovod; over MPI so that process sets can be added later. Arguments are Horovod's."""
+    """Initialize Horovod; takes the arguments of `horovod.tensorflow.init`.
+
+    If MPI started the ranks, process sets can be added later.
+    """
     process_sets.let_add()
     return hvd.init(*args, **kwargs)
 
@@ -28,13 +31,14 @@ def broadcast_variables(
     process_set: Any = hvd.global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Give every rank the values of `root_rank`; eagerly or in a `tf.function`.
+    """Broadcast variables from `root_rank` to all ranks, eagerly or in a `tf.function`.
 
     Args:
-        variables: TensorFlow's or Keras', of any numeric dtype; in the same order on all ranks.
-        root_rank: the rank whose values are taken.
-        process_set: the ranks taking part.
-        inplace: accepted for compatibility.
+        variables: TensorFlow or Keras variables of any numeric dtype, in the same order on all
+            ranks.
+        root_rank: the rank that sends its values.
+        process_set: the ranks that take part.
+        inplace: accepted for compatibility with Horovod; not used.
     """
     inner = [plain(variable) for variable in variables]
     if not process_set.included() or not inner:
@@ -49,10 +53,10 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Broadcast all global variables; only within a TensorFlow 1 graph.
+    """Broadcast all global variables of a TensorFlow 1 graph.
 
     Raises:
-        RuntimeError: TensorFlow 2 has no collection of all variables.
+        RuntimeError: if TensorFlow executes eagerly, since there is no collection of all variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Calls from graphs into Python."""
+"""Calls from TensorFlow graphs to Python."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from accordion_hvd.core.base import Tensor
 
 
 def call_back(function: Callable[..., Any], inputs: list[Tensor], kinds: list[Any]) -> list[Tensor]:
-    """Call Python from a graph."""
+    """Call a Python function from a graph, in the order of `in_turn`."""
     return in_turn(lambda: tf.py_function(function, inputs, kinds))
 
 
 def in_turn(operations: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Do this, in a graph, after everything else that is done in turn and before what follows.
+    """Run operations of a graph one after another, in the order in which they were traced.
 
-    A call that waits for other ranks blocks a thread of TensorFlow's; several at a time, in another
-    order on each rank, would wait for each other for ever.
+    A call that waits for other ranks blocks a thread of TensorFlow. If several such calls ran at a
+    time and in different orders on different ranks, they would deadlock.
     """
     if tf.executing_eagerly():
         return operations()
     with tf.init_scope():
-        turn = _turn()
-    with tf.control_dependencies([turn.assign_add(1)]):
+        order = _order()
+    with tf.control_dependencies([order.assign_add(1)]):
         results = operations()
     with tf.control_dependencies(results):
-        turn.assign_add(1)
+        order.assign_add(1)
     return results
 
 
 def when(flag: Any, act: Callable[[], Any]) -> None:
-    """Do this if the flag says so; within a graph, a tensor does."""
+    """Call `act` if `flag` is True; in a graph, the flag may be a tensor."""
     if not isinstance(flag, bool):
 
         def acted() -> Tensor:
@@ -48,14 +48,15 @@ def when(flag: Any, act: Callable[[], Any]) -> None:
 
 
 def few_threads() -> bool:
-    """Return whether Python code that a graph calls holds the only thread that can run graphs."""
+    """Return whether Python code called from a graph occupies the only thread that runs graphs."""
     word = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    told = int(word) if word.isdecimal() else 0
-    chosen = tf.config.threading.get_inter_op_parallelism_threads() or told
-    return (chosen or len(os.sched_getaffinity(0))) < 2
+    from_environment = int(word) if word.isdecimal() else 0
+    threads = tf.config.threading.get_inter_op_parallelism_threads() or from_environment
+    return (threads or len(os.sched_getaffinity(0))) < 2
 
 
 @functools.cache
-def _turn() -> tf.Variable:
+def _order() -> tf.Variable:
+    """Return the variable whose updates order the operations of graphs."""
     with tf.device("/cpu:0"):
         return tf.Variable(0, trainable=False, dtype=tf.int64)

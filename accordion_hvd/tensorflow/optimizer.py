@@ -1,4 +1,4 @@
-"""`horovod.tensorflow`'s `DistributedOptimizer`, which takes Keras' optimizers and older ones."""
+"""`DistributedOptimizer` for the optimizers of Keras and of TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard: str | None = None,
     guard_every: int | None = None,
 ) -> Any:
-    """Average `optimizer`'s gradients over the ranks; Horovod's signature.
+    """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
-    See `accordion_hvd.tensorflow.keras.DistributedOptimizer`. A `tf.compat.v1.train.Optimizer` is
-    left to Horovod, and so to Horovod's own compression.
+    The signature is that of `horovod.tensorflow.DistributedOptimizer`. For a Keras optimizer, this
+    function calls `accordion_hvd.tensorflow.keras.DistributedOptimizer`; see there. For a
+    `tf.compat.v1.train.Optimizer`, it calls Horovod, which accepts only Horovod's compression.
 
     Raises:
-        ValueError: an argument is not what it must be; the sentence says which.
+        ValueError: if an argument is invalid, or if `compression` is one of this package and the
+            optimizer is one of TensorFlow 1.
     """
     options: dict[str, Any] = {
         "name": name, "device_dense": device_dense, "device_sparse": device_sparse,
@@ -52,7 +54,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         if is_ours(compression):
             raise ValueError(
                 f"DistributedOptimizer: compression={compression!r} needs a Keras optimizer, but "
-                f"{type(optimizer).__name__} is one of TensorFlow 1's."
+                f"{type(optimizer).__name__} is an optimizer of TensorFlow 1."
             )
         return hvd.DistributedOptimizer(optimizer, use_locking=use_locking, **options)
     from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer as Keras

@@ -1,4 +1,4 @@
-"""`DistributedGradientTape`: gradients that come averaged over the ranks."""
+"""`DistributedGradientTape`: a gradient tape that averages gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -37,33 +37,57 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     guard: str | None = None,
     guard_every: int | None = None,
 ) -> Any:
-    """Make a tape whose `gradient` averages over the ranks; Horovod's signature.
+    """Wrap a gradient tape so that `gradient` returns averages over all ranks.
 
-    A tape is made for each step, but what compression remembers (errors, levels) is kept with the
-    variables: the same sources with an equal compressor, or the same policy object, find it again.
-    A policy such as `Accordion` must therefore be made once, outside of the loop; it knows no
-    learning rate here.
+    The signature is Horovod's, with a few more keyword arguments. A loop creates a new tape in each
+    step, but the state of compression (residuals, levels) belongs to the variables: tapes with the
+    same sources and an equal compressor, or the same policy object, share one state. Therefore
+    create a policy such as `Accordion` once, outside of the loop. A tape does not know the learning
+    rate, so policies decide without it.
+
+    ```python
+    compression = TopK(0.01)
+    for x, y in dataset:
+        with tf.GradientTape() as tape:
+            loss = loss_function(y, model(x))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+    ```
 
     Args:
         gradtape: the tape.
-        device_dense: accepted for compatibility; gradients stay where they are.
-        device_sparse: accepted for compatibility.
-        compression: see `accordion_hvd.tensorflow.keras.DistributedOptimizer`.
-        sparse_as_dense: see there, too.
-        op: hvd.Average, hvd.Sum, or hvd.Adasum with Horovod's own compression.
-        gradient_predivide_factor: accepted for compatibility.
-        num_groups: accepted for compatibility.
-        groups: accepted for compatibility.
-        process_set: the ranks that average.
-        scale_local_gradients: divide gradients of local sources by the number of ranks.
-        skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
-            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
-        guard_every: steps between comparisons of the replicas, by default 100.
+        device_dense: accepted for compatibility with Horovod; gradients stay on their devices.
+        device_sparse: accepted for compatibility with Horovod; not used.
+        compression: how gradients are compressed; see
+            `accordion_hvd.tensorflow.keras.DistributedOptimizer`. A tape cannot average models or
+            change batch sizes.
+        sparse_as_dense: whether to convert `tf.IndexedSlices` to dense gradients and compress them.
+            If False, they are gathered from all ranks without compression.
+        op: `hvd.Average` or `hvd.Sum`; or `hvd.Adasum`, only with Horovod's own compression.
+        gradient_predivide_factor: accepted for compatibility with Horovod; has no effect. Values
+            other than 1 require `op=hvd.Average`.
+        num_groups: deprecated by Horovod in favor of `groups`; has no effect.
+        groups: accepted for compatibility with Horovod; has no effect.
+        process_set: the ranks that average their gradients.
+        scale_local_gradients: whether to divide the gradients of local sources by the number of
+            ranks.
+        skip: shell-style patterns (such as `"*/bias"`) of the names of variables whose gradients
+            are exchanged uncompressed.
+        guard: reaction to replicas that differ between ranks: `"error"` raises `ReplicasDiffer`,
+            `"warn"` warns once, `"off"` disables the comparison. Default: the environment variable
+            ACCORDION_HVD_GUARD if set, else `"warn"` with Horovod's own compression and `"error"`
+            with the compression of this package.
+        guard_every: number of steps between comparisons of the replicas; steps 1, 2 and 10 are
+            always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
+
+    Returns:
+        A tape of a subclass of `type(gradtape)` that has recorded the same operations.
 
     Raises:
-        ValueError: an argument is not what it must be; the sentence says which.
-        TypeError: `compression` is nothing known.
+        ValueError: if an argument is invalid. Most values of `compression` are checked when
+            `gradient` is called for the first time.
+        TypeError: if `compression` is no compression; raised by the first call of `gradient`.
     """
     check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     if op == hvd.Adasum:
@@ -77,7 +101,7 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     tape = kind.__new__(kind)
     tape.__dict__.update(gradtape.__dict__)
     tape._local = set()
-    tape._wanted = (
+    tape._arguments = (
         compression, process_set, op, sparse_as_dense, tuple(skip), guard, guard_every,
         scale_local_gradients,
     )  # fmt: skip
@@ -99,26 +123,26 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
     scale_local_gradients: bool = True,
     **options: Any,
 ) -> Any:
-    """Make a `DistributedGradientTape` that leaves the gradients of `local_layers` alone.
+    """Return a `DistributedGradientTape` that does not average the gradients of `local_layers`.
 
     Args:
         gradtape: the tape; the other arguments are those of `DistributedGradientTape`.
-        local_layers: a layer, or several.
+        local_layers: a layer or several layers.
 
     Raises:
-        ValueError: one of them is no layer.
+        ValueError: if `local_layers` contains an object that is not a layer.
     """
-    layers = tf.keras.layers.Layer
-    chosen = [] if local_layers is None else local_layers
-    chosen = [chosen] if isinstance(chosen, layers) else list(chosen)
-    if not all(isinstance(layer, layers) for layer in chosen):
+    kind = tf.keras.layers.Layer
+    layers = [] if local_layers is None else local_layers
+    layers = [layers] if isinstance(layers, kind) else list(layers)
+    if not all(isinstance(layer, kind) for layer in layers):
         raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
         gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
         **options,
     )  # fmt: skip
-    for layer in chosen:
+    for layer in layers:
         for variable in layer.trainable_weights:
             tape.register_local_source(variable)
     return tape
@@ -126,16 +150,16 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
 
 class _DistributedTape:
     _local: set[int]
-    _wanted: tuple[Any, ...]
+    _arguments: tuple[Any, ...]
 
     def register_local_source(self, source: Any) -> None:
-        """Leave this source's gradient alone (but see `scale_local_gradients`)."""
+        """Do not average the gradient of this source; `scale_local_gradients` still applies."""
         self._local.add(key_of(source))
 
     @property
     def process_set(self) -> Any:
-        """Return the ranks that average."""
-        return self._wanted[1]
+        """Return the process set whose ranks average their gradients."""
+        return self._arguments[1]
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -146,52 +170,51 @@ class _DistributedTape:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """Return the averages of the gradients of `target`; see `tf.GradientTape.gradient`."""
+        """Return the averaged gradients of `target`; see `tf.GradientTape.gradient`."""
         grads = super().gradient(  # type: ignore[misc]
             target, sources, output_gradients, unconnected_gradients
         )
         variables = tf.nest.flatten(sources)
         flat = tf.nest.flatten(grads)
-        if self._wanted[2] == hvd.Adasum:
-            means = _adasum(flat, self._wanted)
+        if self._arguments[2] == hvd.Adasum:
+            means = _adasum(flat, self._arguments)
         else:
-            averager = _averager(variables, self._wanted, self._local)
+            averager = _averager(variables, self._arguments, self._local)
             means = averager.average(flat, variables, lambda: 0.0)
         return tf.nest.pack_sequence_as(sources, means)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **options: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Pairs of source and gradient: local ones, and averaged ones."""
+        """Return the (source, gradient) pairs of local sources, and those of averaged sources."""
         grads = self.gradient(target, sources, output_gradients, **options)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(grads), strict=True))
         local = [(s, g) for s, g in pairs if key_of(s) in self._local]
         return local, [(s, g) for s, g in pairs if key_of(s) not in self._local]
 
 
-_averagers: dict[
-    tuple[Any, ...], TensorFlowGradientAverager
-] = {}  # by compression, settings, variables
+_averagers: dict[tuple[Any, ...], TensorFlowGradientAverager] = {}
+"""Averagers by compression, settings and variables."""
 
 
 def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
-    """Return the exchange of tapes with this compression for these sources (for its `stats()`).
+    """Return the exchange of tapes with this compression and these sources, which has `stats()`.
 
     Raises:
-        RuntimeError: there is none yet.
+        RuntimeError: if no such tape has been used.
     """
     for key, averager in _averagers.items():
         if key[0] == compression and key[-1] == tuple(map(key_of, variables)):
             return averager.exchange
-    raise RuntimeError("nothing has been exchanged yet, so there is nothing to tell.")
+    raise RuntimeError("no tape has exchanged these gradients with this compression.")
 
 
 def _averager(
-    variables: Sequence[Any], wanted: tuple[Any, ...], local: set[int]
+    variables: Sequence[Any], arguments: tuple[Any, ...], local: set[int]
 ) -> TensorFlowGradientAverager:
-    compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = wanted
+    compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = arguments
     ids = tuple(map(key_of, variables))
-    settings = (process_set.process_set_id, *wanted[2:], frozenset(local))
+    settings = (process_set.process_set_id, *arguments[2:], frozenset(local))
     key = (compression, settings, ids)
     if key not in _averagers:
         use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
@@ -211,13 +234,13 @@ def _averager(
         )
         averager.local = set(local)
         _averagers[key] = averager
-        for variable in variables[:1]:  # whose number may be another's once it is gone
+        for variable in variables[:1]:  # another variable may get the same id later
             weakref.finalize(variable, _averagers.pop, key, None)
     return _averagers[key]
 
 
-def _adasum(grads: Sequence[Any], wanted: tuple[Any, ...]) -> list[Any]:
-    compression, process_set = wanted[:2]
+def _adasum(grads: Sequence[Any], arguments: tuple[Any, ...]) -> list[Any]:
+    compression, process_set = arguments[:2]
     return [
         None if grad is None
         else hvd.allreduce(

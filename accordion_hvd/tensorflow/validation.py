@@ -1,4 +1,4 @@
-"""Refusals of unsupported uses, in one sentence before anything is sent."""
+"""Checks of unsupported uses that need the types of TensorFlow and Keras."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from accordion_hvd.validate import OWNER, Use, growth_of, method_of
 
 
 def is_plain(optimizer: Any) -> bool:
-    """Return whether a step adds nothing to lr times the gradient: SGD without momentum."""
+    """Return whether a step is lr times the gradient: SGD without momentum."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    own = any(hasattr(inner, name) for name in _OF_OWN_RULES)
+    own = any(hasattr(inner, name) for name in _MORE_THAN_SGD)
     return not own and not getattr(inner, "momentum", 0)
 
 
 def use_of(optimizer: Any, process_set: Any, total: bool, skip: Sequence[str], passes: int) -> Use:
-    """Return what `validate` must know of a Keras optimizer and its job."""
+    """Return the facts about a Keras optimizer and its job that `validate` checks."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return Use(
         module="accordion_hvd.tensorflow.keras",
@@ -39,10 +39,10 @@ def use_of(optimizer: Any, process_set: Any, total: bool, skip: Sequence[str], p
 
 
 def check_optimizer(serving: Serving, optimizer: Any) -> None:
-    """Check what `validate` cannot know: accumulation, moving averages and loss scaling in Keras.
+    """Check what `validate` cannot: accumulation, moving averages and loss scaling in Keras.
 
     Raises:
-        ValueError: the optimizer does not suit the policy or averaging method that serves.
+        ValueError: if the optimizer does not suit the policy or the averaging method.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     growth, method = growth_of(serving), method_of(serving)
@@ -53,14 +53,14 @@ def check_optimizer(serving: Serving, optimizer: Any) -> None:
     name = type(inner).__name__
     if getattr(inner, "gradient_accumulation_steps", None):
         raise ValueError(
-            f"{OWNER}: {method!r} averages after each step, and {name} with "
-            "gradient_accumulation_steps does not say which calls take one; leave it out and pass "
-            "backward_passes_per_step to DistributedOptimizer."
+            f"{OWNER}: {method!r} averages after each step, but with gradient_accumulation_steps "
+            f"{name} does not reveal which calls take a step. Pass backward_passes_per_step to "
+            "DistributedOptimizer instead."
         )
     if getattr(inner, "use_ema", False):
         raise ValueError(
-            f"{OWNER}: {name} with use_ema=True would put means of one rank's own weights in the "
-            f"place of those that {method!r} averages; leave it out."
+            f"{OWNER}: use_ema is True, but must be False with {method!r}: {name} would replace "
+            "the averaged weights by moving averages of local weights."
         )
 
 
@@ -78,11 +78,11 @@ def _check_growing(batch_size: tuple[int, int], optimizer: Any) -> None:
 def check_private_gradients(
     policy: Policy, grads: Sequence[Any], variables: Sequence[Any], local: set[int]
 ) -> None:
-    """Raise ValueError where a gradient would be used unprotected, or is not of the right kind."""
+    """Raise ValueError if a gradient would be used without protection, or has a wrong shape."""
     if local:
         raise ValueError(
             f"{policy!r} is private, but {len(local)} local variable(s) are registered, which "
-            "would be trained unprotected."
+            "would be trained without protection."
         )
     if not per_sample(policy):
         return
@@ -90,17 +90,17 @@ def check_private_gradients(
     counts = {tuple(g.shape)[0] if len(g.shape) else None for _, g in known}
     if len(counts) > 1 or any(tuple(g.shape)[1:] != tuple(v.shape) for v, g in known):
         raise ValueError(
-            f"{policy!r} wants gradients of single contributors, along a new first dimension "
-            "(accordion_hvd.privacy.tensorflow.gradients gives them), equally many of each."
+            f"{policy!r} needs gradients of single contributors along a new first dimension, the "
+            "same number for each variable. Use accordion_hvd.privacy.tensorflow.gradients."
         )
 
 
-_OF_OWN_RULES = ("beta_1", "beta_2", "rho", "epsilon", "learning_rate_power")
-"""Settings of optimizers that do more than to take the learning rate times what they are given."""
+_MORE_THAN_SGD = ("beta_1", "beta_2", "rho", "epsilon", "learning_rate_power")
+"""Settings by which optimizers are recognized whose step is not lr times the gradient."""
 
 
 def check_context() -> None:
-    """Raise RuntimeError within XLA or a distribution strategy."""
+    """Raise RuntimeError in code that XLA compiles or within a distribution strategy."""
     check_strategy()
     if tf.executing_eagerly():
         return
@@ -109,8 +109,8 @@ def check_context() -> None:
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise RuntimeError(
             "Horovod's operations cannot be compiled by XLA: pass jit_compile=False to "
-            "model.compile() or tf.function() (in fit(), the BroadcastGlobalVariablesCallback "
-            "does it for you)."
+            "model.compile() or tf.function(). In fit(), BroadcastGlobalVariablesCallback turns "
+            "XLA off."
         )
 
 
@@ -120,18 +120,18 @@ def check_strategy() -> None:
         kind = type(tf.distribute.get_strategy()).__name__
         raise RuntimeError(
             f"{OWNER} does not work within tf.distribute ({kind}): both would exchange gradients. "
-            "Leave the strategy's scope; Horovod runs one process for each device."
+            "Leave the strategy's scope; Horovod runs one process per device."
         )
 
 
 def check_keras_caller(optimizer: Any) -> None:
-    """Refuse to be wrapped in loss scaling; turn XLA off in the model that builds `optimizer`.
+    """Check the Keras object that calls `optimizer.build`, and turn off XLA if it is a model.
 
-    Keras gives an optimizer no handle on who uses it, but both `LossScaleOptimizer` and `fit` call
-    its `build`, before anything is traced.
+    An optimizer has no reference to the object that uses it. But both `LossScaleOptimizer` and
+    `fit` call its `build` before tracing, so the caller is found on the stack.
 
     Raises:
-        TypeError: a LossScaleOptimizer contains the optimizer.
+        TypeError: if the caller is a LossScaleOptimizer that contains `optimizer`.
     """
     frame = sys._getframe(2)
     for _ in range(12):
@@ -139,9 +139,9 @@ def check_keras_caller(optimizer: Any) -> None:
         if getattr(owner, "inner_optimizer", None) is optimizer:
             raise TypeError(
                 "LossScaleOptimizer(DistributedOptimizer(...)) would exchange gradients only on "
-                "ranks without an overflow, and hang; write DistributedOptimizer("
-                "LossScaleOptimizer(...)) instead. (Under the mixed_float16 policy, "
-                "DistributedOptimizer does so by itself if the policy is set before.)"
+                "ranks without an overflow, and hang; use DistributedOptimizer("
+                "LossScaleOptimizer(...)) instead. (If the mixed_float16 policy is set before, "
+                "DistributedOptimizer adds the LossScaleOptimizer automatically.)"
             )
         compiled = hasattr(owner, "jit_compile") and hasattr(owner, "train_function")
         if compiled and getattr(owner, "optimizer", None) is optimizer:
@@ -152,7 +152,7 @@ def check_keras_caller(optimizer: Any) -> None:
 
 
 def turn_xla_off(model: Any) -> None:
-    """Have `model` train without XLA (Keras' "auto" would turn it on)."""
+    """Make `model` train without XLA, which Keras' default "auto" may turn on."""
     if model.jit_compile:
         model.jit_compile = False
         model.train_function = None

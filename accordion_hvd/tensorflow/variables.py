@@ -1,4 +1,4 @@
-"""Variables, be they Keras' or TensorFlow's own."""
+"""Functions of Keras and TensorFlow variables: identity, names and descriptions."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from accordion_hvd.engine.buckets import TensorInfo
 
 
 def plain(variable: Any) -> Any:
-    """Return the TensorFlow variable within one of Keras'; itself if it is one."""
+    """Return the TensorFlow variable of a Keras variable; return a TensorFlow variable itself."""
     return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
 
 
 def key_of(variable: Any) -> int:
-    """Return a key that identifies a variable, be it Keras' or the TensorFlow variable within."""
+    """Return a key that is equal for a Keras variable and its TensorFlow variable."""
     return id(plain(variable))
 
 
 def describe(variables: Sequence[Any]) -> list[TensorInfo]:
-    """Their names (made unique), shapes, dtypes and devices."""
-    seen: dict[str, int] = {}
+    """Return names (made unique), shapes, dtypes and devices of variables."""
+    counts: dict[str, int] = {}
     rows = []
     for variable in variables:
         name = name_of(variable)
-        seen[name] = seen.get(name, 0) + 1
-        name = name if seen[name] == 1 else f"{name}.{seen[name]}"
+        counts[name] = counts.get(name, 0) + 1
+        name = name if counts[name] == 1 else f"{name}.{counts[name]}"
         dtype = tf.as_dtype(variable.dtype).name
         rows.append(TensorInfo(name, tuple(variable.shape), dtype, _device(variable)))
     return rows
 
 
 def name_of(variable: Any) -> str:
-    """Return the path, which is equal on all ranks that build the same model."""
+    """Return a variable's path, which is equal on all ranks that build the same model."""
     return getattr(variable, "path", variable.name).partition(":")[0]
 
 

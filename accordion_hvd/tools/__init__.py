@@ -1,1 +1,1 @@
-"""Programs: `python -m accordion_hvd.doctor` and `python -m accordion_hvd.build_horovod`."""
+"""Command-line tools: `accordion_hvd.doctor` and `accordion_hvd.build_horovod`."""

@@ -1,12 +1,13 @@
 """Build Horovod for the frameworks installed here: ``python -m accordion_hvd.build_horovod``.
 
-Horovod 0.28.1, its last release, is published as source only and no longer compiles against
-today's PyTorch and TensorFlow. This command fetches that source with pip (so your pip
-configuration decides from where), applies the few edits in ``EDITS``, builds a wheel with Gloo and,
-where an MPI compiler is found, MPI, and installs it into the environment of the Python that runs
-it. The wheel is kept: the next environment with the same versions is served in seconds.
+Horovod 0.28.1, the last release, is published as source only and no longer compiles against current
+versions of PyTorch and TensorFlow. This command downloads the source with pip (your pip
+configuration determines the package index), applies the few edits in ``EDITS``, builds a wheel with
+Gloo and, if an MPI compiler is found, with MPI, and installs the wheel into the environment of the
+Python that runs the command. The wheel is cached, so that the next environment with the same
+versions is ready in seconds.
 
-Only the standard library is used: this runs before anything else is installed.
+The command uses only the standard library, because it runs before other packages are installed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-RECIPE = 2  # raise it when EDITS or the build's environment change: older wheels are then not used
+RECIPE = 2  # increase it when EDITS or the build environment change, to invalidate old wheels
 BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -41,27 +42,28 @@ DISTRIBUTIONS = {
 LIBRARIES = {"torch": "horovod/torch/mpi_lib_v2", "tensorflow": "horovod/tensorflow/mpi_lib"}
 BUILD_SPACE = 1_500_000_000  # bytes; a build of both frameworks takes about 0.7 GB
 KEEP_SPACE = 300_000_000
-# Build settings that a user may make (HOROVOD_GPU_OPERATIONS=NCCL): they change what is built.
+# Users' build settings, such as HOROVOD_GPU_OPERATIONS=NCCL, which change the wheel.
 SETTINGS = re.compile(
     r"HOROVOD_(GPU|CPU|CUDA|NCCL|ROCM|BUILD|ALLOW_MIXED|WITH|ENABLE_XLA)|CXXFLAGS$|CXX$"
 )
 
 
 class BuildError(Exception):
-    """Raised where the build fails; one sentence says how to repair it."""
+    """Raised if the build fails; the message explains the cause."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in Horovod's source; ``old`` must be in it exactly once."""
+    """A replacement in a file of Horovod's source, which must contain ``old`` exactly once."""
 
     path: str
     old: str
     new: str
 
 
-# The wheel goes into other environments than the one that built it, so libraries are looked for
-# relative to Horovod's own: the environment's lib (Open MPI from pip) and the frameworks' folders.
+# The wheel is also installed into environments that did not build it. Therefore libraries are
+# searched relative to Horovod's own: in the environment's lib folder (Open MPI from pip) and in the
+# folders of the frameworks.
 _RPATH = ";".join(
     f"$ORIGIN/{folder}"
     for folder in ("../../../..", "../../tensorflow", "../../tensorflow/python", "../../torch/lib")
@@ -77,21 +79,21 @@ EDITS = (
     Edit(
         "horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
     ),
-    # Headers it includes moved in TensorFlow 2.20 and are incomplete in 2.21; only
-    # HOROVOD_ENABLE_XLA_OPS uses it.
+    # The headers that this file includes were moved in TensorFlow 2.20 and are incomplete in 2.21;
+    # only HOROVOD_ENABLE_XLA_OPS needs the file.
     Edit(
         "horovod/tensorflow/CMakeLists.txt",
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
     ),
-    # This library has no soname: named by its path, that path would be written into the wheel.
+    # This library has no soname. If it were linked by its path, the wheel would contain the path.
     Edit(
         "cmake/Modules/FindTensorflow.cmake",
         "${Tensorflow_LIB_PATH}/python/_pywrap_tensorflow_internal.so",
         "-L${Tensorflow_LIB_PATH}/python -l:_pywrap_tensorflow_internal.so",
     ),
-    # Open MPI from pip knows where it is only if mpirun started the process: without this,
-    # `hvd.init()` in a plain `python train.py` aborts.
+    # Open MPI from pip knows its location only if mpirun started the process. Without this edit,
+    # `hvd.init()` aborts in a plain `python train.py`.
     Edit(
         "horovod/common/basics.py",
         "import os\nfrom typing import *\n",
@@ -111,7 +113,7 @@ def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
     """Apply ``edits`` to the unpacked source, each exactly once.
 
     Raises:
-        BuildError: If a file or the text to replace is missing.
+        BuildError: if a file does not contain the text to replace exactly once.
     """
     for edit in edits:
         path = source / edit.path
@@ -123,17 +125,17 @@ def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
         path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
-# --- what is here ---------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------
 
 
 def framework_versions() -> dict[str, str]:
-    """Return the installed torch and tensorflow with their versions; imports neither."""
-    found = {}
+    """Return the versions of torch and tensorflow, if installed, without importing them."""
+    versions = {}
     for name, distributions in DISTRIBUTIONS.items():
         if importlib.util.find_spec(name) is None:
             continue
-        found[name] = next(filter(None, map(_version, distributions)), "unknown")
-    return found
+        versions[name] = next(filter(None, map(_version, distributions)), "unknown")
+    return versions
 
 
 def _version(distribution: str) -> str | None:
@@ -144,15 +146,16 @@ def _version(distribution: str) -> str | None:
 
 
 def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -> dict[str, str]:
-    """Return the build's environment variables: this Python's tools come first."""
-    unwanted = ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")  # of a make around us
+    """Return the environment variables of the build; this Python's commands come first in PATH."""
+    unwanted = ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")  # set by an outer make
     env = {name: value for name, value in os.environ.items() if name not in unwanted}
     env["PATH"] = os.pathsep.join([str(bin_dir()), env.get("PATH", os.defpath)])
-    env["MAKEFLAGS"] = f"-j{jobs}"  # Horovod's own, -j8, takes more memory than small machines have
+    # Horovod's default, -j8, needs too much memory for small machines
+    env["MAKEFLAGS"] = f"-j{jobs}"
     for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
-        here = name in frameworks
-        env[f"HOROVOD_{'WITH' if here else 'WITHOUT'}_{variable}"] = "1"
-        env.pop(f"HOROVOD_{'WITHOUT' if here else 'WITH'}_{variable}", None)
+        installed = name in frameworks
+        env[f"HOROVOD_{'WITH' if installed else 'WITHOUT'}_{variable}"] = "1"
+        env.pop(f"HOROVOD_{'WITHOUT' if installed else 'WITH'}_{variable}", None)
     env["HOROVOD_WITHOUT_MXNET"] = "1"
     env["HOROVOD_WITH_GLOO"] = "1"
     env["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
@@ -161,25 +164,25 @@ def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -
 
 
 def bin_dir() -> Path:
-    """Return the folder of the commands of this Python's environment."""
+    """Return the folder of commands in this Python's environment."""
     return Path(sysconfig.get_path("scripts"))
 
 
 def mpi_identity(env: Mapping[str, str]) -> str | None:
-    """Name, version and place of the MPI that ``mpicxx`` compiles for, or None without one."""
+    """Return name, version and path of the MPI of ``mpicxx``, or None if there is no MPI."""
     mpicxx = shutil.which("mpicxx", path=env["PATH"])
     if mpicxx is None:
         return None
-    shown = _output([mpicxx, "--showme:version"], env)
-    match = re.search(r"Open MPI (\S+)", shown)
+    text = _output([mpicxx, "--showme:version"], env)
+    match = re.search(r"Open MPI (\S+)", text)
     if match:
         name = f"openmpi{match[1]}"
-    else:  # MPICH and its relatives; what they would run tells them apart
-        shown = _output([mpicxx, "-show"], env)
-        if not shown:
+    else:  # MPICH and its derivatives are identified by their compiler commands
+        text = _output([mpicxx, "-show"], env)
+        if not text:
             return None
-        name = "mpi" + hashlib.sha256(shown.encode()).hexdigest()[:8]
-    # One inside the environment is found again by a relative path wherever the wheel goes.
+        name = "mpi" + hashlib.sha256(text.encode()).hexdigest()[:8]
+    # The wheel refers to an MPI inside the environment by a relative path, so it may be moved.
     return name if Path(mpicxx).parent == bin_dir() else f"{name}@{mpicxx}"
 
 
@@ -196,7 +199,7 @@ def _output(command: Sequence[str], env: Mapping[str, str]) -> str:
 def cache_key(
     frameworks: Mapping[str, str], mpi: str | None, settings: Mapping[str, str] | None = None
 ) -> str:
-    """Return the name of a cached wheel: readable versions, then a hash of all that matters."""
+    """Return the cache folder's name: versions, and a hash of everything that changes the wheel."""
     shown = [f"horovod{HOROVOD_VERSION}", f"cp{sys.version_info[0]}{sys.version_info[1]}"]
     shown += [f"{name}{version}" for name, version in sorted(frameworks.items())]
     shown.append((mpi or "nompi").split("@")[0])
@@ -208,7 +211,7 @@ def cache_key(
 
 
 def _cpu_flags() -> list[str]:
-    """Return the processor features that Horovod compiles for; unlike machines may share a home."""
+    """Return the processor features for which Horovod compiles: hosts may share a home folder."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -218,7 +221,7 @@ def _cpu_flags() -> list[str]:
 
 
 def default_cache() -> Path:
-    """``$XDG_CACHE_HOME/accordion-hvd``, or ``~/.cache/accordion-hvd``."""
+    """Return ``$XDG_CACHE_HOME/accordion-hvd``, or ``~/.cache/accordion-hvd``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "accordion-hvd"
 
@@ -227,10 +230,10 @@ def default_cache() -> Path:
 
 
 def check_tools(env: Mapping[str, str], frameworks: Mapping[str, str]) -> None:
-    """Raise ``BuildError`` for the first thing without which the build cannot succeed."""
+    """Raise ``BuildError`` for the first missing tool or package that the build needs."""
     path = env["PATH"]
     if not frameworks:
-        raise BuildError("Neither torch nor tensorflow is installed here: install one first.")
+        raise BuildError("Neither torch nor tensorflow is installed: install one of them first.")
     compilers = env.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(name, path=path) for name in compilers):
         raise BuildError("No C++ compiler was found: install g++ (Debian: apt-get install g++).")
@@ -261,12 +264,12 @@ def _check_cmake(env: Mapping[str, str]) -> None:
         raise BuildError(f"CMake was not found: {advice}.")
     if not (3, 13) <= (int(match[1]), int(match[2])) < (4, 0):
         raise BuildError(
-            f"CMake {match[1]}.{match[2]} cannot build Horovod, 3.13 to 3.31 can: {advice}."
+            f"CMake {match[1]}.{match[2]} cannot build Horovod; use 3.13 to 3.31: {advice}."
         )
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise ``BuildError`` unless ``folder``'s disk has ``needed`` bytes free."""
+    """Raise ``BuildError`` if the disk of ``folder`` has less than ``needed`` bytes free."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -282,7 +285,7 @@ def check_space(folder: Path, needed: int) -> None:
 def run_step(
     title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> int:
-    """Run ``command`` with its output in ``log`` and show that it is alive; return its status."""
+    """Run ``command``, append its output to ``log``, show progress, and return the exit status."""
     with log.open("ab") as out:
         out.write(f"\n$ {' '.join(command)}\n".encode())
         out.flush()
@@ -304,7 +307,7 @@ def run_step(
 
 
 def _watch(title: str, child: subprocess.Popen[bytes], log: Path, begin: int) -> int:
-    """Print a line a second on a terminal, four a minute elsewhere, until ``child`` ends."""
+    """Print progress until ``child`` ends: each second on a terminal, else every 15 seconds."""
     every = 1.0 if sys.stdout.isatty() else 15.0
     start, shown, progress = time.monotonic(), 0.0, ""
     while True:
@@ -344,7 +347,7 @@ _CAUSES = (
         "there is no network, or the package index cannot be reached",
     ),
     (r"No module named pip", "this Python has no pip"),
-    (r"No matching distribution|Could not find a version", "the package index does not have it"),
+    (r"No matching distribution|Could not find a version", "the package index has no such package"),
     (r"Killed signal|signal 9|out of memory|cannot allocate memory", "memory ran out"),
     (
         r"No CMAKE_CXX_COMPILER could be found|is not able to compile a simple test",
@@ -354,8 +357,8 @@ _CAUSES = (
 
 
 def explain(text: str) -> str:
-    """Return the likeliest cause in a failed command's output, in a few words."""
-    text = re.sub(r"^\$ .*$", "", text, flags=re.M)  # the command, as the log shows it
+    """Return the most likely cause of a failure from the output of the command."""
+    text = re.sub(r"^\$ .*$", "", text, flags=re.M)  # without the command itself
     for pattern, cause in _CAUSES:
         if re.search(pattern, text, re.I):
             return cause
@@ -366,7 +369,7 @@ def explain(text: str) -> str:
 def _step(
     title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> None:
-    """Like ``run_step``, but a failure is a ``BuildError`` that names its cause and the log."""
+    """Call ``run_step``; if it fails, raise a ``BuildError`` with the cause and the log's path."""
     begin = log.stat().st_size if log.exists() else 0
     try:
         status = run_step(title, command, env, log, cwd)
@@ -389,14 +392,14 @@ def wheel_is_good(wheel: Path, frameworks: Mapping[str, str]) -> bool:
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-            whole = archive.testzip() is None
+            intact = archive.testzip() is None
     except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError):
         return False
-    return whole and all(any(name.startswith(LIBRARIES[f]) for name in names) for f in frameworks)
+    return intact and all(any(name.startswith(LIBRARIES[f]) for name in names) for f in frameworks)
 
 
 def cached_wheel(folder: Path, frameworks: Mapping[str, str]) -> Path | None:
-    """Return the good wheel in a cache folder; damaged ones are deleted."""
+    """Return the wheel in a cache folder, or None; delete damaged wheels."""
     for wheel in sorted(folder.glob("horovod-*.whl")):
         if wheel_is_good(wheel, frameworks):
             return wheel
@@ -412,7 +415,7 @@ def fetch_source(work: Path, env: Mapping[str, str], log: Path) -> Path:
     _step(f"fetching {name}", _pip("download", *options, name), env, log, work)
     archives = list(work.glob("horovod-*.tar.gz"))
     if len(archives) != 1:
-        raise BuildError(f"pip did not bring the source package of {name} (log: {log}).")
+        raise BuildError(f"pip did not download the source package of {name} (log: {log}).")
     with tarfile.open(archives[0]) as archive:
         if hasattr(tarfile, "data_filter"):
             archive.extractall(work, filter="data")
@@ -424,13 +427,13 @@ def fetch_source(work: Path, env: Mapping[str, str], log: Path) -> Path:
 def build_wheel(
     folder: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path
 ) -> Path:
-    """Build the wheel and put it into ``folder``, which sees either all of it or nothing."""
+    """Build the wheel and move it to ``folder`` atomically; return its path there."""
     names = " and ".join(frameworks)
     missing = [need for need in BUILD_NEEDS if _version(need) is None]
     with tempfile.TemporaryDirectory(prefix="accordion-hvd-") as temporary:
         work = Path(temporary)
         if missing:
-            _step("installing what the build needs", _pip("install", *missing), env, log, work)
+            _step("installing build requirements", _pip("install", *missing), env, log, work)
         source = fetch_source(work, env, log)
         apply_edits(source)
         options = ("-v", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out"))
@@ -438,12 +441,12 @@ def build_wheel(
         _step(title, _pip("wheel", *options, str(source)), env, log, work)
         built = list((work / "out").glob("horovod-*.whl"))
         if len(built) != 1 or not wheel_is_good(built[0], frameworks):
-            raise BuildError(f"The build ended without a library for {names} (log: {log}).")
-        return _keep(built[0], folder)
+            raise BuildError(f"The build has produced no library for {names} (log: {log}).")
+        return _store(built[0], folder)
 
 
-def _keep(wheel: Path, folder: Path) -> Path:
-    """Copy ``wheel`` into the cache so that no other process ever sees a part of it."""
+def _store(wheel: Path, folder: Path) -> Path:
+    """Copy ``wheel`` into the cache atomically, so that no other process reads a part of it."""
     folder.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=folder, prefix=".part-")
     try:
@@ -462,11 +465,11 @@ def _keep(wheel: Path, folder: Path) -> Path:
 def install_wheel(
     wheel: Path, frameworks: Mapping[str, str], env: Mapping[str, str], log: Path
 ) -> None:
-    """Install ``wheel`` here and see that its libraries load."""
+    """Install ``wheel`` into this environment and check that its libraries load."""
     check_space(Path(sysconfig.get_path("platlib")), KEEP_SPACE)
     needs = [need for need in BUILD_NEEDS[2:] if _version(need) is None]
     if needs:
-        _step("installing what Horovod needs", _pip("install", *needs), env, log, wheel.parent)
+        _step("installing requirements of Horovod", _pip("install", *needs), env, log, wheel.parent)
     options = ("--force-reinstall", "--no-deps", "--no-index", str(wheel))
     _step("installing Horovod", _pip("install", *options), env, log, wheel.parent)
     prepare_open_mpi(Path(sys.prefix))
@@ -476,9 +479,9 @@ def install_wheel(
 
 
 def prepare_open_mpi(prefix: Path) -> None:
-    """Let Open MPI from pip start ranks on this machine where no ssh is installed.
+    """Configure Open MPI from pip to start ranks on this host even if ssh is not installed.
 
-    It looks for ssh before it starts anything, and gives up without it even if all ranks are local.
+    By default, mpirun searches for ssh first and fails without it, even if all ranks are local.
     """
     settings = prefix / "etc" / "openmpi-mca-params.conf"
     if _version("openmpi") is None or not settings.is_file():
@@ -487,24 +490,24 @@ def prepare_open_mpi(prefix: Path) -> None:
     if re.search(r"^\s*plm_rsh_agent\b", text, re.M):
         return
     with contextlib.suppress(OSError), settings.open("a", encoding="utf-8") as file:
-        file.write("\n# By accordion_hvd: without ssh, ranks on this machine still start.\n")
+        file.write("\n# Added by accordion_hvd: start ranks on this host even without ssh.\n")
         file.write("plm_rsh_agent = ssh : rsh : true\n")
 
 
 def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool = False) -> Path:
-    """Build Horovod, or take it from ``cache``, and install it unless ``wheel_only``.
+    """Build Horovod, or take its wheel from ``cache``, and install it unless ``wheel_only``.
 
     Args:
-        cache: The folder that keeps wheels and logs.
-        mpi: Whether to build with MPI where ``mpicxx`` is found.
-        force: Build even if a good wheel is there.
-        wheel_only: Leave the environment as it is.
+        cache: folder of wheels and logs.
+        mpi: whether to build with MPI if ``mpicxx`` is found.
+        force: whether to build even if a valid wheel is cached.
+        wheel_only: whether to leave the environment unchanged.
 
     Returns:
-        The wheel's path.
+        The path of the wheel.
 
     Raises:
-        BuildError: With one sentence that says what is wrong.
+        BuildError: if the build or the installation fails.
     """
     frameworks = framework_versions()
     identity = mpi_identity(build_environment(frameworks, mpi)) if mpi else None
@@ -515,13 +518,13 @@ def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool =
     _prepare_cache(folder, log)
     wheel = None if force else cached_wheel(folder, frameworks)
     if wheel is not None:
-        print(f"Using the wheel built before: {wheel}", flush=True)
+        print(f"Using the cached wheel {wheel}", flush=True)
         try:
             if not wheel_only:
                 install_wheel(wheel, frameworks, env, log)
             return wheel
         except BuildError as error:
-            print(f"It does not work here ({error}) and is built again.", flush=True)
+            print(f"The cached wheel does not work ({error}); it is built again.", flush=True)
     _check_before_build(cache, frameworks, env, identity)
     wheel = build_wheel(folder, frameworks, env, log)
     if not wheel_only:
@@ -536,7 +539,7 @@ def _prepare_cache(folder: Path, log: Path) -> None:
             file.write(time.strftime("\n==== %Y-%m-%d %H:%M:%S\n").encode())
     except OSError as error:
         raise BuildError(
-            f"{folder.parent} cannot be written: {error.strerror}; choose another with --cache."
+            f"{folder.parent} cannot be written ({error.strerror}): choose another with --cache."
         ) from error
 
 
@@ -558,9 +561,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--force", action="store_true", help="build even if a wheel is cached")
-    add("--no-mpi", action="store_true", help="leave MPI out even if mpicxx is found")
-    add("--cache", type=Path, metavar="DIR", help=f"wheels are kept here ({default_cache()})")
-    add("--wheel-only", action="store_true", help="build and keep the wheel, do not install it")
+    add("--no-mpi", action="store_true", help="build without MPI even if mpicxx is found")
+    add("--cache", type=Path, metavar="DIR", help=f"folder of wheels and logs ({default_cache()})")
+    add("--wheel-only", action="store_true", help="build and cache the wheel without installing it")
     options = parser.parse_args(arguments)
     try:
         cache = (options.cache or default_cache()).absolute()
@@ -569,7 +572,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"build_horovod: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nbuild_horovod: stopped.", file=sys.stderr)
+        print("\nbuild_horovod: interrupted.", file=sys.stderr)
         return 130
     if options.wheel_only:
         print(wheel)

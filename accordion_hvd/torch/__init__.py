@@ -1,4 +1,4 @@
-"""Stands in for `horovod.torch`: its names, and a `DistributedOptimizer` that compresses.
+"""Drop-in replacement for `horovod.torch`, with a `DistributedOptimizer` that compresses.
 
 ```python
 import accordion_hvd.torch as hvd
@@ -45,7 +45,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 
 
 def __getattr__(name: str) -> Any:
-    """Return other names from Horovod."""
+    """Return any other name from `horovod.torch`."""
     return getattr(_horovod, name)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers whose models are averaged, not their gradients: `WAGMA`, `LocalSGD`, `DiLoCo`, ...
+"""Optimizers that average models instead of gradients: `WAGMA`, `LocalSGD`, `DiLoCo`, ...
 
 ```python
 optimizer = hvd.DistributedOptimizer(
@@ -6,13 +6,13 @@ optimizer = hvd.DistributedOptimizer(
     named_parameters=model.named_parameters(),
     compression=WAGMA(),
 )
-for data, target in loader:  # as before
+for data, target in loader:  # unchanged
     ...
 optimizer.average_now(model)  # before evaluation and checkpoints
 ```
-`step()` takes the wrapped optimizer's step with this rank's own gradients and then lets the method
-average. Momentum and other state of optimizers stay local, and so do buffers (the statistics of
-batch normalisation), which `average_now(model)` averages too.
+`step()` takes the wrapped optimizer's step with local gradients, and then the method averages the
+models. Momentum and other optimizer state remain local. Buffers, such as the statistics of batch
+normalization, also remain local, until `average_now(model)` averages them together with the model.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def wrap(
     """Return an optimizer of a subclass, with the same state, that averages models.
 
     Raises:
-        ValueError: the method does not suit the number of ranks, or Horovod cannot add process
+        ValueError: if the method does not suit the number of ranks, or Horovod cannot add process
             sets.
-        RuntimeError: averaging without waiting was asked for and is not possible here; or ranks
-            were set up differently.
+        RuntimeError: if wait-avoiding averaging was requested and is not possible in this job, or
+            if the ranks have different settings.
     """
     base = type(optimizer)
     methods = {
@@ -59,7 +59,7 @@ def wrap(
     kind: Any = type(base.__name__, (base,), methods)
     wrapped = kind.__new__(kind)
     vars(wrapped).update(vars(optimizer))
-    vars(wrapped).pop("step", None)  # an LR scheduler has put its own there
+    vars(wrapped).pop("step", None)  # an LR scheduler replaces it on the instance
     wrapped._inner = weakref.ref(optimizer)
     wrapped._process_set = process_set
     wrapped._averager = averager(method, named, process_set, guard)
@@ -73,40 +73,43 @@ def averager(
     guard: Guard,
     alternation: Alternation | None = None,
 ) -> ModelAverager:
-    """Return the averager of these parameters, known to checkpoints; raises as `wrap` does."""
-    link = connect(process_set, HorovodCommunicator, xp)
-    made = ModelAverager(
-        method, parameters(named), link, guard, process_set.process_set_id, alternation
+    """Return a model averager of these parameters and register it for checkpoints.
+
+    Raises the errors of `wrap`.
+    """
+    communicator = connect(process_set, HorovodCommunicator, xp)
+    result = ModelAverager(
+        method, parameters(named), communicator, guard, process_set.process_set_id, alternation
     )
-    made.set_up()
-    checkpoint.register(made)
-    return made
+    result.set_up()
+    checkpoint.register(result)
+    return result
 
 
 def parameters(named: Named) -> Parameters:
-    """Return the floating-point tensors among these."""
+    """Return the floating-point tensors of `named` for a model averager."""
     return _Tensors(named)
 
 
 class _ModelAveraging:
     _base: Any
-    _step_supports_amp_scaling = True  # a rank with infinite gradients must average as well
+    _step_supports_amp_scaling = True  # ranks with infinite gradients must average too
 
     def step(self: Any, closure: Any = None, **more: Any) -> Any:
-        """Take the wrapped optimizer's step, then average.
+        """Take the wrapped optimizer's step and average the models.
 
-        Under a `GradScaler`, a rank whose gradients are not finite takes no step of its own, but
-        averages.
+        Under a `GradScaler`, a rank with non-finite gradients skips its own step but takes part in
+        the averaging.
         """
         self._averager.prepare()
-        result = self._own_step(closure, **more)
+        result = self._local_step(closure, **more)
         self._averager.average(float(self.param_groups[0]["lr"]))
         inner = self._inner()
         if inner is not None:
-            inner._opt_called = True  # what an LR scheduler made for it looks for
+            inner._opt_called = True  # an LR scheduler of the wrapped optimizer checks this
         return result
 
-    def _own_step(self: Any, closure: Any, **more: Any) -> Any:
+    def _local_step(self: Any, closure: Any, **more: Any) -> Any:
         bad, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
         if bad is None:
             return self._base.step(self, closure, **more)
@@ -117,61 +120,61 @@ class _ModelAveraging:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.div_(scale.to(parameter.grad.device))
-        del self.found_inf, self.grad_scale  # fused optimizers would unscale once more
+        del self.found_inf, self.grad_scale  # else fused optimizers would unscale again
         try:
             return self._base.step(self, closure, **more)
         finally:
             self.found_inf, self.grad_scale = bad, scale
 
     def average_now(self: Any, model: torch.nn.Module | None = None) -> None:
-        """Make all models equal: their average. All ranks call it after the same step.
+        """Set the models of all ranks to their average; call it on all ranks after the same step.
 
         Args:
-            model: whose buffers of floating-point numbers are averaged too (for averaging without
-                waiting as well, they travel over Horovod).
+            model: model whose floating-point buffers are averaged as well. Horovod averages them,
+                even if the method is wait-avoiding.
         """
         self._averager.average_now(_Tensors(list(model.named_buffers())) if model else None)
 
     def close(self: Any) -> None:
-        """Average all models and end; for averaging without waiting, ends its thread.
+        """Average all models and stop averaging; end the thread of wait-avoiding averaging.
 
-        Processes that do not call it do so when they exit.
+        A process that does not call this method does so when it exits.
         """
         self._averager.close()
 
     @property
     def averaging(self: Any) -> ModelAverager:
-        """Return the averager: `stats()`, `state` and `load`."""
+        """Return the model averager, which has `stats()`, `state` and `load`."""
         return self._averager
 
     @property
     def exchange_owner(self: Any) -> ModelAverager:
-        """Return the object that `save_state(only=[optimizer])` saves."""
+        """Return the object whose state `save_state(only=[optimizer])` saves."""
         return self._averager
 
     def synchronize(self: Any) -> None:
-        """Do nothing: gradients stay local between backward and `step()`."""
+        """Do nothing, because gradients are not averaged."""
 
     @property
     def process_set(self: Any) -> Any:
-        """Return the ranks that average."""
+        """Return the process set whose ranks average their models."""
         return self._process_set
 
     @staticmethod
     def _inner() -> Any:
-        """Return the wrapped optimizer, while it is alive."""
+        """Return the wrapped optimizer if it is still alive; instances store a weak reference."""
         return None
 
 
 class _Tensors(Parameters):
-    """Tensors of floating-point numbers and their names."""
+    """Floating-point tensors and their names."""
 
     def __init__(self, named: Named) -> None:
         self._named = [(name, x) for name, x in named if x.is_floating_point()]
         self.device = self._named[0][1].device if self._named else None
 
     def tensors(self) -> list[TensorInfo]:
-        """Names, shapes, dtypes and devices."""
+        """Return names, shapes, dtypes and devices."""
         return [TensorInfo(n, tuple(x.shape), xp.dtype(x), str(x.device)) for n, x in self._named]
 
     def read(self) -> list[torch.Tensor]:
@@ -179,6 +182,6 @@ class _Tensors(Parameters):
         return [x.detach() for _, x in self._named]
 
     def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy them all at once."""
+        """Copy values into all tensors in one call."""
         if self._named:
             torch._foreach_copy_([x.data for _, x in self._named], list(values))

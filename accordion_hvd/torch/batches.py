@@ -1,4 +1,4 @@
-"""Batches that grow, for loaders."""
+"""A batch sampler whose batches grow with `Accordion(batch_size=...)`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from accordion_hvd import check
 
 
 class AccordionBatchSampler:
-    """Batches for a `DataLoader(batch_sampler=...)`, as large as `Accordion(batch_size=...)` says.
+    """Batch sampler for `DataLoader` with the batch sizes that `Accordion(batch_size=...)` chooses.
 
     ```python
     sampler = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())
     batches = hvd.AccordionBatchSampler(sampler, optimizer)
     loader = torch.utils.data.DataLoader(data, batch_sampler=batches)
     ```
-    Each batch is a step then, and nothing is accumulated. Sizes change between epochs only: when
-    an epoch begins, the decision that is due is taken (so that `end_window()` and schedules should
-    have been called before) and its batches are of the size that is in force.
+    With this sampler, each batch is one step and no gradients are accumulated. The batch size
+    changes only between epochs: at the beginning of an epoch, the policy takes a decision that is
+    due, and all batches of the epoch have the resulting size. Call `end_window()` and learning rate
+    schedulers before the next epoch begins.
 
     Args:
-        sampler: gives this rank's indices, equally many on all ranks.
-        optimizer: what `DistributedOptimizer` returned.
-        drop_last: leave out what does not fill a batch; else the last batch of an epoch is smaller
-            and counts like the others.
+        sampler: iterable of this rank's indices; the same number on all ranks.
+        optimizer: the result of `DistributedOptimizer`.
+        drop_last: whether to drop the last, incomplete batch of an epoch. If False, the last batch
+            is smaller and counts like the others.
 
     Raises:
-        ValueError: the optimizer's policy has no say in batch sizes.
+        ValueError: if the optimizer's policy does not choose batch sizes.
     """
 
     def __init__(self, sampler: Iterable[int], optimizer: Any, drop_last: bool = False) -> None:
@@ -41,12 +42,12 @@ class AccordionBatchSampler:
 
     @property
     def batch_size(self) -> int:
-        """Examples of this rank in a batch, now."""
+        """Return the present number of examples per batch on this rank."""
         ranks = self.optimizer.process_set.size()
         return self._growth.share(ranks) * self._growth.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Take the decision that is due; then this epoch's batches."""
+        """Take a decision that is due, and iterate over the batches of one epoch."""
         self.optimizer.resize()
         size, batch = self.batch_size, []
         for index in self.sampler:
@@ -58,6 +59,6 @@ class AccordionBatchSampler:
             yield batch
 
     def __len__(self) -> int:
-        """Batches in an epoch, at the present size."""
+        """Return the number of batches per epoch at the present batch size."""
         count, size = len(self.sampler), self.batch_size  # type: ignore[arg-type]
         return count // size if self.drop_last else -(-count // size)

@@ -1,4 +1,4 @@
-"""Stands in for `horovod.torch.elastic`."""
+"""Drop-in replacement for `horovod.torch.elastic`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from accordion_hvd.torch.functions import broadcast_optimizer_state
 
 
 class TorchState(_horovod.TorchState):
-    """Horovod's state of a training, which also keeps what compression remembers."""
+    """Horovod's `TorchState`, extended by the state of compression: residuals, levels, policy."""
 
     def reset(self) -> None:
-        """Connect optimizers to the ranks that there are now."""
+        """Connect the optimizers to the present ranks."""
         for averager in gradient_averagers():
             averager.ranks_changed()
         super().reset()
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has; residuals remain with the ranks that have them."""
-        plain = _state.broadcast_optimizer_state  # which takes a step that changes the weights
+        """Broadcast the state of rank 0 to all ranks; each rank keeps its own residuals."""
+        # Horovod's function takes an optimizer step, which changes weights under weight decay.
+        original = _state.broadcast_optimizer_state
         _state.broadcast_optimizer_state = broadcast_optimizer_state
         try:
             super().sync()
         finally:
-            _state.broadcast_optimizer_state = plain
+            _state.broadcast_optimizer_state = original
         for averager in gradient_averagers(h.value for h in self._handlers.values()):
             averager.follow_rank_zero(hvd.broadcast_object)
 
 
 def __getattr__(name: str) -> Any:
-    """Return other names from Horovod."""
+    """Return any other name from `horovod.torch.elastic`."""
     return getattr(_horovod, name)

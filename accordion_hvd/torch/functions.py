@@ -1,4 +1,4 @@
-"""Broadcasts at the start of training."""
+"""Initialization of Horovod, and broadcasts before training."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from accordion_hvd.comm.horovod.torch import hvd
 
 
 def init(*args: Any, **kwargs: Any) -> Any:
-    """Start Horovod; over MPI so that process sets can be added later. Arguments are Horovod's."""
+    """Initialize Horovod; takes the arguments of `horovod.torch.init`.
+
+    If MPI started the ranks, process sets can be added later.
+    """
     process_sets.let_add()
     return hvd.init(*args, **kwargs)
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give every rank the parameters of `root_rank`; Horovod's, but takes any iterable.
+    """Broadcast parameters from `root_rank` to all ranks.
+
+    Unlike Horovod's function, this one accepts any iterable.
 
     Args:
-        params: a dict such as `model.state_dict()`, or tensors or (name, tensor) pairs such as
-            `model.named_parameters()`.
-        root_rank: the rank whose values are taken.
+        params: a dict such as `model.state_dict()`, or an iterable of tensors or of (name, tensor)
+            pairs, such as `model.named_parameters()`. Entries of a dict that are no tensors are
+            skipped.
+        root_rank: the rank that sends its values.
 
     Raises:
-        ValueError: `params` is none of these.
+        ValueError: if `params` is neither a dict nor an iterable.
     """
     if not isinstance(params, (dict, list)):
         try:
@@ -34,14 +40,14 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             raise ValueError(f"invalid params of type: {type(params)}") from None
     if isinstance(params, dict):
         params = {name: value for name, value in params.items() if isinstance(value, torch.Tensor)}
-        hvd.broadcast_parameters({k: _carried(v) for k, v in params.items()}, root_rank)
+        hvd.broadcast_parameters({k: _supported_view(v) for k, v in params.items()}, root_rank)
         return
     pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
-    hvd.broadcast_parameters([(name, _carried(p)) for name, p in pairs], root_rank)
+    hvd.broadcast_parameters([(name, _supported_view(p)) for name, p in pairs], root_rank)
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a dtype that Horovod carries (it has no bfloat16)."""
+def _supported_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with a dtype that Horovod supports (it does not support bfloat16)."""
     if tensor.dtype == torch.bfloat16:
         return tensor.detach().view(torch.int16)
     return tensor
@@ -50,43 +56,43 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
 ) -> None:
-    """Give every rank the optimizer state and settings of `root_rank`; weights are left alone.
+    """Broadcast optimizer state and settings from `root_rank` to all ranks.
 
-    (Horovod's own takes an optimizer step with zero gradients first, which changes weights where
-    there is weight decay.)
+    The weights do not change. (Horovod's function first takes an optimizer step with zero
+    gradients, which changes the weights if there is weight decay.)
 
     Args:
-        optimizer: a plain or distributed optimizer.
-        root_rank: the rank whose state is taken.
-        model: accepted for compatibility.
+        optimizer: plain or distributed optimizer.
+        root_rank: the rank that sends its state.
+        model: accepted for compatibility with Horovod; not used.
 
     Raises:
-        ValueError: the optimizer is an LBFGS, whose state is no set of tensors.
+        ValueError: if the optimizer is an LBFGS, whose state cannot be broadcast.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     tensors: list[torch.Tensor] = []
     outline = _outline(optimizer.state_dict(), tensors)
     outline = hvd.broadcast_object(outline, root_rank, name="accordion.optimizer_state")
-    mine = hvd.rank() == root_rank
-    state = _fill(outline, tensors if mine else None, root_rank)
-    if not mine:
+    is_root = hvd.rank() == root_rank
+    state = _fill(outline, tensors if is_root else None, root_rank)
+    if not is_root:
         optimizer.load_state_dict(state)
     elif hasattr(optimizer, "doubt"):
-        optimizer.doubt()  # others may have to be told that all was theirs
+        optimizer.doubt()  # the other ranks loaded this rank's state, so ranks must agree again
 
 
-class _Place:
+class _Placeholder:
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number, self.shape, self.dtype = number, tuple(tensor.shape), tensor.dtype
         self.device = tensor.device.type
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with its tensors taken out."""
+    """Move the tensors of `value` to `tensors` and leave placeholders in their places."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1, value)
+        return _Placeholder(len(tensors) - 1, value)
     if isinstance(value, dict):
         return {key: _outline(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,11 +101,12 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _fill(value: Any, tensors: list[torch.Tensor] | None, root: int) -> Any:
-    if isinstance(value, _Place):
+    """Broadcast the tensors of an outline and put them in the places of its placeholders."""
+    if isinstance(value, _Placeholder):
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         tensor = empty if tensors is None else tensors[value.number]
         name = f"accordion.optimizer_state.{value.number}"
-        return hvd.broadcast(_carried(tensor), root, name=name).view(value.dtype)
+        return hvd.broadcast(_supported_view(tensor), root, name=name).view(value.dtype)
     if isinstance(value, dict):
         return {key: _fill(item, tensors, root) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -44,41 +44,78 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard_every: int | None = None,
     grad_scaler: Any = None,
 ) -> Any:
-    """Average `optimizer`'s gradients over the ranks before each step; Horovod's signature.
+    """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
-    The result is an instance of a subclass of `optimizer`'s class, with its state, its defaults
-    and its parameter groups. Exchanges start while backward still runs; `step()` waits for them.
-    `synchronize()`, `skip_synchronize()`, `set_backward_passes_per_step()` are Horovod's.
+    The signature is Horovod's, with a few more keyword arguments. Gradients are compressed and
+    exchanged while the backward pass still runs, and `step()` waits for the averages before it
+    updates the parameters.
+
+    ```python
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=Accordion(low=PowerSGD(4), high=PowerSGD(1), window=steps_per_epoch),
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for data, target in loader:
+        optimizer.zero_grad()
+        loss_function(model(data), target).backward()
+        optimizer.step()
+    ```
 
     Args:
-        optimizer: any PyTorch optimizer over plain tensors.
-        named_parameters: `model.named_parameters()`; names must be unique.
-        compression: a compressor (`TopK(0.01)`), a policy (`Accordion(...)`), a word for one
-            ("topk:0.01"), a method that averages models (`WAGMA(8)`; see `torch.averaging`), or
-            one of Horovod's compression objects. Left at its default, the environment variable
-            ACCORDION_HVD_COMPRESSION may name one.
-        backward_passes_per_step: backward passes that add up (are summed) before an exchange.
-        op: `Average` or `Sum`; `Adasum` only without our compression (Horovod's own wrapper).
-        gradient_predivide_factor: accepted; sums are formed so that it changes nothing.
-        num_groups: accepted; what leaves together is planned from shapes.
-        groups: accepted, like num_groups.
-        sparse_as_dense: exchange sparse gradients like dense ones; otherwise they are gathered,
-            beside any compression.
-        process_set: the ranks that average; others take plain steps.
-        skip: patterns (as of file names) of parameters that travel uncompressed.
-        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
-            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
-        guard_every: steps between comparisons of the replicas, by default 100.
-        grad_scaler: the `GradScaler` in use: errors are then kept in unscaled units, and
-            `scaler.step(optimizer)` may be called without `synchronize()`.
+        optimizer: any PyTorch optimizer whose parameters are dense, real tensors, not sharded.
+        named_parameters: (name, parameter) pairs, normally `model.named_parameters()`. Names must
+            be unique. Default: parameters are named by their positions in the parameter groups.
+        compression: how gradients are compressed. One of
+
+            - a compressor, such as `TopK(0.01)`;
+            - a policy that switches between compressors, such as
+              `Accordion(low=PowerSGD(4), high=PowerSGD(1))`;
+            - a method that averages models instead of gradients, such as `WAGMA(8)` (see
+              docs/averaging.md);
+            - a spec string for one of these, such as `"topk:0.01"`;
+            - one of Horovod's compression objects, such as `hvd.Compression.fp16`.
+
+            Default: the spec string in the environment variable ACCORDION_HVD_COMPRESSION, or no
+            compression if the variable is not set.
+        backward_passes_per_step: number of backward passes whose gradients are summed locally
+            before each exchange.
+        op: `hvd.Average` or `hvd.Sum`. `hvd.Adasum` returns Horovod's own wrapper, which accepts
+            only Horovod's compression.
+        gradient_predivide_factor: accepted for compatibility with Horovod; has no effect. Values
+            other than 1 require `op=hvd.Average`.
+        num_groups: deprecated by Horovod in favor of `groups`; has no effect.
+        groups: accepted for compatibility with Horovod; has no effect, because tensors are grouped
+            by their shapes.
+        sparse_as_dense: whether to convert sparse gradients to dense ones and compress them. If
+            False, sparse gradients are gathered from all ranks without compression.
+        process_set: the ranks that average their gradients. Other ranks take steps with their
+            local gradients.
+        skip: shell-style patterns (such as `"*.bias"`) of the names of parameters whose gradients
+            are exchanged uncompressed.
+        guard: reaction to replicas that differ between ranks: `"error"` raises `ReplicasDiffer`,
+            `"warn"` warns once, `"off"` disables the comparison. Default: the environment variable
+            ACCORDION_HVD_GUARD if set, else `"warn"` with Horovod's own compression and `"error"`
+            with the compression of this package.
+        guard_every: number of steps between comparisons of the replicas; steps 1, 2 and 10 are
+            always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
+        grad_scaler: the `GradScaler` of mixed-precision training, if there is one. Residuals are
+            then stored in unscaled units, and `scaler.step(optimizer)` needs no preceding call of
+            `synchronize()`.
 
     Returns:
-        The wrapped optimizer; `exchange.stats()` has bytes and times, `end_window()` ends a
-        window of `Accordion`'s.
+        An instance of a subclass of `type(optimizer)` with the same state, defaults and parameter
+        groups. It has Horovod's methods `synchronize()`, `skip_synchronize()` and
+        `set_backward_passes_per_step()`. In addition, `exchange.stats()` returns the bytes and
+        times of all exchanges, and `end_window()` ends a window (an epoch) of the policy. If models
+        are averaged, `average_now(model)` makes all models equal.
 
     Raises:
-        ValueError: an argument is not what it must be; the sentence says which.
-        TypeError: `compression` is nothing known.
+        ValueError: if an argument is invalid, does not suit the optimizer, or if the optimizer is
+            already distributed.
+        TypeError: if `compression` is none of the above.
+        RuntimeError: if `compression` needs wait-avoiding averaging and this job cannot provide it.
     """
     check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     check_passes(backward_passes_per_step)
@@ -94,7 +131,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
         )  # fmt: skip
     if hasattr(optimizer, "exchange_owner"):
-        raise ValueError(f"{type(optimizer).__name__} is distributed already; wrap nothing twice.")
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} is already distributed; do not wrap it in DistributedOptimizer.")
     names = validation.check_names(optimizer.param_groups, named_parameters)
     validation.check_parameters(names)
     serving, passes = resolve(compression), backward_passes_per_step
@@ -119,10 +157,11 @@ def _wrap(
     names: Named,
     options: dict[str, Any],
 ) -> Any:
-    """Return an instance of a subclass of `base` with these attributes; also used by unpickling.
+    """Return an instance of a new subclass of `base` with these attributes.
 
-    Horovod's helpers know a distributed optimizer by its module and call `super()` of its class,
-    so the methods are copied into one class directly below `base`, as Horovod does.
+    Horovod's helpers recognize a distributed optimizer by its module and call `super()` of its
+    class. Therefore the methods are copied into one direct subclass of `base`, as in Horovod.
+    Unpickling calls this function too.
     """
     methods = {**vars(Controls), **vars(_Distributed)}
     methods = {k: v for k, v in methods.items() if k not in ("__dict__", "__weakref__")}
@@ -130,13 +169,13 @@ def _wrap(
     kind: Any = type(base.__name__, (base,), methods)
     wrapped = kind.__new__(kind)
     vars(wrapped).update(attributes)
-    vars(wrapped).pop("step", None)  # an LR scheduler has put its own there
+    vars(wrapped).pop("step", None)  # an LR scheduler replaces it on the instance
     wrapped._set_up(names, options)
     return wrapped
 
 
 class _Distributed(Controls):
-    """The methods of a distributed optimizer; `_base` is the class that is wrapped."""
+    """Methods of a distributed optimizer; `_base` is the class of the wrapped optimizer."""
 
     _base: Any
 
@@ -145,10 +184,10 @@ class _Distributed(Controls):
         self._passes = options["passes"]
         self._should_synchronize = True
         self._exchanged = False
-        self._filled, self._counted = 0, False
+        self._accumulated, self._batch_counted = 0, False
         self._averager = self._make_averager()
         policy, named = options["policy"], self._names
-        self._models: Any = None  # what averages these, at times
+        self._models: Any = None  # the ModelAverager of a policy that alternates
         alternation = policy.observers.find(Alternation)
         if alternation is not None:
             guard, process_set = options["guard"], options["process_set"]
@@ -159,52 +198,53 @@ class _Distributed(Controls):
             _synchronize_before_unscaling(options["scaler"], self)
 
     def _make_averager(self: Any) -> Reducer:
-        wanted = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard")
-        chosen = {key: self._options[key] for key in wanted}
-        mine: Any = weakref.ref(self)
+        keys = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard")
+        options = {key: self._options[key] for key in keys}
+        reference: Any = weakref.ref(self)
         process_set = self._options["process_set"]
         return Reducer(
-            self._names, self._policy, process_set, lambda: mine().param_groups, **chosen
+            self._names, self._policy, process_set, lambda: reference().param_groups, **options
         )
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property
     def backward_passes_per_step(self: Any) -> int:
-        """Backward passes that add up before an exchange."""
+        """Return the number of backward passes whose gradients are summed before an exchange."""
         return self._passes
 
     @property
     def op(self: Any) -> Any:
-        """`Average` or `Sum`."""
+        """Return the reduction, `hvd.Average` or `hvd.Sum`."""
         return hvd.Sum if self._options["total"] else hvd.Average
 
     @property
     def sparse_as_dense(self: Any) -> bool:
-        """Return whether sparse gradients are exchanged like dense ones."""
+        """Return whether sparse gradients are exchanged as dense ones."""
         return self._options["sparse_as_dense"]
 
     @property
     def gradient_predivide_factor(self: Any) -> float:
-        """Return the factor that was given."""
+        """Return the `gradient_predivide_factor` that was passed; it has no effect."""
         return self._options["predivide"]
 
     @property
     def _parameter_names(self: Any) -> dict[torch.Tensor, str]:
-        """Read by scripts, though not public in Horovod either."""
+        """Return names by parameter; private in Horovod as well, but scripts read it."""
         return {parameter: name for name, parameter in self._names}
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        """Change how many backward passes add up, from the next exchange on."""
+        """Set the number of backward passes whose gradients are summed before an exchange."""
         check_passes(passes, self._policy)
         self._passes = self._options["passes"] = passes
         self._averager.passes = passes
         self._averager.reset()
 
     def synchronize(self: Any) -> None:
-        """Wait until all gradients are averaged; for clipping between backward and `step()`.
+        """Wait until all gradients are averaged.
 
-        Where batches are accumulated, nothing happens until one is full (see `full`). Where models
-        are averaged now, gradients stay this rank's own.
+        Call it to clip or read gradients between the backward pass and `step()`, and call `step()`
+        within `skip_synchronize()` afterwards. While a batch is accumulated and not yet full (see
+        `full`), this method does nothing. While models are averaged, gradients remain local.
         """
         if self._averager.finished or not self.full:
             return
@@ -216,7 +256,7 @@ class _Distributed(Controls):
 
     @contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:
-        """Within it, `step()` does not exchange: `synchronize()` has been called already."""
+        """Return a context in which `step()` does not call `synchronize()` once more."""
         self._should_synchronize = False
         try:
             yield
@@ -224,23 +264,31 @@ class _Distributed(Controls):
             self._should_synchronize = True
 
     def step(self: Any, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
-        """Average the gradients, then take the wrapped optimizer's step.
+        """Average the gradients and take the wrapped optimizer's step.
 
-        A closure's gradients are averaged after each of its calls. Where batches are accumulated
-        (`Accordion(batch_size=...)`), nothing more happens until one is full. Where models are
-        averaged instead (`Accordion(high=WAGMA())`), that is done after the step.
+        With a closure, gradients are averaged after each call of the closure. If the policy
+        accumulates batches (`Accordion(batch_size=...)`), the step is taken only when the batch is
+        full. If the policy averages models at present (`Accordion(high=WAGMA())`), the step uses
+        local gradients, and models are averaged after it.
+
+        Args:
+            closure: function that clears the gradients, computes the loss and returns it.
+            more: further arguments of the wrapped optimizer's `step`.
+
+        Returns:
+            The closure's loss, or None without a closure.
         """
         result = None
         if self._observers.any("decides_ahead") and closure is not None:
             with torch.enable_grad():
                 result, closure = closure(), None
         if not self.full:
-            self._counted = False
+            self._batch_counted = False
             return result
         if self._should_synchronize:
             self._synchronize_for_step(closure)
-        self._filled, self._counted = 0, False
-        self._before_models()
+        self._accumulated, self._batch_counted = 0, False
+        self._prepare_models()
         with _scaled_rates(self.param_groups, self._observers.weight):
             if closure is not None:
                 result = self._base.step(self, self._averaging(closure), **more)
@@ -248,20 +296,22 @@ class _Distributed(Controls):
                 taken = self._base.step(self, **more)
                 result = taken if result is None else result
         self._average_models()
-        self._forget()
+        self._clear_finished()
         inner = self._inner()
         if inner is not None:
-            inner._opt_called = True  # what an LR scheduler made for it looks for
+            inner._opt_called = True  # an LR scheduler of the wrapped optimizer checks this
         self._compare_replicas()
         return result
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients; refused while they are being exchanged.
+        """Clear the gradients.
 
-        Nothing happens while a batch is accumulated (`model.zero_grad()` would forget its part).
+        This method does nothing while a batch is accumulated, so that a training loop may call it
+        before each backward pass. (`model.zero_grad()` would discard the accumulated gradients.)
 
         Raises:
-            AssertionError: between backward and `step()` or `synchronize()`.
+            AssertionError: if gradients are being exchanged, that is, between the backward pass
+                and `step()` or `synchronize()`.
         """
         if self._averager.in_flight:
             raise AssertionError(
@@ -269,48 +319,49 @@ class _Distributed(Controls):
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
                 "a race condition."
             )
-        if self._filled:
+        if self._accumulated:
             return
-        self._forget()
+        self._clear_finished()
         self._base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose gradients are then averaged, too."""
+        """Add a parameter group; its gradients are averaged as well."""
         self._base.add_param_group(self, param_group)
         index = len(self.param_groups) - 1
-        fresh = [
+        added = [
             (f"group.{index}.{i}", p) for i, p in enumerate(self.param_groups[index]["params"])
         ]
-        validation.check_parameters(fresh)
-        self._names += fresh
-        self._averager.watch(fresh)
+        validation.check_parameters(added)
+        self._names += added
+        self._averager.watch(added)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer; pending gradients are forgotten."""
+        """Restore the wrapped optimizer's state; pending gradients are discarded."""
         self._averager.reset()
         self._should_synchronize = True
-        self._filled, self._counted = 0, False
+        self._accumulated, self._batch_counted = 0, False
         self._base.load_state_dict(self, state_dict)
 
-    # ------------------------------------------------------------------------------------- ours
+    # ------------------------------------------------------------------------- accumulated batches
     @property
     def full(self: Any) -> bool:
         """Return whether the batch is full, so that the next `step()` takes a step; collective.
 
-        To be asked on every rank between backward and `step()`, where batches are accumulated and
-        gradients are looked at or clipped before a step; else it always is.
+        With `Accordion(batch_size=...)`, read this property on every rank between the backward pass
+        and `step()` before you read or clip gradients. With other policies, it is always True.
         """
         if not self._observers.any("decides_ahead"):
             return True
-        if not self._counted:
-            self._filled, self._counted = self._filled + 1, True
+        if not self._batch_counted:
+            self._accumulated, self._batch_counted = self._accumulated + 1, True
             self._averager.decide()
-        return self._filled >= self._averager.batches
+        return self._accumulated >= self._averager.batches
 
     def resize(self: Any) -> None:
-        """Give batches their present size; a loader calls it on every rank before an epoch.
+        """Take a decision that is due and set the batch size of the next epoch; collective.
 
-        Takes the decision that is due. What has been accumulated goes into the next step.
+        A data loader calls this method on every rank before each epoch. Gradients that have been
+        accumulated go into the next step.
         """
         self.growth.loader = True
         self._averager.decide()
@@ -320,7 +371,7 @@ class _Distributed(Controls):
     def _statistics(self: Any, model: torch.nn.Module) -> Any:
         return averaging.parameters(list(model.named_buffers()))
 
-    # ----------------------------------------------------------------------------------- within
+    # --------------------------------------------------------------------------------- internals
     @property
     def _policy(self: Any) -> Any:
         return self._options["policy"]
@@ -329,11 +380,11 @@ class _Distributed(Controls):
     def _observers(self: Any) -> Observers:
         return self._policy.observers
 
-    def _before_models(self: Any) -> None:
+    def _prepare_models(self: Any) -> None:
         if self._models is None:
             return
         if self._models.follow_mode():
-            self._models.level(averaging.parameters(self._slots()))
+            self._models.level(averaging.parameters(self._optimizer_state()))
         if self.averaging_models:
             self._models.prepare()
 
@@ -343,47 +394,49 @@ class _Distributed(Controls):
         lr = float(self.param_groups[0]["lr"]) * self._observers.weight
         self._models.average(lr)
 
-    def _slots(self: Any) -> Named:
-        """Return the wrapped optimizer's state of each parameter, without its counts of steps.
+    def _optimizer_state(self: Any) -> Named:
+        """Return the wrapped optimizer's state tensors by name, without its step counts.
 
         Raises:
-            RanksDisagree: ranks keep different things; on all of them.
+            RanksDisagree: on all ranks, if their state tensors differ in name, shape or dtype.
         """
-        found = [
+        tensors = [
             (f"{name}/{key}", self.state[p][key])
             for name, p in self._names
             for key in sorted(self.state.get(p, {}))
             if key != "step" and isinstance(self.state[p][key], torch.Tensor)
         ]
-        lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in found]
+        lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors]
         device = self._names[0][1].device if self._names else None
         require_agreement(self._averager.communicator, "\n".join(lines), device)
-        return found
+        return tensors
 
     def _synchronize_for_step(self: Any, closure: Any) -> None:
         if self._averager.finished:
-            if not self._by_scaler:
+            if not self._synchronized_by_scaler:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). Gradients are averaged already and are not "
-                    "exchanged again; you may want to use skip_synchronize() to say so.",
+                    "optimizer.synchronize(). Gradients are already averaged and are not "
+                    "exchanged again; use skip_synchronize() to avoid this warning.",
                     stacklevel=3,
                 )
         elif closure is None or self._averager.pending:
             self.synchronize()
-        self._by_scaler = False
+        self._synchronized_by_scaler = False
 
-    def _forget(self: Any) -> None:
+    def _clear_finished(self: Any) -> None:
         self._averager.finished = False
 
-    _by_scaler = False  # the GradScaler has made us synchronize
+    _synchronized_by_scaler = False  # whether the GradScaler has called synchronize()
 
     @staticmethod
     def _inner() -> Any:
-        """Return the wrapped optimizer, while it is alive."""
+        """Return the wrapped optimizer if it is still alive; instances store a weak reference."""
         return None
 
     def _averaging(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that averages the gradients after each call of `closure`."""
+
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
@@ -393,7 +446,7 @@ class _Distributed(Controls):
                 loss = hvd.allreduce(
                     torch.as_tensor(loss).detach(), name="accordion.loss",
                     process_set=self._options["process_set"],
-                )  # its line search must take the same turns on every rank  # fmt: skip
+                )  # the line search must take the same branches on every rank  # fmt: skip
             return loss
 
         return averaged
@@ -405,11 +458,11 @@ class _Distributed(Controls):
             self._averager.compare(step, self._averager.checksums())
 
     def __reduce__(self: Any) -> Any:
-        """Pickled and copied with its policy; the copy exchanges its own gradients."""
-        ours: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_averager")
-        ours += ("_should_synchronize", "_exchanged", "_filled", "_counted", "step")
-        ours += ("_models",)
-        attributes = {k: v for k, v in vars(self).items() if k not in ours}
+        """Pickle or copy the optimizer with its policy; the copy exchanges its own gradients."""
+        rebuilt: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_averager")
+        rebuilt += ("_should_synchronize", "_exchanged", "_accumulated", "_batch_counted", "step")
+        rebuilt += ("_models",)
+        attributes = {k: v for k, v in vars(self).items() if k not in rebuilt}
         options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}
         ranks = self._options["process_set"].ranks
         return _rebuild, (self._base, attributes, self._names, options, ranks)
@@ -424,7 +477,7 @@ def _rebuild(
 
 @contextmanager
 def _scaled_rates(groups: list[dict[str, Any]], factor: int) -> Iterator[None]:
-    """Within it, learning rates are `factor` times what they are."""
+    """Return a context in which all learning rates are multiplied by `factor`."""
     rates = [group["lr"] for group in groups]
     if factor != 1:
         for group in groups:
@@ -438,13 +491,13 @@ def _scaled_rates(groups: list[dict[str, Any]], factor: int) -> Iterator[None]:
 
 
 def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:
-    """Let `scaler.step(optimizer)` and `scaler.unscale_(optimizer)` see averaged gradients."""
-    plain = scaler.unscale_
+    """Make `scaler.unscale_(optimizer)`, which `scaler.step` calls, average the gradients first."""
+    original = scaler.unscale_
 
-    def unscale_(which: Any) -> Any:
-        if which is optimizer:
+    def unscale_(target: Any) -> Any:
+        if target is optimizer:
             optimizer.synchronize()
-            optimizer._by_scaler = True
-        return plain(which)
+            optimizer._synchronized_by_scaler = True
+        return original(target)
 
     scaler.unscale_ = unscale_

@@ -1,13 +1,12 @@
-"""Compressed optimizers for PyTorch: `OnebitAdam` and its kin, used as `torch.optim.Adam` is.
+"""Compressed optimizers for PyTorch, such as `OnebitAdam`; used like `torch.optim.Adam`.
 
 ```python
 import accordion_hvd.torch as hvd
 
 optimizer = hvd.OnebitAdam(model.parameters(), lr=1e-3)
 ```
-No `DistributedOptimizer` around it. Gradients are read in `step()`: until then they are this
-rank's own, so accumulating, clipping and unscaling them is as with any optimizer, and nothing is
-exchanged before.
+Do not wrap it in `DistributedOptimizer`. Gradients remain local until `step()`, so you can
+accumulate, clip and unscale them as with any optimizer. All communication takes place in `step()`.
 """
 
 from __future__ import annotations
@@ -33,39 +32,46 @@ from accordion_hvd.torch.reducer import Reducer
 
 
 class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
-    """An optimizer whose ranks exchange what its paper says, instead of gradients.
+    """Base class of optimizers whose ranks exchange quantities other than gradients.
+
+    Each subclass, such as `OnebitAdam`, takes these arguments.
 
     Args:
-        params: parameters, (name, parameter) pairs, or groups of either; a group may set `lr`,
-            `weight_decay` and what the optimizer's paper calls betas, eps and so on.
-        lr: the learning rate.
-        betas: decay rates of the moments; None: the paper's.
-        eps: None: the paper's.
-        weight_decay: of weights, in each step.
-        decoupled_weight_decay: whether it is taken off the weights (x <- x - lr weight_decay x,
-            as in AdamW) or added to this rank's gradients (x's share of the loss, as in Adam).
-            None: as in the optimizer's paper (the rule's `decoupled_weight_decay`). A loaded
-            `state_dict` keeps the form that it was saved with.
-        max_grad_norm: all ranks scale their gradients by one factor, so that the root mean square
-            over the ranks of their norms, which the mean gradient's does not exceed, is at most
-            this. (`torch.nn.utils.clip_grad_norm_` before `step()` clips each rank's by its own.)
-        policy: what moves it between its stages, instead of the paper's rule: `Accordion(...)`
-            without levels, or any policy over `accordion_hvd.optimizers`.
-        named_parameters: `model.named_parameters()`, for the patterns in `skip` and messages.
-        process_set: the ranks that exchange; others take steps of their own.
-        skip: patterns (as of file names) of parameters that stay in the dense stage.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
-        guard_every: steps between comparisons of the replicas, by default 100.
-        settings: the other arguments of the optimizer in `accordion_hvd.optimizers`.
+        params: parameters, (name, parameter) pairs, or groups of either. A group may set `lr`,
+            `weight_decay` and the optimizer's own settings, such as `betas` and `eps`.
+        lr: learning rate.
+        betas: decay rates of the moments. Default: the values of the optimizer's paper.
+        eps: constant that is added for numerical stability. Default: the value of the paper.
+        weight_decay: coefficient of the weight decay in each step.
+        decoupled_weight_decay: True subtracts the decay from the weights as in AdamW
+            (x <- x - lr weight_decay x); False adds weight_decay x to the local gradients as in
+            Adam. Default: as in the optimizer's paper (the rule's `decoupled_weight_decay`). A
+            loaded `state_dict` retains the form with which it was saved.
+        max_grad_norm: upper limit for the root mean square, over the ranks, of the norms of their
+            gradients. All ranks scale their gradients by the same factor. The norm of the mean
+            gradient never exceeds this root mean square. (`torch.nn.utils.clip_grad_norm_` before
+            `step()` clips the gradients of each rank by their local norm instead.)
+        policy: policy that switches between the stages of the optimizer, instead of the paper's
+            rule: `Accordion(...)` without levels, or another policy whose levels are
+            `accordion_hvd.optimizers`.
+        named_parameters: `model.named_parameters()`, for the patterns in `skip` and for messages.
+        process_set: the ranks that communicate. Other ranks take local steps.
+        skip: shell-style patterns of the names of parameters that stay in the dense stage.
+        guard: reaction to replicas that differ: "error", "warn" or "off". Default: the environment
+            variable ACCORDION_HVD_GUARD, else "error".
+        guard_every: number of steps between comparisons of the replicas. Default: the environment
+            variable ACCORDION_HVD_GUARD_EVERY, else 100.
+        settings: the other arguments of the optimizer of the same name in
+            `accordion_hvd.optimizers`.
 
     Raises:
-        ValueError: an argument is not what it must be; the sentence says which.
-        TypeError: an argument that it does not have.
+        ValueError: if an argument is invalid.
+        TypeError: if the optimizer has no such argument.
     """
 
     _rule: ClassVar[type[UpdateRule]]
     _base: Any = torch.optim.Optimizer
-    _step_supports_amp_scaling = True  # all ranks skip alike, which a GradScaler cannot see to
+    _step_supports_amp_scaling = True  # all ranks must skip the same steps; a GradScaler is local
 
     def __init__(
         self,
@@ -85,8 +91,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         guard_every: int | None = None,
         **settings: Any,
     ) -> None:
-        given = {"betas": betas, "eps": eps}
-        settings |= {name: value for name, value in given.items() if value is not None}
+        optional = {"betas": betas, "eps": eps}
+        settings |= {name: value for name, value in optional.items() if value is not None}
         self.rule = self._rule(**settings)
         if decoupled_weight_decay is None:
             decoupled_weight_decay = self.rule.decoupled_weight_decay
@@ -114,20 +120,27 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         return [x for g in groups for x in zip(g["param_names"], g["params"], strict=True)]
 
     def _make_averager(self) -> Reducer:
-        chosen = self._options
-        mine: Any = weakref.ref(self)
+        options = self._options
+        reference: Any = weakref.ref(self)
         settings = (*self.rule.group_settings, "weight_decay", "decoupled_weight_decay")
         return Reducer(
-            self._names, chosen["policy"], chosen["process_set"], lambda: mine().param_groups,
-            sparse_as_dense=True, skip=chosen["skip"], guard=chosen["guard"], settings=settings,
+            self._names, options["policy"], options["process_set"],
+            lambda: reference().param_groups, sparse_as_dense=True, skip=options["skip"],
+            guard=options["guard"], settings=settings,
         )  # fmt: skip
 
     # ---------------------------------------------------------------------------------- one step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Exchange, and take the step; all ranks, whether they have gradients or not.
+        """Communicate and take a step; collective, even for ranks without gradients.
 
-        If a gradient of some rank is not finite, no rank takes it, and nothing is forgotten.
-        Afterwards `.grad` holds the directions that were taken.
+        If a gradient of any rank is not finite, no rank takes the step, and all state remains as it
+        was. After a step, `.grad` contains the direction u of the update x <- x - lr u.
+
+        Args:
+            closure: function that computes the loss and its gradients and returns the loss.
+
+        Returns:
+            The closure's loss, or None without a closure.
         """
         loss = None
         if closure is not None:
@@ -136,26 +149,26 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         self._prepare()
         self._averager.finish()
         if self._averager.finite:
-            self._take()
-        self._forget()
+            self._apply_directions()
+        self._clear_finished()
         self._exchanged = True
         self._compare_replicas()
         return loss
 
     @torch.no_grad()
     def _prepare(self) -> None:
-        """Unscale, decay, clip: this rank's gradients as the rule wants them."""
-        scale = getattr(self, "grad_scale", None)  # a GradScaler's, while it calls
+        """Unscale the local gradients, add coupled weight decay, and clip them."""
+        scale = getattr(self, "grad_scale", None)  # set by a GradScaler during its call
         self._averager.watch([])  # layers may have been unfrozen
         for group in self.param_groups:
-            chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            for p in chosen:
+            params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+            for p in params:
                 p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
-            grads = [p.grad for p in chosen]
+            grads = [p.grad for p in params]
             if scale is not None and grads:
                 torch._foreach_mul_(grads, scale.reciprocal())  # a power of two: exact
             if group["weight_decay"] and not group["decoupled_weight_decay"]:
-                for p in chosen:
+                for p in params:
                     if not self._serving(p).decays(False):
                         p.grad.add_(p, alpha=group["weight_decay"])
         if self._max_norm is not None:
@@ -165,25 +178,26 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         return cast(UpdateRule, self._averager.serving(parameter))
 
     def _clip(self, limit: float) -> None:
+        """Scale gradients so that the root mean square of the ranks' norms is at most `limit`."""
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         grads = [grad for grad in grads if grad is not None]
         device = self.param_groups[0]["params"][0].device
         squares = torch.zeros((), device=device)
         for norm in torch._foreach_norm(grads) if grads else []:
             squares = squares + norm.to(device, torch.float32).square()
-        link = self._averager.communicator
-        mean = link.run("accordion.norm", _mean(squares.reshape(1)))
+        communicator = self._averager.communicator
+        mean = communicator.run("accordion.norm", _mean(squares.reshape(1)))
         factor = (limit / (mean[0].sqrt() + 1e-6)).clamp(max=1.0)
         if grads:
             torch._foreach_mul_(grads, factor)
 
     @torch.no_grad()
-    def _take(self) -> None:
+    def _apply_directions(self) -> None:
         for group in self.param_groups:
-            chosen = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+            params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
             lr, decay = float(group["lr"]), group["weight_decay"]
             decoupled, moved = bool(decay and group["decoupled_weight_decay"]), []
-            for p, rule in ((p, self._serving(p)) for p in chosen):
+            for p, rule in ((p, self._serving(p)) for p in params):
                 if rule.returns_weights:
                     p.copy_(p.grad)
                     continue
@@ -194,21 +208,18 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
                 torch._foreach_add_(moved, [p.grad for p in moved], alpha=-lr)
 
     def synchronize(self) -> None:
-        """Refuse: there are no averaged gradients.
-
-        Raises: RuntimeError, as there are no averaged gradients to wait for.
-        """
+        """Raise RuntimeError: a compressed optimizer has no averaged gradients to wait for."""
         raise RuntimeError(
-            f"{type(self).__name__} averages no gradients, so there is nothing to synchronize: "
-            "clip gradients after backward() (or pass max_grad_norm=), then call step()."
+            f"{type(self).__name__} averages no gradients, so there is nothing to synchronize. "
+            "Clip gradients after backward(), or pass max_grad_norm=, and then call step()."
         )
 
     # ----------------------------------------------------------------------------- parameter groups
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are exchanged from the next step on.
+        """Add a parameter group, which takes part from the next step on.
 
         Raises:
-            ValueError: a setting of the group is not what it must be.
+            ValueError: if a setting of the group is invalid.
         """
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
@@ -222,56 +233,57 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         index = len(self.param_groups) - 1
         numbered = [f"group.{index}.{i}" for i in range(len(group["params"]))]
         names = group.get("param_names", numbered)
-        fresh = list(zip(names, group["params"], strict=True))
-        validation.check_parameters(fresh)
-        self._names += fresh
-        self._averager.watch(fresh)
+        added = list(zip(names, group["params"], strict=True))
+        validation.check_parameters(added)
+        self._names += added
+        self._averager.watch(added)
 
     # ---------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and "exchange": moments, errors and stage of this rank.
+        """Return the state, with this rank's moments, residuals and stage under "exchange".
 
-        Each rank must save its own to resume exactly; where all load one rank's, errors begin
-        anew. `hvd.save_state` and `hvd.load_state` keep them on any number of ranks.
+        To resume exactly, each rank must save and load its own state. If all ranks load the state
+        of one rank, residuals are reset. `hvd.save_state` and `hvd.load_state` preserve residuals,
+        even if the number of ranks changes.
         """
-        found = torch.optim.Optimizer.state_dict(self)
+        state = torch.optim.Optimizer.state_dict(self)
         begun = self._averager.exchange.steps > 0
-        found["exchange"] = checkpoint.snapshot(self._averager.exchange) if begun else None
-        return found
+        state["exchange"] = checkpoint.snapshot(self._averager.exchange) if begun else None
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; what an older version's groups did not know is as set here.
+        """Load a `state_dict()`.
+
+        Settings that are missing from its groups, because an older version saved it, keep this
+        optimizer's values.
 
         Raises:
-            ValueError: it is that of another optimizer, or of another model.
+            ValueError: if the state belongs to another kind of optimizer or to another model.
         """
         if "exchange" not in state_dict:
             raise ValueError(
-                f"{type(self).__name__}: the state_dict has no 'exchange', so it is none of this "
-                "kind of optimizer."
+                f"{type(self).__name__}: the state_dict has no 'exchange', so another kind of "
+                "optimizer saved it."
             )
-        rest = {key: value for key, value in state_dict.items() if key != "exchange"}
-        torch.optim.Optimizer.load_state_dict(self, rest)
+        plain = {key: value for key, value in state_dict.items() if key != "exchange"}
+        torch.optim.Optimizer.load_state_dict(self, plain)
         for group in self.param_groups:
             group.update(self.defaults | group)
         self._averager.adopt(state_dict["exchange"])
 
     def doubt(self) -> None:
-        """Another rank has been given this one's state: see before the next step who has what."""
+        """Have the ranks agree before the next step on whose state each of them has loaded."""
         self._averager.doubt()
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled.
-
-        Raises: TypeError, since process sets and policies belong to one process.
-        """
+        """Raise TypeError: process sets and policies belong to one process."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; use state_dict() and "
             "load_state_dict()."
         )
 
     def __repr__(self) -> str:
-        """Return the rule, and the groups as PyTorch shows them."""
+        """Return the policy, followed by the parameter groups as PyTorch prints them."""
         return f"{self._options['policy']!r}: {torch.optim.Optimizer.__repr__(self)}"
 
 
@@ -282,7 +294,7 @@ def _mean(tensor: torch.Tensor) -> ExchangeGenerator:
 
 def _native(name: str) -> type[CompressedOptimizer]:
     rule = getattr(optimizers, name)
-    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for what all of them take."
+    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for arguments that all of them take."
     contents = {"_rule": rule, "__doc__": text, "__module__": __name__}
     return type(name, (CompressedOptimizer,), contents)
 

@@ -1,4 +1,4 @@
-"""When PyTorch's gradients leave, and where their means go: hooks, accumulation, sparse ones."""
+"""Exchange of PyTorch gradients during the backward pass: hooks, accumulation, sparse gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
 
-_listening: Any = WeakTensorKeyDictionary()  # parameter -> its hook's handle
+_hooks: Any = WeakTensorKeyDictionary()  # from parameters to the handles of their hooks
 
 
 @dataclass(slots=True)
@@ -32,9 +32,9 @@ class Watched:
     """A parameter whose gradient is exchanged.
 
     Attributes:
-        parameter: itself.
-        name: unique, and equal on all ranks.
-        delay: backward passes to come before its gradient may leave.
+        parameter: the parameter.
+        name: its name; unique, and equal on all ranks.
+        delay: number of backward passes until its gradient is exchanged.
     """
 
     parameter: torch.Tensor
@@ -43,27 +43,27 @@ class Watched:
 
 
 class Reducer(GradientAverager[Exchange]):
-    """Average the gradients of parameters over the ranks, starting while backward still runs.
+    """Average gradients over the ranks, starting while the backward pass still runs.
 
     Args:
-        named: names and parameters; names are unique and equal on all ranks.
-        policy: decides which compressor serves which tensor.
+        named: (name, parameter) pairs; names are unique and equal on all ranks.
+        policy: policy that chooses a compressor for each tensor.
         process_set: the ranks that average.
-        groups: gives the optimizer's parameter groups, for their learning rates.
-        passes: backward passes that add up to one exchange.
-        total: whether the result is the sum instead of the average.
-        sparse_as_dense: whether sparse gradients are exchanged like dense ones.
-        skip: patterns of names that travel dense.
-        guard: compares replicas now and then.
-        scaler: the GradScaler in use, so that errors are kept unscaled.
-        settings: names of the groups' settings that exchanges are told (`Info.hyper`); then
-            tensors of different groups never share one. None: exchanges are told none.
+        groups: function that returns the optimizer's parameter groups, with their learning rates.
+        passes: number of backward passes whose gradients are summed before an exchange.
+        total: whether to sum gradients instead of averaging them.
+        sparse_as_dense: whether to exchange sparse gradients as dense ones.
+        skip: shell-style patterns of the names of parameters that are exchanged uncompressed.
+        guard: comparison of the replicas.
+        scaler: the GradScaler of the training, so that residuals are stored unscaled.
+        settings: names of the group settings that exchange generators receive in `Info.hyper`;
+            tensors of different groups then never share a bucket. None: no settings.
 
     Attributes:
-        finite: whether the last exchange counted.
-        listening: whether exchanges start while backward runs; else all do in `finish`.
-        pending: whether there is a gradient that has not been exchanged.
-        finished: whether gradients are averaged, and none has come since.
+        finite: whether the gradients of the last exchange were finite on all ranks.
+        listening: whether exchanges start during the backward pass. If False, `finish` starts them.
+        pending: whether some gradient has not been exchanged yet.
+        finished: whether all gradients are averaged and no backward pass has followed.
     """
 
     framework = "torch"
@@ -88,8 +88,8 @@ class Reducer(GradientAverager[Exchange]):
         self.settings, self.listening = settings, settings is None
         self.scaler, self.groups, self.passes = scaler, groups, passes
         self._names: dict[torch.Tensor, str] = {}
-        self._watched: dict[torch.Tensor, Watched] = {}  # those that need a gradient
-        self._ready: Counter[int] = Counter()  # by batch: members that are ready
+        self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
+        self._ready: Counter[int] = Counter()  # number of ready members by bucket batch
         super().__init__(
             policy, process_set, total=total, sparse_as_dense=sparse_as_dense, skip=skip,
             guard=guard, with_settings=settings is not None,
@@ -99,48 +99,48 @@ class Reducer(GradientAverager[Exchange]):
 
     # ------------------------------------------------------------------------------- parameters
     def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Exchange the gradients of these parameters too, as soon as they need one."""
+        """Exchange the gradients of these parameters as well, as soon as they require gradients."""
         self._names |= {parameter: name for name, parameter in named}
-        self._look_for_new()
+        self._watch_unfrozen()
 
-    def _look_for_new(self) -> None:
-        """Watch parameters that need a gradient by now: layers may be unfrozen at any time."""
+    def _watch_unfrozen(self) -> None:
+        """Watch parameters that require gradients now: layers may be unfrozen at any time."""
         known = self._watched
-        fresh = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
-        for parameter, name in reversed(fresh):
+        new = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
+        for parameter, name in reversed(new):
             known[parameter] = Watched(parameter, name, self.passes * self.batches)
             self.device = parameter.device
             if self.listening and not self.idle:
-                _listen(parameter, weakref.ref(self))
-        self.extend(self._described([parameter for parameter, _ in reversed(fresh)]))
+                _add_hook(parameter, weakref.ref(self))
+        self.extend(self._tensor_infos([parameter for parameter, _ in reversed(new)]))
 
     def ranks_changed(self) -> None:
-        """Connect to the ranks that there are now, and hear of gradients if it was alone before."""
+        """Connect to the present ranks, and add hooks if this rank was the only one before."""
         self.reset()
         super().ranks_changed()
         if self.listening and not self.idle:
             for parameter in self._watched:
-                _listen(parameter, weakref.ref(self))
+                _add_hook(parameter, weakref.ref(self))
 
     def connect(self) -> Communicator:
         """Connect to the ranks of the process set over Horovod."""
         return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
-        """Return an exchange whose buffers serve again at each step."""
-        made = Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
-        made.bucket_batches.keep_buffers = True
-        return made
+        """Return an exchange that reuses its buffers in each step."""
+        exchange = Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
+        exchange.bucket_batches.keep_buffers = True
+        return exchange
 
     def tensors(self) -> dict[Any, TensorInfo]:
-        """Return the parameters that need a gradient, the last layers' first."""
-        return self._described(list(self._watched))
+        """Return the parameters that require gradients, those of the last layers first."""
+        return self._tensor_infos(list(self._watched))
 
     def replicas(self) -> dict[str, torch.Tensor]:
-        """Return all parameters, frozen ones too."""
+        """Return all parameters, including frozen ones."""
         return {name: parameter for parameter, name in self._names.items()}
 
-    def _described(self, parameters: Sequence[torch.Tensor]) -> dict[Any, TensorInfo]:
+    def _tensor_infos(self, parameters: Sequence[torch.Tensor]) -> dict[Any, TensorInfo]:
         group_of = dict.fromkeys(parameters, "")
         if self.settings is not None:
             group_of = {p: str(i) for i, group in enumerate(self.groups()) for p in group["params"]}
@@ -151,7 +151,7 @@ class Reducer(GradientAverager[Exchange]):
 
     # ---------------------------------------------------------------------------------- one step
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Autograd has added to `parameter.grad`."""
+        """Count a backward pass of `parameter`, and start its bucket batch if it is complete."""
         watched = self._watched[parameter]
         if watched.delay <= 0:
             raise AssertionError(
@@ -162,17 +162,17 @@ class Reducer(GradientAverager[Exchange]):
         self.pending, self.finished = True, False
         watched.delay -= 1
         if watched.delay == 0 and self.agreed:
-            self._count(watched)
+            self._count_ready(watched)
 
     @property
     def batches(self) -> int:
-        """Batches that add up, each of `passes` backward passes, to one exchange."""
+        """Return the number of batches, each of `passes` backward passes, per exchange."""
         return self.policy.observers.accumulated
 
     def decide(self) -> None:
-        """Before a batch is taken as the last one of an exchange: a decision may ask for more.
+        """Take a decision that is due, before the last batch of an exchange; collective.
 
-        Collective, if one is due.
+        The decision may ask for more batches before the exchange.
         """
         if self.in_flight or self.idle:
             return
@@ -184,7 +184,7 @@ class Reducer(GradientAverager[Exchange]):
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Instead of `finish`: gradients stay this rank's, averaged over accumulated batches."""
+        """Keep gradients local, averaged over accumulated batches; call it instead of `finish`."""
         if self.idle:
             return
         if self.batches > 1:
@@ -197,10 +197,10 @@ class Reducer(GradientAverager[Exchange]):
         self.reset()
 
     def finish(self) -> None:
-        """Exchange the remaining gradients, wait for everything and write the means.
+        """Exchange the remaining gradients, wait for all exchanges and write the averages.
 
         Raises:
-            RanksDisagree: at the first call, ranks were set up differently.
+            RanksDisagree: at the first call, if the ranks have different settings.
         """
         if self.idle:
             return
@@ -217,16 +217,16 @@ class Reducer(GradientAverager[Exchange]):
 
     @property
     def in_flight(self) -> bool:
-        """Return whether some gradient has left already."""
+        """Return whether the exchange of some gradient has started."""
         return self._exchange is not None and self._exchange.running is not None
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
-        """Go on from a `checkpoint.snapshot`; see `GradientAverager`."""
+        """Restore a `checkpoint.snapshot`; see `GradientAverager`."""
         self.reset()
         super().adopt(saved)
 
     def reset(self) -> None:
-        """Forget pending gradients."""
+        """Discard pending gradients and abort the exchange."""
         if self._exchange is not None:
             self._exchange.abort()
         self.pending = False
@@ -236,7 +236,7 @@ class Reducer(GradientAverager[Exchange]):
 
     def _begin(self) -> None:
         if self.exchange.running is None:
-            self._look_for_new()
+            self._watch_unfrozen()
             if self.settings is not None:
                 self.exchange.hyper = {
                     str(i): {name: group[name] for name in self.settings}
@@ -246,20 +246,20 @@ class Reducer(GradientAverager[Exchange]):
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
-        told = self.settings is not None or self.policy.observers.any("decides_ahead")
-        entries = [entry for entry in self.exchange.bucket_states if entry.bucket.compress or told]
+        for_all = self.settings is not None or self.policy.observers.any("decides_ahead")
+        entries = [s for s in self.exchange.bucket_states if s.bucket.compress or for_all]
         return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in entries}
 
-    def _count(self, watched: Watched) -> None:
-        """Count one more ready member of its batch; start the batch with its last."""
+    def _count_ready(self, watched: Watched) -> None:
+        """Count a ready member of a bucket batch; start the batch when all members are ready."""
         number = self.number.get(watched.parameter)
         if number is None or per_sample(self.policy):
-            return  # sparse gradients, and those of single contributors, come in their own time
+            return  # `finish` exchanges sparse gradients and gradients of single contributors
         if not self.in_flight:
             if self.policy.observers.any("decides_ahead"):
                 self.decide()
                 if watched.delay > 0 or self.policy.observers.any("withholds"):
-                    return  # more batches are to come, or nothing is exchanged
+                    return  # more batches follow, or models are averaged instead
             self._begin()
         plan = self.exchange.bucket_batches.plan
         batch = plan.batch_of[number]
@@ -278,8 +278,8 @@ class Reducer(GradientAverager[Exchange]):
         parameters = [
             self.keys[m] for m in self.exchange.bucket_batches.plan.batches[batch].members
         ]
-        given = _samples if per_sample(self.policy) else self._gradients
-        grad = self.exchange.bucket_batches.pack(batch, given(parameters))
+        gradients = _samples if per_sample(self.policy) else self._gradients
+        grad = self.exchange.bucket_batches.pack(batch, gradients(parameters))
         with torch.no_grad():
             if self.scaler is not None:
                 grad = grad.div_(self._scale())
@@ -301,7 +301,7 @@ class Reducer(GradientAverager[Exchange]):
         return grad.to_dense() if grad.is_sparse else grad.detach()
 
     def _scale(self) -> Any:
-        """Return the loss scale; a tensor stays one, because reading it would wait for a GPU."""
+        """Return the loss scale, as a tensor if possible: reading it would wait for the GPU."""
         lazily = getattr(self.scaler, "_get_scale_async", None)
         scale = lazily() if lazily is not None else None
         return self.scaler.get_scale() if scale is None else scale
@@ -315,16 +315,18 @@ class Reducer(GradientAverager[Exchange]):
             parameters = [self.keys[m] for m in batch.members]
             if not finite:
                 for parameter in parameters:
-                    _put(parameter, torch.full_like(parameter, float("nan")), own=True)
+                    _set_gradient(
+                        parameter, torch.full_like(parameter, float("nan")), exclusive=True
+                    )
                 continue
             means = self.exchange.bucket_batches.unpack(index)
             if self.total or self.scaler is not None:
                 means = [mean.mul_(factor) for mean in means]
-            own = not self.exchange.bucket_batches.shares(index)
-            if own or not _put_together(parameters, means):
+            exclusive = not self.exchange.bucket_batches.shares(index)
+            if exclusive or not _copy_all(parameters, means):
                 for parameter, mean in zip(parameters, means, strict=True):
-                    _put(parameter, mean, own)
-        self.exchange.results.clear()  # which else stay in memory until the next ones come
+                    _set_gradient(parameter, mean, exclusive)
+        self.exchange.results.clear()  # free the memory before the next step
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:
@@ -353,7 +355,7 @@ class Reducer(GradientAverager[Exchange]):
     def _set_up(self) -> None:
         if self.agreed:
             return
-        self._look_for_new()
+        self._watch_unfrozen()
         self.agree(f"passes={self.passes}")
         order = list(self._watched)
         if not self.sparse_as_dense and order:
@@ -361,61 +363,62 @@ class Reducer(GradientAverager[Exchange]):
             self.expect_sparse([p for p, flag in zip(order, flags, strict=True) if flag])
 
 
-def _listen(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
-    """Tell `reducer` of the parameter's gradients; an earlier reducer hears no more."""
-    if parameter in _listening:
-        _listening[parameter].remove()
-    handle = parameter.register_post_accumulate_grad_hook(lambda p: _arrived(reducer, p))
-    _listening[parameter] = handle
+def _add_hook(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
+    """Add a hook that notifies `reducer`, and remove the hook of an earlier reducer."""
+    if parameter in _hooks:
+        _hooks[parameter].remove()
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: _notify(reducer, p))
+    _hooks[parameter] = handle
 
 
-def _arrived(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
+def _notify(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
     alive = reducer()
     if alive is not None:
         alive.arrived(parameter)
 
 
 def _samples(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of single contributors, taken from `grad_sample`; zeros where a parameter has none.
+    """Take the gradients of single contributors from `grad_sample`; zeros if a parameter has none.
 
     Raises:
-        ValueError: no parameter has any, or their numbers differ.
+        ValueError: if no parameter has such gradients, or if their numbers differ.
     """
     samples = [getattr(parameter, "grad_sample", None) for parameter in parameters]
     counts = {len(sample) for sample in samples if sample is not None}
     if len(counts) != 1:
-        found = f"found were {sorted(counts)}" if counts else "there are none"
+        found = f"their numbers are {sorted(counts)}" if counts else "there are none"
         raise ValueError(
-            "gradients of single contributors are wanted in every parameter's grad_sample "
-            f"(accordion_hvd.privacy.torch.backward puts them there), equally many; {found}."
+            "the grad_sample of each parameter must contain the gradients of single contributors "
+            f"(accordion_hvd.privacy.torch.backward stores them), the same number each; {found}."
         )
     count = counts.pop()
     for parameter in parameters:
-        parameter.grad_sample = None  # type: ignore[attr-defined]  # not to be used twice
+        parameter.grad_sample = None  # type: ignore[attr-defined]  # do not use them twice
     return [
         torch.zeros((count, *p.shape), dtype=p.dtype, device=p.device) if s is None else s.detach()
         for p, s in zip(parameters, samples, strict=True)
     ]
 
 
-def _put(parameter: torch.Tensor, mean: torch.Tensor, own: bool) -> None:
-    """Make `mean` the gradient; without a copy where its memory is nobody else's."""
+def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor, exclusive: bool) -> None:
+    """Set the gradient to `mean`, without a copy if `mean` has exclusive use of its memory."""
     grad = parameter.grad
     if not parameter.requires_grad:
-        return  # frozen since: it must not move
+        return  # the parameter has been frozen and must not change
     if grad is None:
-        parameter.grad = mean if own else mean.clone()
+        parameter.grad = mean if exclusive else mean.clone()
     elif grad.is_sparse:
         parameter.grad = mean.to_sparse(grad.sparse_dim())
     elif grad.data_ptr() != mean.data_ptr():
-        if own and grad.dtype == mean.dtype and grad.is_contiguous() and mean.is_contiguous():
+        same_layout = grad.is_contiguous() and mean.is_contiguous()
+        if exclusive and grad.dtype == mean.dtype and same_layout:
             grad.set_(mean)
         else:
             grad.copy_(mean)
 
 
-def _put_together(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> bool:
-    """Copy all `means` into gradients in one call; False where that cannot be."""
+def _copy_all(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> bool:
+    """Copy all `means` into the gradients in one call; return False if that is not possible."""
     grads = [parameter.grad for parameter in parameters]
     for parameter, grad, mean in zip(parameters, grads, means, strict=True):
         if grad is None or grad.is_sparse or grad.dtype != mean.dtype:

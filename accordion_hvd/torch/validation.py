@@ -1,4 +1,4 @@
-"""Refusals of unsupported uses of `DistributedOptimizer`, before anything is sent."""
+"""Checks of the arguments of `DistributedOptimizer` that need PyTorch's types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accordion_hvd.validate import OWNER, Use, growth_of, method_of
 
 
 def check_groups(groups: Any) -> None:
-    """Raise ValueError for a list of groups whose members are not parameters, once each."""
+    """Raise ValueError if groups contain other objects than tensors, or a tensor twice."""
     members = [p for group in groups for p in group] if isinstance(groups, list) else []
     if not all(isinstance(p, torch.Tensor) for p in members):
         raise ValueError("groups must consist of torch.Tensor.")
@@ -25,10 +25,11 @@ def check_groups(groups: Any) -> None:
 
 
 def check_names(param_groups: list[dict[str, Any]], named: Any) -> list[tuple[str, Any]]:
-    """Names and parameters, one each.
+    """Return (name, parameter) pairs, one for each parameter.
 
     Raises:
-        ValueError: no tuples, a name twice, or a parameter without a name.
+        ValueError: if `named` contains other objects than tuples, a name is used twice, or a
+            parameter has no name.
     """
     if named is None:
         return [
@@ -42,26 +43,26 @@ def check_names(param_groups: list[dict[str, Any]], named: Any) -> list[tuple[st
             "named_parameters should be a sequence of tuples (name, parameter), usually produced "
             "by model.named_parameters()."
         )
-    twice = sorted(name for name, count in Counter(n for n, _ in named).items() if count > 1)
-    if twice:
+    duplicates = sorted(name for name, count in Counter(n for n, _ in named).items() if count > 1)
+    if duplicates:
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
-            + ", ".join(twice)
+            + ", ".join(duplicates)
         )
     names = {parameter: name for name, parameter in reversed(named)}
-    mine = [p for group in param_groups for p in group["params"]]
-    missing = [tuple(p.shape) for p in mine if p not in names]
+    params = [p for group in param_groups for p in group["params"]]
+    missing = [tuple(p.shape) for p in params if p not in names]
     if missing:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named: "
-            f"{len(missing)} of {len(mine)}, with shapes {missing[:5]}."
+            f"{len(missing)} of {len(params)}, with shapes {missing[:5]}."
         )
-    kept = set(mine)
-    return [(name, p) for p, name in reversed(names.items()) if p in kept]
+    known = set(params)
+    return [(name, p) for p, name in reversed(names.items()) if p in known]
 
 
 def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
-    """Raise ValueError for parameters that are only a part of themselves."""
+    """Raise ValueError for sharded parameters, and for complex or sparse ones."""
     for name, parameter in named:
         kind = type(parameter).__name__
         inner = type(getattr(parameter, "data", None)).__name__
@@ -72,10 +73,10 @@ def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
         ):
             raise ValueError(
                 f"{OWNER}: parameter {name!r} is sharded ({kind}: FSDP or DTensor). Its framework "
-                "exchanges gradients itself; accordion_hvd needs whole tensors on every rank."
+                "exchanges gradients itself; accordion_hvd needs full tensors on every rank."
             )
         if not (parameter.is_floating_point() or parameter.is_complex()):
-            continue  # frozen for ever, as quantised weights are
+            continue  # it never has a gradient, as quantized weights
         if not (parameter.is_floating_point() and parameter.layout == torch.strided):
             raise ValueError(
                 f"{OWNER}: parameter {name!r} is a {parameter.dtype} tensor of layout "
@@ -83,14 +84,14 @@ def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-_OF_OWN_RULES = {"betas", "eps", "rho", "alpha", "etas", "lambd", "max_iter", "lr_decay"}
-"""Settings of optimizers that do more than to take lr times what they are given."""
+_MORE_THAN_SGD = {"betas", "eps", "rho", "alpha", "etas", "lambd", "max_iter", "lr_decay"}
+"""Settings by which optimizers are recognized whose step is not lr times the gradient."""
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step adds nothing to lr times the gradient: SGD without momentum."""
+    """Return whether a step is lr times the gradient: SGD without momentum."""
     groups = optimizer.param_groups
-    return not any(g.get("momentum") or not _OF_OWN_RULES.isdisjoint(g) for g in groups)
+    return not any(g.get("momentum") or not _MORE_THAN_SGD.isdisjoint(g) for g in groups)
 
 
 def use_of(
@@ -100,7 +101,7 @@ def use_of(
     skip: Sequence[str],
     passes: int,
 ) -> Use:
-    """Return what `validate` must know of an optimizer and its job."""
+    """Return the facts about an optimizer and its job that `validate` checks."""
     return Use(
         module="accordion_hvd.torch",
         ranks=hvd.size(),
@@ -115,24 +116,24 @@ def use_of(
 
 
 def check_optimizer(serving: Serving, optimizer: torch.optim.Optimizer, scaled: bool) -> None:
-    """Check what `validate` cannot know: closures that run again, and gradient scaling.
+    """Check what `validate` cannot: closures that run several times, and gradient scaling.
 
     Args:
         serving: the policy or the averaging method.
-        optimizer: the wrapped optimizer.
-        scaled: whether a `GradScaler` was given.
+        optimizer: the optimizer to be wrapped.
+        scaled: whether a `GradScaler` was passed.
 
     Raises:
-        ValueError: it does not suit `serving`.
+        ValueError: if the optimizer or the scaler does not suit `serving`.
     """
     growth, method = growth_of(serving), method_of(serving)
-    ahead = isinstance(serving, Policy) and serving.observers.any("decides_ahead")
-    if ahead and isinstance(optimizer, torch.optim.LBFGS):
-        allowed = "one that looks at each batch once, where Accordion decides for the whole model"
+    decides_ahead = isinstance(serving, Policy) and serving.observers.any("decides_ahead")
+    if decides_ahead and isinstance(optimizer, torch.optim.LBFGS):
+        allowed = "one that evaluates each batch once if Accordion decides for the full model"
         check.refuse(OWNER, "optimizer", "LBFGS", allowed)
     if scaled and growth is not None:
-        allowed = f"left out with batch_size={growth.sizes}: it unscales gradients that have "
-        check.refuse(OWNER, "grad_scaler", "given", allowed + "yet to be added to; use bfloat16")
+        allowed = f"left out with batch_size={growth.sizes}: it would unscale gradients before "
+        check.refuse(OWNER, "grad_scaler", "given", allowed + "they are complete; use bfloat16")
     if scaled and method is not None:
-        allowed = f"left out with {method!r}: each rank skips its own steps"
+        allowed = f"left out with {method!r}: each rank skips steps locally"
         check.refuse(OWNER, "grad_scaler", "given", allowed)

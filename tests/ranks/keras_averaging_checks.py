@@ -422,7 +422,7 @@ def check_what_is_refused() -> None:
         raises(ValueError, word, make)
     optimizer = wrapped(LocalSGD())()
     raises(RuntimeError, "no variables are known", optimizer.average_now)
-    raises(ValueError, "distributed already", wrapped(LocalSGD(), optimizer))
+    raises(ValueError, "already distributed", wrapped(LocalSGD(), optimizer))
     raises(
         AttributeError, "optimizer.averaging", lambda: optimizer._averager and optimizer.exchange
     )

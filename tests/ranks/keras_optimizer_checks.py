@@ -246,7 +246,7 @@ def check_refusals() -> None:
     raises(ValueError, "only one stage", lambda: made("Adam", policy=Accordion()))
     raises(ValueError, "Birder is an optimizer", lambda: hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), compression=optimizers.Birder()))  # fmt: skip
-    raises(ValueError, "distributed already", lambda: hvd.DistributedOptimizer(made("Adam")))
+    raises(ValueError, "already distributed", lambda: hvd.DistributedOptimizer(made("Adam")))
 
 
 if __name__ == "__main__":

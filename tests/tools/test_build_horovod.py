@@ -140,7 +140,7 @@ def test_a_wheel_without_a_framework_is_not_good(tmp_path):
 
 def test_keeping_a_wheel_leaves_nothing_else(tmp_path):
     wheel = write_wheel(tmp_path / "built" / "horovod-0.28.1-any.whl")
-    kept = bh._keep(wheel, tmp_path / "cache")
+    kept = bh._store(wheel, tmp_path / "cache")
     assert kept.read_bytes() == wheel.read_bytes()
     assert list((tmp_path / "cache").iterdir()) == [kept]
 
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_part_of_a_wheel(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "copyfileobj", fill)
     with pytest.raises(bh.BuildError, match="No space left on device"):
-        bh._keep(wheel, tmp_path / "cache")
+        bh._store(wheel, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 

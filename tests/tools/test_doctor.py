@@ -214,11 +214,11 @@ def test_a_launch_that_fails_says_so():
 @pytest.mark.parametrize(
     ("system", "tunables", "glibc", "words"),
     [
-        ("[always] madvise never", "", "2.36", "come in huge pages"),
-        ("always [madvise] never", "a=1:glibc.malloc.hugetlb=1", "2.36", "come in huge pages"),
+        ("[always] madvise never", "", "2.36", "use huge pages"),
+        ("always [madvise] never", "a=1:glibc.malloc.hugetlb=1", "2.36", "use huge pages"),
         ("always [madvise] never", None, "2.36", "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1"),
-        ("always [madvise] never", None, "2.34", "come in small pages"),
-        ("always madvise [never]", None, "2.36", "come in small pages"),
+        ("always [madvise] never", None, "2.34", "use small pages"),
+        ("always madvise [never]", None, "2.36", "use small pages"),
     ],
 )
 def test_huge_pages_are_advised_where_they_can_be_had(

@@ -1,4 +1,4 @@
-"""Stands in for `horovod.tensorflow.keras`, on Keras 3.
+"""Drop-in replacement for `horovod.tensorflow.keras`, for Keras 3.
 
 ```python
 import accordion_hvd.tensorflow.keras as hvd
@@ -43,7 +43,7 @@ __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | 
 
 
 def __getattr__(name: str) -> Any:
-    """Return other names from Horovod."""
+    """Return any other name from `horovod.tensorflow.keras`."""
     return getattr(_horovod, name)
 
 

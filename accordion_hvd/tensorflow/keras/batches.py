@@ -1,4 +1,4 @@
-"""Batches that grow, for `fit`."""
+"""A dataset whose batches grow with `Accordion(batch_size=...)`, for `fit`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from accordion_hvd.tensorflow.keras.optimizer import is_distributed
 
 
 class AccordionDataset(keras.utils.PyDataset):
-    """A rank's examples, in batches as large as `Accordion(batch_size=...)` says, for `fit`.
+    """Dataset of a rank's examples with the batch sizes that `Accordion(batch_size=...)` chooses.
 
     ```python
     model.fit(AccordionDataset((x, y), optimizer), callbacks=[...])
     ```
-    Each batch is a step then, and nothing is accumulated. Sizes change between epochs only: when
-    one begins, the decision that is due is taken. The optimizer's `iterations` go on to count small
-    batches, so that schedules keep their pace. `fit` shuffles batches unless told not to.
+    With this dataset, each batch is one step and no gradients are accumulated. The batch size
+    changes only between epochs: at the beginning of an epoch, the policy takes a decision that is
+    due. The optimizer's `iterations` still count small batches, so that learning rate schedules do
+    not change. `fit` also shuffles the order of the batches by default.
 
     Args:
-        arrays: this rank's inputs and targets (and sample weights), equally many on all ranks.
-        optimizer: what `DistributedOptimizer` returned.
-        shuffle: whether examples have another order in each epoch.
-        seed: of these orders, which differ between ranks.
-        drop_last: leave out what does not fill a batch; else the last batch of an epoch is smaller
-            and counts like the others.
+        arrays: this rank's inputs and targets, and optionally sample weights; the same number of
+            examples on all ranks.
+        optimizer: the result of `DistributedOptimizer`.
+        shuffle: whether to shuffle the examples at the beginning of each epoch.
+        seed: seed of the shuffling; ranks shuffle differently.
+        drop_last: whether to drop the last, incomplete batch of an epoch. If False, the last batch
+            is smaller and counts like the others.
 
     Raises:
-        ValueError: the optimizer's policy has no say in batch sizes, or arrays differ in length.
+        ValueError: if the optimizer's policy does not choose batch sizes, or the arrays have
+            different lengths.
     """
 
     def __init__(
@@ -62,41 +65,41 @@ class AccordionDataset(keras.utils.PyDataset):
 
     @property
     def batch_size(self) -> int:
-        """Examples of this rank in a batch, now."""
+        """Return the present number of examples per batch on this rank."""
         ranks = self.optimizer.process_set.size()
         return self._growth.share(ranks) * self._growth.micro_batches
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch, at the present size."""
+        """Return the number of batches per epoch at the present batch size."""
         count, size = len(self._order), self.batch_size
         return count // size if self.drop_last else -(-count // size)
 
     def __len__(self) -> int:
-        """Batches in an epoch, at the present size."""
+        """Return the number of batches per epoch at the present batch size."""
         return self.num_batches
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        """Return a batch."""
+        """Return the batch with this index."""
         size = self.batch_size
         chosen = self._order[index * size : (index + 1) * size]
         return tuple(array[chosen] for array in self.arrays)
 
     def on_epoch_begin(self) -> None:
-        """Take the decision that is due; shuffle."""
+        """Take a decision that is due, and shuffle the examples."""
         self.optimizer.resize()
-        _tell_keras(self.num_batches)
+        _update_fit(self.num_batches)
         if self.shuffle:
             rng = np.random.default_rng([self.seed, hvd.rank(), self._epoch])
             self._order = rng.permutation(len(self._order))
         self._epoch += 1
 
 
-def _tell_keras(count: int) -> None:
-    """Let the `fit` that calls know how many batches this epoch has.
+def _update_fit(count: int) -> None:
+    """Set the number of batches per epoch in the `fit` that calls this function.
 
-    It asks when it begins and never again; an epoch with fewer of them would end by running out,
-    in the middle of a step.
+    `fit` reads the number only once, when it begins. A later epoch with fewer batches would end in
+    the middle of a step, because the dataset is exhausted.
     """
     frame: Any = sys._getframe(2)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks, on Keras 3."""
+"""Horovod's Keras callbacks, for Keras 3."""
 
 from __future__ import annotations
 
@@ -17,28 +17,34 @@ from accordion_hvd.tensorflow.variables import key_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Give every rank the weights and the optimizer state of `root_rank`, once, before training.
+    """Broadcast weights and optimizer state from `root_rank` to all ranks once, before training.
 
-    With our distributed optimizers it also does what `fit` alone cannot: it turns XLA off
-    (Horovod's operations cannot be compiled), ends `Accordion`'s windows with the epochs, lets
-    decisions be taken between batches, has the train function made anew when levels have changed,
-    compares the replicas, and stops training when a privacy budget has no room for another step.
+    With a distributed optimizer of this package, the callback also connects `fit` to the policy:
 
-    Where an optimizer averages models (`WAGMA` and its like), it makes them equal before each
-    validation within `fit` and at the end of each epoch, before callbacks that follow it: put it
-    before those that save or judge models. For methods with a period, let epochs be a multiple of
-    it, where that matters (`DiLoCo`'s outer steps begin from such an average).
+    - It turns off XLA, which cannot compile Horovod's operations.
+    - It ends the policy's windows at the ends of epochs, unless the policy has a fixed window.
+    - It has decisions taken between batches, and retraces the train function after a change of
+      levels.
+    - It compares the replicas.
+    - It stops training when the privacy budget does not suffice for another step.
+
+    If the optimizer averages models (`WAGMA`, for example), the callback makes all models equal
+    before each validation in `fit` and at the end of each epoch. Callbacks that save or evaluate
+    models must follow it in the list of callbacks. If the method has a period (`DiLoCo`, whose
+    outer steps start from the average), the number of steps per epoch should be a multiple of it.
 
     Args:
-        root_rank: the rank whose values are taken.
-        device: accepted for compatibility.
+        root_rank: the rank that sends its values.
+        device: accepted for compatibility with Horovod; not used.
         local_variables: variables that are not broadcast.
-        average: what becomes equal then: "all", the statistics of batch normalisation and their
-            like included; "trainable" variables only; or "nothing", where you call
-            `optimizer.average_now(model)` when it suits you.
+        average: variables that are averaged before validation and at the end of an epoch: "all"
+            includes the statistics of batch normalization and other floating-point state of layers;
+            "trainable" means only trainable variables; "nothing" leaves the calls of
+            `optimizer.average_now(model)` to you.
 
     Raises:
-        ValueError: an argument is not what it may be.
+        ValueError: if `average` is none of these, or if a local variable is not a `tf.Variable` or
+            `keras.Variable`.
     """
 
     def __init__(
@@ -54,9 +60,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank, self.device, self.average = root_rank, device, average
         self.broadcast_done = False
         self._fitting = False
-        self._averaged: int | None = None  # the step after which models were made equal
+        self._averaged: int | None = None  # the step after which models were averaged
         self._local: set[int] = set()
-        self._traced: int | None = None  # the version of the exchange in the train function
+        self._traced: int | None = None  # version of the exchange in the train function
         if local_variables is not None and not isinstance(local_variables, (list, tuple, set)):
             local_variables = [local_variables]
         for variable in local_variables or []:
@@ -69,7 +75,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(key_of(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if the model is built; take charge of the train function."""
+        """Broadcast if the model is built, and start to manage the train function."""
         self._fitting, self._averaged = True, None
         averager = self._averager()
         if is_distributed(self.model.optimizer) and self.model.jit_compile:
@@ -77,17 +83,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.make_train_function()
         if averager is not None:
             averager.managed = not self.model.run_eagerly and not averager.idle
-            self._take_up(averager)
+            self._reuse_train_function(averager)
             if self._ends_windows():
                 averager.policy.end_window()
         optimizer = self.model.optimizer
         if averages_models(optimizer) and self.model.built and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)  # models must be equal before a step
+            optimizer.build(self.model.trainable_variables)  # so that the broadcast precedes a step
         if self.model.built and optimizer.built:
             self._broadcast()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Take decisions that are due; make the train function anew if levels have changed."""
+        """Take decisions that are due, and retrace the train function if levels have changed."""
         averager = self._averager()
         if averager is None or averager.idle or averager._exchange is None:
             return
@@ -95,20 +101,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         averager.discover()
         exchange = averager.exchange
         exchange.catch_up(float(self.model.optimizer.learning_rate))
-        self.model.optimizer._follow()
+        self.model.optimizer._update_batch_count()
         if averager.managed and self._traced not in (None, exchange.version):
             self.model.make_train_function(force=True)
         self._traced = exchange.version
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if the model was not built before; stop while a privacy budget holds."""
+        """Broadcast if the model was not built before; stop when the privacy budget is spent."""
         self._broadcast()
         averager = self._averager()
         if averager is not None and not averager.policy.affords():
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End a window; average models that are averaged."""
+        """Average models if the optimizer averages models, and end a window of the policy."""
         self._average()
         averager = self._averager()
         if averager is not None and not averager.idle and self._ends_windows():
@@ -116,7 +122,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             averager.policy.end_window()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Models that are averaged become equal, within `fit`."""
+        """Average models before a validation in `fit`, if the optimizer averages models."""
         if self._fitting:
             self._average()
 
@@ -126,12 +132,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             is_distributed(optimizer) and optimizer.averaging_models
         ):
             return
-        if self._averaged != optimizer.averaging.steps:  # else it was for a validation
+        if self._averaged != optimizer.averaging.steps:  # else a validation has averaged already
             optimizer.average_now(self.model if self.average == "all" else None)
             self._averaged = optimizer.averaging.steps
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the replicas once more; a train function with frozen levels is not kept."""
+        """Compare the replicas again, and remove a train function with frozen levels."""
         self._fitting = False
         averager = self._averager()
         if averager is None or averager.idle or averager._exchange is None:
@@ -140,23 +146,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         averager.check()
         averager.managed = False
         if averager.exchange.switching:
-            averager.kept = (*self._stamp(self._traced), self.model.train_function)
+            averager.train_function = (*self._stamp(self._traced), self.model.train_function)
             self.model.train_function, self._traced = None, None
 
-    def _take_up(self, averager: Any) -> None:
-        """Train on with the function of the last `fit`, if nothing has changed since."""
-        *stamp, function = averager.kept or (None,)
-        averager.kept = None
+    def _reuse_train_function(self, averager: Any) -> None:
+        """Reuse the train function of the previous `fit` if nothing has changed since."""
+        *stamp, function = averager.train_function or (None,)
+        averager.train_function = None
         if function is None or not averager.managed:
             return
-        now = self._stamp(averager.exchange.version)
-        if all(old is new or old == new for old, new in zip(stamp, now, strict=True)):
+        current = self._stamp(averager.exchange.version)
+        if all(old is new or old == new for old, new in zip(stamp, current, strict=True)):
             self.model.train_function, self._traced = function, averager.exchange.version
 
     def _stamp(self, version: int | None) -> tuple[Any, ...]:
-        """Return a train function's settings: levels, arguments of `compile`."""
-        told = ("_compile_loss", "_compile_metrics")
-        return version, *(getattr(self.model, name, None) for name in told)
+        """Return the settings on which a train function depends: levels, arguments of `compile`."""
+        names = ("_compile_loss", "_compile_metrics")
+        return version, *(getattr(self.model, name, None) for name in names)
 
     def _catch_up(self, averager: Any) -> None:
         if averager._exchange is not None and averager.agreed:
@@ -164,30 +170,31 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _averager(self) -> Any:
         optimizer = self.model.optimizer
-        ours = is_distributed(optimizer) and not averages_models(optimizer)
-        return optimizer._averager if ours else None
+        averages_gradients = is_distributed(optimizer) and not averages_models(optimizer)
+        return optimizer._averager if averages_gradients else None
 
     def _ends_windows(self) -> bool:
-        """Return whether the callback must end the policy's windows, because the user does not."""
+        """Return whether the callback must end windows, because the policy has no fixed one."""
         return getattr(self._averager().policy, "window", "fixed") is None
 
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        # Not the seeds of dropout: ranks that drop the same units learn less from each batch.
+        # Seeds of dropout are excluded: ranks should drop different units.
         variables = [*self.model.weights, *self.model.optimizer.variables]
-        wanted = [v for v in variables if key_of(v) not in self._local]
-        broadcast_variables(wanted, self.root_rank)
+        broadcast = [v for v in variables if key_of(v) not in self._local]
+        broadcast_variables(broadcast, self.root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average all metrics over the ranks at the end of each epoch, before other callbacks see them.
+    """Average all metrics over the ranks at the end of each epoch.
 
-    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and the like.
+    Callbacks that use metrics, such as ReduceLROnPlateau, EarlyStopping and ModelCheckpoint, must
+    follow it in the list of callbacks.
 
     Args:
-        device: accepted for compatibility.
+        device: accepted for compatibility with Horovod; not used.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -199,8 +206,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         names = sorted(logs or {})
         if not names or hvd.size() == 1:
             return
-        mine = tf.constant([float(logs[name]) for name in names], tf.float64)
-        for name, value in zip(names, hvd.allreduce(mine, op=hvd.Average).numpy(), strict=True):
+        local = tf.constant([float(logs[name]) for name in names], tf.float64)
+        for name, value in zip(names, hvd.allreduce(local, op=hvd.Average).numpy(), strict=True):
             logs[name] = float(value)
 
 
@@ -208,18 +215,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Set the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` to `end_epoch`.
 
     Args:
-        initial_lr: the learning rate that is multiplied.
-        multiplier: a function of the epoch, or a number: then the learning rate is multiplied by
-            it in each epoch.
-        start_epoch: the first epoch concerned.
-        end_epoch: the first epoch no longer concerned; None for all.
-        staircase: at the beginning of each epoch; else of each batch, with a fractional epoch.
-        momentum_correction: scale velocities along with the learning rate that they contain, for
-            optimizers with `momentum`.
-        steps_per_epoch: batches in an epoch; found out by itself if the number is known.
+        initial_lr: learning rate that is multiplied.
+        multiplier: function of the epoch; or a number m, which means the function
+            m^(epoch - start_epoch).
+        start_epoch: first epoch in which the schedule applies.
+        end_epoch: first epoch in which the schedule no longer applies. None: it applies to the end.
+        staircase: whether to set the learning rate at the beginning of each epoch. If False, it is
+            set before each batch, with a fractional epoch.
+        momentum_correction: whether to scale velocities together with the learning rate that they
+            contain, for optimizers with `momentum`.
+        steps_per_epoch: number of batches per epoch. Default: the number that `fit` reports.
 
     Raises:
-        ValueError: `initial_lr` is None.
+        ValueError: if `initial_lr` is None.
     """
 
     def __init__(
@@ -246,7 +254,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: factor ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many batches an epoch has, where that matters."""
+        """Determine the number of batches per epoch if the schedule needs it."""
         if self.staircase or self.steps_per_epoch:
             return
         self.steps_per_epoch = (self.params or {}).get("steps")
@@ -257,14 +265,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember the epoch."""
+        """Store the epoch, and set the learning rate if `staircase` is True."""
         self.current_epoch = epoch
-        if self.staircase and self._concerned():
+        if self.staircase and self._applies():
             self._adjust(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Adjust the learning rate, unless that is done by epochs."""
-        if not self.staircase and self._concerned():
+        """Set the learning rate if `staircase` is False."""
+        if not self.staircase and self._applies():
             assert self.steps_per_epoch is not None
             self._adjust(self.current_epoch + float(batch) / self.steps_per_epoch)
 
@@ -273,36 +281,36 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
-    def _concerned(self) -> bool:
+    def _applies(self) -> bool:
         ended = self.end_epoch is not None and self.current_epoch >= self.end_epoch
         return self.current_epoch >= self.start_epoch and not ended
 
     def _adjust(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        before = float(optimizer.learning_rate)
-        now = self.initial_lr * self.multiplier(epoch)
-        optimizer.learning_rate = now
+        old = float(optimizer.learning_rate)
+        new = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if not (self.momentum_correction and getattr(inner, "momentum", None) and before):
+        if not (self.momentum_correction and getattr(inner, "momentum", None) and old):
             return
-        # Keras' momentum is a constant in the graph; to scale it for one step, as Horovod does, is
-        # to scale the velocities once.
+        # Horovod scales the momentum for one step. In Keras, momentum is a constant of the graph,
+        # so this code scales the velocities once, which is equivalent.
         velocities = getattr(inner, "momentums", None) or getattr(inner, "_momentums", None) or []
         for velocity in velocities:
-            velocity.assign(velocity * (now / before))
+            velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate from `initial_lr / size` to `initial_lr`, batch by batch.
 
-    Goyal et al., "Accurate, Large Minibatch SGD", 2017.
+    See Goyal et al., "Accurate, Large Minibatch SGD", 2017.
 
     Args:
-        initial_lr: the learning rate to arrive at.
-        warmup_epochs: epochs until then.
+        initial_lr: learning rate at the end of the warm-up.
+        warmup_epochs: number of epochs of the warm-up.
         momentum_correction: see `LearningRateScheduleCallback`.
-        steps_per_epoch: likewise.
-        verbose: 1 to say when it is done.
+        steps_per_epoch: see `LearningRateScheduleCallback`.
+        verbose: 1 to print a message at the end of the warm-up.
     """
 
     def __init__(
@@ -315,7 +323,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            epoch += 1.0 / self.steps_per_epoch  # so that epochs end on round numbers
+            epoch += 1.0 / self.steps_per_epoch  # so that an epoch ends at an integer
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(  # fmt: skip
@@ -330,7 +338,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log the learning rate; say when the warm-up is over."""
+        """Log the learning rate, and print a message at the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         last = self.end_epoch is not None and epoch == self.end_epoch - 1
         if last and self.verbose > 0 and hvd.rank() == 0:
@@ -339,13 +347,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """A `ModelCheckpoint` that keeps the best model; set its `filepath` before training.
+    """`ModelCheckpoint` that saves only the best model; set its `filepath` before training.
 
     Args:
-        monitor: the metric by which models are compared.
-        verbose: 1 to say when a model is saved.
-        save_weights_only: save no more than the weights.
-        mode: "min", "max" or "auto".
+        monitor: metric by which models are compared.
+        verbose: 1 to print a message when a model is saved.
+        save_weights_only: whether to save only the weights.
+        mode: whether the metric is minimized or maximized: "min", "max" or "auto".
         save_freq: see `keras.callbacks.ModelCheckpoint`.
     """
 

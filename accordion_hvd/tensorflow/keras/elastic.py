@@ -1,4 +1,4 @@
-"""Stands in for `horovod.tensorflow.keras.elastic`, on Keras 3."""
+"""Drop-in replacement for `horovod.tensorflow.keras.elastic`, for Keras 3."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from accordion_hvd.tensorflow.elastic import TensorFlowKerasState
 
 
 class KerasState(TensorFlowKerasState):
-    """A Keras model and its optimizer; see `TensorFlowKerasState`."""
+    """State of a Keras model and its optimizer; see `TensorFlowKerasState`."""
 
 
 __all__ = sorted({*_horovod.__all__, "KerasState", "TensorFlowKerasState"})
 
 
 def __getattr__(name: str) -> Any:
-    """Return other names from Horovod."""
+    """Return any other name from `horovod.tensorflow.keras.elastic`."""
     return getattr(_horovod, name)

@@ -48,49 +48,81 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard: str | None = None,
     guard_every: int | None = None,
 ) -> Any:
-    """Average `optimizer`'s gradients over the ranks before each step; Horovod's signature.
+    """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
-    The result is of a subclass of the optimizer's class and has its name, so that models saved
-    with it are loaded without Horovod. It has the state of `optimizer`, if that was built.
+    The signature is Horovod's, with a few more keyword arguments. The result works in `fit` and in
+    custom training loops.
+
+    ```python
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        compression=Accordion(low=PowerSGD(4), high=PowerSGD(1)),
+    )
+    model.compile(optimizer, loss="mse")
+    model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    ```
 
     Args:
-        optimizer: what takes the steps.
-        name: accepted for compatibility.
-        device_dense: accepted for compatibility; gradients stay where they are.
-        device_sparse: accepted for compatibility.
-        compression: a compressor such as `TopK(0.01)`, a policy such as `Accordion(low=, high=)`,
-            a class of either, a word such as "topk:0.01", a method that averages models
-            (`WAGMA(8)`; see docs/averaging.md), or Horovod's own `hvd.Compression`.
-        sparse_as_dense: exchange `tf.IndexedSlices` like dense gradients; otherwise they are
-            gathered, beside any compression.
-        gradient_predivide_factor: accepted; an average is an average whatever it is divided by
-            before, and overflow is no concern of fp32.
-        op: hvd.Average or hvd.Sum.
-        backward_passes_per_step: steps whose gradients are added up locally before an exchange.
-        average_aggregated_gradients: divide what was added up by `backward_passes_per_step`.
-        num_groups: accepted; what travels together is decided by sizes.
-        groups: accepted, like num_groups.
-        process_set: the ranks that average; others take plain steps.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
-        skip: patterns (as of file names) of variables that travel uncompressed.
-        guard: what to do when replicas differ: "error", "warn" (once) or "off". None: "warn" with
-            Horovod's own compression, else "error", unless ACCORDION_HVD_GUARD says otherwise.
-        guard_every: steps between comparisons of the replicas, by default 100.
+        optimizer: any Keras 3 optimizer.
+        name: accepted for compatibility with Horovod; not used.
+        device_dense: accepted for compatibility with Horovod; gradients stay on their devices.
+        device_sparse: accepted for compatibility with Horovod; not used.
+        compression: how gradients are compressed. One of
+
+            - a compressor, such as `TopK(0.01)`;
+            - a policy that switches between compressors, such as
+              `Accordion(low=PowerSGD(4), high=PowerSGD(1))`;
+            - a method that averages models instead of gradients, such as `WAGMA(8)` (see
+              docs/averaging.md);
+            - a spec string for one of these, such as `"topk:0.01"`;
+            - one of Horovod's compression objects, such as `hvd.Compression.fp16`.
+
+            Default: the spec string in the environment variable ACCORDION_HVD_COMPRESSION, or no
+            compression if the variable is not set.
+        sparse_as_dense: whether to convert `tf.IndexedSlices` to dense gradients and compress them.
+            If False, they are gathered from all ranks without compression.
+        gradient_predivide_factor: accepted for compatibility with Horovod; has no effect. Values
+            other than 1 require `op=hvd.Average`.
+        op: `hvd.Average` or `hvd.Sum`.
+        backward_passes_per_step: number of calls of `apply` whose gradients are summed locally
+            before each exchange.
+        average_aggregated_gradients: whether to divide these sums by `backward_passes_per_step`.
+        num_groups: deprecated by Horovod in favor of `groups`; has no effect.
+        groups: accepted for compatibility with Horovod; has no effect, because tensors are grouped
+            by their shapes.
+        process_set: the ranks that average their gradients. Other ranks take steps with their
+            local gradients.
+        scale_local_gradients: whether to divide the gradients of local variables (see
+            `register_local_var`) by the number of ranks.
+        skip: shell-style patterns (such as `"*/bias"`) of the paths of variables whose gradients
+            are exchanged uncompressed.
+        guard: reaction to replicas that differ between ranks: `"error"` raises `ReplicasDiffer`,
+            `"warn"` warns once, `"off"` disables the comparison. Default: the environment variable
+            ACCORDION_HVD_GUARD if set, else `"warn"` with Horovod's own compression and `"error"`
+            with the compression of this package.
+        guard_every: number of steps between comparisons of the replicas; steps 1, 2 and 10 are
+            always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
 
     Returns:
-        The wrapped optimizer; `exchange.stats()` has bytes, `end_window()` ends a window of
-        `Accordion`'s (in `fit`, the BroadcastGlobalVariablesCallback does). Where models are
-        averaged, it has `average_now(model)`, `averaging.stats()` and `close()` instead; where
-        they are at times (`Accordion(high=WAGMA())`), `average_now(model)` and `averaging` besides.
+        An optimizer of a subclass of `type(optimizer)` with the same name, so that Keras loads
+        saved models without Horovod. If `optimizer` was built, the result has its state.
+        `exchange.stats()` returns the bytes of all exchanges, and `end_window()` ends a window (an
+        epoch) of the policy; in `fit`, BroadcastGlobalVariablesCallback calls it for policies
+        without a fixed window. If models are averaged, always or at times, `average_now(model)`
+        makes all models equal, and `averaging.stats()` describes the averaging. With a method that
+        always averages models, the result has `close()`, and no `exchange`.
 
     Raises:
-        ValueError: an argument is not what it must be; the sentence says which.
-        TypeError: `compression` or `optimizer` is nothing known.
+        ValueError: if an argument is invalid, does not suit the optimizer, or if the optimizer is
+            already distributed.
+        TypeError: if `compression` is none of the above or `optimizer` is not a Keras 3 optimizer.
+        RuntimeError: within a `tf.distribute` strategy, or if `compression` needs wait-avoiding
+            averaging and this job cannot provide it.
     """
     check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     if op == hvd.Adasum:
         check_adasum(compression)
-        raise ValueError("op == Adasum is not supported with Keras; use op=hvd.Average.")
+        raise ValueError("op is hvd.Adasum, which is not supported with Keras; use hvd.Average.")
     validation.check_strategy()
     check_passes(backward_passes_per_step)
     if num_groups != 0:
@@ -101,10 +133,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
     validation.check_optimizer(serving, optimizer)
     if isinstance(serving, Averaging):
-        averages = AveragingSettings(
+        averaging_settings = AveragingSettings(
             serving, process_set, Guard(guard, guard_every), passes, average_aggregated_gradients
         )
-        wrapped = wrap(optimizer, averages, _ModelAveraging)
+        wrapped = wrap(optimizer, averaging_settings, _ModelAveraging)
         wrapped.averaging.set_up()
         return wrapped
     guard = Guard(guard, guard_every, default_guard(compression)).mode
@@ -132,11 +164,11 @@ class Settings:
     scale_local: bool
     passes: int
     average_passes: bool
-    hyper: Any = None  # what conversations are told (`Info.hyper`)
+    hyper: Any = None  # settings for exchange generators (`Info.hyper`)
     used: bool = False
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> TensorFlowGradientAverager:
-        """Make an averager; from the second on with a policy of its own."""
+        """Return a new gradient averager; all but the first one get copies of the policy."""
         policy = copy.deepcopy(self.policy) if self.used else self.policy
         self.used = True
         return TensorFlowGradientAverager(
@@ -152,21 +184,21 @@ class Settings:
         )
 
     def models(self, averager: TensorFlowGradientAverager) -> TensorFlowModelAverager | None:
-        """Make the averager of models, if the policy averages them at times."""
+        """Return a model averager if the policy averages models at times, else None."""
         alternation = averager.policy.observers.find(Alternation)
         if alternation is None:
             return None
         guard = Guard(self.guard, self.guard_every)
-        made = TensorFlowModelAverager(
+        models = TensorFlowModelAverager(
             alternation.method, self.process_set, averager.variables, guard, alternation
         )
-        made.local = averager.local
-        return made
+        models.local = averager.local
+        return models
 
 
 @dataclass
 class AveragingSettings:
-    """The arguments of `DistributedOptimizer` that matter where models are averaged."""
+    """The arguments of `DistributedOptimizer` that apply to methods that average models."""
 
     method: Averaging
     process_set: Any
@@ -175,25 +207,34 @@ class AveragingSettings:
     average_passes: bool
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> TensorFlowModelAverager:
-        """Make an averager."""
+        """Return a new model averager."""
         return TensorFlowModelAverager(self.method, self.process_set, variables, self.guard)
 
     def models(self, averager: TensorFlowModelAverager) -> TensorFlowModelAverager:
-        """Return the same averager: there is no other."""
+        """Return `averager`, which is the model averager itself."""
         return averager
 
 
 def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
-    """Return an optimizer like `optimizer`, in the same state, that averages."""
+    """Return an optimizer of a subclass, with the same settings and state, that averages.
+
+    Raises:
+        ValueError: if the optimizer is already distributed.
+        TypeError: if `optimizer` is not a Keras 3 optimizer, or contains a distributed one.
+    """
     if is_distributed(optimizer):
-        raise ValueError("this optimizer is distributed already; wrap the plain one once.")
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} is already distributed; do not wrap it in DistributedOptimizer.")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{OWNER}: optimizer is {optimizer!r}, but must be a Keras 3 optimizer.")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_distributed(getattr(optimizer, "inner_optimizer", None)):
-        raise TypeError("wrap the optimizer within LossScaleOptimizer no second time.")
+        raise TypeError(
+            "the optimizer in LossScaleOptimizer is already distributed; do not wrap it again."
+        )
     if keras.config.dtype_policy().name == "mixed_float16" and not scaled:
-        # Else compile() would put loss scaling around us, where an overflow on one rank hangs all.
+        # Else compile() would add loss scaling around this wrapper, and an overflow on one rank
+        # would make all ranks hang.
         optimizer, scaled = keras.optimizers.LossScaleOptimizer(optimizer), True
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "_settings": settings, "__doc__": base.__doc__}
@@ -205,41 +246,45 @@ def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
         wrapped = kind.from_config(optimizer.get_config())
     if optimizer.built:
         wrapped.build(optimizer._trainable_variables)
-        for ours, theirs in zip(wrapped.variables, optimizer.variables, strict=True):
-            ours.assign(theirs)
+        for new, old in zip(wrapped.variables, optimizer.variables, strict=True):
+            new.assign(old)
     return wrapped
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether `DistributedOptimizer` made `optimizer`."""
+    """Return whether `optimizer` is a result of `DistributedOptimizer`."""
     return isinstance(optimizer, _Distributed)
 
 
 def averages_models(optimizer: Any) -> bool:
-    """Return whether `DistributedOptimizer` made it with a method that averages models."""
+    """Return whether `optimizer` is distributed by a method that always averages models."""
     return isinstance(optimizer, _ModelAveraging)
 
 
 class _Distributed(Controls):
-    """Methods of a distributed optimizer; every path of Keras 3 leads through `apply`."""
+    """Methods of a distributed optimizer; all updates of Keras 3 call `apply`."""
 
     _settings: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        me = weakref.ref(self)
-        self._averager = self._settings.averager(lambda: _exchanged(me()))
-        self._models = self._settings.models(self._averager)  # averages them, if anything does
+        reference = weakref.ref(self)
+        self._averager = self._settings.averager(lambda: _exchanged(reference()))
+        self._models = self._settings.models(self._averager)  # the model averager, or None
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
-        self._small: tf.Variable | None = None  # small batches in a batch, for graphs
-        self._factor: Any = None  # of the learning rate, within a step
+        self._small: tf.Variable | None = None  # number of small batches per batch, for graphs
+        self._factor: Any = None  # factor of the learning rate within a step
 
-    # ------------------------------------------------------------------------ what users may need
+    # ------------------------------------------------------------------------- methods for users
     def average_now(self: Any, model: Any = None) -> None:
-        """Make all models equal, outside of graphs; see `Controls`."""
+        """Set the models of all ranks to their average; see `Controls.average_now`.
+
+        Raises:
+            RuntimeError: in a graph, or if the optimizer never averages models.
+        """
         if not tf.executing_eagerly():
-            raise RuntimeError("average_now() is called outside of tf.function.")
+            raise RuntimeError("average_now() must be called outside of tf.function.")
         if self._models is not None:
             self._models.directly(False)
         super().average_now(model)
@@ -248,22 +293,26 @@ class _Distributed(Controls):
         return Variables(lambda: _statistics(model))
 
     def resize(self: Any) -> None:
-        """Give batches their present size; a loader calls it on every rank before an epoch.
+        """Take a decision that is due and set the batch size of the next epoch; collective.
 
-        Takes the decision that is due.
+        A dataset calls this method on every rank before each epoch.
         """
         self.growth.loader = True
         self._averager.decide(float(self.learning_rate))
         self.growth.resize()
-        self._follow()
+        self._update_batch_count()
 
     def register_local_var(self, var: Any) -> None:
-        """Leave this variable's gradient alone (but see `scale_local_gradients`)."""
+        """Do not average the gradient of this variable; `scale_local_gradients` still applies."""
         self._averager.local.add(key_of(var))
 
-    # ----------------------------------------------------------------------------- what Keras calls
+    # --------------------------------------------------------------------- methods that Keras calls
     def build(self: Any, variables: Any) -> None:
-        """Create the optimizer's variables; refuse what cannot work."""
+        """Create the optimizer's variables, after checks of the caller.
+
+        Raises:
+            TypeError: if a LossScaleOptimizer contains this optimizer.
+        """
         validation.check_keras_caller(self)
         super().build(variables)  # type: ignore[misc]
         self._averager.enlist()
@@ -272,13 +321,21 @@ class _Distributed(Controls):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Average, then take the step (clipping and all that follows included)."""
+        """Average the gradients, and apply the wrapped optimizer's update, including its clipping.
+
+        Args:
+            grads: this rank's gradients.
+            trainable_variables: their variables. Default: those with which the optimizer was built.
+
+        Raises:
+            ValueError: if the numbers of gradients and variables differ.
+        """
         grads = list(grads)
         if not grads:
             return
-        given = trainable_variables is not None
-        variables = list(trainable_variables) if given else list(self._trainable_variables)
-        if given and not self.built:
+        explicit = trainable_variables is not None
+        variables = list(trainable_variables) if explicit else list(self._trainable_variables)
+        if explicit and not self.built:
             with tf.init_scope():
                 self.build(variables)
         if len(grads) != len(variables):
@@ -291,28 +348,30 @@ class _Distributed(Controls):
             self._accumulate(grads, variables, batches)
 
     def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
-        chosen = [i for i, v in enumerate(variables) if not _overwritten(v)]
+        averaged = [i for i, v in enumerate(variables) if not _overwritten(v)]
         means = self._averager.average(
-            [grads[i] for i in chosen], [variables[i] for i in chosen], self._rate
+            [grads[i] for i in averaged], [variables[i] for i in averaged], self._rate
         )
-        for i, mean in zip(chosen, means, strict=True):
+        for i, mean in zip(averaged, means, strict=True):
             grads[i] = mean
-        models, rate = self._models, self._rate()  # before the step: a schedule's goes on with it
+        models, rate = self._models, self._rate()  # before the step, which advances a schedule
         if self._resizes:
             rate = _multiplied(tf.convert_to_tensor(rate), batches)
-        apart = models.follow(Variables(lambda: _slots(self))) if models is not None else False
-        when(apart, lambda: models.before())
+        averaging_models: Any = False
+        if models is not None:
+            averaging_models = models.follow(Variables(lambda: _optimizer_state(self)))
+        when(averaging_models, lambda: models.before())
         self._factor = batches if self._resizes else None
         try:
             super().apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
         finally:
             self._factor = None
-        when(apart, lambda: models.after(rate))
+        when(averaging_models, lambda: models.after(rate))
         if self._resizes and self.growth.loader:
             self._iterations.assign_add(batches - 1)
 
     def _get_current_learning_rate(self: Any) -> Any:
-        """Return the rate of Keras' step: within one, multiplied by the number of batches."""
+        """Return the learning rate, multiplied within a step by its number of small batches."""
         rate = super()._get_current_learning_rate()  # type: ignore[misc]
         if self._factor is None:
             return rate
@@ -325,16 +384,16 @@ class _Distributed(Controls):
         return self.growth is not None
 
     def _batches(self: Any) -> Any:
-        """Small batches in the present one, after a decision that was due; a tensor in a graph."""
+        """Take a decision that is due; return the number of small batches (a tensor in a graph)."""
         averager = self._averager
         if averager.policy.observers.find(ByteBudget) is not None and not averager.idle:
-            assert averager.exchange  # which reckons what may be sent
+            assert averager.exchange  # creates the exchange, which computes the byte budget
         if tf.executing_eagerly():
             averager.decide(self._rate())
             return self.growth.micro_batches
         with tf.init_scope():
-            self._follow()
-        if averager.managed:  # the manager decides between steps
+            self._update_batch_count()
+        if averager.managed:  # the callback takes decisions between steps
             return self._small.read_value()
 
         def decided(lr: Any) -> Any:
@@ -344,7 +403,7 @@ class _Distributed(Controls):
         found = call_back(decided, [tf.cast(self._rate(), tf.float32)], [tf.int64])
         return tf.ensure_shape(found[0], ())
 
-    def _follow(self: Any) -> None:
+    def _update_batch_count(self: Any) -> None:
         if not self._resizes:
             return
         if self._small is None:
@@ -357,7 +416,7 @@ class _Distributed(Controls):
 
     # -------------------------------------------------------------------------------- loss scaling
     def _unscaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-        """In the units that errors are kept in, whatever the loss scale is now (a power of 2)."""
+        """Divide gradients by the loss scale (a power of 2), so that residuals are unscaled."""
         return self._times(grads, variables, lambda scale: 1.0 / scale)
 
     def _scaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
@@ -370,25 +429,26 @@ class _Distributed(Controls):
         pairs = zip(grads, variables, strict=True)
         return [g if g is None or _overwritten(v) else _multiplied(g, scale) for g, v in pairs]
 
-    # ---------------------------------------------------------------------------- several backwards
+    # ------------------------------------------------------------------ several backward passes
     def _accumulate(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
-        """Add gradients up; every `backward_passes_per_step`-th time, take a step with the sum.
+        """Add gradients to sums, and take a step every `backward_passes_per_step` calls.
 
-        Where batches grow, that many times more often, with the average of as many sums.
+        If batches grow, a step follows every `batches * backward_passes_per_step` calls and divides
+        the sums by `batches`.
         """
         self._make_sums(variables)
-        added = batches if self._resizes and not self.growth.loader else 1
+        count = batches if self._resizes and not self.growth.loader else 1
         for total, grad in zip(self._sums, grads, strict=True):
             if grad is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
         passes = self._settings.passes
-        parts = added * (passes if self._settings.average_passes else 1)
+        divisor = count * (passes if self._settings.average_passes else 1)
         self._passes.assign_add(1)
 
         def step() -> None:
             self._passes.assign(0)
             sums = [
-                None if grad is None else total / tf.cast(parts, total.dtype)
+                None if grad is None else total / tf.cast(divisor, total.dtype)
                 for total, grad in zip(self._sums, grads, strict=True)
             ]
             for total in self._sums:
@@ -398,7 +458,7 @@ class _Distributed(Controls):
         def wait() -> None:
             getattr(self, "inner_optimizer", self)._iterations.assign_add(1)
 
-        last = self._passes >= passes * added
+        last = self._passes >= passes * count
         if not tf.executing_eagerly():
             tf.cond(last, step, wait)
         elif last:
@@ -417,20 +477,21 @@ class _Distributed(Controls):
 
 
 class _ModelAveraging(_Distributed):
-    """Takes its own steps with this rank's own gradients; a method then averages the models.
+    """Optimizer that takes steps with local gradients, after which a method averages the models.
 
-    Momentum and other state stay local, and so do the loss scale (a rank whose gradients are not
-    finite takes no step of its own, but averages) and what is no trainable variable: statistics of
-    batch normalisation, which `average_now(model)` averages too. Clipping is by a rank's own norm.
-    In `fit`, the BroadcastGlobalVariablesCallback averages before validation and at epochs' ends.
+    Momentum and other state remain local. The loss scale is local as well: a rank with non-finite
+    gradients skips its own step but takes part in the averaging. Variables that are not trainable,
+    such as the statistics of batch normalization, remain local until `average_now(model)` averages
+    them. Each rank clips its gradients by their local norm. In `fit`,
+    BroadcastGlobalVariablesCallback averages before each validation and at the end of each epoch.
     """
 
     _averager: TensorFlowModelAverager
 
     def close(self) -> None:
-        """Average all models and end; for averaging without waiting, ends its thread.
+        """Average all models and stop averaging; end the thread of wait-avoiding averaging.
 
-        Processes that do not call it do so when they exit.
+        A process that does not call this method does so when it exits.
         """
         self._averager.close()
 
@@ -438,14 +499,20 @@ class _ModelAveraging(_Distributed):
 
     @property
     def exchange(self) -> Any:
-        """Raises: AttributeError, since no gradients are exchanged."""
-        raise AttributeError("models are averaged, not gradients: see optimizer.averaging.stats().")
+        """Raise AttributeError, because no gradients are exchanged."""
+        raise AttributeError(
+            "this optimizer averages models instead of gradients: see optimizer.averaging.stats()."
+        )
 
     def end_window(self) -> None:
-        """Nothing: there is no policy whose windows could end."""
+        """Do nothing, because there is no policy."""
 
     def register_local_var(self, var: Any) -> None:
-        """Do not average this variable; before the first step."""
+        """Do not average this variable; call it before the first step.
+
+        Raises:
+            RuntimeError: after the first step.
+        """
         self._averager.leave_alone(var)
 
     @property
@@ -453,13 +520,14 @@ class _ModelAveraging(_Distributed):
         return False
 
     def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
-        rate = self._rate()  # before the step: a schedule's goes on with it
+        rate = self._rate()  # before the step, which advances a schedule
         self._averager.before()
         super(_Distributed, self).apply(self._scaled(grads, variables), variables)  # type: ignore[misc]
         self._averager.after(rate)
 
 
-def _slots(optimizer: Any) -> list[Any]:
+def _optimizer_state(optimizer: Any) -> list[Any]:
+    """Return the floating-point state of the wrapped optimizer, without its learning rate."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = {key_of(v) for v in (inner._iterations, inner._learning_rate) if hasattr(v, "dtype")}
     return [v for v in inner.variables if key_of(v) not in own and _floating(v)]
@@ -470,14 +538,14 @@ def _floating(variable: Any) -> bool:
 
 
 def _statistics(model: Any) -> list[Any]:
-    """Return a model's floating-point variables that are never trained; not frozen weights."""
+    """Return a model's floating-point variables that are never trained, without frozen weights."""
     layers = model._flatten_layers()
     trained = {key_of(v) for layer in layers for v in layer._trainable_variables}
     return [v for v in model.non_trainable_variables if key_of(v) not in trained and _floating(v)]
 
 
 def _exchanged(optimizer: Any) -> list[Any]:
-    """Return the variables whose gradients a distributed optimizer exchanges."""
+    """Return the variables whose gradients a distributed optimizer averages."""
     known = optimizer._trainable_variables if optimizer is not None and optimizer.built else []
     return [variable for variable in known if not _overwritten(variable)]
 

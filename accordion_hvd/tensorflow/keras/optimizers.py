@@ -1,11 +1,11 @@
-"""Compressed optimizers for Keras 3: `OnebitAdam` and its kin, used as `keras.optimizers.Adam` is.
+"""Compressed optimizers for Keras 3, such as `OnebitAdam`; used like `keras.optimizers.Adam`.
 
 ```python
 import accordion_hvd.tensorflow.keras as hvd
 
 model.compile(optimizer=hvd.OnebitAdam(learning_rate=1e-3), loss="mse")
 ```
-No `DistributedOptimizer` around it.
+Do not wrap it in `DistributedOptimizer`.
 """
 
 from __future__ import annotations
@@ -29,53 +29,59 @@ from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wra
 from accordion_hvd.tensorflow.variables import key_of
 
 UNDECAYED = "undecayed"
-"""The group of variables that `exclude_from_weight_decay` names, for rules that decay weights."""
+"""Group of the variables in `exclude_from_weight_decay`, for rules that apply weight decay."""
 
 MARK = "exchange:"
-"""Begins the names of what a saved optimizer has besides Keras' own variables."""
+"""Prefix of the entries that a saved optimizer has in addition to those of Keras."""
 
 
 @keras.saving.register_keras_serializable("accordion_hvd")
 class Directions(keras.optimizers.Optimizer):
-    """x <- x - learning_rate (u + weight_decay x), for a direction u that was found elsewhere.
+    """Optimizer that takes steps x <- x - learning_rate (u + weight_decay x) along directions u.
 
-    Directions are not clipped; a NaN in their first element means that no rank takes the step.
+    An update rule computes the directions, which are not clipped. If the first element of a
+    direction is not finite, the step is skipped (on all ranks).
     """
 
-    serving: Any = None  # tells what found a variable's direction
+    serving: Any = None  # function from a variable to the update rule of its direction
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Take the step. Raises: RuntimeError where gradients would be taken for directions."""
+        """Update a variable along its direction.
+
+        Raises:
+            RuntimeError: if there is no update rule, so that `gradient` is not a direction.
+        """
         if self.serving is None:
             raise RuntimeError(
-                "Directions is no optimizer of its own: use accordion_hvd.tensorflow.keras's (and "
-                "set the mixed_float16 policy before a model is loaded that was saved under it)."
+                "Directions is not a complete optimizer: use a compressed optimizer of "
+                "accordion_hvd.tensorflow.keras. If a model was saved under the mixed_float16 "
+                "policy, set this policy before you load it."
             )
         rule, old = self.serving(variable), tf.convert_to_tensor(variable)
-        new = taken = tf.cast(gradient, variable.dtype)
+        new = direction = tf.cast(gradient, variable.dtype)
         if not rule.returns_weights:
             decay = 0.0 if rule.decays(True) else self.weight_decay
             if decay and self._use_weight_decay(variable):
-                taken = taken + decay * old
-            new = old - tf.cast(learning_rate, variable.dtype) * taken
-        good = tf.math.is_finite(tf.reshape(taken, (-1,))[0])
-        self.assign(variable, tf.where(good, new, old))
+                direction = direction + decay * old
+            new = old - tf.cast(learning_rate, variable.dtype) * direction
+        finite = tf.math.is_finite(tf.reshape(direction, (-1,))[0])
+        self.assign(variable, tf.where(finite, new, old))
 
     def clip(self, grads: list[Any]) -> list[Any]:
-        """Clip this rank's gradients, as `clipnorm` and similar arguments say."""
+        """Clip local gradients as `clipnorm`, `clipvalue` or `global_clipnorm` specify."""
         return super()._clip_gradients(grads)
 
     def _clip_gradients(self, grads: Any) -> Any:
         return grads
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        """With the step, where it is known whether that counts."""
+        """Do nothing: `update_step` applies the decay, unless the step is skipped."""
 
 
 class _Ruled(_Distributed):
-    """Methods of a compressed optimizer: gradients stay local."""
+    """Methods of a compressed optimizer, whose gradients remain local."""
 
-    def _remember(self: Any, rule: UpdateRule) -> None:
+    def _set_rule(self: Any, rule: UpdateRule) -> None:
         inner: Any = getattr(self, "inner_optimizer", self)
         averager, self.rule = self._averager, rule
         inner.serving = lambda variable: averager.serving(key_of(variable))
@@ -83,22 +89,22 @@ class _Ruled(_Distributed):
             self._averager.group_of = lambda v: "" if inner._use_weight_decay(v) else UNDECAYED
 
     def get_config(self: Any) -> dict[str, Any]:
-        """Return the arguments of `from_config` of its class."""
+        """Return the configuration for `from_config` of the optimizer's class."""
         passes = self._settings.passes
         own = {"gradient_accumulation_steps": passes if passes > 1 else None}
         plain = Directions.get_config(getattr(self, "inner_optimizer", self))
         return plain | own | _to_keras(self.rule)
 
     def _step(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
-        given = [i for i, grad in enumerate(grads) if grad is not None]
+        present = [i for i, grad in enumerate(grads) if grad is not None]
         inner = getattr(self, "inner_optimizer", self)
-        clipped = inner.clip([tf.convert_to_tensor(grads[i]) for i in given])
-        for i, grad in zip(given, clipped, strict=True):
+        clipped = inner.clip([tf.convert_to_tensor(grads[i]) for i in present])
+        for i, grad in zip(present, clipped, strict=True):
             grads[i] = grad
         super()._step(grads, variables, batches)
 
     def save_own_variables(self: Any, store: Any) -> None:
-        """Keras' own, and this rank's moments, errors and stage; see `state_dict` in PyTorch."""
+        """Save the variables of Keras and this rank's moments, residuals and stage."""
         super().save_own_variables(store)  # type: ignore[misc]
         if not self.built or not self.exchange.steps:
             return
@@ -108,9 +114,9 @@ class _Ruled(_Distributed):
         store[MARK] = np.frombuffer(json.dumps(saved).encode(), np.uint8)
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """Restore from `save_own_variables`."""
-        rest = {key: store[key] for key in store.keys() if not key.startswith(MARK)}  # noqa: SIM118
-        super().load_own_variables(rest)  # type: ignore[misc]
+        """Restore a state that `save_own_variables` has saved."""
+        plain = {key: store[key] for key in store.keys() if not key.startswith(MARK)}  # noqa: SIM118
+        super().load_own_variables(plain)  # type: ignore[misc]
         if MARK not in store.keys():  # noqa: SIM118
             return
         saved = json.loads(np.asarray(store[MARK]).tobytes())
@@ -123,58 +129,67 @@ class _Ruled(_Distributed):
 
 
 class CompressedOptimizer(_Ruled, Directions):
-    """An optimizer whose ranks exchange what its paper says, instead of gradients.
+    """Base class of optimizers whose ranks exchange quantities other than gradients.
 
-    Gradients are this rank's own until then: `clipnorm`, `clipvalue` and `global_clipnorm` clip
-    these, each rank by its own norm. If a gradient of some rank is not finite, no rank takes the
-    step, and nothing is forgotten. Under the mixed_float16 policy, which must be set before, the
-    result is a `LossScaleOptimizer` that does all this.
+    Gradients remain local until a step: `clipnorm`, `clipvalue` and `global_clipnorm` clip the
+    gradients of each rank by their local norm. If a gradient of any rank is not finite, no rank
+    takes the step, and all state remains as it was. If the mixed_float16 policy is set before the
+    optimizer is created, the result is a `LossScaleOptimizer` with the same behavior.
 
-    A saved model holds this rank's moments and errors: each rank must save its own to resume
-    exactly; where all load one rank's, errors begin anew. `hvd.save_state` and `hvd.load_state`
-    keep them on any number of ranks. `policy`, `process_set`, `skip` and `guard` are not saved.
+    A saved model contains the moments and residuals of the rank that saved it. To resume exactly,
+    each rank must save and load its own model. If all ranks load the model of one rank, residuals
+    are reset. `hvd.save_state` and `hvd.load_state` preserve residuals, even if the number of ranks
+    changes. `policy`, `process_set`, `skip` and `guard` are not saved.
+
+    Each subclass, such as `OnebitAdam`, takes these arguments.
 
     Args:
         learning_rate: a number or a schedule.
-        beta_1: decay rate of the first moment, beta_2 of the second, epsilon: beside the root, for
-            those that have them; None: the paper's.
-        weight_decay: taken off the weights in each step (decoupled, as everywhere in Keras).
-        gradient_accumulation_steps: batches whose gradients are averaged for one step.
-        policy: what moves it between its stages, instead of the paper's rule: `Accordion(...)`
-            without levels, or any policy over `accordion_hvd.optimizers`.
-        process_set: the ranks that exchange; others take steps of their own.
-        skip: patterns (as of file names) of variables that stay in the dense stage.
-        guard: what to do when replicas differ: "error" (the default), "warn" or "off".
-        guard_every: steps between comparisons of the replicas, by default 100.
-        settings: the other arguments of the optimizer in `accordion_hvd.optimizers`.
-        options: what all Keras optimizers take.
+        beta_1: decay rate of the first moment, for optimizers that have one. Default: the value of
+            the optimizer's paper. `beta_2` (second moment) and `epsilon` (constant for numerical
+            stability) are accepted in the same manner.
+        weight_decay: coefficient of the decoupled weight decay, as everywhere in Keras.
+        gradient_accumulation_steps: number of batches whose gradients are averaged for one step.
+        policy: policy that switches between the stages of the optimizer, instead of the paper's
+            rule: `Accordion(...)` without levels, or another policy whose levels are
+            `accordion_hvd.optimizers`.
+        process_set: the ranks that communicate. Other ranks take local steps.
+        skip: shell-style patterns of the paths of variables that stay in the dense stage.
+        guard: reaction to replicas that differ: "error", "warn" or "off". Default: the environment
+            variable ACCORDION_HVD_GUARD, else "error".
+        guard_every: number of steps between comparisons of the replicas. Default: the environment
+            variable ACCORDION_HVD_GUARD_EVERY, else 100.
+        settings: the other arguments of the optimizer of the same name in
+            `accordion_hvd.optimizers`.
+        options: arguments of all Keras optimizers.
 
     Raises:
-        ValueError: an argument is not what it must be; the sentence says which.
-        TypeError: an argument that it does not have.
+        ValueError: if an argument is invalid.
+        TypeError: if the optimizer has no such argument.
     """
 
     _rule: ClassVar[type[UpdateRule]]
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Under mixed_float16 something else, which Keras will not wrap in loss scaling."""
+        """Create the optimizer; under mixed_float16, create a `LossScaleOptimizer` instead."""
         if keras.config.dtype_policy().name != "mixed_float16":
             return super().__new__(cls)
-        settings, plain, rule = cls._understood(*args, **options)
+        settings, plain, rule = cls._parse_arguments(*args, **options)
         scaled: Any = wrap(Directions(**plain), settings, _Ruled)
-        scaled._remember(rule)
-        for kind in (type(scaled), cls):  # saved under one name, by which this one is found again
+        scaled._set_rule(rule)
+        # Both classes have one name; Keras loads the class that is registered last.
+        for kind in (type(scaled), cls):
             keras.saving.register_keras_serializable("accordion_hvd", cls.__name__)(kind)
         return scaled
 
     def __init__(self, learning_rate: Any = 1e-3, **options: Any) -> None:
-        settings, plain, rule = self._understood(learning_rate, **options)
+        settings, plain, rule = self._parse_arguments(learning_rate, **options)
         object.__setattr__(self, "_settings", settings)  # before Keras tracks attributes
         super().__init__(**plain)
-        self._remember(rule)
+        self._set_rule(rule)
 
     @classmethod
-    def _understood(
+    def _parse_arguments(
         cls,
         learning_rate: Any = 1e-3,
         *,
@@ -185,53 +200,54 @@ class CompressedOptimizer(_Ruled, Directions):
         guard_every: int | None = None,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
-        **rest: Any,
+        **options: Any,
     ) -> tuple[Settings, dict[str, Any], UpdateRule]:
-        """Settings, what Keras' own class takes, and the rule."""
+        """Return the settings of the wrapper, the arguments of `Directions`, and the rule."""
         known = {field.name for field in dataclasses.fields(cls._rule)}  # type: ignore[arg-type]
-        own = {key: rest.pop(key) for key in list(rest) if key in _FROM_KERAS | known}
+        own = {key: options.pop(key) for key in list(options) if key in _FROM_KERAS | known}
         rule = cls._rule(**_from_keras(own, cls._rule()))
         passes = gradient_accumulation_steps or 1
         check.integer(cls.__name__, "gradient_accumulation_steps", passes, least=1)
         validation.check_strategy()
-        decay = float(rest.get("weight_decay") or 0.0)
-        told = {"weight_decay": decay, "decoupled_weight_decay": True}
-        hyper = {"": told, UNDECAYED: told | {"weight_decay": 0.0}}
+        decay = float(options.get("weight_decay") or 0.0)
+        decayed = {"weight_decay": decay, "decoupled_weight_decay": True}
+        hyper = {"": decayed, UNDECAYED: decayed | {"weight_decay": 0.0}}
         settings = Settings(
             staged(rule, policy), process_set, False, True, tuple(skip), guard,
             guard_every, False, passes, True, hyper,
         )  # fmt: skip
         Guard(guard, guard_every)
         name = name or keras.src.utils.naming.to_snake_case(cls.__name__)
-        return settings, {"learning_rate": learning_rate, "name": name, **rest}, rule
+        return settings, {"learning_rate": learning_rate, "name": name, **options}, rule
 
 
 _FROM_KERAS = {"beta_1", "beta_2", "epsilon"}
 
 
-def _from_keras(given: dict[str, Any], default: Any) -> dict[str, Any]:
-    rest = {key: value for key, value in given.items() if key not in _FROM_KERAS}
-    if given.get("beta_1") is not None or given.get("beta_2") is not None:
-        betas = [given.get(key) for key in ("beta_1", "beta_2")]
+def _from_keras(arguments: dict[str, Any], default: Any) -> dict[str, Any]:
+    """Return arguments of a rule, with Keras' names translated to those of the rule."""
+    translated = {key: value for key, value in arguments.items() if key not in _FROM_KERAS}
+    if arguments.get("beta_1") is not None or arguments.get("beta_2") is not None:
+        betas = [arguments.get(key) for key in ("beta_1", "beta_2")]
         pairs = zip(betas, default.betas, strict=True)
-        rest["betas"] = tuple(other if beta is None else beta for beta, other in pairs)
-    if given.get("epsilon") is not None:
-        rest["eps"] = given["epsilon"]
-    return rest
+        translated["betas"] = tuple(other if beta is None else beta for beta, other in pairs)
+    if arguments.get("epsilon") is not None:
+        translated["eps"] = arguments["epsilon"]
+    return translated
 
 
 def _to_keras(rule: Any) -> dict[str, Any]:
-    found = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
-    if "betas" in found:
-        found["beta_1"], found["beta_2"] = found.pop("betas")
-    if "eps" in found:
-        found["epsilon"] = found.pop("eps")
-    return found
+    config = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    if "betas" in config:
+        config["beta_1"], config["beta_2"] = config.pop("betas")
+    if "eps" in config:
+        config["epsilon"] = config.pop("eps")
+    return config
 
 
 def _native(name: str) -> type[CompressedOptimizer]:
     rule = getattr(optimizers, name)
-    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for what all of them take."
+    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for arguments that all of them take."
     contents = {"_rule": rule, "__doc__": text, "__module__": __name__}
     kind = type(name, (CompressedOptimizer,), contents)
     return keras.saving.register_keras_serializable("accordion_hvd")(kind)

@@ -1,4 +1,4 @@
-"""Loading saved models with a distributed optimizer."""
+"""Loading of saved models with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> Any:
-    """Load a model; its optimizer, in the state that was saved, becomes a distributed one.
+    """Load a model and wrap its optimizer, with the saved state, in `DistributedOptimizer`.
 
-    (From HDF5 files Keras 3 may give an optimizer that lost its state and accepts no variables;
-    it is made anew, with a warning.)
+    From an HDF5 file, Keras 3 may restore an optimizer without its state that accepts no variables.
+    In this case, a new optimizer with the same settings replaces it, with a warning.
 
     Args:
-        filepath: what `model.save` wrote.
-        custom_optimizers: optimizer classes of your own.
-        custom_objects: other classes and functions of your own, by name.
+        filepath: file or folder that `model.save` wrote.
+        custom_optimizers: custom optimizer classes.
+        custom_objects: other custom classes and functions, by name.
         compression: see `DistributedOptimizer`.
-        legacy_opts: accepted for compatibility; Keras 3 has no legacy optimizers.
+        legacy_opts: accepted for compatibility with Horovod; Keras 3 has no legacy optimizers.
         options: further arguments of `DistributedOptimizer`.
+
+    Returns:
+        The model, compiled with a distributed optimizer if it was saved with an optimizer.
     """
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
@@ -45,12 +48,12 @@ def load_model(
 
 
 def _usable(optimizer: Any, filepath: Any) -> Any:
-    """Return the optimizer, or one like it if it was built for no variables at all."""
+    """Return the optimizer, or a new one with its settings if it was built without variables."""
     if not optimizer.built or optimizer._trainable_variables:
         return optimizer
     warnings.warn(
-        f"Keras did not restore the optimizer's state (momentum, say) from {filepath}; it starts "
-        "anew. Save models as .keras files to keep it.",
+        f"Keras did not restore the state of the optimizer, such as momentum, from {filepath}. The "
+        "optimizer starts without it. Save models as .keras files to preserve the state.",
         stacklevel=3,
     )
     return type(optimizer).from_config(optimizer.get_config())
