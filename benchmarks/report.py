@@ -102,6 +102,6 @@ def noise(cores: Sequence[float], unit: str, work: str) -> str:
     """
     loud = sum(one > NOISY for one in cores)
     return (
-        f"Beside the ranks {max(0.0, statistics.median(cores)):.1f} cores were busy in the median "
-        f"{unit}, more than {NOISY} in {loud} of {len(cores)} ({work} included)."
+        f"Other processes kept {max(0.0, statistics.median(cores)):.1f} cores busy in the median "
+        f"{unit}, and more than {NOISY} cores in {loud} of {len(cores)} (including {work})."
     )

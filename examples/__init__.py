@@ -1,4 +1,4 @@
-"""What the training scripts share: settings from YAML, data, training, results and pictures.
+"""Shared code of the training scripts: settings from YAML, data, training, results, pictures.
 
-Examples import `accordion_hvd` and are not installed with it. `scripts/train_*.py` start them.
+The examples import `accordion_hvd` and are not installed with it. `scripts/train_*.py` run them.
 """

@@ -1,4 +1,4 @@
-"""The settings of a run: a YAML file, and what the command line says instead."""
+"""Settings of a run, from a YAML file and the command line, which takes precedence."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Settings:
     """One training run.
 
     Args:
-        name: of the run; its results are in `<output>/<name>`.
-        data: which images: digits (inside scikit-learn), mnist or cifar10.
-        limit: train and test on at most so many images.
-        shift: move training images by up to so many pixels, anew in each epoch.
+        name: name of the run; its results are written to `<output>/<name>`.
+        data: image set: digits (part of scikit-learn), mnist or cifar10.
+        limit: maximum number of images for training, and for testing.
+        shift: maximum shift of training images in pixels, drawn again in each epoch.
         model: mlp or convnet.
         width: hidden units of the mlp, channels of the convnet's first layer.
         depth: hidden layers of the mlp, pairs of layers of the convnet.
-        compression: a word ("topk:0.01"), a call ("Accordion(low=PowerSGD(4), high=PowerSGD(1))")
-            or Accordion's arguments as a mapping; none for no compression. Left out, the
-            environment variable ACCORDION_HVD_COMPRESSION may name one.
-        skip: patterns of the names of layers that are not compressed.
-        epochs: passes over the training images.
-        batch_size: images a step on each rank.
-        lr: learning rate at the start, for all ranks together (it is not scaled by their number).
+        compression: a spec string ("topk:0.01" or "Accordion(low=PowerSGD(4),
+            high=PowerSGD(1))"), or Accordion's arguments as a mapping; "none" for no compression.
+            By default the environment variable ACCORDION_HVD_COMPRESSION, if set.
+        skip: patterns for the names of layers that are not compressed.
+        epochs: number of passes over the training images.
+        batch_size: images per step on each rank.
+        lr: initial learning rate of all ranks together (not scaled by the number of ranks).
         schedule: constant, drops (at the epochs in `drops`) or cosine.
         drops: epochs (from 0) before which the learning rate is multiplied by `drop`.
-        drop: the factor.
-        momentum: of SGD.
-        weight_decay: of SGD.
-        seed: of weights and shuffling.
+        drop: factor for the learning rate.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of SGD.
+        seed: seed of weights and shuffling.
         output: folder for results.
-        checkpoint: keep what is needed to resume, after each epoch.
-        resume: go on from the last checkpoint of the run of this name.
-        progress: show a progress bar.
+        checkpoint: whether to save a checkpoint after each epoch.
+        resume: whether to continue from the last checkpoint of the run with this name.
+        progress: whether to show a progress bar.
     """
 
     name: str = "run"
@@ -73,7 +73,11 @@ class Settings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when a value is impossible."""
+        """Validate the settings.
+
+        Raises:
+            ValueError: if a value is invalid.
+        """
         who = "settings"
         for key in ("width", "depth", "epochs", "batch_size"):
             check.integer(who, key, getattr(self, key), least=1)
@@ -110,11 +114,11 @@ class Settings:
             check.integer(who, "drops", epoch, least=1)
 
     def policy(self) -> Policy | None:
-        """A new policy as `compression` says; None if it says nothing."""
+        """Return a new policy for `compression`, or None if `compression` is None."""
         return _policy(self.compression)
 
     def lr_at(self, epoch: int) -> float:
-        """The learning rate of an epoch (from 0)."""
+        """Return the learning rate of an epoch (from 0)."""
         if self.schedule == "drops":
             return schedule.drops(self.lr, epoch, self.drops, self.drop)
         if self.schedule == "cosine":
@@ -122,7 +126,7 @@ class Settings:
         return self.lr
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the settings as a dictionary."""
         return asdict(self)
 
 
@@ -138,7 +142,7 @@ def _policy(wanted: Any) -> Policy | None:
 
 
 def _levels(value: Any) -> Any:
-    """Words for compressors, wherever they stand, as the compressors."""
+    """Replace spec strings, also inside mappings, by the compressors."""
     if isinstance(value, str) and value not in ("local", "reduced"):
         return parse(value)
     if isinstance(value, dict):
@@ -148,21 +152,21 @@ def _levels(value: Any) -> Any:
 
 # -------------------------------------------------------------------------------- the command line
 LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""Environment variables in which launchers say which process of its machine this one is."""
+"""Environment variables that launchers set to the rank within the host."""
 
 
 def read(
     description: str | None, arguments: Sequence[str] | None = None, kind: Any = Settings
 ) -> Any:
-    """The settings that the command line asks for.
+    """Return the settings of the command line.
 
-    What is wrong ends the process with status 2 and one sentence that names the key, its value and
-    what is allowed: on every rank, before anything has been started.
+    Invalid settings end the process with status 2 and one sentence that names the key, its value
+    and the allowed values: on every rank, before anything has been started.
 
     Args:
-        description: of the script, for --help.
-        arguments: instead of the command line's.
-        kind: the class of settings.
+        description: description of the script, for --help.
+        arguments: arguments to parse; None: those of the command line.
+        kind: class of the settings.
     """
     try:
         return parse_settings(description, arguments, kind)
@@ -171,7 +175,7 @@ def read(
 
 
 def stop(sentence: str) -> NoReturn:
-    """End this rank with status 2; the sentence is written once a machine."""
+    """End this rank with status 2. One rank per host writes the sentence."""
     ranks = [os.environ.get(name, "0") for name in LOCAL_RANK]
     if set(ranks) == {"0"}:
         sys.stderr.write(f"{sentence}\n")
@@ -182,7 +186,7 @@ def stop(sentence: str) -> NoReturn:
 def parse_settings(
     description: str | None, arguments: Sequence[str] | None = None, kind: Any = Settings
 ) -> Any:
-    """Like `read`, but raises ValueError."""
+    """Return the settings as `read` does, but raise ValueError if they are invalid."""
     try:
         import jsonargparse
     except ImportError:
@@ -205,7 +209,7 @@ def parse_settings(
 
 
 def _sentence(message: str, kind: Any) -> str:
-    """What the parser says, as one sentence with key, value and what is allowed."""
+    """Rewrite a message of the parser as a sentence with key, value and allowed values."""
     flat = " ".join(message.split())
     names = ", ".join(item.name for item in fields(kind))
     if wrong := re.search(r"Option '([^']+)' is not accepted", flat):
@@ -215,8 +219,10 @@ def _sentence(message: str, kind: Any) -> str:
     if wrong := re.search(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', flat):
         return f"settings: {wrong[1]} is {wrong[2]!r}, but must be {allowed(wrong[1], kind)}."
     if "config" in flat:
-        told = _tail(flat)
-        return f"settings: --config must be a YAML file of settings: {told}; allowed are {names}."
+        problem = _tail(flat)
+        return (
+            f"settings: --config must be a YAML file of settings: {problem}; allowed are {names}."
+        )
     if wrong := re.search(r"argument --([\w.]+): expected one argument", flat):
         return f"settings: {wrong[1]} has no value, but must be {allowed(wrong[1], kind)}."
     return f"settings: {flat.rstrip('.')}."
@@ -229,7 +235,7 @@ def _tail(message: str) -> str:
 
 
 def allowed(key: str, kind: Any = Settings) -> str:
-    """What the value of a setting may be, in words."""
+    """Describe the allowed values of a setting."""
     hint = typing.get_type_hints(kind).get(key.partition(".")[0])
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
@@ -245,4 +251,4 @@ def allowed(key: str, kind: Any = Settings) -> str:
         float | None: "a number or null",
         int | None: "an integer or null",
     }
-    return words.get(hint, "a word such as 'topk:0.01' or a mapping with low and high")
+    return words.get(hint, "a spec string such as 'topk:0.01' or a mapping with low and high")

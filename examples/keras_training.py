@@ -1,4 +1,4 @@
-"""One training run in Keras."""
+"""A training run in Keras."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.results import Record, Row, read_json
 
 
 def train(settings: Settings, data: Dataset) -> Row:
-    """Train as `settings` say; collective. Returns what `result.json` holds."""
+    """Train according to `settings`; collective. Return the content of `result.json`."""
     hvd.init()
     _devices()
     keras.utils.set_random_seed(settings.seed)
@@ -53,7 +53,7 @@ def train(settings: Settings, data: Dataset) -> Row:
 
 
 def _devices() -> None:
-    """One GPU a rank if there are any; as many threads as there are cores for each."""
+    """Select this rank's GPU, if there are GPUs, and share the cores among the local ranks."""
     cards = tf.config.list_physical_devices("GPU")
     threads = max(1, (os.cpu_count() or 1) // hvd.local_size())
     try:
@@ -62,16 +62,16 @@ def _devices() -> None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:
-        pass  # TensorFlow is running already: a second run in this process
+        pass  # TensorFlow is already running: this is a second run in this process
 
 
 def exchange_of(optimizer: Any) -> Any:
-    """What counts bytes; None for a process on its own."""
+    """Return the exchange, which counts bytes, or None if there is a single rank."""
     return optimizer.exchange if hvd.size() > 1 else None
 
 
 class Batches(keras.utils.PyDataset):
-    """A rank's batches as `fit` takes them, shuffled anew for each epoch."""
+    """Batches of a rank for `fit`, shuffled again for each epoch."""
 
     def __init__(self, shard: Shard, epoch: int) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class Batches(keras.utils.PyDataset):
         return self.shard[index]
 
     def on_epoch_end(self) -> None:
-        """Deal out anew."""
+        """Shuffle for the next epoch."""
         self.epoch += 1
         self.shard.shuffle(self.epoch)
 
 
 class Epochs(keras.callbacks.Callback):
-    """After each epoch: test, note, keep a checkpoint, show how far the run is."""
+    """Callback that tests, records results and saves a checkpoint after each epoch."""
 
     def __init__(self, settings: Settings, shard: Shard, record: Record) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Epochs(keras.callbacks.Callback):
         self.bar = tqdm(total=total, initial=done, unit="epoch", disable=not show)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See the class; collective."""
+        """Test, record and save; collective."""
         loss, accuracy = float((logs or {})["loss"]), self._accuracy()
         exchange = exchange_of(self.model.optimizer)
         self.record.epoch(self.settings.lr_at(epoch), loss, accuracy, exchange)
@@ -111,44 +111,44 @@ class Epochs(keras.callbacks.Callback):
         self.bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Close the bar."""
+        """Close the progress bar."""
         self.bar.close()
 
     def _accuracy(self) -> float:
-        """On all test images, each rank testing its part."""
+        """Return the accuracy on all test images. Each rank tests its part."""
         counts = np.zeros(2)
         for images, labels in self.shard.test_batches():
-            guess = np.argmax(self.model.predict_on_batch(images), axis=1)
-            counts += [np.sum(guess == labels), len(labels)]
-        right, tested = np.asarray(hvd.allreduce(counts, op=hvd.Sum, name="test"))
-        return float(right / tested)
+            predicted = np.argmax(self.model.predict_on_batch(images), axis=1)
+            counts += [np.sum(predicted == labels), len(labels)]
+        correct, tested = np.asarray(hvd.allreduce(counts, op=hvd.Sum, name="test"))
+        return float(correct / tested)
 
 
 # -------------------------------------------------------------------------------------- the models
 def build(settings: Settings, data: Dataset) -> keras.Model:
-    """The network that `settings.model` names, as in PyTorch but for channels last."""
+    """Return the network that `settings.model` names: as in PyTorch, but with channels last."""
     decay = keras.regularizers.L2(settings.weight_decay / 2)  # adds weight_decay * w to gradients
-    words = {"kernel_initializer": "he_normal", "kernel_regularizer": decay}
+    options = {"kernel_initializer": "he_normal", "kernel_regularizer": decay}
     layers: list[Any] = [keras.Input(data.shape)]
     if settings.model == "mlp":
         layers.append(keras.layers.Flatten())
         for _ in range(settings.depth):
-            layers.append(keras.layers.Dense(settings.width, activation="relu", **words))
+            layers.append(keras.layers.Dense(settings.width, activation="relu", **options))
     else:
-        layers += _convolutions(settings, words)
-    layers.append(keras.layers.Dense(data.classes, **words))
+        layers += _convolutions(settings, options)
+    layers.append(keras.layers.Dense(data.classes, **options))
     for number, layer in enumerate(layers[1:], 1):
-        layer.name = f"layer_{number}"  # the same in every run: checkpoints go by names
+        layer.name = f"layer_{number}"  # equal in every run, because checkpoints use the names
     return keras.Sequential(layers, name="network")
 
 
-def _convolutions(settings: Settings, words: dict[str, Any]) -> list[Any]:
-    """Pairs of 3 x 3 convolutions; each pair halves the picture and doubles the channels."""
+def _convolutions(settings: Settings, options: dict[str, Any]) -> list[Any]:
+    """Return pairs of 3 x 3 convolutions. Each pair halves the image and doubles the channels."""
     layers: list[Any] = []
     for pair in range(settings.depth):
         for _ in range(2):
             layers += [
-                keras.layers.Conv2D(settings.width * 2**pair, 3, padding="same", **words),
+                keras.layers.Conv2D(settings.width * 2**pair, 3, padding="same", **options),
                 keras.layers.BatchNormalization(),
                 keras.layers.ReLU(),
             ]
@@ -158,7 +158,7 @@ def _convolutions(settings: Settings, words: dict[str, Any]) -> list[Any]:
 
 # -------------------------------------------------------------------------------------- checkpoints
 def _save(folder: Path, model: keras.Model) -> None:
-    """Weights and momentum from rank 0; errors and levels from every rank."""
+    """Save weights and momentum from rank 0, and residuals and levels from every rank."""
     place = folder / "checkpoint"
     if hvd.rank() == 0:
         place.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _save(folder: Path, model: keras.Model) -> None:
 
 
 def _resume(settings: Settings, model: keras.Model) -> Row | None:
-    """Go back to the last checkpoint; None if there is none yet."""
+    """Restore the last checkpoint and return its results, or None if there is no checkpoint."""
     folder = Path(settings.output) / settings.name
     place = folder / "checkpoint"
     if not (place / "model.npz").exists():

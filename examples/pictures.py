@@ -1,4 +1,4 @@
-"""Pictures of results: a figure that is written when it has been drawn."""
+"""Figures of results, written to a file at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 def figure(
     path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes, an array of `rows` x `columns`; then write them to a file.
+    """Yield a figure and its axes, an array of `rows` x `columns`; then write the figure to a file.
 
     Args:
-        path: of the file, whose folder is made.
+        path: path of the file; missing folders are created.
         size: width and height in inches.
-        rows: of axes.
-        columns: of axes.
-        options: others of `pyplot.subplots`; `dpi` is 110 unless given.
+        rows: number of rows of axes.
+        columns: number of columns of axes.
+        options: further options of `pyplot.subplots`, and `dpi` (110 by default).
     """
     import matplotlib
 
@@ -27,12 +27,12 @@ def figure(
     from matplotlib import pyplot as plt
 
     dpi = options.pop("dpi", 110)
-    made, axes = plt.subplots(
+    drawing, axes = plt.subplots(
         rows, columns, figsize=size, squeeze=False, layout="constrained", **options
     )
     try:
-        yield made, axes
+        yield drawing, axes
         path.parent.mkdir(parents=True, exist_ok=True)
-        made.savefig(path, dpi=dpi)
+        drawing.savefig(path, dpi=dpi)
     finally:
-        plt.close(made)
+        plt.close(drawing)

@@ -19,7 +19,7 @@ COLOURS = {
     "schedule": "#CC79A7",
     "accordion": "#009E73",
 }
-"""Told apart by colour-blind readers too (Okabe & Ito)."""
+"""Colours that colour-blind readers can distinguish (Okabe & Ito)."""
 
 STYLES: dict[str, tuple[Any, str]] = {
     "uncompressed": (":", "s"),
@@ -43,13 +43,13 @@ def label(method: str, result: Row) -> str:
     return "uncompressed" if method == "uncompressed" else f"always {method}: {_call(wanted)}"
 
 
-def _call(word: str) -> str:
-    """PowerSGD(4) for powersgd:4."""
-    return re.sub(r"\w+=", "", repr(parse(word)))
+def _call(spec: str) -> str:
+    """Return "PowerSGD(4)" for "powersgd:4"."""
+    return re.sub(r"\w+=", "", repr(parse(spec)))
 
 
 def table(runs: Runs) -> list[list[str]]:
-    """Head and rows: framework, method, test accuracy, MB sent by each worker, ratio, seconds."""
+    """Return head and rows: framework, method, accuracy, MB sent by each worker, ratio, seconds."""
     rows = [["framework", "compression", "test accuracy", "MB sent/worker", "ratio", "seconds"]]
     for (framework, method), result in runs.items():
         last, stats = result["epochs"][-1], result["stats"]
@@ -67,12 +67,12 @@ def table(runs: Runs) -> list[list[str]]:
 
 
 def tabulate(columns: Mapping[str, str], rows: Iterable[Row]) -> list[list[str]]:
-    """Head and rows, from each column's head and the format of its cells ("{seconds:.1f}")."""
+    """Return head and rows, given each column's head and cell format ("{seconds:.1f}")."""
     return [list(columns), *([cell.format(**row) for cell in columns.values()] for row in rows)]
 
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """The table in columns."""
+    """Format a table as aligned text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -83,7 +83,7 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1)) -> str:
-    """The table for a page; numbers of columns in `left` are aligned there, others to the right."""
+    """Format a table as Markdown. Columns with indices in `left` are left-aligned, others right."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     rule = "|".join("---" if column in left else "---:" for column in range(len(rows[0])))
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
@@ -91,7 +91,7 @@ def as_markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1)) -
 
 # -------------------------------------------------------------------------------------- the picture
 def picture(runs: Runs, path: Path) -> None:
-    """Draw accuracy against MB sent, the ends magnified, and Accordion's levels over the epochs."""
+    """Draw accuracy over MB sent, an enlarged view of the final values, and Accordion's levels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,7 +111,7 @@ def picture(runs: Runs, path: Path) -> None:
             _levels(axes[2][column], mine["accordion"], keys=column == len(frameworks) - 1)
     figure.suptitle(
         f"{first['settings']['data'].capitalize()}, {first['ranks']} workers: "
-        "test accuracy and the bytes it took",
+        "test accuracy and bytes sent",
         fontsize=14,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def picture(runs: Runs, path: Path) -> None:
 
 
 def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
-    """Test accuracy after each epoch against the megabytes sent until then."""
+    """Draw the test accuracy after each epoch over the megabytes sent so far."""
     for method, result in results.items():
         sent = [row["sent"] / 1e6 for row in result["epochs"]]
         accuracy = [100 * row["accuracy"] for row in result["epochs"]]
@@ -140,7 +140,7 @@ def _curves(axis: Any, title: str, results: Mapping[str, Row]) -> None:
 
 
 def _ends(axis: Any, results: Mapping[str, Row]) -> None:
-    """Draw the last epoch of each run; uncompressed, which is far to the right, as a line."""
+    """Draw the last epoch of each run; the uncompressed run, far to the right, as a line."""
     for method, result in results.items():
         last, (line, marker) = result["epochs"][-1], STYLES[method]
         sent, accuracy = last["sent"] / 1e6, 100 * last["accuracy"]
@@ -154,14 +154,14 @@ def _ends(axis: Any, results: Mapping[str, Row]) -> None:
             axis.plot(sent, accuracy, marker, color=COLOURS[method], ms=11, mec="white", zorder=5)
     axis.margins(0.12)
     axis.set_xlim(left=0)
-    axis.set_xlabel("MB sent by each worker in the whole training")
-    axis.set_ylabel("test accuracy at the end (%)")
-    axis.set_title("The ends of the runs, magnified", loc="left", fontsize=11)
+    axis.set_xlabel("MB sent by each worker in the entire training")
+    axis.set_ylabel("final test accuracy (%)")
+    axis.set_title("Final values, enlarged", loc="left", fontsize=11)
     axis.grid(alpha=0.3)
 
 
 def _levels(axis: Any, result: Row, keys: bool) -> None:
-    """Each layer's level in each epoch; low compression marks a critical regime."""
+    """Draw each layer's level in each epoch; low compression marks a critical regime."""
     rows, names = result["epochs"], sorted(result["epochs"][0]["levels"], key=_natural)
     wanted = result["settings"]["compression"]
     for place, name in enumerate(names):
@@ -200,7 +200,7 @@ def _levels(axis: Any, result: Row, keys: bool) -> None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer_2 before layer_10."""
+    """Return a sort key that puts layer_2 before layer_10."""
     return [
         (int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
     ]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file that says how it went."""
+"""Results of a run, as one JSON file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Record:
     """Collects a run's epochs; rank 0 writes them to `<output>/<name>/result.json`.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         framework: "torch" or "keras".
-        rank: this process.
-        size: how many there are.
-        earlier: the result that is resumed.
+        rank: rank of this process.
+        size: number of ranks.
+        earlier: result of the run that is resumed.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Spent training, evaluation included, resumed parts included."""
+        """Seconds of the run so far, including evaluation and earlier parts of a resumed run."""
         return self.waited + time.perf_counter() - self.began
 
     def epoch(self, lr: float, loss: float, accuracy: float, exchange: Exchange | None) -> Row:
-        """Note an epoch that has ended.
+        """Record an epoch that has ended.
 
         Args:
-            lr: its learning rate.
+            lr: learning rate of the epoch.
             loss: mean training loss.
-            accuracy: on the test images, in [0, 1].
-            exchange: that of the optimizer; None for a process on its own.
+            accuracy: accuracy on the test images, in [0, 1].
+            exchange: exchange of the optimizer; None for a single rank.
         """
         stats = self.stats(exchange)
         row: Row = {
@@ -79,7 +79,7 @@ class Record:
         return row
 
     def stats(self, exchange: Exchange | None) -> Row:
-        """`Exchange.stats()`, with what was counted before the run was resumed."""
+        """Return `Exchange.stats()`, including the counts from before the run was resumed."""
         now = exchange.stats() if exchange is not None else _NOTHING
         total = {key: now[key] + self.before.get(key, 0) for key in _NOTHING if key != "ratio"}
         ratio = total["dense_sent"] / total["sent"] if total["sent"] else math.nan
@@ -87,7 +87,7 @@ class Record:
         return {**total, "ratio": ratio, **more}
 
     def write(self, exchange: Exchange | None) -> Row:
-        """Write the result so far; returns it."""
+        """Write the result so far, and return it."""
         self.result |= {
             "seconds": self.seconds,
             "stats": self.stats(exchange),
@@ -105,12 +105,12 @@ _NOTHING |= {"received": 0.0, "ratio": math.nan}
 
 
 def levels(exchange: Exchange | None) -> dict[str, int]:
-    """The level of each layer that the policy has a say in: 0 is low compression."""
+    """Return the level of each layer that the policy controls; 0 is low compression."""
     return dict(exchange.policy.current) if exchange is not None else {}
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file that is either the old one or the new one, never half."""
+    """Write JSON atomically: readers find the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
@@ -118,7 +118,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Without NaN and infinities, which JSON does not know: they become null."""
+    """Replace NaN and infinities, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -129,5 +129,5 @@ def _plain(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Row:
-    """What `write_json` wrote."""
+    """Read a file of `write_json`."""
     return json.loads(path.read_text())

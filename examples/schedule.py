@@ -12,13 +12,13 @@ def drops(peak: float, step: int, at: Sequence[int], factor: float) -> float:
 
 
 def linear(peak: float, step: int, steps: int, warmup: int = 0) -> float:
-    """Fall in a line to 0 at `steps`; during the first `warmup` steps also rise in one."""
+    """Fall linearly to 0 at `steps`; multiply by a linear warm-up in the first `warmup` steps."""
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
     return peak * rise * (1 - step / steps)
 
 
 def cosine(peak: float, step: int, steps: int, warmup: int = 0) -> float:
-    """Rise in a line for `warmup` steps, then fall along a cosine to 0 at `steps`."""
+    """Rise linearly for `warmup` steps, then fall along a cosine to 0 at `steps`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2

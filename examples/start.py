@@ -1,4 +1,4 @@
-"""From settings to a finished run, in the framework of choice."""
+"""Start of a run in the chosen framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from examples.results import Row
 
 
 def run(framework: str, settings: Settings) -> Row:
-    """Train with "torch" or "keras". Data are found first: nothing waits if they are not there."""
+    """Train with "torch" or "keras". Load the data first: missing data end the run early."""
     try:
         data = load(settings.data, settings.limit, settings.seed)
     except DataError as error:
@@ -25,7 +25,7 @@ def run(framework: str, settings: Settings) -> Row:
 
 
 def summary(result: Row) -> str:
-    """A run in a line."""
+    """Summarize a run in one line."""
     last, stats = result["epochs"][-1], result["stats"]
     text = f"{result['settings']['name']}: test accuracy {last['accuracy']:.1%}"
     if stats["sent"]:

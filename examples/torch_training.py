@@ -1,4 +1,4 @@
-"""One training run in PyTorch."""
+"""A training run in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.results import Record, Row, read_json
 
 
 def train(settings: Settings, data: Dataset) -> Row:
-    """Train as `settings` say; collective. Returns what `result.json` holds."""
+    """Train according to `settings`; collective. Return the content of `result.json`."""
     hvd.init()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
     torch.manual_seed(settings.seed)
@@ -41,7 +41,7 @@ def train(settings: Settings, data: Dataset) -> Row:
     part = (hvd.rank(), hvd.size(), settings.batch_size, settings.seed, "NCHW", settings.shift)
     shard = Shard(data, *part)
     record = Record(settings, "torch", hvd.rank(), hvd.size(), earlier)
-    optimizer.end_window()  # before the first step: windows are epochs, ended by hand
+    optimizer.end_window()  # windows are epochs: the loop below ends each one
     exchange = optimizer.exchange if hvd.size() > 1 else None
     show = settings.progress and hvd.rank() == 0
     with tqdm(
@@ -68,12 +68,12 @@ def _device() -> torch.device:
 def _epoch(
     model: nn.Module, optimizer: Any, shard: Shard, lr: float, epoch: int, device: torch.device
 ) -> tuple[float, float]:
-    """One pass over the training images; mean loss and test accuracy over all ranks."""
+    """Train for an epoch. Return the mean loss and the test accuracy over all ranks."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     shard.shuffle(epoch)
     model.train()
-    total = torch.zeros(4, dtype=torch.float64)  # loss, steps, right, tested
+    total = torch.zeros(4, dtype=torch.float64)  # loss, steps, correct, tested
     for step in range(len(shard)):
         images, labels = (torch.from_numpy(part).to(device) for part in shard[step])
         optimizer.zero_grad()
@@ -84,16 +84,16 @@ def _epoch(
     model.eval()
     with torch.no_grad():
         for images, labels in shard.test_batches():
-            guess = model(torch.from_numpy(images).to(device)).argmax(1).cpu()
-            right = (guess == torch.from_numpy(labels)).sum()
-            total[2:] += torch.tensor([float(right), float(len(labels))])
-    loss_sum, steps, right, tested = hvd.allreduce(total, op=hvd.Sum, name="epoch").tolist()
-    return loss_sum / steps, right / tested
+            predicted = model(torch.from_numpy(images).to(device)).argmax(1).cpu()
+            correct = (predicted == torch.from_numpy(labels)).sum()
+            total[2:] += torch.tensor([float(correct), float(len(labels))])
+    loss_sum, steps, correct, tested = hvd.allreduce(total, op=hvd.Sum, name="epoch").tolist()
+    return loss_sum / steps, correct / tested
 
 
 # -------------------------------------------------------------------------------------- the models
 def build(settings: Settings, data: Dataset) -> nn.Module:
-    """The network that `settings.model` names."""
+    """Return the network that `settings.model` names."""
     height, width, channels = data.shape
     layers: list[nn.Module]
     if settings.model == "mlp":
@@ -115,7 +115,7 @@ def build(settings: Settings, data: Dataset) -> nn.Module:
 
 
 def _convolutions(settings: Settings, channels: int) -> list[nn.Module]:
-    """Pairs of 3 x 3 convolutions; each pair halves the picture and doubles the channels."""
+    """Return pairs of 3 x 3 convolutions. Each pair halves the image and doubles the channels."""
     layers: list[nn.Module] = []
     for pair in range(settings.depth):
         wide = settings.width * 2**pair
@@ -128,7 +128,7 @@ def _convolutions(settings: Settings, channels: int) -> list[nn.Module]:
 
 # -------------------------------------------------------------------------------------- checkpoints
 def _save(folder: Path, model: nn.Module, optimizer: Any) -> None:
-    """Weights and momentum from rank 0; errors and levels from every rank."""
+    """Save weights and momentum from rank 0, and residuals and levels from every rank."""
     place = folder / "checkpoint"
     if hvd.rank() == 0:
         place.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def _save(folder: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def _resume(settings: Settings, model: nn.Module, optimizer: Any) -> Row | None:
-    """Go back to the last checkpoint; None if there is none yet."""
+    """Restore the last checkpoint and return its results, or None if there is no checkpoint."""
     folder = Path(settings.output) / settings.name
     place = folder / "checkpoint"
     if not (place / "model.pt").exists():

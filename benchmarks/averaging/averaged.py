@@ -105,7 +105,7 @@ def _accuracy(model: torch.nn.Module, shard: Shard) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Head and rows: means over seeds, and differences seed by seed to averaged gradients."""
-    lines = [["task", "average", "test accuracy", "points against gradients", "seeds"]]
+    lines = [["task", "average", "test accuracy", "difference in points", "seeds"]]
     for task, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
         found = _of(rows, task, method)
         base = _of(rows, task, GRADIENTS)

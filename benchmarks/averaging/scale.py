@@ -62,9 +62,9 @@ def table(found: Found) -> str:
     ranks = [f"{count} ranks" for count in next(iter(found.values()))]
     parts = []
     for title, value in (
-        ("steps a second", lambda one: f"{one.rate:.2f}"),
+        ("steps per second", lambda one: f"{one.rate:.2f}"),
         ("largest distance from the mean model", lambda one: f"{max(one.distance):.3f}"),
-        ("late models in groups' averages", lambda one: f"{100 * one.late:.0f} %"),
+        ("late models in group averages", lambda one: f"{100 * one.late:.0f} %"),
     ):
         rows = [[title, *ranks]]
         for name, row in found.items():

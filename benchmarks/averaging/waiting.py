@@ -193,11 +193,11 @@ COLUMNS = {
     "parameters": "{size:,}",
     "average": "{method}",
     "steps/s": "{rates}",
-    "at best": "{best:.2f}",
-    "of it": "{reached:.0f} %",
+    "limit": "{best:.2f}",
+    "% of limit": "{reached:.0f} %",
     "predicted": "{predicted:.2f}",
-    "off by": "{off:+.0f} %",
-    "core ms": "{core_ms:.1f}",
+    "error": "{off:+.0f} %",
+    "CPU ms": "{core_ms:.1f}",
     "late": "{late}",
 }
 

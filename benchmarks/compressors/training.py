@@ -268,7 +268,8 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
         batch=task.batch,
         lr=f"{task.lr:g}",
         seeds=sorted({o.seed for o in outcomes}),
-        apart=apart and f" Over seeds, uncompressed trainings end within {apart}.",
+        apart=apart
+        and f" Uncompressed trainings with these seeds end within {apart} of each other.",
         missing=f" {missing} of {len(methods)} methods have not been trained yet and have no row."
         if missing
         else "",
@@ -278,7 +279,8 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
 
 def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Head and rows."""
-    rows = [["compression", "learning rate x", "test accuracy", "points lost", "ratio", "at last"]]
+    head = ["compression", "learning rate factor", "test accuracy", "points lost", "ratio"]
+    rows = [[*head, "ratio in the last epoch"]]
     for method in sorted_methods(outcomes):
         accuracy = f"{_mean(outcomes, method, 'accuracy'):.1%}"
         ratios = [f"{_mean(outcomes, method, key):.1f}" for key in ("ratio", "settled")]

@@ -70,8 +70,8 @@ def _percent(value: float) -> str:
 
 
 HEAD = [
-    "method", "reached", "s to target", "times Horovod", f"times {DDP}", f"times {HOOK}",
-    "steps to target", "ms/step", "MB sent", "accuracy at the end (%)",
+    "method", "target reached", "s to target", "speedup over Horovod", f"speedup over {DDP}",
+    f"speedup over {HOOK}", "steps to target", "ms/step", "MB sent", "final accuracy (%)",
 ]  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def text(found: Row) -> str:
     cores = [run["foreign"] for run in found["runs"]]
     return report.render(
         "accuracy/page",
-        noise=report.noise(cores, "training", "the links' work"),
+        noise=report.noise(cores, "training", "the work of the links"),
         seeds=found["settings"]["seeds"],
         hook=HOOK,
         interval=INTERVAL,
@@ -199,7 +199,7 @@ def section(found: Row, place: tuple[str, str]) -> str:
         tensors=task["tensors"],
         train=f"{task['train']:,}",
         test=f"{task['test']:,}",
-        shift=f", moved by up to {task['shift']} pixel" if task["shift"] else "",
+        shift=f", shifted by up to {task['shift']} pixel" if task["shift"] else "",
         ranks=report.hosts(found["settings"])["ranks"],
         **{key: task[key] for key in ("batch", "lr", "every", "limit", "window")},
         table=as_markdown(table(found, place)),
@@ -218,7 +218,8 @@ def levels(found: Row, place: tuple[str, str]) -> str:
         for run in mine:
             if run["verdict"]:
                 verdict = run["verdict"].removeprefix("accordion_hvd: ")
-                lines.append(f"- `{method}`, seed {run['seed']}, the gate at last: {verdict}.")
+                seed = run["seed"]
+                lines.append(f"- `{method}`, seed {seed}, last decision of the gate: {verdict}.")
         if not all(run["equal"] for run in mine):
             lines.append(f"- `{method}`: ranks ended with **different weights**.")
     return "\n".join(lines)

@@ -48,7 +48,7 @@ def section(found: Row) -> str:
         batch=settings["batch"],
         repetitions=settings["repetitions"],
         noise=report.noise(
-            [turn["foreign"] for turn in found["turns"]], "turn", "the links' own work"
+            [turn["foreign"] for turn in found["turns"]], "repetition", "the work of the links"
         ),
         notes=report.render("performance/silent", grouped=GROUPED) if silent else "",
         comparison=as_markdown(tables.comparison(found, pairs(framework, methods))),

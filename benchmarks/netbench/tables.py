@@ -19,8 +19,8 @@ COLUMNS = {
     "MB sent": "{megabytes_sent:.3f}",
     "MB received": "{megabytes_received:.3f}",
     "limit ms": "{limit:.0f}",
-    "one after the other": "{one_by_one:.0f}",
-    "x limit": "{times:.2f}",
+    "no overlap ms": "{one_by_one:.0f}",
+    "time / limit": "{times:.2f}",
 }
 
 
@@ -78,7 +78,7 @@ def ratios(found: Row, method: str, other: str, rate: str) -> list[float]:
 def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
     """Head and rows: for each (method, other), how many times as fast it is at each rate."""
     rates = found["settings"]["rates"]
-    rows = [["method", "against", *rates]]
+    rows = [["method", "compared with", *rates]]
     for method, other in pairs:
         if method in found["equal"] and other in found["equal"]:
             cells = [report.spread(ratios(found, method, other, rate)) for rate in rates]

@@ -95,7 +95,7 @@ def reached(mine: Sequence[Row], loss: float) -> list[tuple[float, float]] | Non
 # ------------------------------------------------------------------------------------------- tables
 def overview(found: Row) -> list[list[str]]:
     """Head and rows: whether each compressed method meets the goal on each task."""
-    rows = [["optimizer", "task", "loss / uncompressed", "bytes saved after the warm-up", "goal"]]
+    rows = [["optimizer", "task", "loss / uncompressed loss", "bytes saved after warm-up", "goal"]]
     for task in found["tasks"]:
         for name in methods(found, task):
             mine, ratios = (
@@ -125,10 +125,10 @@ def table(found: Row, task: str) -> list[list[str]]:
     """Head and a row for each method of a task."""
     least, goal = found["tasks"][task]["least"], target(found, task)
     graded = any(run["accuracy"] is not None for run in found["runs"] if run["task"] == task)
-    head = ["optimizer", "lr", "loss in the end", "/ uncompressed"]
-    head += ["above the least, / uncompressed"] if least is not None else []
+    head = ["optimizer", "lr", "final loss", "/ uncompressed loss"]
+    head += ["excess loss / uncompressed"] if least is not None else []
     head += ["test accuracy (%)"] if graded else []
-    head += ["steps to the target", "MB to the target", "MB in all", "saved after warm-up"]
+    head += ["steps to target", "MB to target", "MB in total", "bytes saved after warm-up"]
     rows = [head]
     for name in methods(found, task):
         mine, method = runs(found, task, name), METHODS[name]
@@ -154,7 +154,7 @@ def table(found: Row, task: str) -> list[list[str]]:
 def states(found: Row) -> list[list[str]]:
     """Head and rows: bytes of state for each parameter."""
     tasks = list(found["tasks"])
-    rows = [["optimizer", "what it keeps", *(found["tasks"][task]["title"] for task in tasks)]]
+    rows = [["optimizer", "state", *(found["tasks"][task]["title"] for task in tasks)]]
     for name in METHODS:
         cells = []
         for task in tasks:
@@ -168,9 +168,10 @@ STATE = {
     "Adam": "m, v",
     "AMSGrad": "m, v, vmax",
     "OnebitAdam": "m, v, error, this rank's part of the server error",
-    "Birder": "m, b, error, this rank's part of the owners' (without `feedback` only m, b)",
+    "Birder": "m, b, error, this rank's part of the owners' error (only m, b without `feedback`)",
     "SketchedAMSGrad": "m, v, vmax, error",
-    "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's (`pace`: error)",
+    "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's difference; "
+    "with `pace` also errors",
 }
 
 
@@ -196,9 +197,9 @@ def rates(tuning: Row, task: str) -> list[list[str]]:
 def links(timing: Row) -> list[list[str]]:
     """Head and rows: milliseconds a step at each rate, and how many times as fast as Adam."""
     wanted = timing["settings"]["rates"]
-    rows = [["optimizer", "MB sent a step"]]
+    rows = [["optimizer", "MB sent per step"]]
     for rate in wanted:
-        rows[0] += [f"ms, {words(rate)}", "times Adam"]
+        rows[0] += [f"ms, {words(rate)}", "speedup over Adam"]
     summaries = {rate: tables.summary(timing, rate) for rate in wanted}
     plain = f"{OPTIMIZER}Adam"
     for method in timing["equal"]:
@@ -281,7 +282,7 @@ def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
         trainings=len(found["runs"]),
         equality=f"in **{unequal} trainings ranks ended with different weights**"
         if unequal
-        else "all ranks ended with the same bits",
+        else "all ranks ended with bitwise equal weights",
         seeds=len({run["seed"] for run in found["runs"]}),
         goal=f"{GOAL:g}",
         bytes=BYTES,
@@ -304,7 +305,7 @@ def section(found: Row, task: str) -> str:
         parameters=f"{given['parameters']:,}",
         ranks=found["ranks"],
         **{key: given[key] for key in ("what", "tensors", "steps", "batch", "loss")},
-        least=f" The least loss that there is: {given['least']:.5f}." if given["least"] else "",
+        least=f" The minimum of the loss is {given['least']:.5f}." if given["least"] else "",
         aim=f" The target is a loss of {goal:.4f}." if goal is not None else "",
         table=as_markdown(table(found, task)),
     )

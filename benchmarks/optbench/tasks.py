@@ -220,20 +220,20 @@ TASKS = {
     "convex": StepTask(
         title="a convex problem",
         what=f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, "
-        f"with {DECAY:g} / 2 times the squared weights; its optimum was found by L-BFGS in fp64.",
+        f"with an L2 penalty of {DECAY:g} / 2; L-BFGS in fp64 found the optimum.",
         loss="training loss, all examples", problem=convex, steps=1200, batch=256, every=60,
     ),
     "digits": StepTask(
         title="digits",
         what=f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by "
-        f"{SMOOTHING}, so that the least loss that there is has a value other than 0.",
+        f"{SMOOTHING}, so that the minimum of the loss is not 0.",
         loss="training loss, all examples", problem=digits, steps=1200, batch=128, every=60,
     ),
     "characters": StepTask(
         title="a Transformer on characters",
-        what="Tiny Shakespeare, letter by letter: two layers of width 64, four heads, "
-        f"{LENGTH} letters of context.",
-        loss="test loss (nats a letter)", problem=characters, steps=1200, batch=16, every=60,
+        what="Tiny Shakespeare, character by character: two layers of width 64, four heads, "
+        f"a context of {LENGTH} characters.",
+        loss="test loss (nats per character)", problem=characters, steps=1200, batch=16, every=60,
     ),
 }  # fmt: skip
 """By name."""

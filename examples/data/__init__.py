@@ -1,9 +1,9 @@
-"""Image sets for the scripts: digits (inside scikit-learn), MNIST, CIFAR-10; and who sees which.
+"""Data for the scripts: images (digits of scikit-learn, MNIST, CIFAR-10) and graphs.
 
-`load(name)` finds a set, `Shard` is one rank's part of it. `load_graph(name)` finds a graph: Cora,
-Citeseer, or one that is made. ACCORDION_DATA names a folder with local
-copies; decoded arrays are kept in ${XDG_CACHE_HOME:-~/.cache}/accordion-hvd. A new set is one file
-here and one line in `SETS`.
+`load(name)` loads an image set; `Shard` is one rank's part of it. `load_graph(name)` loads a graph:
+Cora, Citeseer, or a generated one. The environment variable ACCORDION_DATA names a folder with
+local copies. Decoded arrays are cached in ${XDG_CACHE_HOME:-~/.cache}/accordion-hvd. To add an
+image set, add a file here and a line in `SETS`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ GRAPHS = ("blocks", "cora", "citeseer")
 
 
 def load(name: str, limit: int | None = None, seed: int = 0) -> Dataset:
-    """The image set `name`.
+    """Load the image set `name`.
 
     Args:
         name: a key of `SETS`.
-        limit: take so many images for training, and at most so many for testing; the choice
-            depends on `seed` alone.
-        seed: of that choice.
+        limit: maximum number of images for training, and for testing; the choice depends on
+            `seed` alone.
+        seed: seed of this choice.
 
     Raises:
-        ValueError: there is no such set.
-        DataError: it cannot be found or read; the sentence says what to do.
+        ValueError: if the name is unknown.
+        DataError: if the set cannot be found or read; the message says what to do.
     """
     check.one_of("load", "data", name, tuple(SETS))
     found = SETS[name]()
@@ -52,15 +52,15 @@ def load(name: str, limit: int | None = None, seed: int = 0) -> Dataset:
 
 
 def load_graph(name: str, nodes: int = 5000) -> GraphData:
-    """The graph `name`.
+    """Load the graph `name`.
 
     Args:
         name: one of `GRAPHS`.
-        nodes: of "blocks".
+        nodes: number of nodes of "blocks".
 
     Raises:
-        ValueError: there is no such graph, or too few nodes are asked for.
-        DataError: it cannot be found or read; the sentence says what to do.
+        ValueError: if the name is unknown or `nodes` is too small.
+        DataError: if the graph cannot be found or read; the message says what to do.
     """
     check.one_of("load_graph", "data", name, GRAPHS)
     return load_blocks(nodes) if name == "blocks" else load_citation(name)

@@ -1,4 +1,4 @@
-"""What an image set is, and which rank sees which of its images."""
+"""Image sets, and their shards on ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Array = np.ndarray
 
 
 class DataError(RuntimeError):
-    """An image set cannot be found or read."""
+    """Raised if a data set cannot be found or read."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Images (count, height, width, channels) as they are stored, and labels (count,)."""
+    """Stored images (count, height, width, channels) and labels (count,)."""
 
     images: Array
     labels: Array
@@ -26,7 +26,7 @@ class Split:
         return len(self.labels)
 
     def chosen(self, count: int, seed: int) -> Split:
-        """At most `count` of them, drawn with `seed`."""
+        """Return at most `count` images, drawn with `seed`."""
         index = np.random.default_rng(seed).permutation(len(self))[:count]
         return Split(self.images[index], self.labels[index])
 
@@ -36,12 +36,12 @@ class Dataset:
     """An image set.
 
     Attributes:
-        name: as `load` knows it.
-        train: what to learn from.
-        test: what to measure accuracy with.
-        classes: how many there are.
-        mean: of the stored values, per channel.
-        std: their standard deviation, per channel.
+        name: name for `load`.
+        train: images for training.
+        test: images for testing.
+        classes: number of classes.
+        mean: mean of the stored values, per channel.
+        std: standard deviation of the stored values, per channel.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Dataset:
         return height, width, channels
 
     def limited(self, count: int, seed: int) -> Dataset:
-        """The same with at most `count` images in each split."""
+        """Return the data set with at most `count` images in each split."""
         check.integer("load", "limit", count, least=1)
         train, test = self.train.chosen(count, seed), self.test.chosen(count, seed)
         return replace(self, train=train, test=test)
 
     def prepared(self, images: Array, layout: str) -> Array:
-        """Stored images as fp32 of mean 0 and deviation 1.
+        """Return stored images as fp32 with mean 0 and standard deviation 1.
 
         Args:
             images: (count, height, width, channels).
@@ -77,21 +77,21 @@ class Dataset:
 
 
 class Shard:
-    """One rank's batches of a training set.
+    """Batches of one rank from a training set.
 
-    Each epoch shuffles the whole set anew (from `seed` and the epoch, alike on all ranks) and
-    deals it out: ranks get disjoint parts of equal size, hence the same number of steps, and
-    batches of the same size at each step. Fewer than `size` images sit out an epoch, others each
-    time.
+    Each epoch shuffles the entire set (by `seed` and the epoch, equally on all ranks) and
+    distributes it: ranks get disjoint parts of equal size, hence the same number of steps, and
+    batches of the same size at each step. Each epoch leaves out fewer than `size` images, and
+    different ones each time.
 
     Args:
-        data: the image set.
-        rank: which part.
-        size: how many parts.
-        batch_size: images a step and rank; the last batch of an epoch may be smaller.
-        seed: of the order.
+        data: image set.
+        rank: index of the part.
+        size: number of parts.
+        batch_size: images per step and rank; the last batch of an epoch may be smaller.
+        seed: seed of the order.
         layout: "NHWC" or "NCHW".
-        shift: move each image by up to so many pixels in each direction, anew each epoch.
+        shift: maximum shift of each image in pixels, in each direction, drawn again in each epoch.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Shard:
         return -(-self.share // self.batch_size)
 
     def shuffle(self, epoch: int) -> None:
-        """Deal out for `epoch`."""
+        """Select this rank's part for `epoch`."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data.train))
         self.mine = order[self.rank * self.share : (self.rank + 1) * self.share]
         moves = np.random.default_rng([self.seed, epoch, self.rank])
         self.moves = moves.integers(0, 2 * self.shift + 1, (self.share, 2))
 
     def __getitem__(self, step: int) -> tuple[Array, Array]:
-        """Images, ready for the network, and labels (int64) of a step."""
+        """Return the images of a step, prepared for the network, and their labels (int64)."""
         if not 0 <= step < len(self):
             raise IndexError(step)
         part = slice(step * self.batch_size, (step + 1) * self.batch_size)
@@ -137,7 +137,7 @@ class Shard:
         return self.data.prepared(images, self.layout), train.labels[index]
 
     def test_batches(self, most: int = 500) -> list[tuple[Array, Array]]:
-        """This rank's part of the test set (parts may differ in size), in batches."""
+        """Return this rank's part of the test set in batches; parts may differ in size."""
         test, batches = self.data.test, []
         mine = np.arange(self.rank, len(test), self.size)
         for start in range(0, len(mine), most):
@@ -148,7 +148,7 @@ class Shard:
 
 
 def shifted(images: Array, corners: Array, most: int) -> Array:
-    """Images moved by `most - corner` pixels, each its own; zeros come in at the edges."""
+    """Return each image shifted by `most - corner` pixels, with zeros at the edges."""
     height, width = images.shape[1:3]
     padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
     views = [

@@ -1,4 +1,4 @@
-"""A stochastic block model: groups of nodes that know each other, with faint features."""
+"""A stochastic block model: groups of connected nodes with weak features."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ CLASSES = 8
 FEATURES = 256
 DEGREE = 16
 WITHIN = 0.7
-"""Share of a node's edges that stay in its group."""
+"""Fraction of a node's edges that stay in its group."""
 
 SIGNAL = 0.08
-"""Of a group's mean in each feature, in deviations of the noise: too faint for a node alone."""
+"""Standard deviation of the group means in units of the noise: too weak to classify one node by."""
 
 
 def load_blocks(nodes: int = 5000, seed: int = 0) -> GraphData:
-    """A graph made anew, always the same for the same arguments; nothing is downloaded.
+    """Generate a graph, which is the same for the same arguments; nothing is downloaded.
 
-    Each of `CLASSES` groups is a class. A tenth of the nodes is for training, another for
-    validation, two for testing.
+    Each of `CLASSES` groups is a class. A tenth of the nodes is for training, a tenth for
+    validation, and two tenths are for testing.
 
     Args:
-        nodes: how many.
-        seed: of all that is random.
+        nodes: number of nodes.
+        seed: seed of all random numbers.
     """
     check.integer("load_blocks", "nodes", nodes, least=100)
     draw = np.random.default_rng([seed, nodes])
@@ -47,7 +47,7 @@ def load_blocks(nodes: int = 5000, seed: int = 0) -> GraphData:
 
 
 def _edges(labels: Array, draw: np.random.Generator) -> Array:
-    """Each node names others: mostly of its group, uniformly."""
+    """Draw `DEGREE` / 2 neighbours for each node uniformly, most of them from its group."""
     ends = np.repeat(np.arange(len(labels)), DEGREE // 2)
     by_group = np.argsort(labels, kind="stable")
     counts = np.bincount(labels, minlength=CLASSES)

@@ -1,7 +1,8 @@
-"""CIFAR-10: 32 x 32 colour images of 10 classes (Krizhevsky, 2009), in any of its layouts.
+"""CIFAR-10: 32 x 32 colour images of 10 classes (Krizhevsky, 2009), in several layouts.
 
-Official: `cifar-10-binary.tar.gz` or `cifar-10-python.tar.gz`, packed or unpacked. As pictures:
-`train` and `test`, each with one folder a class, or `train.tar.xz` and `test.tar.xz` of these.
+Official files: `cifar-10-binary.tar.gz` or `cifar-10-python.tar.gz`, packed or unpacked. Image
+files: `train` and `test` with one folder per class, or archives of them, `train.tar.xz` and
+`test.tar.xz`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Files = Iterator[tuple[str, bytes]]
 
 
 def load_cifar10() -> Dataset:
-    """50,000 images for training and 10,000 for testing.
+    """Load 50,000 images for training and 10,000 for testing.
 
     Raises:
-        DataError: no copy and no network, or damaged files.
+        DataError: if there is no copy and no network, or if files are damaged.
     """
     sources, decode = _local() or _official(files.fetched(URL, MD5, "CIFAR-10"))
     try:
@@ -46,7 +47,7 @@ Found = tuple[list[Path], Callable[[], files.Splits]]
 
 
 def _local() -> Found | None:
-    """The first layout that is there."""
+    """Return the first layout in the local folders, or None."""
     for folder in files.folders("cifar10", "cifar-10", "CIFAR10"):
         for name in ("cifar-10-batches-bin", "cifar-10-batches-py"):
             if (folder / name).is_dir():
@@ -76,7 +77,7 @@ def _batches(source: Path) -> files.Splits:
         elif name.startswith("data_batch_"):
             train[name] = _batch(name, content)
     if not train or not test:
-        raise ValueError("it lacks data_batch_1 to 5 or test_batch")
+        raise ValueError("data_batch_1 to 5 or test_batch is missing")
     return _joined([train[name] for name in sorted(train)]), test[0]
 
 
@@ -92,7 +93,7 @@ def _batch(name: str, content: bytes) -> Split:
     try:
         table = Safe(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # damaged pickles raise errors of any kind
-        raise ValueError(f"{name} is no batch of pictures: {error}") from None
+        raise ValueError(f"{name} is not a batch of images: {error}") from None
     if not isinstance(table, dict) or not {b"data", b"labels"} <= set(table):
         raise ValueError(f"{name} has no data and labels")
     return Split(_upright(np.asarray(table[b"data"], np.uint8)), _checked(name, table[b"labels"]))
@@ -110,26 +111,30 @@ def _checked(name: str, labels: Any) -> Array:
 
 
 class Safe(pickle.Unpickler):
-    """Reads pickles of plain values and NumPy arrays; nothing else is looked up, let alone run."""
+    """Unpickler for plain values and NumPy arrays, which looks up and runs nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What arrays need; raises ValueError for anything else."""
+        """Return a name that arrays need.
+
+        Raises:
+            ValueError: if the name is any other.
+        """
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return np.ndarray.__reduce__(np.zeros(0))[0]
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
             return getattr(np, name)
         if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: str(text).encode("latin1")
-        raise ValueError(f"it asks for {module}.{name}, which pictures do not need")
+        raise ValueError(f"the pickle refers to {module}.{name}, which images do not need")
 
 
-# ------------------------------------------------------------------------------- one folder a class
+# ----------------------------------------------------------------------------- one folder per class
 def _pictures(source: Path) -> Split:
     try:
         from PIL import Image
     except ImportError:
         raise DataError(
-            "data: this copy of CIFAR-10 holds picture files, and Pillow, which reads them, is not "
+            "data: this copy of CIFAR-10 has image files, but Pillow, which reads them, is not "
             "installed; install it (pip install pillow)."
         ) from None
     images: list[Array] = []
@@ -141,15 +146,15 @@ def _pictures(source: Path) -> Split:
             images.append(np.asarray(picture.convert("RGB"), np.uint8))
         names.append(path.split("/")[-2])
     if not images:
-        raise ValueError(f"{source.name} has no pictures")
+        raise ValueError(f"{source.name} has no images")
     classes = {name: number for number, name in enumerate(sorted(set(names)))}
     if len(classes) != 10 or {image.shape for image in images} != {(32, 32, 3)}:
-        raise ValueError(f"{source.name} must have 10 classes of 32 x 32 pictures")
+        raise ValueError(f"{source.name} must have 10 classes of 32 x 32 images")
     return Split(np.stack(images), np.array([classes[name] for name in names], np.int64))
 
 
 def _files(source: Path) -> Files:
-    """Paths and contents in a folder or an archive, by name or as they come."""
+    """Yield paths and contents of a folder, sorted by name, or of an archive, in its order."""
     if source.is_dir():
         for path in sorted(p for p in source.rglob("*") if p.is_file()):
             yield path.relative_to(source.parent).as_posix(), path.read_bytes()

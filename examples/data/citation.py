@@ -1,6 +1,6 @@
-"""Cora and Citeseer: papers that cite each other, in the split of Planetoid (Yang et al., 2016).
+"""Cora and Citeseer: citation graphs, with the split of Planetoid (Yang et al., 2016).
 
-As the authors' files (`ind.cora.allx` and the like), or as one `cora.npz` with the arrays
+The source is the authors' files (`ind.cora.allx` etc.), or one `cora.npz` with the arrays
 `features_indptr`, `features_indices`, `features_data`, `features_shape` (compressed rows),
 `edge_index` (2, count), `labels`, `train_index`, `val_index` and `test_index`.
 """
@@ -29,7 +29,7 @@ VALIDATION = 500
 
 @dataclass(frozen=True)
 class Known:
-    """What a whole set has; its source publishes no checksums."""
+    """Sizes of a complete set, which replace checksums: the source publishes none."""
 
     nodes: int
     features: int
@@ -41,13 +41,13 @@ SETS = {"cora": Known(2708, 1433, 5278, 7), "citeseer": Known(3327, 3703, 4552, 
 
 
 def load_citation(name: str) -> GraphData:
-    """Words of a paper (in rows that sum to 1), citations, subjects.
+    """Load a citation graph: words of a paper (rows with sum 1), citations, subjects.
 
     Args:
         name: a key of `SETS`.
 
     Raises:
-        DataError: no copy and no network, or damaged files.
+        DataError: if there is no copy and no network, or if files are damaged.
     """
     place = _local(name)
     if place is None:
@@ -59,13 +59,13 @@ def load_citation(name: str) -> GraphData:
         found = _from_arrays(name, place) if place.suffix == ".npz" else _official(name, place)
         _check(name, found)
     except (OSError, EOFError, ValueError, KeyError, IndexError, pickle.PickleError) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"data: {place} cannot be read ({told}); get a new copy.") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"data: {place} cannot be read ({reason}); get a new copy.") from None
     return found
 
 
 def _local(name: str) -> Path | None:
-    """The first copy that is there; of the authors' files, the first one."""
+    """Return the first local copy, or None; for the authors' files, the path of the first file."""
     for folder in files.folders("citation", "planetoid", name, f"{name.capitalize()}/raw"):
         if (folder / f"{name}.npz").is_file():
             return folder / f"{name}.npz"
@@ -84,10 +84,10 @@ def _check(name: str, found: GraphData) -> None:
         found.classes,
     )
     if has != known:
-        raise ValueError(f"it has {has}, where {known} is due")
+        raise ValueError(f"the graph has {has}, but must have {known}")
     for part in (found.train, found.validation, found.test):
         if found.labels[part].min() < 0:
-            raise ValueError("a node to learn from or to test with has no label")
+            raise ValueError("a node for training, validation or testing has no label")
 
 
 def _from_arrays(name: str, path: Path) -> GraphData:
@@ -111,7 +111,7 @@ def _from_arrays(name: str, path: Path) -> GraphData:
 
 # ------------------------------------------------------------------------------- the authors' files
 def _official(name: str, first: Path) -> GraphData:
-    """Test nodes come last, in an order of their own; some of Citeseer's are missing."""
+    """Read the authors' files. Test nodes come last, permuted; some are missing in Citeseer."""
     paths = {part: first.with_name(f"ind.{name}.{part}") for part in PARTS}
     load = {part: _pickled(paths[part]) for part in ("y", "tx", "ty", "allx", "ally", "graph")}
     order = np.array(paths["test.index"].read_text().split(), np.int64)
@@ -148,24 +148,28 @@ def _pickled(path: Path) -> Any:
 
 
 class Rows:
-    """Stands in for scipy's csr_matrix: what its pickle says of it."""
+    """Substitute for scipy's csr_matrix, filled from its pickle."""
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.data, self.indices, self.indptr = state["data"], state["indices"], state["indptr"]
         self.shape = tuple(int(extent) for extent in state.get("_shape", state.get("shape")))
 
     def dense(self) -> Array:
-        """As a matrix."""
+        """Return the rows as a dense matrix."""
         full = np.zeros(self.shape, np.float32)
         full[np.repeat(np.arange(self.shape[0]), np.diff(self.indptr)), self.indices] = self.data
         return full
 
 
 class Pickles(Safe):
-    """Reads the authors' pickles, and nothing that could be harmful."""
+    """Unpickler for the authors' files, which refuses everything that could be harmful."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Compressed rows, lists by node, and arrays; raises ValueError for anything else."""
+        """Return a class for compressed rows, lists by node or arrays.
+
+        Raises:
+            ValueError: if the name is any other.
+        """
         if name == "csr_matrix" and module.startswith("scipy.sparse"):
             return Rows
         if (module, name) == ("collections", "defaultdict"):
@@ -180,7 +184,7 @@ class Pickles(Safe):
 
 
 def _rebuilt(kind: type, base: type, state: Any) -> Any:
-    """What Python 2 pickles of objects begin with."""
+    """Create the object with which a pickle of Python 2 begins."""
     if kind is not Rows:
-        raise ValueError(f"it holds a {kind.__name__} where rows are due")
+        raise ValueError(f"the pickle has a {kind.__name__}, but must have compressed rows")
     return Rows()

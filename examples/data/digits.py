@@ -1,4 +1,4 @@
-"""Scikit-learn's digits: 1,797 real 8 x 8 images inside that package; nothing is downloaded."""
+"""Scikit-learn's digits: 1,797 real 8 x 8 images, part of scikit-learn; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import numpy as np
 from examples.data.base import DataError, Dataset, Split
 
 TEST = 360
-"""Images kept for testing."""
+"""Number of images for testing."""
 
 
 def load_digits() -> Dataset:
-    """1,437 images for training and 360 for testing, always the same.
+    """Load 1,437 images for training and 360 for testing, always the same.
 
     Raises:
-        DataError: scikit-learn is not installed.
+        DataError: if scikit-learn is not installed.
     """
     try:
         from sklearn import datasets
     except ImportError:
         raise DataError(
-            "data: digits come with scikit-learn, which is not installed; "
+            "data: digits are part of scikit-learn, which is not installed; "
             "install it (pip install scikit-learn)."
         ) from None
     bunch = datasets.load_digits()

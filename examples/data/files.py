@@ -18,16 +18,16 @@ import numpy as np
 from examples.data.base import DataError, Split
 
 FORMAT = 1
-"""Of the cached arrays: a change makes old ones unused."""
+"""Format of the cached arrays; caches of another format are not used."""
 
 Splits = tuple[Split, Split]
 
 
 def folders(*names: str) -> list[Path]:
-    """Where a set may lie: ACCORDION_DATA itself and its subfolders of these names.
+    """Return the folders to search: ACCORDION_DATA and its subfolders with these names.
 
     Raises:
-        DataError: ACCORDION_DATA is no folder.
+        DataError: if ACCORDION_DATA is not a folder.
     """
     text = os.environ.get("ACCORDION_DATA")
     if not text:
@@ -39,14 +39,14 @@ def folders(*names: str) -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where arrays and downloads are kept."""
+    """Return the folder for arrays and downloads."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "accordion-hvd"
 
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Only one process of a machine at a time; the others wait."""
+    """Hold a lock that one process of a host can hold at a time."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{name}.lock", "w") as file:
@@ -55,15 +55,15 @@ def locked(name: str) -> Iterator[None]:
 
 
 def cached(name: str, sources: Sequence[Path], decode: Callable[[], Splits]) -> Splits:
-    """What `decode` returns, decoded once for all ranks and runs.
+    """Return the result of `decode`, which runs once for all ranks and runs.
 
-    The arrays appear under their final name only when they are whole. They are mapped into
-    memory, so that the ranks of a machine share them.
+    The arrays get their final name only when they are complete. They are mapped into memory, so
+    the ranks of a host share them.
 
     Args:
-        name: of the set.
-        sources: files that it is decoded from; others, or newer ones, are decoded anew.
-        decode: reads them.
+        name: name of the set.
+        sources: source files; if the files change, they are decoded again.
+        decode: function that reads the files.
     """
     place = cache_folder() / f"{name}-{_fingerprint(sources)}"
     with locked(name):
@@ -109,16 +109,16 @@ INSTEAD = ", or use --data digits, which needs none"
 
 
 def fetched(url: str, md5: str | None, what: str, instead: str = INSTEAD) -> Path:
-    """The file at `url`, downloaded once into the cache.
+    """Return the path of the file at `url`, which is downloaded once into the cache.
 
     Args:
-        url: where it is.
-        md5: what its MD5 sum must be; None where nobody has published one.
-        what: it is, in words.
-        instead: what else one can do where it cannot be had.
+        url: address of the file.
+        md5: MD5 sum of the file; None if none is published.
+        what: description of the file, for messages.
+        instead: alternative that the message suggests if the download fails.
 
     Raises:
-        DataError: it cannot be had, or is not what it should be.
+        DataError: if the download fails, or the file has another MD5 sum.
     """
     target = cache_folder() / url.rpartition("/")[2]
     with locked(target.name):
@@ -129,8 +129,8 @@ def fetched(url: str, md5: str | None, what: str, instead: str = INSTEAD) -> Pat
             digest = _download(url, part)
             if md5 is not None and digest != md5:
                 raise DataError(
-                    f"data: {url} has the MD5 sum {digest}, but must have {md5}; it was cut short "
-                    "or changed. Try again, or set ACCORDION_DATA to a folder with a good copy."
+                    f"data: {url} has the MD5 sum {digest}, but must have {md5}; it is incomplete "
+                    "or has changed. Try again, or set ACCORDION_DATA to a folder with a good copy."
                 )
             part.replace(target)
         except (OSError, urllib.error.URLError) as error:
@@ -147,7 +147,7 @@ def fetched(url: str, md5: str | None, what: str, instead: str = INSTEAD) -> Pat
 
 
 def _download(url: str, target: Path) -> str:
-    """Returns the MD5 sum."""
+    """Download a file and return its MD5 sum."""
     digest = hashlib.md5(usedforsecurity=False)
     with urllib.request.urlopen(url, timeout=30) as answer, open(target, "wb") as file:
         while block := answer.read(1 << 20):

@@ -1,4 +1,4 @@
-"""What a graph for node classification is."""
+"""Graphs for node classification."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class GraphData:
-    """A graph whose nodes are to be told apart.
+    """A graph with classes of nodes.
 
     Attributes:
-        name: as `load_graph` knows it.
-        edges: (2, count), in any direction, possibly twice.
+        name: name for `load_graph`.
+        edges: (2, count), in any direction; an edge may occur twice.
         features: (nodes, features), fp32.
-        labels: (nodes,), int64; -1 where nobody knows.
-        classes: how many there are.
-        train: nodes to learn from.
-        validation: nodes to choose an epoch by.
-        test: nodes to measure accuracy with.
+        labels: (nodes,), int64; -1 if unknown.
+        classes: number of classes.
+        train: nodes for training.
+        validation: nodes for choosing an epoch.
+        test: nodes for testing.
     """
 
     name: str
@@ -35,11 +35,11 @@ class GraphData:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return len(self.labels)
 
 
 def with_unit_rows(features: Array) -> Array:
-    """Rows divided by their sums; rows of zeros stay."""
+    """Divide rows by their sums; rows of zeros stay zero."""
     total = features.sum(1, keepdims=True)
     return np.divide(features, total, out=np.zeros_like(features), where=total != 0)

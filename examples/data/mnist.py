@@ -22,24 +22,24 @@ NAMES = {
 """The official files (without .gz) and the MD5 sums of their .gz."""
 
 PART = 0.8
-"""Of the test file, what is for training where the training file is missing."""
+"""Fraction of the test file that is used for training if the training file is missing."""
 
 
 def load_mnist() -> Dataset:
-    """The official split.
+    """Load the official split.
 
-    Where only the 10,000 test images are, the first 8,000 of them are for training.
+    If only the 10,000 test images are available, the first 8,000 of them are for training.
 
     Raises:
-        DataError: no files, or damaged ones.
+        DataError: if files are missing or damaged.
     """
     paths = _local() or [files.fetched(f"{SOURCE}{n}.gz", md5, "MNIST") for n, md5 in NAMES.items()]
     splits = [Split(read_idx(i), _labels(j)) for i, j in zip(paths[::2], paths[1::2], strict=True)]
     for split, path in zip(splits, paths[::2], strict=True):
         if len(split.images) != len(split.labels):
             raise DataError(
-                f"data: {path} has {len(split.images)} images, but its labels are "
-                f"{len(split.labels)}; the files do not belong together."
+                f"data: {path} has {len(split.images)} images, but {len(split.labels)} labels; "
+                "the files do not belong together."
             )
     if len(splits) == 1:
         images, labels = splits[0].images, splits[0].labels
@@ -50,7 +50,7 @@ def load_mnist() -> Dataset:
 
 
 def _local() -> list[Path]:
-    """Images and labels for training (if they are there) and testing; empty if none are there."""
+    """Return the files for training, if they exist, and testing, or an empty list."""
     for folder in files.folders("mnist", "MNIST", "mnist10k", "MNIST/raw"):
         found = [_either(folder / name) for name in NAMES]
         if all(found):
@@ -70,10 +70,10 @@ def _labels(path: Path) -> Array:
 
 
 def read_idx(path: Path) -> Array:
-    """Bytes of an IDX file, packed or not: (count, ...) for labels, (count, h, w, 1) for images.
+    """Read an IDX file, packed or not: (count, ...) for labels, (count, h, w, 1) for images.
 
     Raises:
-        DataError: it is cut short or no IDX file of bytes.
+        DataError: if the file is incomplete or is not an IDX file of bytes.
     """
     try:
         content = path.read_bytes()
@@ -82,8 +82,10 @@ def read_idx(path: Path) -> Array:
         zero, kind, dimensions = struct.unpack(">HBB", content[:4])
         shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
         if (zero, kind) != (0, 8):
-            raise ValueError("it does not begin as one")
+            raise ValueError("wrong header")
         values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
-        raise DataError(f"data: {path} is no whole IDX file ({error}); get it again.") from None
+        raise DataError(
+            f"data: {path} is not a complete IDX file ({error}); get it again."
+        ) from None
     return values[..., np.newaxis] if dimensions == 3 else values

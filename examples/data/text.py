@@ -14,7 +14,7 @@ from examples.data.base import Array, DataError
 SOURCE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
 PART = 0.9
-"""Of the text, from its beginning, what is for training."""
+"""Fraction of the text, from its beginning, for training."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Text:
     """Characters as numbers.
 
     Attributes:
-        train, test: positions in `alphabet`, int64.
-        alphabet: all characters that occur, in order.
+        train, test: indices into `alphabet`, int64.
+        alphabet: all characters of the text, sorted.
     """
 
     train: Array
@@ -32,10 +32,10 @@ class Text:
 
 
 def load_tinyshakespeare() -> Text:
-    """The first nine tenths for training, the rest for testing.
+    """Load the text: the first nine tenths for training, the rest for testing.
 
     Raises:
-        DataError: the file cannot be had, or is not what it should be.
+        DataError: if the download fails, or the file has another MD5 sum.
     """
     path = _local() or files.fetched(SOURCE, MD5, "Tiny Shakespeare", instead="")
     content = path.read_bytes()
@@ -43,13 +43,13 @@ def load_tinyshakespeare() -> Text:
         raise DataError(
             f"data: {path} is not Tiny Shakespeare (its MD5 sum must be {MD5}); get it again."
         )
-    known, codes = np.unique(np.frombuffer(content, np.uint8), return_inverse=True)
+    characters, codes = np.unique(np.frombuffer(content, np.uint8), return_inverse=True)
     cut = int(PART * len(codes))
-    return Text(codes[:cut], codes[cut:], bytes(known).decode("ascii"))
+    return Text(codes[:cut], codes[cut:], bytes(characters).decode("ascii"))
 
 
 def _local() -> Path | None:
-    """A copy in ACCORDION_DATA."""
+    """Return the first copy in ACCORDION_DATA, or None."""
     names = ("tinyshakespeare/input.txt", "tinyshakespeare.txt")
     found = (folder / name for folder in files.folders() for name in names)
     return next((path for path in found if path.is_file()), None)

@@ -71,7 +71,7 @@ def test_ratios_are_formed_within_a_seed_that_reached_it() -> None:
 
 def test_table() -> None:
     head, plain, hook, slow = accuracy_page.table(made(), PLACE)
-    assert head[3:6] == ["times Horovod", "times DDP", f"times {HOOK}"]
+    assert head[3:6] == [f"speedup over {name}" for name in ("Horovod", "DDP", HOOK)]
     assert plain[:6] == [
         "Horovod",
         "2 of 2",

@@ -119,7 +119,7 @@ def test_ratios_are_formed_within_a_repetition() -> None:
     assert ratios == pytest.approx([20 / 30, 21 / 31, 22 / 32])
     assert tables.ratios(found, "ours fp16", "DDP", "50mbit") == []
     rows = tables.comparison(found, page.pairs("torch", list(found["equal"])))
-    assert rows[0] == ["method", "against", "50mbit", "1gbit"]
+    assert rows[0] == ["method", "compared with", "50mbit", "1gbit"]
     assert rows[1][:3] == ["ours fp16", "Horovod", "0.68 (0.67-0.69)"] and len(rows) == 2
 
 
