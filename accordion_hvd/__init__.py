@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 sys.meta_path.insert(0, Finder)
 
-_CATALOGS = ("compressors", "policies", "averaging")  # their own `__all__` says what is public
+_CATALOGS = ("compressors", "policies", "averaging")  # all of their `__all__` is public
 _HOME = {
     "core.base": (
         "Allgather",
@@ -45,7 +45,7 @@ _RENAMED = {"Conversation": "ExchangeGenerator"}
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """Public names and the modules that define them; found when the first is asked for."""
+    """Return the public names and the modules that define them."""
     homes = {name: module for module, names in _HOME.items() for name in names}
     for catalog in _CATALOGS:
         homes |= dict.fromkeys(importlib.import_module(f"{__name__}.{catalog}").__all__, catalog)
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether `name` is a module of this package, for which no other is to be imported."""
+    """Return whether `name` is a submodule, for which no other module need be imported."""
     return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 

@@ -1,4 +1,4 @@
-"""Modules that have moved: an old name imports the module that has the new one, with a warning."""
+"""Old names of modules: importing an old name gives the module of the new name, with a warning."""
 
 from __future__ import annotations
 
@@ -61,17 +61,20 @@ MOVED = {
     "virtual": "simulation.virtual_time",
     "words": "resolve",
 }
-"""Old name of a module or package, below `accordion_hvd`, and its name now."""
+"""Old name of a module or package, below `accordion_hvd`, and its new name."""
 
 
 class Finder:
-    """Finds modules by their old names; asked before the file system is."""
+    """Finder of modules by their old names, which Python asks before it searches the file system.
+
+    It is a meta path finder; see `sys.meta_path`.
+    """
 
     @classmethod
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load the module that `name` means; None if that is no old name."""
+        """Return the spec of the module with the old name `name`; None for all other names."""
         new = now(name)
         if new is None:
             return None
@@ -83,19 +86,19 @@ class Finder:
 
 
 class _Loader:
-    """Loads a module that exists already, or by its new name: the same object under both."""
+    """Loader that imports a module by its new name, so that both names give the same object."""
 
     def __init__(self, found: ModuleSpec) -> None:
         self._found = found
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that has the new name."""
+        """Import and return the module with the new name."""
         message = f"{spec.name} has moved: import {self._found.name} instead."
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return importlib.import_module(self._found.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what the import system has just changed: the module keeps the new name's spec."""
+        """Restore the spec of the new name, which the import system has just replaced."""
         module.__spec__ = self._found
 
     def get_code(self, name: str) -> CodeType | None:
@@ -105,11 +108,11 @@ class _Loader:
 
 
 def now(name: str) -> str | None:
-    """Return the present name of a module with an old name; None for all others."""
-    package, _, rest = name.partition(".")
+    """Return the new name of a module that has moved; None for all other names."""
+    package, _, path = name.partition(".")
     if package != __package__:
         return None
-    parts = rest.split(".")
+    parts = path.split(".")
     for count in range(len(parts), 0, -1):
         new = MOVED.get(".".join(parts[:count]))
         if new is not None:

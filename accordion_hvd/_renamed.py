@@ -1,4 +1,4 @@
-"""Deprecated names of attributes: each still works and warns, naming its replacement."""
+"""Deprecated names of attributes, which still work and warn with their new names."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OPERATIONS = {
     "swapped": "swap_leading",
     "without_bad": "zero_if_nonfinite",
 }
-"""Old names of operations in `accordion_hvd.ops`, and the new ones."""
+"""Old names of operations in `accordion_hvd.ops`, and their new names."""
 
 
 def members(cls: type, renamed: Mapping[str, str]) -> None:
-    """Let `cls` define members by their old names.
+    """Bind members that `cls` defines by old names to their new names, with a warning.
 
     Args:
-        cls: a subclass that a user may have written for an older version.
-        renamed: old name -> new name.
+        cls: a subclass that may have been written for an older version.
+        renamed: old names and their new names.
     """
     for old in renamed.keys() & vars(cls).keys():
         warnings.warn(
@@ -43,8 +43,8 @@ def module_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str]
     """Return a `__getattr__` for `module` that serves old names.
 
     Args:
-        module: its `__name__`.
-        renamed: old name -> new name.
+        module: the `__name__` of the module.
+        renamed: old names and their new names.
     """
 
     def get(name: str) -> Any:
@@ -59,7 +59,7 @@ def module_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str]
 
 
 def attribute(old: str, new: str) -> Any:
-    """Return a read-only property that serves attribute `new` under its old name."""
+    """Return a read-only property for the attribute `new` under its old name."""
 
     def get(self: Any) -> Any:
         message = f"{type(self).__name__}.{old} is called {new} now."

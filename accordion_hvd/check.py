@@ -1,4 +1,4 @@
-"""Refusals: one sentence that names the thing, its value and what is allowed."""
+"""Checks of arguments; each error names the owner, the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class PayloadError(RuntimeError):
-    """Raised where a payload that a rank has sent does not decode."""
+    """Raised if a payload from another rank does not decode."""
 
     __init__ = Exception.__init__  # else AutoGraph raises another class in its place
 
@@ -44,7 +44,7 @@ def below_one(owner: Any, name: str, value: Any) -> None:
 
 
 def at_least(owner: Any, name: str, value: Any, *, least: float) -> None:
-    """Raise ValueError unless `value` is a number (infinity too) of at least `least`."""
+    """Raise ValueError unless `value` is a number of at least `least`; infinity is allowed."""
     if not (is_number(value) or value == math.inf) or value < least:
         refuse(owner, name, value, f"a number of at least {least:g}")
 
@@ -57,32 +57,47 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 NUMBERED = 2**31
-"""Elements from which int32 does not number them all."""
+"""Smallest number of elements that int32 indices cannot address."""
 
 
 def real(owner: Any, name: str, dtype: str) -> None:
-    """Raise ValueError unless tensor `name` is of real floating-point numbers."""
+    """Raise ValueError unless tensor `name` has a real floating-point dtype."""
     if dtype not in FLOATS:
         refuse(owner, f"dtype of {name or 'a tensor'}", dtype, "one of " + ", ".join(FLOATS))
 
 
 def elements(owner: Any, name: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless tensor `name` has elements, and int32 numbers them."""
-    what, size = name or "a tensor", math.prod(shape)
+    """Raise ValueError unless tensor `name` has elements, and int32 indices can address them."""
+    label, size = name or "a tensor", math.prod(shape)
     if size == 0:
-        refuse(owner, f"shape of {what}", shape, "one with at least one element")
+        refuse(owner, f"shape of {label}", shape, "one with at least one element")
     if size >= NUMBERED:
-        allowed = "below 2^31 (positions are int32); name it in skip=, and it travels dense"
-        refuse(owner, f"size of {what}", size, allowed)
+        allowed = "below 2^31, since indices are int32; to send it uncompressed, name it in skip="
+        refuse(owner, f"size of {label}", size, allowed)
 
 
 def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
-    """Raise ValueError: what `name` of `owner` is and what it may be."""
+    """Raise ValueError with the message "OWNER: NAME is VALUE, but must be ALLOWED.".
+
+    Args:
+        owner: the object that refuses, which its class represents in the message, or a string.
+        name: name of the argument.
+        value: its value.
+        allowed: description of the allowed values.
+    """
     kind = owner if isinstance(owner, str) else type(owner).__name__
     raise ValueError(f"{kind}: {name} is {value!r}, but must be {allowed}.")
 
 
 def refuse_payload(senders: Sequence[int], why: str = "positions out of range") -> None:
-    """Raise PayloadError: who has sent what cannot be right."""
-    who = ", ".join(str(rank) for rank in sorted(set(senders)))
-    raise PayloadError(f"what rank {who} has sent does not decode: {why}.")
+    """Raise PayloadError.
+
+    Args:
+        senders: the ranks that sent the corrupt payloads.
+        why: description of the fault.
+    """
+    ranks = sorted(set(senders))
+    if len(ranks) == 1:
+        raise PayloadError(f"the payload of rank {ranks[0]} does not decode: {why}.")
+    numbers = ", ".join(str(rank) for rank in ranks)
+    raise PayloadError(f"the payloads of ranks {numbers} do not decode: {why}.")

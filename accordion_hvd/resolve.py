@@ -1,7 +1,8 @@
-"""The meaning of `compression=`, which only this module interprets, for every framework.
+"""The interpretation of `compression=`, shared by all frameworks.
 
-A wrapper makes three stops: `resolve` finds the object that is to serve, `validate` (in
-`accordion_hvd.validate`) checks that it suits the optimizer and the job, and the wrapper builds.
+A wrapper takes three steps: `resolve` returns a policy or an averaging method,
+`accordion_hvd.validate.validate` checks that it suits the optimizer and the job, and the wrapper
+builds the averager.
 """
 
 from __future__ import annotations
@@ -25,27 +26,31 @@ from accordion_hvd.privacy import PrivacyBudget, TopAgg
 Serving: TypeAlias = Policy | Averaging
 
 VARIABLE = "ACCORDION_HVD_COMPRESSION"
-"""The environment variable that may name a compression where a script names none."""
+"""Environment variable with the spec string for scripts that pass no `compression=`."""
 
 
 @functools.cache
 def names() -> dict[str, Any]:
-    """Return the table of names in spec strings."""
-    more = {kind.__name__.lower(): kind for kind in (PrivacyBudget, TopAgg)}
-    known = spec_strings.table(compressors, averaging, policy)
-    return known | more | {"none": compressors.Dense}
+    """Return the classes and functions that spec strings may call, by lower-case name."""
+    private = {kind.__name__.lower(): kind for kind in (PrivacyBudget, TopAgg)}
+    public = spec_strings.table(compressors, averaging, policy)
+    return public | private | {"none": compressors.Dense}
 
 
 def parse(text: str) -> Any:
     """Return the compressor, policy or averaging method that a spec string describes.
 
-    The text is `name`, `name:argument,key=value,...`, or a call as in Python, whose arguments are
-    literals, lists, dicts and further calls. `name:name:...` is a call within a call. Names are
-    those importable from `accordion_hvd`, in upper or lower case; `none` means no compression.
-    Nothing else is evaluated.
+    A spec string is `name`, `name:argument,key=value,...`, or a call in Python's syntax whose
+    arguments are literals, lists, dicts and further calls. `name:name:...` is a call within a
+    call. Allowed are the names of compressors, policies and averaging methods that
+    `accordion_hvd` exports, in upper or lower case, and `none` for no compression. Nothing else
+    is evaluated.
+
+    Args:
+        text: the spec string, such as "topk:0.01" or "EF21(TopK(0.01))".
 
     Raises:
-        ValueError: the text has another form, a name is unknown, or arguments do not fit.
+        ValueError: if the text has another form, a name is unknown, or arguments do not fit.
     """
     return spec_strings.parse(text, names())
 
@@ -60,25 +65,25 @@ def resolve(compression: Any) -> Serving:
             ACCORDION_HVD_COMPRESSION, if that is set.
 
     Raises:
-        TypeError: `compression` is none of these.
-        ValueError: the spec string is not understood, or a policy lacks a level.
+        TypeError: if `compression` is none of these.
+        ValueError: if the spec string is not understood, or a policy lacks a level.
     """
     if _is_none(compression):
         return _from_environment()
     if not is_ours(compression) and callable(getattr(compression, "compress", None)):
         return Fixed(HorovodCompression(compression))
-    found = _made(compression)
-    return found if isinstance(found, Averaging) else as_policy(found)
+    instance = _instance(compression)
+    return instance if isinstance(instance, Averaging) else as_policy(instance)
 
 
 def as_policy(compression: Any) -> Policy:
-    """Return a policy from a policy, a compressor, the class of one, or a spec string for one.
+    """Return the policy that a policy, a compressor, the class of one, or a spec string means.
 
     Raises:
-        TypeError: `compression` is none of these.
-        ValueError: the spec string is not understood, or the policy lacks a level.
+        TypeError: if `compression` is none of these.
+        ValueError: if the spec string is not understood, or the policy lacks a level.
     """
-    compression = _made(compression)
+    compression = _instance(compression)
     if isinstance(compression, Compressor):
         return compression.policy() or Fixed(compression)
     if isinstance(compression, Policy):
@@ -86,47 +91,48 @@ def as_policy(compression: Any) -> Policy:
         return compression
     raise TypeError(
         f"compression is {compression!r}, but must be a Compressor such as TopK(0.01), a policy "
-        "such as Accordion(low=PowerSGD(4), high=PowerSGD(1)), or a word such as 'topk:0.01'."
+        "such as Accordion(low=PowerSGD(4), high=PowerSGD(1)), or a spec string such as "
+        "'topk:0.01'."
     )
 
 
 def staged(rule: UpdateRule, policy: Any = None) -> Policy:
-    """Return the policy that moves a compressed optimizer between its stages.
+    """Return the policy that chooses between the stages of a compressed optimizer.
 
     Args:
         rule: the optimizer's update rule.
-        policy: an `Accordion` without levels, another policy whose levels are rules, or None for
-            the rule's own policy.
+        policy: an `Accordion` without levels, another policy whose levels are update rules, or
+            None for the rule's own policy.
 
     Raises:
-        ValueError: the rule has one stage only, or the policy does not suit an optimizer.
+        ValueError: if the rule has only one stage, or the policy does not suit an optimizer.
     """
     if policy is None:
         return as_policy(rule)
     if isinstance(policy, Accordion) and policy.growth is not None:
-        allowed = "None where it moves an optimizer; batches grow with a DistributedOptimizer"
+        allowed = "None where it serves a compressed optimizer; use it in a DistributedOptimizer"
         check.refuse(policy, "batch_size", policy.growth.sizes, allowed)
     if isinstance(policy, Accordion) and policy.low is None:
         if rule.dense() == rule:
             check.refuse(rule, "policy", policy, "None, since it has only one stage")
         if policy.signal == "reduced":  # the results are directions, not gradients
-            check.refuse(policy, "signal", policy.signal, "'local' where it moves an optimizer")
+            allowed = "'local' where it serves a compressed optimizer"
+            check.refuse(policy, "signal", policy.signal, allowed)
         policy.between(rule.dense(), rule)
     policy = as_policy(policy)
     alternation = policy.observers.find(Alternation)
     if alternation is not None:
-        check.refuse(
-            policy, "high", alternation.method, "a compressed optimizer's stage where it moves one"
-        )
+        allowed = "a stage of the compressed optimizer that it serves"
+        check.refuse(policy, "high", alternation.method, allowed)
     if policy.observers.find(ByteBudget) is not None:
-        check.refuse(policy, "budget", policy, "None where it moves an optimizer")
+        check.refuse(policy, "budget", policy, "None where it serves a compressed optimizer")
     if policy.output != "update":
         check.refuse(rule, "policy", policy, "one whose levels are accordion_hvd.optimizers")
     return policy
 
 
 def is_ours(compression: Any) -> bool:
-    """Return whether `compression` is an object of this package, its class or a spec string."""
+    """Return whether `compression` is an object or a class of this package, or a spec string."""
     if isinstance(compression, str):
         return True
     if isinstance(compression, type):
@@ -135,10 +141,11 @@ def is_ours(compression: Any) -> bool:
 
 
 def default_guard(compression: Any) -> str:
-    """Return what the guard does by default: "warn" with Horovod's own compression, else "error".
+    """Return the guard's default mode: "warn" with Horovod's own compression, else "error".
 
-    Horovod compares no replicas, and scripts written for it may never broadcast their weights.
-    Our compressors and policies need equal replicas, so training stops without them.
+    Horovod does not compare replicas, and scripts written for it may never broadcast their weights.
+    The compressors and policies of this package need equal replicas, so training must stop if
+    replicas differ.
     """
     none = _is_none(compression)
     ours = os.environ.get(VARIABLE) if none else is_ours(compression)
@@ -146,17 +153,17 @@ def default_guard(compression: Any) -> str:
 
 
 def _from_environment() -> Serving:
-    word = os.environ.get(VARIABLE)
-    if not word:
+    text = os.environ.get(VARIABLE)
+    if not text:
         return Fixed(compressors.Dense())
     try:
-        return resolve(word)
+        return resolve(text)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{VARIABLE} is {word!r}: {error}") from None
+        raise ValueError(f"{VARIABLE} is {text!r}: {error}") from None
 
 
-def _made(compression: Any) -> Any:
-    """Return the object that a spec string or a class stands for; others as they are."""
+def _instance(compression: Any) -> Any:
+    """Return the object that a spec string or a class means; return other objects unchanged."""
     if isinstance(compression, str):
         compression = parse(compression)
     if isinstance(compression, type) and issubclass(compression, (Compressor, Policy)):

@@ -1,6 +1,6 @@
-"""Checks that a resolved `compression=` suits the optimizer and the job, before any message.
+"""Checks that a resolved `compression=` suits the optimizer and the job, before any communication.
 
-The checks that need a framework's own types are in its `refusals` module.
+Checks that need the types of one framework are in its `validation` module.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ OWNER = "DistributedOptimizer"
 
 @dataclass(frozen=True)
 class Use:
-    """The use of a wrapper, as far as its compression must suit it.
+    """Properties of a wrapper and its job that the compression must suit.
 
     Attributes:
-        module: the module that has this framework's compressed optimizers.
-        ranks: ranks of the job.
-        members: ranks that exchange.
+        module: name of the module with this framework's compressed optimizers.
+        ranks: number of ranks of the job.
+        members: number of ranks that exchange.
         optimizer: name of the wrapped optimizer's class.
-        plain: whether a step adds nothing to lr times the gradient: SGD without momentum.
+        plain: whether a step is exactly lr times the gradient: SGD without momentum.
         one_rate: whether all parameters have the same learning rate.
         total: whether gradients are summed instead of averaged.
-        skip: patterns of tensors that travel uncompressed.
-        passes: backward passes that add up to one exchange.
+        skip: patterns of the names of tensors that are sent uncompressed.
+        passes: number of backward passes per exchange.
         owner: name of the wrapper in error messages.
         takes_steps: whether the wrapper takes the optimizer's steps; a tape does not.
     """
@@ -53,10 +53,10 @@ class Use:
 
 
 def validate(serving: Serving, use: Use) -> None:
-    """Check that a policy or an averaging method suits its use; equal on all ranks.
+    """Check that a policy or an averaging method suits its use, with equal results on all ranks.
 
     Raises:
-        ValueError: it does not; one sentence names the argument, its value and what is allowed.
+        ValueError: if it does not; the message names the argument, its value and what is allowed.
     """
     if not use.takes_steps:
         _check_without_steps(serving, use)
@@ -73,7 +73,7 @@ def validate(serving: Serving, use: Use) -> None:
 
 
 def method_of(serving: Serving) -> Averaging | None:
-    """Return what averages models, always or at times; None where nothing does."""
+    """Return the method that averages models, always or at times; None if there is none."""
     if isinstance(serving, Averaging):
         return serving
     alternation = serving.observers.find(Alternation)
@@ -81,21 +81,21 @@ def method_of(serving: Serving) -> Averaging | None:
 
 
 def growth_of(serving: Serving) -> BatchGrowth | None:
-    """Return what makes batches grow; None where nothing does."""
+    """Return the observer that makes batches grow; None if there is none."""
     return None if isinstance(serving, Averaging) else serving.observers.find(BatchGrowth)
 
 
 def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any) -> None:
-    """Check Horovod's own arguments of a wrapper.
+    """Check the arguments of a wrapper that Horovod's own wrapper has, too.
 
     Args:
         op: the argument `op`.
-        known: average, sum and Adasum, as Horovod's constants.
+        known: Horovod's constants for average, sum and Adasum, in this order.
         predivide: the argument `gradient_predivide_factor`.
         groups: the argument `groups`.
 
     Raises:
-        ValueError: one makes no sense.
+        ValueError: if an argument is not allowed.
     """
     if op not in known:
         check.refuse(OWNER, "op", op, "hvd.Average, hvd.Sum or hvd.Adasum")
@@ -108,7 +108,7 @@ def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any
 
 
 def check_adasum(compression: Any) -> None:
-    """Raise ValueError for Adasum with one of our compressors."""
+    """Raise ValueError if Adasum is combined with a compression of this package."""
     if is_ours(compression):
         raise ValueError(
             f"{OWNER}: op=hvd.Adasum cannot be combined with compression={compression!r}: Adasum "
@@ -117,17 +117,17 @@ def check_adasum(compression: Any) -> None:
 
 
 def check_passes(passes: Any, policy: Policy | None = None) -> None:
-    """Raise ValueError for a number of backward passes that makes no sense, or not with `policy`.
+    """Raise ValueError for a number of backward passes that is not allowed, or not with `policy`.
 
     Args:
-        passes: backward passes that add up to one exchange.
-        policy: the policy that serves.
+        passes: number of backward passes per exchange.
+        policy: the policy that decides about levels; None if not known.
     """
     check.integer(OWNER, "backward_passes_per_step", passes, least=1)
     if policy is not None and per_sample(policy) and passes != 1:
         raise ValueError(
-            f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: gradients of "
-            "single contributors do not add up."
+            f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: the gradients "
+            "of single contributors cannot be accumulated."
         )
 
 
@@ -151,13 +151,13 @@ def _check_levels(policy: Policy, use: Use) -> None:
         name = type(rules[-1]).__name__
         raise ValueError(
             f"{use.owner}: compression is {policy!r}, but {name} is an optimizer: use "
-            f"{use.module}.{name} in the place of another one."
+            f"{use.module}.{name} instead of another optimizer."
         )
     if not use.plain:
         raise ValueError(
             f"{use.owner}: {policy!r} returns finished updates, momentum included, but "
-            f"{use.optimizer} has momentum or step sizes of its own; use plain SGD, "
-            "without momentum, inside."
+            f"{use.optimizer} has momentum or step sizes of its own; wrap plain SGD without "
+            "momentum instead."
         )
 
 
@@ -167,7 +167,7 @@ def _check_private(policy: Policy, use: Use) -> None:
     if use.members < use.ranks:
         raise ValueError(
             f"{policy!r} is private and must serve all {use.ranks} ranks, but the process set has "
-            f"{use.members}: the others would train on their own gradients."
+            f"{use.members}: the other ranks would train on their own gradients."
         )
     check_passes(use.passes, policy)
 
@@ -176,10 +176,10 @@ def _check_averaging(method: Averaging, use: Use) -> None:
     if use.total:
         check.refuse(use.owner, "op", "hvd.Sum", f"hvd.Average with {method!r}")
     if use.skip:
-        allowed = f"left out with {method!r}: whole models are averaged"
+        allowed = f"left out with {method!r}, which averages all parameters"
         check.refuse(use.owner, "skip", use.skip, allowed)
     if method.inner == "sgd" and not (use.plain and use.one_rate):
         raise ValueError(
-            f"{use.owner}: {method!r} needs to know what a step is: plain SGD with one learning "
-            f"rate and no momentum must be inside, but {use.optimizer} is more than that."
+            f"{use.owner}: {method!r} requires steps of plain SGD, with one learning rate and "
+            f"without momentum, but the wrapped optimizer {use.optimizer} takes other steps."
         )

@@ -115,7 +115,7 @@ REFUSED: list[tuple[Any, Use, str]] = [
     (WAGMA(), replace(USE, total=True), "op is 'hvd.Sum'.*hvd.Average with WAGMA"),
     (WAGMA(), replace(USE, skip=("w",)), r"skip is \('w',\).*left out with WAGMA"),
     (MIXED, replace(USE, total=True), "op is 'hvd.Sum'.*hvd.Average with WAGMA"),
-    (COLD("ring", 0.5, TopK(0.3)), replace(USE, plain=False), "plain SGD.*SGD is more than that"),
+    (COLD("ring", 0.5, TopK(0.3)), replace(USE, plain=False), "plain SGD.*SGD takes other steps"),
     (COLD("ring", 0.5, TopK(0.3)), replace(USE, one_rate=False), "one learning rate"),
     (GROWING, USE, r"batch_size is \(6, 12\).*multiples of 4, the number of ranks"),
     (TopAgg(**VOTES), replace(USE, members=2), "must serve all 4 ranks.* process set has 2"),

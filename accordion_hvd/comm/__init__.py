@@ -1,1 +1,1 @@
-"""From requests to an engine's collectives."""
+"""Communication: requests are packed into collectives of an engine such as Horovod."""

@@ -15,19 +15,19 @@ from accordion_hvd.core.base import Allgather, Broadcast, ExchangeGenerator, Ten
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks were set up differently."""
+    """Raised if ranks were set up differently."""
 
     __init__ = Exception.__init__
 
 
 def gather(communicator: Communicator, values: Tensor) -> ExchangeGenerator:
-    """Everybody's `values` as NumPy arrays, in rank order."""
+    """Return all ranks' `values` as NumPy arrays, in rank order."""
     parts = yield Allgather(values)
     return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
 
 
 def share(communicator: Communicator, value: Any, device: Any = None) -> Generator[Any, Any, Any]:
-    """Rank 0's `value`, of JSON's kinds, on every rank."""
+    """Return rank 0's `value`, which JSON must support, on every rank."""
     xp = communicator.xp
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     length = yield Broadcast(xp.asarray(np.array([text.size], np.int64), device))
@@ -38,14 +38,19 @@ def share(communicator: Communicator, value: Any, device: Any = None) -> Generat
 
 
 def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:
-    """See that all ranks pass the same `description` (lines); collective.
+    """Check that all ranks pass the same `description`; collective.
+
+    Args:
+        communicator: connects the ranks.
+        description: settings of this rank, one per line.
+        device: device of the tensors that are exchanged.
 
     Raises:
-        RanksDisagree: on every rank, naming the ranks and the first line that differs.
+        RanksDisagree: on every rank; the message names the ranks and the first differing line.
     """
     digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
-    mine = communicator.xp.asarray(np.frombuffer(digest, np.int64), device)
-    digests = communicator.run("accordion.agree", gather(communicator, mine))
+    values = communicator.xp.asarray(np.frombuffer(digest, np.int64), device)
+    digests = communicator.run("accordion.agree", gather(communicator, values))
     if all((digest == digests[0]).all() for digest in digests):
         return
     text = np.frombuffer(description.encode(), np.uint8)
@@ -60,13 +65,18 @@ def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> Exchang
 
 
 def explain_disagreement(texts: Sequence[str]) -> str:
-    """Describe which ranks differ from rank 0, and in which lines."""
+    """Return a message with the ranks that differ from rank 0 and the first differing line.
+
+    Args:
+        texts: descriptions of all ranks, in rank order.
+    """
     for rank, text in enumerate(texts):
-        for ours, theirs in itertools.zip_longest(texts[0].splitlines(), text.splitlines()):
-            if ours != theirs:
-                odd = [r for r, other in enumerate(texts) if other != texts[0]]
+        for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines()):
+            if first != other:
+                odd = [r for r, description in enumerate(texts) if description != texts[0]]
                 return (
-                    f"ranks {odd} were set up differently from rank 0, which must not be: rank 0 "
-                    f"has {ours or 'nothing'!r} where rank {rank} has {theirs or 'nothing'!r}."
+                    f"ranks {odd} were set up differently from rank 0, but all ranks need the same "
+                    f"settings: rank 0 has {first or 'nothing'!r} where rank {rank} has "
+                    f"{other or 'nothing'!r}."
                 )
     return "ranks were set up differently."

@@ -1,4 +1,4 @@
-"""The collectives of an engine, which work on tensors of one framework."""
+"""The interface of an engine's collectives, which work on tensors of one framework."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ Group = tuple[int, ...] | None
 
 
 class Collectives(abc.ABC):
-    """Interface of an engine for one of `size` processes; `rank` is its number.
+    """Interface of an engine for one of `size` processes.
 
     Attributes:
-        xp: the operations of the framework whose tensors it carries.
-        native_fp16_allreduce: whether the engine should add fp16, as NCCL does well; None while
-            nobody has asked (`fp16_reduction.choose_reduction`), and it does not.
-        hosts: who shares a host; () as long as nobody has asked (`hosts.discover_hosts`).
+        rank: number of this process.
+        size: number of processes.
+        xp: operations of the framework of the tensors.
+        native_fp16_allreduce: whether the engine should add fp16, as NCCL does well. None until
+            `fp16_reduction.choose_reduction` decides; the engine does not add fp16 until then.
+        hosts: ranks of each host; () until `hosts.discover_hosts` has found them.
         extensible: whether `register` can add groups that the engine does not know.
-        scratch: memory that serves again at the next step, by name; None where nothing can be kept.
+        scratch: scratch memory that is reused in the next step, by name; None if memory cannot be
+            reused.
     """
 
     rank: int
@@ -32,27 +35,27 @@ class Collectives(abc.ABC):
     extensible: bool = True
     scratch: dict[str, Tensor] | None = None
 
-    # ------------------------------------------------- the engine: return a handle without waiting
+    # ------------------------------------------ asynchronous operations, each returning a handle
     @abc.abstractmethod
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Start one combination of several tensors, whose memory it may use."""
+        """Start one reduction of several tensors, which it may overwrite."""
 
     @abc.abstractmethod
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Start gathering vectors, whose lengths may differ; the result is their concatenation."""
+        """Start one concatenation of the ranks' vectors, whose lengths may differ."""
 
     @abc.abstractmethod
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start sending a vector from `root`."""
+        """Start one broadcast of a vector from `root`."""
 
     @abc.abstractmethod
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Start sending equal parts of a vector to everybody; the result has the same length.
+        """Start one transfer of equal parts of a vector to all ranks; the result has its length.
 
-        With `splits`, send that many rows of a matrix to each; the result is the received rows, in
-        rank order, and the number of rows from each.
+        With `splits`, send the given numbers of rows of a matrix to the ranks. The result is then
+        the received rows, in rank order, and the number of rows from each rank.
         """
 
     @abc.abstractmethod
@@ -61,18 +64,18 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, handle: Any) -> Any:
-        """Return the result of an operation; a list for `allreduce`."""
+        """Wait for an operation and return its result; a list for `allreduce`."""
 
-    # ------------------------------------------------------------------------------ who takes part
+    # -------------------------------------------------------------------------------------- groups
     def ranks(self, group: Group) -> int:
         """Return the number of members of `group`."""
         return self.size if group is None else len(group)
 
     def within_host(self, group: Group) -> bool:
-        """Return whether all members of `group` are known to share a host."""
+        """Return whether all members of `group` are on one host, as far as hosts are known."""
         members = range(self.size) if group is None else group
         return any(set(members) <= set(host) for host in self.hosts)
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Tell the engine of groups that requests will name; all ranks do so together."""
+        """Register groups that requests will name; collective."""
         return  # most engines take any group

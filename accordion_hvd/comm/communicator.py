@@ -1,7 +1,8 @@
-"""From requests to an engine's collectives: what is requested together travels together.
+"""The base class of communicators, which serve requests by an engine's collectives.
 
-A framework's communicator supplies the engine's asynchronous primitives (some forty lines);
-`accordion_hvd.comm.packing` turns requests into as few of them as it can.
+The communicator of a framework supplies the engine's asynchronous operations, in some forty lines.
+`accordion_hvd.comm.packing` packs requests that are launched together into as few operations as
+possible.
 """
 
 from __future__ import annotations
@@ -18,34 +19,40 @@ from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
 from accordion_hvd.core.running import Running, drive
 
-_PATIENCE = 0.1  # of the time waited so far
+_PAUSE = 0.1  # length of a pause, as a part of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
 
 
 class Communicator(Collectives):
-    """Carries requests from one process among `size` to the others, and their results back."""
+    """Base class of communicators, which connect one process to the others."""
 
     def pause(self, waited: float) -> None:
         """Sleep between two polls of the pending operations, after `waited` seconds of polling.
 
-        Sleeps, since engines' own waits spin and take cores from ranks that still compute; longer
-        after long waits, so that looking costs next to nothing and delays by a twentieth.
+        The engines' own waits spin, which takes cores from ranks that still compute. Pauses grow
+        with the time waited, so that polling costs almost nothing and adds 5 % to the wait on
+        average.
         """
-        time.sleep(min(max(waited * _PATIENCE, _SHORTEST), _LONGEST))
+        time.sleep(min(max(waited * _PAUSE, _SHORTEST), _LONGEST))
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
-        """Start `requests`; all ranks must pass requests alike under the same name."""
+        """Start requests.
+
+        Args:
+            name: name of the requests, equal on all ranks.
+            requests: the requests; all ranks must pass requests of the same kinds and sizes.
+        """
         return Pending(self, name, requests)
 
     def run(
-        self, name: str, conversation: Generator[Any, Any, Any], traffic: Traffic | None = None
+        self, name: str, exchange: Generator[Any, Any, Any], traffic: Traffic | None = None
     ) -> Any:
-        """Run a conversation to its end, waiting; returns what it returns.
+        """Run a generator of requests to its end and return its result.
 
         Args:
-            name: of its collectives, the same on all ranks.
-            conversation: whose requests are carried.
-            traffic: its bytes are added to it.
+            name: name of its collectives, equal on all ranks.
+            exchange: the generator.
+            traffic: counter to which the bytes of the requests are added.
         """
         rounds = itertools.count()
 
@@ -56,17 +63,17 @@ class Communicator(Collectives):
                 traffic.add(pending.traffic)
             return results
 
-        return drive(conversation, serve)
+        return drive(exchange, serve)
 
 
 class Pending:
-    """Pending requests; `ready()` moves them on without waiting, `result()` waits."""
+    """Requests that were started together; `ready()` polls them, `result()` waits for them."""
 
     def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
         self.traffic = Traffic()
         self._communicator = communicator
         together = packing.together(communicator, requests)
-        self._readers = [  # without the requests' tensors, which may go
+        self._decoders = [  # without the requests' tensors, so that their memory can be freed
             (i, request.decode, _senders(request, communicator), isinstance(request, Allgather))
             for i, request in enumerate(requests)
             if request.decode is not None
@@ -80,17 +87,17 @@ class Pending:
             self._move(members, Running(program))
 
     def ready(self) -> bool:
-        """Return whether every result is here; start operations that can follow."""
+        """Return whether all results have arrived; start the operations that can follow."""
         running, self._running = self._running, []
         for members, program in running:
             self._move(members, program)
         return not self._running
 
     def result(self) -> list[Any]:
-        """Return the results in the order of the requests. Sleeps between looks: engines spin.
+        """Wait for the results and return them in the order of the requests.
 
         Raises:
-            PayloadError: what a rank has sent does not decode.
+            PayloadError: if the payload of a rank does not decode.
         """
         began = time.perf_counter()
         while not self.ready():
@@ -98,22 +105,22 @@ class Pending:
         return self._decoded()
 
     def _decoded(self) -> list[Any]:
-        """Return the results as the requests' `decode` parses them, once all payloads are valid."""
+        """Return the decoded results, after a check that all payloads are valid."""
         xp, results = self._communicator.xp, list(self._results)
         senders: list[Any] = []
-        doubts: list[Tensor] = []
-        for i, decode, ranks, several in self._readers:
-            read = []
-            for rank, part in zip(ranks, results[i] if several else [results[i]], strict=True):
+        flags: list[Tensor] = []
+        for i, decode, ranks, gathered in self._decoders:
+            decoded = []
+            for rank, part in zip(ranks, results[i] if gathered else [results[i]], strict=True):
                 try:
-                    thing, doubt = decode(part)
+                    value, invalid = decode(part)
                 except ValueError as error:
                     check.refuse_payload([rank], str(error))
-                read.append(thing)
-                doubts.append(doubt)
+                decoded.append(value)
+                flags.append(invalid)
                 senders.append(rank)
-            results[i] = tuple(read) if several else read[0]
-        return xp.raise_on_invalid(results, xp.concat(doubts), senders) if doubts else results
+            results[i] = tuple(decoded) if gathered else decoded[0]
+        return xp.raise_on_invalid(results, xp.concat(flags), senders) if flags else results
 
     def _move(self, members: list[int], program: Running) -> None:
         """Advance a program until it waits for a pending operation."""

@@ -14,24 +14,29 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.placement import groups, require_equal
 
 VARIABLE = "ACCORDION_HVD_LOCAL_SIZE"
-"""The environment variable that says how many consecutive ranks pass for a host."""
+"""Environment variable with the number of consecutive ranks that count as one host."""
 
 
 def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None) -> None:
-    """Learn who shares a host, if that is `wanted` (`Policy.topology_aware`); collective, once.
+    """Set `communicator.hosts` to the ranks of each host; collective, and done once.
 
-    All groups that requests will name are registered here: every rank registers all of them, in
-    one order, also those that it is not part of.
+    All groups that requests will name are registered, too. Each rank registers all groups in the
+    same order, including groups that it is not a member of.
+
+    Args:
+        communicator: connects the ranks.
+        wanted: whether the hosts are needed (`Policy.topology_aware`).
+        device: device of the tensors that are exchanged.
 
     Raises:
-        ValueError: on every rank: hosts have different numbers of ranks, or the engine does
-            not know the groups and cannot learn them.
+        ValueError: on every rank, if hosts have different numbers of ranks, or if the engine does
+            not know the groups and cannot register them.
     """
     if not wanted or communicator.hosts or communicator.size == 1:
         return
-    mine = np.array([_key(communicator.rank), communicator.extensible], np.int64)
-    conversation = gather(communicator, communicator.xp.asarray(mine, device))
-    table = communicator.run("accordion.hosts", conversation)
+    row = np.array([_key(communicator.rank), communicator.extensible], np.int64)
+    values = communicator.xp.asarray(row, device)
+    table = communicator.run("accordion.hosts", gather(communicator, values))
     members: dict[int, list[int]] = {}
     for rank, row in enumerate(table):
         members.setdefault(int(row[0]), []).append(rank)
@@ -43,7 +48,7 @@ def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None)
 
 
 def _key(rank: int) -> int:
-    """Return a number that ranks of one host share, made from its name as in Horovod."""
+    """Return a number that identifies the host, derived from its name as Horovod knows it."""
     local_size = os.environ.get(VARIABLE)
     if local_size:
         if not local_size.isdecimal() or int(local_size) == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
-"""Environment variables of processes that MPI's launchers have started."""
+"""Environment variables that MPI launchers set."""
 
 
 def started_by_mpi() -> bool:

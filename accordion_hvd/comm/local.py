@@ -1,4 +1,4 @@
-"""A rank without an engine: it is alone, or takes the other ranks to be like itself."""
+"""A communicator without an engine, for a single rank or for ranks with equal tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from accordion_hvd.core.base import Tensor
 
 
 class LocalCommunicator(Communicator):
-    """Carry the requests of a process that is alone, or outside of a process set.
+    """A communicator for a process that is a single rank, or outside of a process set.
 
-    With a size above 1, results are those of ranks that all pass the same tensors; the cost model
-    counts their bytes so.
+    If `size` is larger than 1, results are those of ranks that all pass the same tensors. The cost
+    model uses this to count bytes.
 
     Args:
-        xp: the operations of the framework whose tensors it carries.
+        xp: operations of the framework of the tensors.
         size: number of ranks.
     """
 
@@ -29,11 +29,11 @@ class LocalCommunicator(Communicator):
         self.xp, self.size = xp, size
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Return the mean, sum or maximum of equal tensors."""
+        """Return the mean, sum or maximum over ranks with equal tensors."""
         return [reference.repeated(self.xp, x, op, self.ranks(group)) for x in tensors]
 
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Return a copy of the vector for each rank, one after the other."""
+        """Return one copy of the vector per rank, concatenated."""
         return self.xp.concat([tensor] * self.ranks(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
@@ -43,7 +43,7 @@ class LocalCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Return a copy of the vector; with `splits`, also how many rows came from this rank."""
+        """Return a copy of the vector; with `splits`, also the number of rows from each rank."""
         copied = self.xp.copy(tensor)
         return copied if splits is None else (copied, list(splits))
 
@@ -52,19 +52,21 @@ class LocalCommunicator(Communicator):
         return True
 
     def wait(self, handle: Any) -> Any:
-        """Return the result."""
+        """Return the result, which is the handle."""
         return handle
 
 
 def connect(
     process_set: Any, engine: Callable[[Any], Communicator], xp: ModuleType
 ) -> Communicator:
-    """Return a communicator among the ranks of a process set.
+    """Return a communicator that connects the ranks of a process set.
+
+    A process outside of the process set, or the only one in it, gets a `LocalCommunicator`.
 
     Args:
-        process_set: the ranks; a process outside of them, or alone among them, gets one of its own.
-        engine: makes a communicator of the engine's.
-        xp: the operations of the framework whose tensors it carries.
+        process_set: the process set.
+        engine: returns the engine's communicator for a process set.
+        xp: operations of the framework of the tensors.
     """
     if process_set.included() and process_set.size() > 1:
         return engine(process_set)

@@ -1,4 +1,4 @@
-"""MPI's neighbourhood collectives, for methods whose ranks tell their neighbours something."""
+"""MPI's neighbourhood collectives, for methods whose ranks send messages to their neighbours."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from accordion_hvd.ops import namespace
 
 
 class Neighbourhood:
-    """Carries `Neighbours` requests, which always name the same ranks.
+    """An MPI neighbourhood, which serves `Neighbours` requests that all name the same ranks.
+
+    Its messages use an MPI communicator of their own, separate from other messages over `comm`.
 
     Args:
-        pause: called between two polls, with the seconds waited so far.
-        comm: ranks as MPI knows them, with whose messages ours are not confused; by default all.
+        pause: function that is called between two polls, with the seconds waited so far.
+        comm: MPI communicator of the ranks; by default, all ranks.
     """
 
     def __init__(self, pause: Callable[[float], None], comm: Any = None) -> None:
@@ -29,8 +31,13 @@ class Neighbourhood:
         self._named: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._graph: Any = None
 
-    def serving(self, conversation: RequestGenerator, traffic: Traffic) -> RequestGenerator:
-        """Wrap an exchange: carry its `Neighbours` requests and count them in `traffic`."""
+    def serving(self, exchange: RequestGenerator, traffic: Traffic) -> RequestGenerator:
+        """Run an exchange generator; serve its `Neighbours` requests and count their bytes.
+
+        Args:
+            exchange: the generator; its other requests are yielded.
+            traffic: counter to which the bytes are added.
+        """
 
         def serve(asked: Any) -> RequestGenerator:
             if not isinstance(asked, Neighbours):
@@ -38,26 +45,26 @@ class Neighbourhood:
             traffic.add(traffic_of(asked, self._world.Get_size()))
             return self.exchange(asked)
 
-        return intercept(conversation, serve)
+        return intercept(exchange, serve)
 
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
-        """Return the result of the request; all ranks call it together."""
+        """Serve a request and return its result; collective."""
         if self._named is None:
             self._named = asked.of, asked.to
             self._graph = self._world.Create_dist_graph_adjacent(list(asked.of), list(asked.to))
         assert self._named == (asked.of, asked.to), "the topology has changed"
         xp = namespace(asked.tensor)
         sent = np.ascontiguousarray(xp.to_numpy(xp.to_bytes(asked.tensor)))
-        room = np.empty((len(asked.of), sent.size), np.uint8)
-        began, under_way = time.perf_counter(), self._graph.Ineighbor_allgather(sent, room)
-        while not under_way.Test():
+        received = np.empty((len(asked.of), sent.size), np.uint8)
+        began, operation = time.perf_counter(), self._graph.Ineighbor_allgather(sent, received)
+        while not operation.Test():
             self._pause(time.perf_counter() - began)
         kind = xp.dtype(asked.tensor), xp.shape(asked.tensor)
         device = xp.device(asked.tensor)
-        return tuple(xp.from_bytes(xp.asarray(row, device), *kind) for row in room)
+        return tuple(xp.from_bytes(xp.asarray(row, device), *kind) for row in received)
 
     def close(self) -> None:
-        """Free what MPI keeps for it; collective."""
+        """Free the MPI communicator of the neighbourhood; collective."""
         if self._graph is not None:
             self._graph.Free()
             self._named = self._graph = None

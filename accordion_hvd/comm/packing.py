@@ -1,7 +1,7 @@
-"""Packing: what is requested together travels together, in as few collectives as can be.
+"""Packing of requests that are launched together into as few collectives as possible.
 
-Each program serves requests of one kind: it yields handles of the engine's operations, is sent
-their results, and returns one result a request.
+Each program is a generator that serves requests of one kind: it yields handles of the engine's
+operations, receives their results, and returns one result per request.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from accordion_hvd.ops.spec import ITEMSIZE
 
 Program = Generator[Any, Any, list[Any]]
 
-_SMALL = ("int8", "uint8", "int16", "uint16")
-"""Integers that engines do not add everywhere (Horovod's for PyTorch: none of them)."""
+_SMALL_INTEGERS = ("int8", "uint8", "int16", "uint16")
+"""Integers that some engines cannot add (Horovod for PyTorch: none of them)."""
 
-_APART = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
+_LARGE = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
 
 
 def together(communicator: Collectives, requests: Sequence[Request]) -> list[list[int]]:
-    """Positions of requests that can share a collective, in order of first appearance."""
+    """Return positions of requests that can share a collective, in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault(_key(communicator, request), []).append(i)
@@ -44,7 +44,14 @@ def together(communicator: Collectives, requests: Sequence[Request]) -> list[lis
 
 
 def program(communicator: Collectives, traffic: Traffic, name: str, requests: list[Any]) -> Program:
-    """Return the program that serves `requests`, all of one kind; count bytes in `traffic`."""
+    """Return the program that serves requests of one kind.
+
+    Args:
+        communicator: connects the ranks.
+        traffic: counter to which the bytes of the requests are added.
+        name: name of the collective, equal on all ranks.
+        requests: requests that can share a collective (see `together`).
+    """
     kind = _key(communicator, requests[0])[0]
     return _PROGRAMS[kind](communicator, traffic, name, requests)
 
@@ -52,16 +59,16 @@ def program(communicator: Collectives, traffic: Traffic, name: str, requests: li
 def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
     """Return the key that requests in one collective share; its first entry names the program."""
     if not isinstance(request, Request):
-        raise TypeError(f"a conversation yielded {request!r}, which is no request.")
+        raise TypeError(f"an exchange generator yielded {request!r}, but must yield requests.")
     group = request.group
     if isinstance(request, Allreduce):
         if group is not None and len(group) == 1:
-            return "alone", group
+            return "single", group
         dtype = request.wire or communicator.xp.dtype(request.tensor)
         half = dtype in ("float16", "bfloat16") and request.op == "mean"
         if half and not (communicator.native_fp16_allreduce and dtype == "float16"):
             return "half", dtype, group
-        if dtype in _SMALL and request.op == "sum":
+        if dtype in _SMALL_INTEGERS and request.op == "sum":
             return "small", dtype, group
         return "reduce", dtype, request.op, group
     if isinstance(request, Allgather):
@@ -69,10 +76,10 @@ def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
     if isinstance(request, Broadcast):
         return "broadcast", request.root, group
     if isinstance(request, Alltoall):
-        return ("alltoall" if request.splits is None else "shares"), group
+        return ("alltoall" if request.splits is None else "splits"), group
     if isinstance(request, Neighbours):
         return "neighbours", request.to, request.of
-    raise TypeError(f"{type(request).__name__} is a request that no program serves.")
+    raise TypeError(f"requests of type {type(request).__name__} are not supported.")
 
 
 def _count(
@@ -89,10 +96,10 @@ def _count(
         traffic.add(cost)
 
 
-def _alone(
+def _single(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """Groups of one, of which no engine needs to know."""
+    """Return the tensors of groups of one rank, without an operation of the engine."""
     return [request.tensor for request in requests]
     yield
 
@@ -100,26 +107,26 @@ def _alone(
 def _reduce(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """Large tensors as they are, small ones in one buffer, all in one operation."""
+    """Reduce all tensors in one operation; small tensors are packed into one buffer."""
     _count(communicator, traffic, requests)
     xp = communicator.xp
-    sent = [_as_wire(xp, request) for request in requests]
-    large = [i for i, x in enumerate(sent) if _elements(xp, x) * 4 >= _APART or len(sent) == 1]
-    small = [i for i in range(len(sent)) if i not in set(large)]
+    wired = [_as_wire(xp, request) for request in requests]
+    large = [i for i, x in enumerate(wired) if _elements(xp, x) * 4 >= _LARGE or len(wired) == 1]
+    small = [i for i in range(len(wired)) if i not in set(large)]
     buffers = [
-        sent[i] if requests[i].reuse or requests[i].wire else xp.copy(sent[i]) for i in large
+        wired[i] if requests[i].reuse or requests[i].wire else xp.copy(wired[i]) for i in large
     ]
     if small:
-        buffers.append(xp.concat([xp.reshape(sent[i], (-1,)) for i in small]))
+        buffers.append(xp.concat([xp.reshape(wired[i], (-1,)) for i in small]))
     first = requests[0]
     buffers = yield communicator.allreduce(name, buffers, first.op, first.group)
-    results: list[Any] = [None] * len(sent)
+    results: list[Any] = [None] * len(wired)
     for i, result in zip(large, buffers, strict=False):
         results[i] = xp.cast(result, xp.dtype(requests[i].tensor))
     if small:
-        parts = xp.split(buffers[-1], [_elements(xp, sent[i]) for i in small])
+        parts = xp.split(buffers[-1], [_elements(xp, wired[i]) for i in small])
         for i, part in zip(small, parts, strict=True):
-            shaped = xp.reshape(part, xp.shape(sent[i]))
+            shaped = xp.reshape(part, xp.shape(wired[i]))
             results[i] = xp.cast(shaped, xp.dtype(requests[i].tensor))
     return results
 
@@ -127,10 +134,10 @@ def _reduce(
 def _reduce_half(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """Average 16-bit floats: send parts to their owners, add them there in fp32, gather the means.
+    """Average 16-bit floats by an alltoall of parts, a mean of each part in fp32, an allgather.
 
-    As many bytes as a ring allreduce, and exact where the engine's own addition is missing (bf16)
-    or scalar and slow (fp16 over Gloo). Parts are added in rank order.
+    This sends as many bytes as a ring allreduce, and is exact. The engine's own addition is
+    missing for bf16, and scalar and slow for fp16 over Gloo. Parts are added in rank order.
     """
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
@@ -138,13 +145,13 @@ def _reduce_half(
     tensors = [request.tensor for request in requests]
     wire = requests[0].wire or xp.dtype(tensors[0])
     part = -(-sum(_elements(xp, tensor) for tensor in tensors) // ranks)
-    kept = communicator.scratch
-    flat = xp.to_wire(tensors, wire, part * ranks, kept.get(name) if kept else None)
-    if kept is not None:
-        kept[name] = flat
-    theirs = yield communicator.alltoall(f"{name}.parts", flat, group)
-    mean = xp.mean_of_wire(theirs, wire, ranks)
-    del theirs, flat  # or they would stay until the rest has arrived
+    scratch = communicator.scratch
+    flat = xp.to_wire(tensors, wire, part * ranks, scratch.get(name) if scratch else None)
+    if scratch is not None:
+        scratch[name] = flat
+    received = yield communicator.alltoall(f"{name}.parts", flat, group)
+    mean = xp.mean_of_wire(received, wire, ranks)
+    del received, flat  # frees their memory before the means arrive
     flat = yield communicator.allgather(f"{name}.means", mean, group)
     likes = [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]
     return xp.from_wire(flat, wire, likes)
@@ -153,9 +160,9 @@ def _reduce_half(
 def _reduce_small(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """Sums of small integers, which wrap around: parts to their owners, added there, and back.
+    """Add 8-bit and 16-bit integers, which wrap around, by an alltoall of parts and an allgather.
 
-    As many bytes as a ring allreduce.
+    This sends as many bytes as a ring allreduce.
     """
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
@@ -164,8 +171,8 @@ def _reduce_small(
     part = -(-sum(sizes) // ranks)
     flat = xp.concat([xp.reshape(request.tensor, (-1,)) for request in requests])
     flat = xp.to_bytes(xp.pad_last(flat, part * ranks))
-    theirs = yield communicator.alltoall(f"{name}.parts", flat, group)
-    rows = xp.unstack(xp.from_bytes(theirs, kind, (ranks, part)))
+    received = yield communicator.alltoall(f"{name}.parts", flat, group)
+    rows = xp.unstack(xp.from_bytes(received, kind, (ranks, part)))
     total = sum(rows[1:], rows[0])
     flat = yield communicator.allgather(f"{name}.sums", xp.to_bytes(total), group)
     _compare_sizes(xp, flat, xp.shape(xp.to_bytes(total))[0] * ranks, name)
@@ -177,7 +184,7 @@ def _reduce_small(
 def _gather(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
-    """Everything as bytes in one operation of known size."""
+    """Gather the bytes of all tensors in one operation of known size."""
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
@@ -191,12 +198,12 @@ def _gather(
 def _gather_uneven(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
-    """Sizes first, then everything as bytes."""
+    """Gather the sizes of all tensors, then their bytes."""
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     sent, sizes = _as_bytes(xp, requests)
-    mine = xp.asarray(np.array(sizes, np.int64), xp.device(sent))
-    table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(mine), group)
+    row = xp.asarray(np.array(sizes, np.int64), xp.device(sent))
+    table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(row), group)
     table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(sizes))))
     _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
     flat = yield communicator.allgather(name, sent, group)
@@ -205,12 +212,12 @@ def _gather_uneven(
     return _by_request(xp, pieces, requests)
 
 
-def _compare_sizes(xp: ModuleType, flat: Tensor, due: int, name: str) -> None:
-    came = xp.shape(flat)[0]
-    if came is not None and came != due:
+def _compare_sizes(xp: ModuleType, flat: Tensor, expected: int, name: str) -> None:
+    size = xp.shape(flat)[0]
+    if size is not None and size != expected:
         raise check.PayloadError(
-            f"the ranks have sent {came} bytes together in {name!r}, where {due} were due: some "
-            "rank's payload has another size than it should."
+            f"the payloads received in {name!r} have {size} bytes, but {expected} were expected: "
+            "the payload of at least one rank has a wrong size."
         )
 
 
@@ -252,10 +259,10 @@ def _broadcast(
 def _alltoall(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
-    """Row by row, the bytes of all requests side by side."""
+    """Send each rank the bytes of its rows of all requests in one operation."""
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
-    if len(requests) == 1:  # large ones are alone: no copies
+    if len(requests) == 1:  # without copies, since a single request may be large
         flat = yield communicator.alltoall(name, xp.to_bytes(requests[0].tensor), group)
         return [_like(xp, requests[0], flat)]
     ranks = communicator.ranks(group)
@@ -269,30 +276,31 @@ def _alltoall(
     ]
 
 
-def _shares(
+def _alltoall_splits(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
     """Run one operation per request, which also returns the number of rows from each rank."""
     xp, group = communicator.xp, requests[0].group
     members = range(communicator.size) if group is None else group
-    mine, results = list(members).index(communicator.rank), []
+    position, results = list(members).index(communicator.rank), []
     for i, request in enumerate(requests):
         shape, splits = xp.shape(request.tensor), list(request.splits or ())
         if len(splits) != len(members) or sum(splits) != shape[0]:
             raise ValueError(
-                f"splits {splits} do not deal {shape[0]} rows to {len(members)} ranks."
+                f"Alltoall: splits is {splits}, but must be {len(members)} numbers, one per rank, "
+                f"whose sum is {shape[0]}, the number of rows."
             )
         dtype = xp.dtype(request.tensor)
         width = ITEMSIZE[dtype] * math.prod(shape[1:])
         rows = xp.reshape(xp.to_bytes(request.tensor), (shape[0], width))
-        came, counts = yield communicator.alltoall(f"{name}.{i}", rows, group, splits)
-        sent, received = (width * (sum(x) - x[mine]) for x in (splits, counts))
-        near = communicator.within_host(group)
-        traffic.add(Traffic(width * sum(splits), sent, received, sent if near else 0.0))
+        flat, counts = yield communicator.alltoall(f"{name}.{i}", rows, group, splits)
+        sent, received = (width * (sum(x) - x[position]) for x in (splits, counts))
+        within = sent if communicator.within_host(group) else 0.0
+        traffic.add(Traffic(width * sum(splits), sent, received, within))
         results.append(
             tuple(
                 xp.from_bytes(xp.reshape(piece, (-1,)), dtype, (count, *shape[1:]))
-                for piece, count in zip(xp.split(came, counts), counts, strict=True)
+                for piece, count in zip(xp.split(flat, counts), counts, strict=True)
             )
         )
     return results
@@ -301,22 +309,22 @@ def _shares(
 def _neighbours(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
 ) -> Program:
-    """Send the concatenated bytes of all requests to each neighbour, as uneven shares."""
+    """Send the bytes of all requests to each neighbour, by one alltoall with splits."""
     _count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
-    mine, sizes = _as_bytes(xp, requests)
+    packed, sizes = _as_bytes(xp, requests)
     splits = [sum(sizes) if rank in first.to else 0 for rank in range(communicator.size)]
-    sent = xp.concat([mine] * len(first.to)) if first.to else mine[:0]
-    came, _ = yield communicator.alltoall(name, sent, None, splits)
-    _compare_sizes(xp, came, sum(sizes) * len(first.of), name)
+    sent = xp.concat([packed] * len(first.to)) if first.to else packed[:0]
+    flat, _ = yield communicator.alltoall(name, sent, None, splits)
+    _compare_sizes(xp, flat, sum(sizes) * len(first.of), name)
     counts = [sum(sizes) if rank in first.of else 0 for rank in range(communicator.size)]
-    theirs = xp.split(came, counts)
-    pieces = [piece for rank in first.of for piece in xp.split(theirs[rank], sizes)]
+    received = xp.split(flat, counts)
+    pieces = [piece for rank in first.of for piece in xp.split(received[rank], sizes)]
     return _by_request(xp, pieces, requests)
 
 
 _PROGRAMS: dict[str, Callable[..., Program]] = {
-    "alone": _alone,
+    "single": _single,
     "reduce": _reduce,
     "half": _reduce_half,
     "small": _reduce_small,
@@ -324,7 +332,7 @@ _PROGRAMS: dict[str, Callable[..., Program]] = {
     "uneven": _gather_uneven,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
-    "shares": _shares,
+    "splits": _alltoall_splits,
     "neighbours": _neighbours,
 }
 

@@ -1,7 +1,6 @@
-"""The reference of the collectives: their results, computed in one process.
+"""The reference implementation of the collectives, in one process.
 
-Simulated ranks get these results, and so do ranks that exist only in a benchmark or an estimate of
-bytes.
+Simulations use it, and so do benchmarks and estimates of bytes without real ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from accordion_hvd.ops import namespace
 
 
 def results(requests: Mapping[int, Request]) -> dict[int, Any]:
-    """Return each rank's result of one collective.
+    """Return the result of one collective for each rank.
 
     Args:
-        requests: rank to its request, for all members in rank order.
+        requests: each member's request, by rank, in rank order.
     """
     first = next(iter(requests.values()))
     xp = namespace(first.tensor)
@@ -26,15 +25,15 @@ def results(requests: Mapping[int, Request]) -> dict[int, Any]:
     if isinstance(first, Neighbours):
         senders = {rank: cast(Neighbours, request).of for rank, request in requests.items()}
         return {
-            rank: tuple(xp.copy(requests[other].tensor) for other in others)
-            for rank, others in senders.items()
+            rank: tuple(xp.copy(requests[sender].tensor) for sender in ranks)
+            for rank, ranks in senders.items()
         }
     if isinstance(first, Allreduce):
         combined = reduce(xp, tensors, first.op)
         return {rank: xp.copy(combined) for rank in requests}
     if isinstance(first, Allgather):
-        read = first.decode or (lambda part: (part, None))
-        return {rank: tuple(read(xp.copy(x))[0] for x in tensors) for rank in requests}
+        decode = first.decode or (lambda part: (part, None))
+        return {rank: tuple(decode(xp.copy(x))[0] for x in tensors) for rank in requests}
     if isinstance(first, Broadcast):
         return {rank: xp.copy(requests[first.root].tensor) for rank in requests}
     parts = [deal(xp, x, len(tensors)) for x in tensors]
@@ -42,9 +41,9 @@ def results(requests: Mapping[int, Request]) -> dict[int, Any]:
 
 
 def reduce(xp: ModuleType, tensors: Sequence[Tensor], op: str) -> Tensor:
-    """Return the mean, sum or maximum of the ranks' tensors, added in rank order.
+    """Return the mean, sum or maximum of the ranks' tensors.
 
-    Floats of 16 bits are added in fp32.
+    Tensors are added in rank order, 16-bit floats in fp32.
     """
     dtype = xp.dtype(tensors[0])
     half = dtype in ("float16", "bfloat16")
@@ -57,11 +56,11 @@ def reduce(xp: ModuleType, tensors: Sequence[Tensor], op: str) -> Tensor:
 def deal(
     xp: ModuleType, tensor: Tensor, ranks: int, splits: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Return the parts of a tensor that go to each rank: equal parts, or `splits` rows each."""
+    """Return the part of a tensor for each rank: equal numbers of rows, or `splits` rows."""
     even = [xp.shape(tensor)[0] // ranks] * ranks
     return list(xp.split(tensor, list(even if splits is None else splits)))
 
 
 def repeated(xp: ModuleType, tensor: Tensor, op: str, ranks: int) -> Tensor:
-    """Return `reduce` of `ranks` equal tensors."""
+    """Return the result of `reduce` for `ranks` copies of a tensor."""
     return tensor * ranks if op == "sum" and ranks > 1 else tensor

@@ -1,8 +1,8 @@
-"""Averages within groups over an engine that knows none: by shares that all ranks deal out.
+"""Averages within groups by alltoalls among all ranks, for engines that do not know the groups.
 
-An engine such as Horovod needs to be told of a group before it carries anything for it, and can
-add groups later only at a price for all its small operations. An alltoall among all ranks does as
-well: a group's members deal the parts of their vectors to each other and nothing to anybody else.
+An engine such as Horovod must register a group before it runs collectives in it. If groups can be
+added after its start, all its small operations are slower. An alltoall among all ranks needs no
+group: the members send parts of their vectors to each other, and nothing to other ranks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from accordion_hvd.core.composition import RequestGenerator, intercept
 from accordion_hvd.ops import namespace
 
 
-def by_shares(conversation: RequestGenerator, rank: int, size: int) -> RequestGenerator:
-    """Wrap an exchange: compute means over groups by two alltoalls among all ranks.
+def by_shares(exchange: RequestGenerator, rank: int, size: int) -> RequestGenerator:
+    """Run an exchange generator, computing means over groups by two alltoalls among all ranks.
 
-    As many bytes as a ring allreduce. All ranks must ask for means of groups at the same points,
-    those that are a group on their own, too.
+    The alltoalls send as many bytes as a ring allreduce. All ranks must request means over groups
+    at the same points, even a rank that is a group of one.
 
     Args:
-        conversation: what it asks of groups are means.
-        rank: this one.
-        size: how many ranks there are.
+        exchange: the generator; its requests for groups must be means.
+        rank: this rank.
+        size: number of ranks.
     """
 
     def serve(asked: Any) -> RequestGenerator:
@@ -31,11 +31,11 @@ def by_shares(conversation: RequestGenerator, rank: int, size: int) -> RequestGe
             return (yield from _mean(asked, rank, size))
         return (yield asked)
 
-    return intercept(conversation, serve)
+    return intercept(exchange, serve)
 
 
 def _mean(asked: Allreduce, rank: int, size: int) -> RequestGenerator:
-    """Each member adds up one part of all members' vectors, and deals the mean out."""
+    """Average one part of the members' vectors on each member, and send it to all members."""
     group, tensor = asked.group or (), asked.tensor
     assert asked.op == "mean" and rank in group
     xp, shape = namespace(tensor), namespace(tensor).shape(tensor)
@@ -43,9 +43,9 @@ def _mean(asked: Allreduce, rank: int, size: int) -> RequestGenerator:
     count = xp.shape(flat)[0]
     part = -(-count // len(group))
     splits = [part if other in group else 0 for other in range(size)]
-    theirs = yield Alltoall(xp.pad_last(flat, part * len(group)), splits=tuple(splits))
-    mine = [theirs[other] for other in group]
-    mean: Tensor = sum(mine[1:], mine[0]) / len(group)
-    theirs = yield Alltoall(xp.concat([mean] * len(group)), splits=tuple(splits))
-    whole = xp.concat([theirs[other] for other in group])
-    return xp.reshape(whole[:count], shape)
+    received = yield Alltoall(xp.pad_last(flat, part * len(group)), splits=tuple(splits))
+    parts = [received[member] for member in group]
+    mean: Tensor = sum(parts[1:], parts[0]) / len(group)
+    received = yield Alltoall(xp.concat([mean] * len(group)), splits=tuple(splits))
+    means = xp.concat([received[member] for member in group])
+    return xp.reshape(means[:count], shape)

@@ -1,8 +1,11 @@
-"""The model of the bytes that a collective moves, by which `stats()` counts.
+"""A model of the bytes that collectives move, which `stats()` uses.
 
-Counted per rank, for n ranks taking part and B bytes of a rank's tensor: ring allreduce
-2 (n - 1) / n B sent and received; allgather (n - 1) B sent (a ring passes every block on) and the
-others' bytes received; broadcast and alltoall (n - 1) / n B; to neighbours B each.
+Bytes per rank, for n ranks that take part and B bytes in each rank's tensor:
+
+- ring allreduce: 2 (n - 1) / n B sent and received;
+- allgather: (n - 1) B sent, since a ring passes every block on; the other ranks' bytes received;
+- broadcast and alltoall: (n - 1) / n B sent and received;
+- neighbours: B sent to each receiver, B received from each sender.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from accordion_hvd.ops.spec import ITEMSIZE
 
 @dataclass
 class Traffic:
-    """Bytes of one rank.
+    """Numbers of bytes of one rank.
 
     Attributes:
-        payload: what the algorithm handed over.
-        sent: what a rank sends for it.
-        received: what a rank receives for it.
-        within: what of `sent` goes to ranks of the same machine.
+        payload: bytes of the tensors in requests.
+        sent: bytes that the rank sends.
+        received: bytes that the rank receives.
+        within: bytes that the rank sends to ranks of the same host, included in `sent`.
     """
 
     payload: float = 0.0
@@ -33,7 +36,7 @@ class Traffic:
     within: float = 0.0
 
     def add(self, other: Traffic) -> None:
-        """Count `other` too."""
+        """Add the bytes of `other`."""
         self.payload += other.payload
         self.sent += other.sent
         self.received += other.received
@@ -41,18 +44,18 @@ class Traffic:
 
 
 def size_of(tensor: Any, dtype: str | None = None) -> int:
-    """Bytes of a tensor, were it of `dtype`."""
+    """Return the number of bytes of a tensor, or of the tensor cast to `dtype`."""
     xp = namespace(tensor)
     return math.prod(xp.shape(tensor)) * ITEMSIZE[dtype or xp.dtype(tensor)]
 
 
 def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Traffic:
-    """Return the bytes of `request` for a rank when `ranks` take part.
+    """Return the bytes of one rank for a request.
 
     Args:
         request: the request.
-        ranks: how many take part.
-        gathered: for an uneven allgather, the bytes that all ranks gave together.
+        ranks: number of ranks that take part.
+        gathered: for an uneven allgather, the total number of bytes of all ranks' tensors.
     """
     wire = request.wire if isinstance(request, Allreduce) else None
     payload = size_of(request.tensor, wire)
@@ -60,8 +63,8 @@ def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Tra
         moved = 2 * (ranks - 1) / ranks * payload
         return Traffic(payload, moved, moved)
     if isinstance(request, Allgather):
-        others = gathered - payload if gathered is not None else (ranks - 1) * payload
-        return Traffic(payload, (ranks - 1) * payload, others)
+        received = gathered - payload if gathered is not None else (ranks - 1) * payload
+        return Traffic(payload, (ranks - 1) * payload, received)
     if isinstance(request, Neighbours):
         return Traffic(payload, len(request.to) * payload, len(request.of) * payload)
     moved = (ranks - 1) / ranks * payload

@@ -1,1 +1,1 @@
-"""Interfaces against which algorithms are written."""
+"""The interfaces that algorithms implement and use."""

@@ -1,8 +1,9 @@
 """The contract of algorithms: requests, `Info`, `Spec` and `Compressor`.
 
-An algorithm is a *conversation*: a Python generator that yields the collectives it wants and is
-sent their results. It never calls a network and never names a framework, so the same few lines
-run under PyTorch hooks, inside Keras' `fit`, in a TensorFlow graph and in a NumPy simulation.
+An algorithm is written as an *exchange generator*: a Python generator that yields requests for
+collectives and receives their results. It never calls a network and never names a framework, so
+the same few lines run in PyTorch hooks, in Keras' `fit`, in a TensorFlow graph and in a NumPy
+simulation.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from accordion_hvd.ops.spec import Spec, Tensor
 
 State = dict[str, Tensor]
 Hosts = tuple[tuple[int, ...], ...]
-"""Ranks that share a machine, machine by machine."""
+"""The ranks of each host."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One collective that a conversation asks for.
+    """One collective that an exchange generator requests.
 
     Attributes:
-        group: ranks taking part, None for all.
-        decode: makes of a tensor that came (of each rank's, for an `Allgather`) what the
-            conversation is sent instead. It returns that, and a vector that holds something else
-            than 0 if the tensor cannot be right; where values are at hand it may also raise
-            ValueError. Then `PayloadError` names the sender, before any conversation goes on
-            from its first request: what all have done to their states is taken back.
+        tensor: this rank's contribution.
+        group: the ranks that take part; None for all ranks.
+        decode: decodes a received tensor, or each rank's tensor for an `Allgather`. It returns
+            `(value, invalid)`: the generator receives `value`, and a nonzero element in the
+            vector `invalid` marks the payload as corrupt. Where values can be read, `decode` may
+            raise ValueError instead. A corrupt payload raises `PayloadError`, which names the
+            sender, before any exchange generator resumes from its first request. All changes to
+            states can therefore be undone.
     """
 
     tensor: Tensor
@@ -40,17 +43,17 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Allreduce(Request):
-    """Element-wise combination over the ranks; the result has the tensor's shape and dtype.
+    """Element-wise reduction over the ranks; the result has the tensor's shape and dtype.
 
-    Any dtype may be asked for; what the engine cannot add, the communicator emulates.
+    Every dtype is allowed: the communicator emulates additions that the engine lacks.
 
     Attributes:
         op: "mean" (floating point only), "sum" or "max".
-        wire: for "mean", the dtype in which values travel ("float16", "bfloat16") instead of
-            their own; they are added in fp32 or better where the engine allows it.
-        reuse: the conversation will not read `tensor` again, so its memory may hold the result.
-        sender: who alone adds something else than zeros to a "sum", where there is a `decode`: an
-            integer, or a scalar tensor in a graph.
+        wire: for "mean", the dtype in which values travel ("float16" or "bfloat16"); None for the
+            tensor's own. Values are added in fp32 or better where the engine allows it.
+        reuse: whether the result may overwrite `tensor`, which the generator does not read again.
+        sender: for a "sum" with `decode`, the only rank whose tensor is not all zeros: an integer,
+            or a scalar tensor in a graph. `PayloadError` names this rank.
     """
 
     op: str = field(default="mean", kw_only=True)
@@ -61,10 +64,11 @@ class Allreduce(Request):
 
 @dataclass(frozen=True, eq=False)
 class Allgather(Request):
-    """Everybody's tensor; the result is a tuple with one tensor per rank, in rank order.
+    """Collection of all ranks' tensors; the result is a tuple of one tensor per rank, in order.
 
     Attributes:
-        uneven: the first dimension may differ between ranks (costs an exchange of sizes).
+        uneven: whether the first dimension may differ between ranks, which costs one more
+            allgather, of the sizes.
     """
 
     uneven: bool = field(default=False, kw_only=True)
@@ -72,21 +76,21 @@ class Allgather(Request):
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Request):
-    """The tensor of rank `root` on every rank; all ranks pass one of the same shape and dtype."""
+    """Copy of rank `root`'s tensor to all ranks; every rank passes the same shape and dtype."""
 
     root: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Alltoall(Request):
-    """Row `r` of the tensor goes to rank `r`; the result stacks what came, in rank order.
+    """Transfer of row `r` of each tensor to rank `r`; the result stacks the rows in rank order.
 
-    The first dimension must be the number of ranks taking part.
+    The first dimension must be the number of ranks that take part, unless `splits` is given.
 
     Attributes:
-        splits: the number of rows for each rank instead, in rank order; their sum is the first
-            dimension. The result is then a tuple with what each rank has sent. The other
-            dimensions must be alike on all ranks. Not in graphs.
+        splits: number of rows for each rank, in rank order, which sum to the first dimension. The
+            result is then a tuple of the tensors received from each rank. The other dimensions
+            must be equal on all ranks. Not supported in graphs.
     """
 
     splits: tuple[int, ...] | None = field(default=None, kw_only=True)
@@ -94,13 +98,13 @@ class Alltoall(Request):
 
 @dataclass(frozen=True, eq=False)
 class Neighbours(Request):
-    """The tensor goes to some ranks; the result is a tuple of what others have sent to this one.
+    """Transfer of the tensor to some ranks; the result is a tuple of the tensors received.
 
-    All ranks ask for it together, with tensors of one size, and agree about who sends to whom.
+    All ranks make this request together, with tensors of one size, and their `to` and `of` match.
 
     Attributes:
-        to: ranks that get the tensor.
-        of: ranks whose tensors come, in the order of the result.
+        to: ranks that receive this rank's tensor.
+        of: ranks from which this rank receives tensors, in the order of the result.
     """
 
     to: tuple[int, ...] = field(default=(), kw_only=True)
@@ -108,9 +112,10 @@ class Neighbours(Request):
 
 
 Requests = Request | tuple[Request, ...]
-"""A request, or several that leave together, as their results arrive together."""
+"""One request, or several that are launched together and whose results arrive together."""
 
 ExchangeGenerator = Generator[Requests, Any, tuple[Tensor, State]]
+"""A generator that yields requests, receives their results and returns `(mean, new_state)`."""
 
 
 RENAMED = {
@@ -130,26 +135,26 @@ RENAMED = {
     "stacks": "batching",
     "whole": "expand_residual",
 }
-"""Old names of members that a compressor may define, and the new ones."""
+"""Old names of members that a compressor may define, and their new names."""
 
 
 @dataclass(frozen=True)
 class Info:
-    """The facts that an algorithm knows about an exchange besides the tensor.
+    """Facts about an exchange that an algorithm may use besides the tensor.
 
     Attributes:
-        step: exchanges so far, skipped ones included; an integer, or a scalar tensor in a graph.
-        rank: this process among those that exchange.
-        size: how many processes exchange.
-        name: the bucket's name, equal on all ranks; the root of its random seeds.
-        lr: the learning rate now.
-        hosts: who shares a machine with whom; () means that nobody asked or nobody does. Only
-            told where a compressor is `topology_aware`.
-        phase: what `Compressor.variant` says now; an integer, in a graph too.
-        sizes: elements of each tensor, where the conversation's vector is several side by side;
-            () where that is not known.
-        parameter: the weights, shaped as the gradient is; only where a compressor `needs_weights`
-            them.
+        step: number of exchanges so far, skipped ones included; an integer, or a scalar tensor in
+            a graph.
+        rank: number of this process among those that exchange.
+        size: number of processes that exchange.
+        name: name of the bucket, equal on all ranks; random seeds derive from it.
+        lr: current learning rate.
+        hosts: ranks of each host; () if the hosts are not known. They are known only if a
+            compressor is `topology_aware`.
+        phase: current value of `Compressor.variant`; an integer, in a graph too.
+        sizes: number of elements of each tensor, if the vector given to `exchange` holds several
+            tensors side by side; () if not known.
+        parameter: the weights, in the gradient's shape; only if the compressor `needs_weights`.
         hyper: settings of the tensor's parameter group, by name.
     """
 
@@ -168,16 +173,17 @@ class Info:
 
 
 class NotForStockHorovod:
-    """Says what to write when one of our objects is handed to Horovod's own wrapper.
+    """Base class of objects that Horovod's own wrapper cannot use; `compress` explains the fix.
 
-    Horovod's compression protocol, `compress(tensor) -> (tensor, context)`, has no room for a
-    conversation: it passes no name, allows one tensor and one allreduce.
+    Horovod's compression protocol, `compress(tensor) -> (tensor, context)`, cannot run an exchange
+    generator: it passes no name and allows one tensor and one allreduce.
     """
 
     def compress(self, tensor: Tensor) -> Any:
         """Refuse to serve Horovod's own wrapper.
 
-        Raises: TypeError, with the import line to use instead.
+        Raises:
+            TypeError: always; the message has the import line to use instead.
         """
         framework = "torch" if type(tensor).__module__.startswith("torch") else "tensorflow"
         raise TypeError(
@@ -187,46 +193,49 @@ class NotForStockHorovod:
         )
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """Refuse, as `compress` does."""
+        """Refuse to serve Horovod's own wrapper, as `compress` does."""
         return self.compress(tensor)
 
 
 class Compressor(NotForStockHorovod):
-    """One algorithm and its hyper-parameters; it has no memory of its own.
+    """One algorithm and its hyper-parameters, without mutable state.
 
-    A subclass is a frozen dataclass that defines `init` and `exchange`. What it remembers between
-    steps is the state: a dict whose keys `init` names. State is fp32 whatever the gradient is.
+    A subclass is a frozen dataclass that defines `init` and `exchange`. Between steps, each rank
+    stores the state of each bucket: a dict whose keys `init` names. State is fp32 for gradients
+    of every dtype.
 
     Attributes:
-        target: "gradient" (before the step) or "parameter" (after it).
-        output: "gradient", or "update" for algorithms that return a finished direction; an inner
+        target: "gradient" (exchanged before the optimizer step) or "parameter" (after the step).
+        output: "gradient", or "update" for algorithms that return a finished update; an inner
             optimizer with momentum is then refused.
-        scope: "tensor" (called with one tensor in its own shape), "flat" (with vectors that may
-            hold several tensors side by side), "joint" (with one such vector of all tensors that
-            are large enough and not exempt) or "model" (the whole model as one vector).
-        batching: which small tensors may share one call of `exchange`, so that many cost little
-            more than one: "alike" (tensors of one shape, stacked along a new first dimension, as
-            is their state), "any" (all, flattened into one vector; for methods without state) or
-            "" (none). `info.name` is then that of the first, and `info.lr` not that of all.
-        detects_nonfinite: whether it finds non-finite gradients itself: the tensor of its first
-            request is
-            not finite if the gradient is not, and what it did to the state can be undone. That
-            saves the pass over memory that else looks for them.
-        needs_weights: whether it is told the weights (`Info.parameter`).
-        per_rank_state: keys of the state that are of use to this rank alone.
-        contracts: whether what it keeps of x = error + gradient is always shorter than x by some
-            factor, at least in expectation, and what it sends depends on that sum alone.
-        topology_aware: whether it asks who shares a machine.
-        fp16_reduction: whether it sends nothing but fp16, which some engines add better than
-            others.
-        sharded: whether its state is then that of a part of the tensor (`expand_residual`), and
-            what other levels owe reaches it with the next gradient.
-        private: whether only what it returns may become known of gradients. It then serves a whole
-            model as one vector, alone: under no policy but `Fixed`, with nothing beside it. It
-            counts what is not finite as nothing, since a flag would tell.
-        several: whether a rank gives the gradients of several contributors, along a new first
-            dimension, however many.
-        budget: a `PrivacyBudget` that its exchanges are entered in, if there is any.
+        scope: the tensors of one call of `exchange`: "tensor" (one tensor in its own shape),
+            "flat" (a vector that may hold several tensors side by side), "joint" (one vector of
+            all tensors that are large enough and not exempt) or "model" (one vector of the whole
+            model).
+        batching: the small tensors that may share one call of `exchange`, so that many cost
+            little more than one: "alike" (tensors of one shape, which are stacked along a new
+            first dimension, as is their state), "any" (all tensors, flattened into one vector; for
+            methods without state) or "" (none). `info.name` is then the name of the first tensor,
+            and `info.lr` need not be the learning rate of all.
+        detects_nonfinite: whether the tensor of the first request is non-finite whenever the
+            gradient is, and the changes to the state until then can be undone. This saves a
+            separate pass over the gradient.
+        needs_weights: whether `Info.parameter` holds the weights.
+        per_rank_state: keys of the state that are useful to this rank only.
+        contractive: True if C is contractive, E||x - C(x)||^2 <= (1 - delta) ||x||^2 for
+            x = error + gradient and some delta > 0, and if the message depends on x only.
+        topology_aware: whether `Info.hosts` holds the hosts.
+        fp16_reduction: whether it sends fp16 values only. The job then measures whether the
+            engine or the communicator should add them.
+        sharded: whether, on known hosts, the state covers only a part of the tensor (see
+            `expand_residual`). The residual of other levels is then added to the next gradient.
+        private: whether nothing but the result of `exchange` may reveal anything about gradients.
+            Such a method serves the whole model as one vector, under `Fixed` only, with no other
+            tensor beside it. It treats non-finite gradients as zeros, because a flag for them
+            would reveal information.
+        per_sample: whether a rank passes the gradients of any number of contributors, stacked
+            along a new first dimension.
+        budget: the `PrivacyBudget` that its exchanges are charged to; None for no budget.
     """
 
     target: ClassVar[str] = "gradient"
@@ -245,25 +254,26 @@ class Compressor(NotForStockHorovod):
     budget: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set up `repr`: the first argument and those that differ from their defaults."""
+        """Define `repr` as a short constructor call, and accept members by their old names."""
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
         _renamed.members(cls, RENAMED)
 
     def accept(self, spec: Spec, name: str) -> None:
-        """See that a tensor like `spec` can be served; asked before anything is exchanged.
+        """Check that a tensor like `spec` can be served; called before the first exchange.
 
         Raises:
-            ValueError: `name` is not of real floating-point numbers, has no elements, or 2^31.
+            ValueError: if tensor `name` is not real floating point, has no elements, or has 2^31
+                or more.
         """
         check.real(self, name, spec.dtype)
         check.elements(self, name, spec.shape)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the state before the first exchange of a tensor like `spec`; it has every key.
+        """Return the state before the first exchange of a tensor like `spec`, with all its keys.
 
-        What subclasses return begins with `super().init(spec, info)`, which asks `accept`.
+        Subclasses extend the dict that `super().init(spec, info)` returns, which calls `accept`.
         """
         self.accept(spec, info.name)
         return {}
@@ -271,31 +281,39 @@ class Compressor(NotForStockHorovod):
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Average `grad` over the ranks.
 
-        A generator: yields requests, is sent their results, returns `(mean, new_state)`. `mean`
-        has the gradient's shape (any float dtype); `new_state` the keys that `init` named.
+        This is a generator: it yields requests, receives their results and returns
+        `(mean, new_state)`. In-place operations of `ops` consume their first argument. Before the
+        first `yield`, change the state with operations of `ops` only: these can be undone if a
+        rank reports a non-finite gradient.
 
-        In-place operations (`ops`) consume their first argument. Before the first `yield` only
-        those of `ops` may be used on the state: they can be undone if a rank reports a
-        non-finite gradient.
+        Args:
+            grad: this rank's gradient.
+            state: the state that `init` or the previous exchange returned.
+            info: facts about this exchange.
+
+        Returns:
+            The mean, in the gradient's shape and any float dtype, and the new state, with the
+            keys that `init` named.
         """
         raise TypeError(f"{type(self).__name__} does not define exchange()")
         yield
 
     def variant(self, step: int) -> int:
-        """Return a number that changes with the Python side of the algorithm (phases, warm-ups).
+        """Return the phase of the algorithm, such as 0 in a warm-up and 1 after it.
 
-        `exchange` is told it as `info.phase`.
+        `exchange` receives the phase as `info.phase`, and graphs are traced anew when it changes.
 
         Args:
-            step: exchanges of the tensor that this level has served and that counted: neither
-                those that a non-finite gradient has spoilt, nor those that other levels served.
+            step: number of exchanges that this level has served for the tensor, without those
+                that were skipped because a gradient was not finite.
         """
         return 0
 
     def synchronous(self, step: int) -> bool:
-        """Return whether the ranks' weights are equal after `step` exchanges that counted.
+        """Return whether the ranks' weights are equal after `step` exchanges that were not skipped.
 
-        As `variant`, a pure function; methods whose ranks take steps of their own say when not.
+        This is a pure function of `step`, as `variant` is. Methods whose ranks take local steps
+        override it.
         """
         return True
 
@@ -306,20 +324,20 @@ class Compressor(NotForStockHorovod):
 
     @property
     def startup_steps(self) -> int:
-        """Steps that it serves before it costs what it will cost; a `Gate` judges it after them."""
+        """Return the number of initial steps whose cost is not typical; a `Gate` ignores them."""
         return 0
 
     def plain(self) -> Compressor | None:
         """Return the compressor for tensors that are too small or exempt; None means `Dense`.
 
-        A method that returns updates says how these get theirs.
+        A method that returns updates must also define the updates of these tensors.
         """
         return None
 
     def policy(self) -> Any:
-        """Return the policy that the compressor means where it is named alone.
+        """Return the policy that `compression=` means if it names only this compressor.
 
-        None means that it always serves (`Fixed`).
+        None means `Fixed`: the compressor serves in every step.
         """
         return None
 
@@ -328,63 +346,76 @@ class Compressor(NotForStockHorovod):
         return state.get("error")
 
     def with_residual(self, state: State, residual: Tensor) -> State:
-        """Return the state with this residual (any shape of the right size) in place of its own."""
+        """Return the state with its residual replaced by `residual`, of any shape of that size."""
         error = state["error"]
         return {**state, "error": namespace(error).reshape(residual, tuple(error.shape))}
 
     def expand_residual(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
-        """Return the residual of a whole tensor like `spec` that stands for this `residual`."""
+        """Return the residual of a full tensor like `spec`, given that of this rank's part."""
         return residual
 
     def report(self, state: State) -> dict[str, Tensor]:
-        """Tensors of one element that say how the method fares; see `Exchange.stats`."""
+        """Return diagnostics of the method, as tensors of one element; see `Exchange.stats`."""
         return {}
 
     def spend(self) -> None:
-        """Enter the exchange that is about to begin in the budget, which may refuse it."""
+        """Charge the exchange that is about to begin to the privacy budget.
+
+        Raises:
+            BudgetSpent: if the budget has no room for it.
+        """
 
     def affords(self) -> bool:
-        """Return whether `spend` would not be refused."""
+        """Return whether the privacy budget has room for another exchange."""
         return True
 
     def deactivate(self, state: State) -> State:
-        """Return the state to keep while another level serves, which has taken the residual."""
+        """Return the state to store while another level serves, which has taken the residual."""
         return {key: value for key, value in state.items() if key != "error"}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over what the level that served before has learned; by default nothing."""
+        """Return the state with which this level takes over from another level.
+
+        By default it is `state` unchanged. The residual is passed on separately.
+
+        Args:
+            state: new state of this level, with the values that `deactivate` stored, if any.
+            other: the compressor that served before.
+            other_state: its state.
+        """
         return state
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Return the state with which a rank goes on where there were other ranks before.
+        """Return this rank's state after a change of the number of ranks.
 
-        By default each rank's `error` is an equal part of the sum of all residuals. Of the
-        rest, what is equal on all ranks stays, and what is not, or is in `per_rank_state`, is
-        their mean.
+        By default `error` is the sum of all residuals, divided by the new number of ranks. Another
+        key becomes the mean of the ranks' values if these differ or if the key is in
+        `per_rank_state`; otherwise it is unchanged.
 
         Args:
-            states: of all ranks that there were, in rank order; NumPy arrays.
-            spec: the tensor.
-            info: of this rank, now.
+            states: states of all previous ranks, in rank order; NumPy arrays.
+            spec: shape, dtype and device of the tensor.
+            info: facts about this rank after the change.
 
         Raises:
-            ValueError: ranks have states of different shapes, of which there is no mean.
+            ValueError: if the ranks' states have different shapes and thus no mean.
         """
-        found = {}
+        merged = {}
         for key, first in states[0].items():
-            all_ = [state[key] for state in states]
-            if any(x.shape != first.shape for x in all_):
-                shapes = [x.shape for x in all_]
-                check.refuse(self, f"the shape of state {key!r} on ranks 0, 1, ...", shapes, "one")
-            differ = key in self.per_rank_state or any((x != first).any() for x in all_)
-            share = info.size if key == "error" else len(states)
-            found[key] = (sum(all_) / share).astype(first.dtype) if differ else first
-        return found
+            values = [state[key] for state in states]
+            if any(x.shape != first.shape for x in values):
+                shapes = [x.shape for x in values]
+                label = f"the shape of state {key!r} on ranks 0, 1, ..."
+                check.refuse(self, label, shapes, "the same on all ranks")
+            differ = key in self.per_rank_state or any((x != first).any() for x in values)
+            divisor = info.size if key == "error" else len(states)
+            merged[key] = (sum(values) / divisor).astype(first.dtype) if differ else first
+        return merged
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """Return the state with which every rank goes on where only one rank's state is known.
+        """Return every rank's state after a change of their number, given one rank's state only.
 
-        By default keys in `per_rank_state` begin anew, on all ranks, but for the `error`.
+        By default the keys in `per_rank_state`, except `error`, start from `init` on all ranks.
         """
         own = [key for key in self.per_rank_state if key in state and key != "error"]
         fresh = self.init(spec, info) if own else {}
@@ -397,8 +428,8 @@ __getattr__ = _renamed.module_attributes(
 
 
 def _short(compressor: Any) -> str:
-    """Return the constructor call, without arguments at their defaults."""
-    found = fields(compressor) if is_dataclass(compressor) else ()
-    values = [(field, getattr(compressor, field.name)) for field in found]
+    """Return the constructor call with the first argument and those not at their defaults."""
+    arguments = fields(compressor) if is_dataclass(compressor) else ()
+    values = [(field, getattr(compressor, field.name)) for field in arguments]
     shown = [f"{f.name}={x!r}" for i, (f, x) in enumerate(values) if i == 0 or x != f.default]
     return f"{type(compressor).__name__}({', '.join(shown)})"

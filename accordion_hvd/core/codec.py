@@ -1,8 +1,9 @@
-"""Codecs: methods whose ranks send one message each, and what makes compressors of them.
+"""Codecs, which are methods with one message per rank, and the functions that exchange messages.
 
-A codec says how a tensor becomes a message (`encode`) and what messages mean (`decode`, or `mean`
-for those of all ranks at once). It knows neither error feedback nor collectives, so whoever needs
-no more than C(x) calls it directly. `Gathered` and `ErrorFeedback` make compressors of codecs.
+A codec encodes a tensor as a message (`encode`) and decodes messages (`decode`, or `mean` for the
+messages of all ranks at once). These methods involve neither error feedback nor collectives, so
+code that needs only C(x) calls them directly. Used as a compressor, a codec exchanges its messages
+by itself; wrappers such as `EF21` make other compressors from it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ Message = tuple[Any, ...]
 """The parts of a message, each of which travels as one tensor."""
 
 Reader = Callable[[Tensor], tuple[Any, Tensor]]
-"""Parses a part that was received; see `Request.decode`."""
+"""A function that parses a received part and returns `(value, invalid)`; see `Request.decode`."""
 
 
 class Codec(Compressor):
-    """A method of one message; where it serves by itself, ranks gather or average all messages.
+    """A method with one message per rank; as a compressor, it gathers or averages the messages.
 
     A subclass is a frozen dataclass that defines `encode`, and `decode` or `mean`.
 
     Attributes:
-        feedback: whether it has error feedback where it serves by itself, as biased methods need.
+        feedback: whether the codec, used as a compressor, has error feedback, which biased methods
+            need.
         uneven: whether the size of a message depends on values.
-        summed: whether messages have one part, and the mean of these parts, an allreduce, means the
-            mean of what they mean. What `encode_accumulating` returns behind that part stays with
-            this rank, for `mean` and `remove`.
+        summed: whether only the first part of a message is sent, and the mean of these parts, an
+            allreduce, decodes to the mean of the decoded messages. Any further parts stay on this
+            rank, for `mean` and `remove`.
     """
 
     feedback: ClassVar[bool] = True
@@ -42,60 +44,77 @@ class Codec(Compressor):
     summed: ClassVar[bool] = False
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in which a tensor is encoded: a vector, unless a subclass says more.
+        """Return the shape in which a tensor is encoded; by default, that of a vector.
 
-        Where small tensors share a call (`batching = "alike"`), there is one more dimension before.
+        Small tensors that share a call (`batching = "alike"`) have one more dimension in front.
         """
         return (math.prod(shape),)
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Return the message that stands for `x`, fp32, in the `layout`."""
+        """Return the message of a tensor.
+
+        Args:
+            x: the tensor, fp32, in the `layout`.
+            info: facts about the exchange.
+        """
         raise TypeError(f"{type(self).__name__} does not define encode()")
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader | None, ...]:
-        """Return what parses each part of a message for a tensor of this layout; () for nothing."""
+        """Return one reader per part of a message, None for parts that need no parsing.
+
+        An empty tuple means that no part needs parsing.
+
+        Args:
+            shape: shape of the encoded tensor.
+        """
         return ()
 
     def decode(self, message: Message, like: Tensor, info: Info) -> Tensor:
-        """Return the meaning of a message, fp32, in the shape of `like`, whose memory may be used.
+        """Return the tensor that a message encodes, fp32, in the shape of `like`.
 
         Args:
-            message: parts as `readers` parse them.
-            like: of the encoded tensor's shape.
-            info: of the sender's exchange.
+            message: parts of the message, as the `readers` return them.
+            like: a tensor of the encoded tensor's shape, which may be overwritten.
+            info: facts about the sender's exchange.
         """
         if type(self).mean is Codec.mean:
             raise TypeError(f"{type(self).__name__} defines neither decode() nor mean()")
         return self.mean([message], like, info)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the mean of what the ranks' messages mean; see `decode`."""
+        """Return the mean of the tensors that the ranks' messages encode; see `decode`."""
         xp, total = namespace(like), None
         for message in messages:
             part = self.decode(message, xp.copy(like), info)
             total = part if total is None else total + part
         return total * (1 / len(messages))  # type: ignore[operator]
 
-    # --------------------------------------------- for error feedback: override them to be faster
+    # ------------------------------------------------ error feedback: override these for speed
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-        """Return the message for error + x, and that sum. Consumes `error`, so that undo works."""
+        """Return the message of error + x, and error + x.
+
+        Consumes `error`, with operations that can be undone.
+        """
         total = namespace(error).accumulate(error, x)
         return self.encode(total, info), total
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Return `total` without the meaning of its message. Consumes `total`, for good."""
-        xp = namespace(total)
-        room = xp.zeros(xp.shape(total), "float32", xp.device(total))
-        return total - self.decode(message, room, info)
+        """Return the residual: `total` minus the tensor that `message` encodes.
 
-    # ----------------------------------------------------------------------- as a compressor
+        Consumes `total`, which need not be undone.
+        """
+        xp = namespace(total)
+        buffer = xp.zeros(xp.shape(total), "float32", xp.device(total))
+        return total - self.decode(message, buffer, info)
+
+    # --------------------------------------------------------------------- use as a compressor
     def init(self, spec: Spec, info: Info) -> State:
-        """`error`, in the layout, where there is feedback."""
+        """Return the state: with error feedback, the `error`, in the layout."""
         state = super().init(spec, info)
         return state | ({"error": spec.zeros(self.layout(spec.shape))} if self.feedback else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather (or allreduce), with error feedback or without."""
+        """Run one allgather, or one allreduce if `summed`, with or without error feedback."""
         serve = with_feedback if self.feedback else without_feedback
         return serve(self, grad, state, info)
 
@@ -103,17 +122,20 @@ class Codec(Compressor):
 def average(
     codec: Codec, message: Message, room: Tensor, info: Info
 ) -> Generator[Any, Any, tuple[Tensor, Message]]:
-    """Send a message to all ranks; return the mean of all messages' meanings, and this one parsed.
+    """Send this rank's message to all ranks and average the decoded messages.
 
     Args:
-        codec: whose message it is.
-        message: from `Codec.encode`.
-        room: of the encoded tensor's shape; its memory may hold the mean.
-        info: of the exchange.
+        codec: the codec of the message.
+        message: this rank's message, from `Codec.encode`.
+        room: a tensor of the encoded tensor's shape, which may be overwritten.
+        info: facts about the exchange.
+
+    Returns:
+        The mean of the tensors that all messages encode, and this rank's message, parsed.
     """
     if codec.summed:
-        sent = yield Allreduce(message[0])
-        return codec.mean([(sent, *message[1:])], room, info), message
+        combined = yield Allreduce(message[0])
+        return codec.mean([(combined, *message[1:])], room, info), message
     readers = codec.readers(namespace(room).shape(room)) or (None,) * len(message)
     requests = tuple(
         Allgather(part, uneven=codec.uneven, decode=reader)
@@ -127,36 +149,36 @@ def average(
 
 
 def parse(codec: Codec, message: Sequence[Tensor], shape: tuple[int, ...], sender: int) -> Message:
-    """Return a message as `Codec.decode` takes it.
+    """Parse a received message for `Codec.decode`.
 
     Args:
-        codec: the sender's.
-        message: as it came.
-        shape: of what was encoded.
-        sender: rank that is named where the message does not parse.
+        codec: codec of the sender.
+        message: parts of the message, as received.
+        shape: shape of the encoded tensor.
+        sender: rank that the error names.
 
     Raises:
-        PayloadError: it does not.
+        PayloadError: if the message does not parse.
     """
     parsed: list[Any] = []
     for part, reader in zip(message, codec.readers(shape) or (None,) * len(message), strict=True):
         if reader is None:
             parsed.append(part)
             continue
-        value, doubt = reader(part)
-        xp = namespace(doubt)
-        parsed.append(xp.raise_on_invalid(value, doubt, [sender] * xp.shape(doubt)[0]))
+        value, invalid = reader(part)
+        xp = namespace(invalid)
+        parsed.append(xp.raise_on_invalid(value, invalid, [sender] * xp.shape(invalid)[0]))
     return tuple(parsed)
 
 
 def shares(messages: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return codes, and scales divided by the number of ranks, of messages of such two parts."""
+    """Split messages `(codes, scale)` into codes, and scales divided by the number of messages."""
     codes, scales = zip(*messages, strict=True)
     return list(codes), [scale * (1 / len(messages)) for scale in scales]
 
 
 def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-    """Average what is left of gradients; the rest is lost."""
+    """Average the ranks' C(gradient), without error feedback."""
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.cast(grad, "float32")
     x = x if codec.batching == "any" else xp.reshape(x, codec.layout(shape))
@@ -165,21 +187,21 @@ def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Ex
 
 
 def with_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-    """Average what is sent of error + gradient; the rest is the new `error`."""
+    """Average the ranks' C(x), x = error + gradient; the new `error` is x - C(x)."""
     xp, shape = namespace(grad), namespace(grad).shape(grad)
     x = xp.reshape(grad, xp.shape(state["error"]))
     message, total = codec.encode_accumulating(state["error"], x, info)
-    mean, mine = yield from average(codec, message, x, info)
-    error = codec.remove(total, mine, info)
+    mean, parsed = yield from average(codec, message, x, info)
+    error = codec.remove(total, parsed, info)
     return xp.reshape(mean, shape), {"error": xp.reshape(error, xp.shape(total))}
 
 
 @dataclass(frozen=True)
 class Wrapper(Compressor):
-    """A compressor that is made of a codec.
+    """Base class of compressors that are made from a codec.
 
     Args:
-        codec: such as `TopK(0.01)`, whose own error feedback is left out.
+        codec: a codec such as `TopK(0.01)`; its own error feedback is not used.
     """
 
     per_rank_state: ClassVar[tuple[str, ...]] = ()
@@ -187,16 +209,24 @@ class Wrapper(Compressor):
     codec: Codec
 
     def __post_init__(self) -> None:
-        """Raises: ValueError when codec is none."""
+        """Check the codec.
+
+        Raises:
+            ValueError: if `codec` is not a `Codec`.
+        """
         if not isinstance(self.codec, Codec):
             check.refuse(self, "codec", self.codec, "a Codec, such as TopK(0.01) or QSGD(4)")
 
     @property
     def batching(self) -> str:  # type: ignore[override]
-        """Tensors of one shape may share a call, as there is a state for each, if for the codec."""
+        """Return "alike" if the codec supports batching, else ""; each tensor has its own state."""
         return "alike" if self.codec.batching else ""
 
     def accept(self, spec: Spec, name: str) -> None:
-        """Refuse tensors that compressors in general, or the codec, refuse."""
+        """Check that a tensor like `spec` suits compressors in general, and the codec.
+
+        Raises:
+            ValueError: if it does not.
+        """
         super().accept(spec, name)
         self.codec.accept(spec, name)

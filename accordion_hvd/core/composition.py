@@ -1,4 +1,4 @@
-"""Exchanges made of other exchanges, with other members or other collectives."""
+"""Exchange generators made from other exchange generators, with other ranks or collectives."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ RequestGenerator: TypeAlias = Generator[Any, Any, Any]
 
 
 def intercept(
-    conversation: RequestGenerator, serve: Callable[[Any], RequestGenerator]
+    exchange: RequestGenerator, serve: Callable[[Any], RequestGenerator]
 ) -> RequestGenerator:
-    """Wrap an exchange: `serve` answers each of its requests, or tuples of requests.
+    """Run an exchange generator, replacing its requests.
 
     Args:
-        conversation: whose result it has.
-        serve: given what was asked, a conversation that returns the answer.
+        exchange: the generator; its result is returned.
+        serve: given a request, or a tuple of requests, returns a generator that yields other
+            requests and returns the results.
     """
-    running = Running(conversation)
+    running = Running(exchange)
     while not running.done:
         running.send((yield from serve(running.asked)))
     return running.result
 
 
-def within_group(group: tuple[int, ...], conversation: RequestGenerator) -> RequestGenerator:
-    """Let the ranks 0, 1, ... of an exchange be the members of a group.
+def within_group(group: tuple[int, ...], exchange: RequestGenerator) -> RequestGenerator:
+    """Run an exchange generator among the members of a group.
 
-    among the ranks of `group`.
+    Args:
+        group: the ranks that serve as ranks 0, 1, ... of the exchange.
+        exchange: the generator.
     """
 
     def serve(asked: Any) -> RequestGenerator:
@@ -42,7 +45,7 @@ def within_group(group: tuple[int, ...], conversation: RequestGenerator) -> Requ
             return (yield tuple(_addressed(request, group) for request in asked))
         return (yield _addressed(asked, group))
 
-    return intercept(conversation, serve)
+    return intercept(exchange, serve)
 
 
 def _addressed(request: Request, group: tuple[int, ...]) -> Request:
@@ -55,7 +58,7 @@ def _addressed(request: Request, group: tuple[int, ...]) -> Request:
 
 
 def _member(group: tuple[int, ...], number: Any) -> Any:
-    """Return the rank of a member of a group, by its number in it."""
+    """Return the rank at position `number` of a group."""
     if check.is_integer(number):
         return group[number]
     xp = namespace(number)

@@ -1,4 +1,4 @@
-"""Observers: features that follow an exchange instead of being built into it."""
+"""Observers: features that subscribe to the events of an exchange."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any, TypeVar
 
 
 class Observer:
-    """Follows the exchange of a policy. Methods are events; by default nothing happens.
+    """Base class of observers, which handle events of a policy's exchange.
+
+    By default an observer ignores all events.
 
     Attributes:
-        weight: batches that the gradients of the next exchange stand for.
-        accumulated: batches that a framework accumulates for that exchange.
-        withholds: whether gradients stay with their ranks in the present step.
+        weight: number of batches whose gradients the next exchange averages.
+        accumulated: number of batches whose gradients the framework accumulates for that exchange.
+        withholds: whether gradients stay local in the current step.
         decides_ahead: whether a decision may change the step whose gradients are ready, so that
-            none may leave before it.
-        measures: whether it wants to know what the calls of the present step take.
-        every_step: whether Python code must run in each step, so that no graph may hold several.
+            no gradient may be sent before the decision.
+        measures: whether the exchange must time the calls of the current step.
+        every_step: whether Python code must run in each step, so that no graph may contain
+            several steps.
         needed_alone: whether a job of one rank needs an exchange, too.
-        needs_dense: whether sparse gradients must be exchanged like dense ones.
+        needs_dense: whether sparse gradients must be exchanged as dense ones.
     """
 
     weight: int = 1
@@ -32,25 +35,38 @@ class Observer:
     needs_dense: bool = False
 
     def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
-        """Tensors are about to be added. Raises: ValueError to refuse them.
+        """Handle the event that tensors are about to be added.
 
         Args:
-            exchange: the exchange, without them.
+            exchange: the exchange, without the new tensors.
             buckets: all buckets, those of the new tensors included.
+
+        Raises:
+            ValueError: to refuse the tensors.
         """
 
     def opening(self, exchange: Any, lr: Mapping[str, float]) -> None:
-        """Handle the event that a step is about to begin, with these learning rates by bucket."""
+        """Handle the event that a step is about to begin.
+
+        Args:
+            exchange: the exchange.
+            lr: learning rate of each bucket, by name.
+        """
 
     def closed(self, exchange: Any, step: Any) -> None:
-        """Handle the event that a step's collectives are done, or were given up."""
+        """Handle the event that a step is done or undone.
+
+        Args:
+            exchange: the exchange.
+            step: the step.
+        """
 
     def due(self, exchange: Any) -> bool:
-        """Return whether there is something to decide before the next step; equal on all ranks."""
+        """Return whether a decision is due before the next step; equal on all ranks."""
         return False
 
     def decide(self, exchange: Any) -> Generator[Any, Any, None]:
-        """Decide; a generator of collectives, run on all ranks."""
+        """Take a decision; a generator that yields requests and runs on all ranks."""
         yield from ()
 
     def affords(self) -> bool:
@@ -58,11 +74,11 @@ class Observer:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Return entries of `Exchange.stats`."""
+        """Return this observer's entries of `Exchange.stats`."""
         return {}
 
     def agreement(self) -> str:
-        """Return a line that ranks must agree on, besides the policy; "" for none."""
+        """Return a line that must be equal on all ranks, besides the policy; "" for none."""
         return ""
 
 
@@ -70,28 +86,28 @@ O = TypeVar("O", bound=Observer)  # noqa: E741
 
 
 class Observers(tuple[Observer, ...]):
-    """The observers of one policy, taken together."""
+    """The observers of one policy."""
 
     __slots__ = ()
 
     def find(self, kind: type[O]) -> O | None:
-        """Return the observer of a class; None if there is none."""
+        """Return the observer that is an instance of `kind`; None if there is none."""
         return next((observer for observer in self if isinstance(observer, kind)), None)
 
     @property
     def weight(self) -> int:
-        """See `Observer.weight`."""
+        """Return the product of the observers' `weight`."""
         return math.prod(observer.weight for observer in self)
 
     @property
     def accumulated(self) -> int:
-        """See `Observer.accumulated`."""
+        """Return the product of the observers' `accumulated`."""
         return math.prod(observer.accumulated for observer in self)
 
     def any(self, attribute: str) -> bool:
-        """Return whether an attribute of `Observer` is true for one of them."""
+        """Return whether an attribute, given by name, is true for at least one observer."""
         return any(getattr(observer, attribute) for observer in self)
 
     def stats(self) -> dict[str, Any]:
-        """Return the entries of all."""
+        """Return the `stats` of all observers in one dict."""
         return {key: value for observer in self for key, value in observer.stats().items()}

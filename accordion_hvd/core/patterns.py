@@ -1,4 +1,4 @@
-"""Patterns of tensor names, as of file names."""
+"""Patterns of tensor names, in the syntax of file-name patterns."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from fnmatch import fnmatchcase
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether `name` matches one of the file-name patterns."""
+    """Return whether `name` matches one of the patterns, such as "encoder.*"."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

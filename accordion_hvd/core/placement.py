@@ -1,4 +1,4 @@
-"""The place of each rank on its host, for methods that treat hosts in two levels."""
+"""Placement of ranks on hosts, for methods that exchange within hosts and between hosts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from accordion_hvd.core.base import Hosts
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a rank: its host and its number there.
+    """Host of a rank, and the rank's number there.
 
     Attributes:
-        intra: the ranks of its host, itself among them.
-        inter: the ranks that have its place on each of the hosts, itself among them.
-        local_rank: its number among `intra`.
-        host: its host's number, which is its own among `inter`.
+        intra: ranks of the same host, this rank included.
+        inter: ranks with the same `local_rank`, one per host, this rank included.
+        local_rank: position of the rank in `intra`.
+        host: number of the host, which is the position of the rank in `inter`.
     """
 
     intra: tuple[int, ...]
@@ -27,10 +27,10 @@ class Placement:
 
 @functools.cache
 def place(hosts: Hosts, rank: int, size: int) -> Placement:
-    """Return the place of `rank`; without known hosts, each rank has one of its own.
+    """Return the placement of `rank`. If the hosts are not known, each rank has its own host.
 
     Raises:
-        ValueError: hosts have different numbers of ranks.
+        ValueError: if hosts have different numbers of ranks.
     """
     hosts = hosts or consecutive(size, 1)
     require_equal(hosts)
@@ -41,28 +41,31 @@ def place(hosts: Hosts, rank: int, size: int) -> Placement:
 
 
 def require_equal(hosts: Hosts) -> None:
-    """See that all hosts have equally many ranks.
+    """Check that all hosts have equally many ranks.
 
     Raises:
-        ValueError: they have not.
+        ValueError: if they have not.
     """
     counts = [len(members) for members in hosts]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"the hosts have {', '.join(map(str, counts))} ranks, but to exchange host by "
-            "host they must have equally many: a mean over hosts of their means would weigh "
-            "some ranks more."
+            f"the hosts have {', '.join(map(str, counts))} ranks, but to exchange host by host "
+            "they must have equally many: a mean of the hosts' means would give some ranks more "
+            "weight than others."
         )
 
 
 def consecutive(ranks: int, local_size: int) -> Hosts:
-    """Hosts of `local_size` consecutive ranks each; the last one may have fewer."""
-    everybody = tuple(range(ranks))
-    return tuple(everybody[first : first + local_size] for first in range(0, ranks, local_size))
+    """Return hosts of `local_size` consecutive ranks each; the last host may have fewer."""
+    numbers = tuple(range(ranks))
+    return tuple(numbers[first : first + local_size] for first in range(0, ranks, local_size))
 
 
 def groups(hosts: Hosts) -> list[tuple[int, ...]]:
-    """Return all groups between one rank and all ranks: hosts, then ranks of the same place."""
+    """Return the groups for exchanges within hosts, then those for exchanges between hosts.
+
+    No groups are needed if there is only one host or only one rank per host.
+    """
     if len(hosts) == 1 or len(hosts[0]) == 1:
         return []
     return [*hosts, *zip(*hosts, strict=True)]

@@ -1,4 +1,4 @@
-"""The one driver of generators: algorithms that ask for collectives, programs that ask for more."""
+"""The driver of generators that yield requests and receive results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from accordion_hvd.core.base import Request
 
 
 class Running:
-    """A running generator: holds its last request, and in the end its result.
+    """A running generator, with its pending request or its result.
 
     Args:
-        generator: runs to its first request at once.
+        generator: the generator; it runs to its first request at once.
 
     Attributes:
-        asked: the object yielded last; None once the generator has returned.
+        asked: the object that the generator yielded last; None once it has returned.
         done: whether the generator has returned.
-        result: the object returned; None before.
+        result: the object that the generator returned; None before.
     """
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
@@ -29,25 +29,25 @@ class Running:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Return the requests that leave together now; none once the generator has returned."""
+        """Return the pending requests, launched together; () once the generator has returned."""
         if self.done:
             return ()
         return self.asked if isinstance(self.asked, tuple) else (self.asked,)
 
     def answer(self, results: Sequence[Any]) -> None:
-        """Go on with the results of `requests`, in their order."""
+        """Resume the generator with the results of `requests`, in their order."""
         self.send(tuple(results) if isinstance(self.asked, tuple) else results[0])
 
     def send(self, value: Any) -> None:
-        """Go on with an object that stands for all of `asked`."""
-        self.asked = None  # so that the memory of tensors that were sent can be freed
+        """Resume the generator with `value`, the complete answer to `asked`."""
+        self.asked = None  # so that the memory of the sent tensors can be freed
         try:
             self.asked = self._generator.send(value)
         except StopIteration as stop:
             self.done, self.result = True, stop.value
 
     def close(self) -> None:
-        """End the generator at its last request."""
+        """Close the generator at its pending request."""
         self._generator.close()
 
 
@@ -58,7 +58,7 @@ def drive(
     """Run a generator to its end and return its result.
 
     Args:
-        generator: of an algorithm.
+        generator: yields a request or a tuple of requests at a time.
         serve: returns the results of requests, in their order.
     """
     running = Running(generator)

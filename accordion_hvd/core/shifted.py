@@ -1,4 +1,4 @@
-"""Base class of EF21 and DIANA, whose messages are differences to a shift."""
+"""Base class of EF21 and DIANA, which compress the difference between gradient and a shift."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from accordion_hvd.ops.spec import Spec
 
 
 class Shifted(Wrapper):
-    """Ranks send C(g_i - h_i); h_i is a rank's own, h the mean of all h_i.
+    """Base class of methods in which rank i sends C(g_i - h_i) for its gradient g_i and shift h_i.
 
-    The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout.
+    With m_i the decoded message of rank i, h_i <- h_i + alpha m_i. Each rank also tracks h, the
+    mean of all h_i. The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout.
 
     Attributes:
-        alpha: the part of a message by which h_i moves.
-        ahead: whether the result is h as it will be (EF21), not h + mean message (DIANA).
+        alpha: step size of the shifts.
+        ahead: whether the result is the new h (EF21) instead of the old h plus the mean of all
+            m_i (DIANA).
     """
 
     per_rank_state: ClassVar[tuple[str, ...]] = ("local",)
@@ -26,7 +28,7 @@ class Shifted(Wrapper):
     ahead: ClassVar[bool] = False
 
     def init(self, spec: Spec, info: Info) -> State:
-        """`local`, h_i, and `mean`, h: zeros, so that the first message is of the gradient."""
+        """Return the state: zeros, so that the first message encodes the gradient itself."""
         state, layout = super().init(spec, info), self.codec.layout(spec.shape)
         return state | {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
 
@@ -35,22 +37,22 @@ class Shifted(Wrapper):
         xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
         local, before = state["local"], state["mean"]
         difference = xp.cast(xp.reshape(grad, xp.shape(local)), "float32") - local
-        message, room = codec.encode(difference, info), xp.copy(difference)
-        moved, mine = yield from average(codec, message, difference, info)
-        mine = codec.decode(mine, room, info)
-        after = before + moved * self.alpha
-        found = xp.copy(after) if self.ahead else before + moved  # the optimizer may write into it
-        return xp.reshape(found, shape), {"local": local + mine * self.alpha, "mean": after}
+        message, buffer = codec.encode(difference, info), xp.copy(difference)
+        mean, parsed = yield from average(codec, message, difference, info)
+        decoded = codec.decode(parsed, buffer, info)
+        after = before + mean * self.alpha
+        result = xp.copy(after) if self.ahead else before + mean  # the optimizer may overwrite it
+        return xp.reshape(result, shape), {"local": local + decoded * self.alpha, "mean": after}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Go on from another codec's h_i and h."""
+        """Take over h_i and h from another codec with the same layout."""
         if not isinstance(other, Shifted):
             return state
         layouts = [namespace(x["mean"]).shape(x["mean"]) for x in (state, other_state)]
         return state if layouts[0] != layouts[1] else {**state, **other_state}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Set all h_i to h: their mean is then h on any number of ranks."""
+        """Set all h_i to h, so that their mean is h on any number of ranks."""
         return {"local": states[0]["mean"], "mean": states[0]["mean"]}
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:

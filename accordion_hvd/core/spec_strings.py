@@ -11,40 +11,42 @@ Names = Mapping[str, Callable[..., Any]]
 
 
 def table(*modules: ModuleType) -> dict[str, Any]:
-    """Return what the public names of `modules` stand for in spec strings, by lower-case name."""
+    """Return the public objects of `modules`, by lower-case name."""
     return {name.lower(): getattr(module, name) for module in modules for name in module.__all__}
 
 
 def parse(text: str, names: Names) -> Any:
-    """Return the object that `text` describes.
+    """Return the object that a spec string describes.
 
-    The text is `name`, `name:argument,key=value,...`, or a call as in Python, whose arguments are
-    literals, lists, dicts and further calls. `name:name:...` is a call within a call. Upper and
-    lower case are alike. Nothing else is evaluated.
+    A spec string is `name`, `name:argument,key=value,...`, or a call in Python's syntax whose
+    arguments are literals, lists, dicts and further calls. `name:name:...` is a call within a
+    call. Names are case-insensitive. Nothing else is evaluated.
 
     Args:
         text: the spec string.
-        names: the factories that it may call, by lower-case name.
+        names: the factories that the spec string may call, by lower-case name.
 
     Raises:
-        ValueError: the text has another form, a name is unknown, or arguments do not fit.
+        ValueError: if the text has another form, a name is unknown, or arguments do not fit.
     """
     try:
         tree = ast.parse(_as_call(text.strip()), mode="eval").body
     except SyntaxError:
         raise ValueError(
-            f"compression {text!r} is not understood; write a word such as 'topk:0.01' or a call "
-            "such as 'Accordion(low=PowerSGD(4), high=PowerSGD(1))'."
+            f"compression {text!r} is not understood; write a spec string such as 'topk:0.01' or "
+            "'Accordion(low=PowerSGD(4), high=PowerSGD(1))'."
         ) from None
     return _value(tree, text, names)
 
 
-def _as_call(word: str) -> str:
-    head, colon, rest = word.partition(":")
-    if not head.isidentifier():
-        return word
-    head = head.lower()  # "None" would be a constant
-    return f"{head}({_as_call(rest) if ':' in rest else rest})" if colon else f"{head}()"
+def _as_call(text: str) -> str:
+    name, colon, arguments = text.partition(":")
+    if not name.isidentifier():
+        return text
+    name = name.lower()  # "None" would be a constant
+    if not colon:
+        return f"{name}()"
+    return f"{name}({_as_call(arguments) if ':' in arguments else arguments})"
 
 
 def _value(node: ast.expr, text: str, names: Names) -> Any:
@@ -71,7 +73,7 @@ def _call(node: ast.Call, name: str, text: str, names: Names) -> Any:
         allowed = ", ".join(sorted(names))
         raise ValueError(f"compression {text!r}: {name!r} is not known; allowed are {allowed}.")
     arguments = [_value(argument, text, names) for argument in node.args]
-    options = {word.arg: _value(word.value, text, names) for word in node.keywords if word.arg}
+    options = {key.arg: _value(key.value, text, names) for key in node.keywords if key.arg}
     try:
         return factory(*arguments, **options)
     except TypeError as error:

@@ -138,7 +138,7 @@ def test_the_sender_is_named_and_nothing_changes(
 ) -> None:
     world, before, gradients = world_before(Spoiled(method, spoil), framework)
     sender = BAD_STEP % 3 if isinstance(method, ScaleCom) else ODD
-    with pytest.raises(PayloadError, match=f"rank {sender} has sent does not decode: "):
+    with pytest.raises(PayloadError, match=f"payload of rank {sender} does not decode: "):
         step(world, framework, gradients)
     check_unchanged(world, framework, before)
 
@@ -152,7 +152,7 @@ def test_another_size_is_refused(method: Compressor, spoil: Spoil, framework: Fr
         method = AdaComp(500)  # whose entries have two bytes
     world, before, gradients = world_before(Spoiled(method, spoil), framework)
     uneven = isinstance(method, (Threshold, AdaComp))
-    words = f"rank {ODD} has sent does not decode" if uneven else "where .* were due"
+    words = f"payload of rank {ODD} does not decode" if uneven else "but .* were expected"
     with pytest.raises(PayloadError, match=words):
         step(world, framework, gradients)
     check_unchanged(world, framework, before)
@@ -175,7 +175,7 @@ def test_a_leader_and_an_innovator_are_named(
 ) -> None:
     world, before, gradients = world_before(Spoiled(method, spoil, round=round_), framework)
     sender = ODD if round_ else BAD_STEP % 3
-    with pytest.raises(PayloadError, match=f"rank {sender} has sent does not decode: "):
+    with pytest.raises(PayloadError, match=f"payload of rank {sender} does not decode: "):
         step(world, framework, gradients)
     check_unchanged(world, framework, before)
 
@@ -188,7 +188,9 @@ def test_between_machines_the_sender_is_a_rank() -> None:
         gradients = several(6, BAD_STEP + 1)
         for now in gradients[:BAD_STEP]:
             step(world, NUMPY, now)
-        with pytest.raises(PayloadError, match=rf"rank ({sender}|{sender + 1}) has sent"):
+        with pytest.raises(
+            PayloadError, match=rf"payload of rank ({sender}|{sender + 1}) does not"
+        ):
             step(world, NUMPY, gradients[BAD_STEP])
 
 

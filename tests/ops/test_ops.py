@@ -504,7 +504,7 @@ def test_bins_are_looked_at_alike_on_gpus() -> None:
 @pytest.mark.parametrize("framework", ALL)
 def test_doubts_name_their_senders(framework: Framework) -> None:
     doubts = framework.tensor(np.float32([0, 1, 0, 2, 1]))
-    with pytest.raises(PayloadError, match="what rank 3, 7 has sent does not decode: positions"):
+    with pytest.raises(PayloadError, match="payloads of ranks 3, 7 do not decode: positions"):
         framework.xp.raise_on_invalid([], doubts, [0, 7, 1, 3, 7])
 
 

@@ -578,7 +578,7 @@ def check_a_broken_payload_names_its_sender(a: Adapter) -> None:
     train(a, job, 3)
     weights, carried = job.weights(), residuals(a, job)
     switch.assign(1.0)
-    with refused((PayloadError, *a.failed), "sent does not", str(odd)):
+    with refused((PayloadError, *a.failed), "not decode", str(odd)):
         train(a, job, 1, start=3)
     switch.assign(0.0)
     a.gather(np.zeros(1))

@@ -465,8 +465,8 @@ def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
 
 def test_who_refuses() -> None:
     for policy, match in (
-        (Accordion(batch_size=(8, 16)), "batch_size is .* None where it moves an optimizer"),
-        (Accordion(budget=1), "budget is .* None where it moves an optimizer"),
+        (Accordion(batch_size=(8, 16)), "batch_size is .* None where it serves a compressed"),
+        (Accordion(budget=1), "budget is .* None where it serves a compressed"),
     ):
         with pytest.raises(ValueError, match=match):
             staged(OnebitAdam(), policy)

@@ -1,1 +1,1 @@
-"""The only modules, besides the elastic adapters and the tools, that import Horovod."""
+"""Communicators over Horovod; besides these, only elastic adapters and tools import Horovod."""

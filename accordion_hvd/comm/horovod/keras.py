@@ -1,4 +1,4 @@
-"""`horovod.tensorflow.keras`, for the modules that stand in for it."""
+"""The module `horovod.tensorflow.keras`, for the modules that replace it."""
 
 import horovod.tensorflow.keras as hvd
 

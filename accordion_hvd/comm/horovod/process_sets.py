@@ -1,4 +1,4 @@
-"""Horovod's process sets, whichever framework's module registered them."""
+"""Horovod's process sets, for all frameworks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from accordion_hvd.comm.launcher import started_by_mpi
 def registered() -> list[Any]:
     """Return all process sets that Horovod knows, the global one first."""
     known = [_horovod.global_process_set]
-    # Horovod has no public list of them.
+    # Horovod has no public list of process sets.
     for number, ranks in _horovod._basics._get_process_set_ids_and_ranks().items():
         if number != _horovod.global_process_set.process_set_id:
-            found = _horovod.ProcessSet(list(ranks))
-            found.process_set_id = number
-            known.append(found)
+            process_set = _horovod.ProcessSet(list(ranks))
+            process_set.process_set_id = number
+            known.append(process_set)
     return known
 
 
 def of_ranks(ranks: list[int] | None) -> Any:
-    """Return the process set of these ranks; the global one for None or unknown ranks."""
+    """Return the process set of `ranks`; the global one for None or if there is none."""
     matching = [known for known in registered() if known.ranks == ranks]
     return matching[0] if matching else _horovod.global_process_set
 
 
 def addable() -> bool:
-    """Return whether process sets can be added now (Horovod decides at its start)."""
-    word = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
-    return word.isdecimal() and int(word) > 0
+    """Return whether process sets can be added after Horovod's start."""
+    value = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
+    return value.isdecimal() and int(value) > 0
 
 
 def let_add() -> None:
-    """Before Horovod starts: let it add process sets later where that costs nothing, over MPI.
+    """Allow Horovod to add process sets later if it runs over MPI, where this costs nothing.
 
-    Over Gloo each small operation takes half as long again then, whether groups are used or not.
-    What the job says of it stays.
+    Call this function before Horovod starts. Over Gloo, each small operation would take 1.5 times
+    as long, even if no process set is added. A setting of the job has precedence.
     """
     over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
     if not over_gloo and started_by_mpi():
@@ -47,30 +47,33 @@ def let_add() -> None:
 
 
 class Members:
-    """Conversion between Horovod's ranks and the ranks within a process set, which count from 0.
+    """Conversion between Horovod's ranks and the ranks within a process set, which start at 0.
 
     Attributes:
         process_set: the process set.
-        size: how many members it has.
-        rank: this process' number among them; -1 outside.
+        size: number of its members.
+        rank: rank of this process within the process set; -1 if it is not a member.
     """
 
     def __init__(self, process_set: Any = None) -> None:
         self.process_set = process_set or _horovod.global_process_set
         self.size = self.process_set.size() or 1
         self.rank = self.process_set.rank() if self.process_set.included() else -1
-        self._subsets: dict[tuple[int, ...], Any] = {}  # Horovod's list of them is slow to read
+        self._subsets: dict[tuple[int, ...], Any] = {}  # reading Horovod's list is slow
 
     def globally(self, rank: int) -> int:
-        """Horovod's number of member `rank`; it counts roots globally, within a set too."""
+        """Return Horovod's global rank of member `rank`.
+
+        Horovod takes the root of a broadcast as a global rank, within a process set too.
+        """
         ranks = self.process_set.ranks
         return ranks[rank] if ranks else rank
 
     def subset(self, group: tuple[int, ...] | None) -> Any:
-        """Return the process set of some members; the whole set for None.
+        """Return the process set of a group of members; `process_set` itself for None.
 
         Raises:
-            ValueError: nobody has registered one.
+            ValueError: if no such process set is registered.
         """
         if group is None:
             return self.process_set
@@ -79,22 +82,23 @@ class Members:
         return self._subsets[group]
 
     def register(self, groups: Sequence[tuple[int, ...]], addable: bool) -> None:
-        """See that each group has a process set; collective.
+        """Add the process sets of groups that have none yet; collective.
 
         Args:
-            groups: the same on all ranks.
-            addable: whether Horovod can add process sets on all of them.
+            groups: groups of members, equal on all ranks.
+            addable: whether Horovod can add process sets on all ranks.
 
         Raises:
-            ValueError: on all ranks, one is missing and cannot be added.
+            ValueError: on all ranks, if a process set is missing and cannot be added.
         """
         known = [process_set.ranks for process_set in registered()]
         wanted = [sorted(self.globally(rank) for rank in group) for group in groups]
         missing = [ranks for ranks in wanted if ranks not in known]
-        if missing and self.process_set.process_set_id != 0:  # others do not get here
+        # Adding a process set involves all ranks, but only members of this one run this function.
+        if missing and self.process_set.process_set_id != 0:
             raise ValueError(
-                f"the process set of ranks {self.process_set.ranks} needs process sets of its "
-                f"parts {missing}: pass them to hvd.init(process_sets=...) as well."
+                f"the process set of ranks {self.process_set.ranks} needs process sets of the "
+                f"ranks {missing}, too: pass them to hvd.init(process_sets=...)."
             )
         if missing and not addable:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Requests over `horovod.tensorflow`, eagerly and in graphs."""
+"""A communicator over `horovod.tensorflow`, for eager execution and graphs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _functions: dict[Hashable, Any] = {}
 
 
 class HorovodCommunicator(Communicator):
-    """The ranks of a Horovod process set, numbered from 0 within it.
+    """A communicator that connects the ranks of a Horovod process set, numbered from 0 within it.
 
-    A handle is the result itself: in a graph nothing waits while it is traced, and Horovod's eager
-    operations block. Eager ones run as small functions, since only in graphs has an operation the
-    name by which Horovod matches ranks.
+    A handle is the result itself: no operation waits while a graph is traced, and Horovod's eager
+    operations block. Eager operations run as small functions, because Horovod matches the
+    operations of all ranks by name, and TensorFlow names operations in graphs only.
 
     Args:
-        process_set: by default all ranks.
+        process_set: the process set; by default, all ranks.
 
     Attributes:
-        directly: whether eager operations run as they are, which needs no thread of TensorFlow's;
-            they are then matched by their order.
+        directly: whether eager operations run without such functions, which needs no thread of
+            TensorFlow's. Horovod then matches operations by their order.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -51,14 +51,14 @@ class HorovodCommunicator(Communicator):
         )
 
     def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Start one allgather, along the first dimension."""
+        """Start one allgather along the first dimension."""
         options = self._options(name, group)
         return self._call(
             ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
         )
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start one broadcast; Horovod counts roots globally, also within a process set."""
+        """Start one broadcast from member `root` of the process set."""
         options = self._options(name, group) | {"root_rank": self.members.globally(root)}
         return self._call(
             ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
@@ -67,25 +67,25 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Start one alltoall; with `splits`, graphs do not know the received sizes."""
+        """Start one alltoall; with `splits`, received sizes are unknown while a graph is traced."""
         options = self._options(name, group)
         if splits is not None:
-            came, counts = self._call(
+            received, counts = self._call(
                 ("shares", name, group),
                 lambda part, parts: hvd.alltoall(part, parts, **options),
                 [tensor, tf.constant(splits, tf.int32)],
             )
-            return came, counts.numpy().tolist() if tf.executing_eagerly() else counts
+            return received, counts.numpy().tolist() if tf.executing_eagerly() else counts
         return self._call(
             ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
         )
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Register groups as Horovod's process sets."""
+        """Register groups as process sets of Horovod."""
         self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
-        """Return True: see the class."""
+        """Return True, since a handle is the result itself."""
         return True
 
     def wait(self, handle: Any) -> Any:
@@ -105,6 +105,6 @@ class HorovodCommunicator(Communicator):
     def _options(self, name: str, group: Group) -> dict[str, Any]:
         return {
             "name": name,
-            "ignore_name_scope": True,  # which differs between callers, but not between ranks
+            "ignore_name_scope": True,  # name scopes differ between callers
             "process_set": self.members.subset(group),
         }

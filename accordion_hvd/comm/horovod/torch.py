@@ -1,4 +1,4 @@
-"""Requests over `horovod.torch`."""
+"""A communicator over `horovod.torch`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
 
 class HorovodCommunicator(Communicator):
-    """The ranks of a Horovod process set, numbered from 0 within it.
+    """A communicator that connects the ranks of a Horovod process set, numbered from 0 within it.
 
     Args:
-        process_set: by default all ranks.
+        process_set: the process set; by default, all ranks.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -34,7 +34,7 @@ class HorovodCommunicator(Communicator):
         self.scratch = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Start one grouped, in-place allreduce."""
+        """Start one grouped allreduce in place."""
         tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         return hvd.grouped_allreduce_async_(
             tensors, name=name, op=_OPS[op], process_set=self.members.subset(group)
@@ -45,7 +45,7 @@ class HorovodCommunicator(Communicator):
         return hvd.allgather_async(tensor, name=name, process_set=self.members.subset(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start one broadcast; Horovod counts roots globally, also within a process set."""
+        """Start one broadcast from member `root` of the process set."""
         return hvd.broadcast_async(
             tensor, self.members.globally(root), name=name, process_set=self.members.subset(group)
         )
@@ -53,14 +53,14 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Start one alltoall; Horovod counts parts by int32 on the CPU."""
-        parts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
+        """Start one alltoall, of equal parts or of `splits` rows."""
+        counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
         return hvd.alltoall_async(
-            tensor, splits=parts, name=name, process_set=self.members.subset(group)
+            tensor, splits=counts, name=name, process_set=self.members.subset(group)
         ), splits is None
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Register groups as Horovod's process sets."""
+        """Register groups as process sets of Horovod."""
         self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
@@ -68,9 +68,9 @@ class HorovodCommunicator(Communicator):
         return hvd.poll(handle[0] if isinstance(handle, tuple) else handle)
 
     def wait(self, handle: Any) -> Any:
-        """Only called after `poll`: Horovod's own waiting spins."""
+        """Return the result; called only after `poll` is True, because Horovod's own wait spins."""
         if isinstance(handle, tuple):
-            came, counts = hvd.synchronize(handle[0])
-            return came if handle[1] else (came, counts.tolist())
+            received, counts = hvd.synchronize(handle[0])
+            return received if handle[1] else (received, counts.tolist())
         result = hvd.synchronize(handle)
         return list(result) if isinstance(result, tuple) else result
