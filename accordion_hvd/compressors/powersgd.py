@@ -15,14 +15,16 @@ from accordion_hvd.ops.spec import Spec
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape (n, m) in which a tensor is viewed as a matrix.
 
-    The dimensions are split in two where n + m is smallest. For dense layers and PyTorch's
-    convolutions the result is the paper's (shape[0], rest). For Keras' convolutions, whose
-    channels come last, it is (rest, shape[-1]).
+    The dimensions are cut after the first one, as in the paper, or before the last one, whichever
+    gives the smaller n + m. The first cut serves PyTorch's convolutions, whose output channels
+    come first; the second serves Keras', whose output channels come last. A convolution with very
+    few output channels may get the other cut, which then sends less.
     """
     size = math.prod(shape)
-    heads = [math.prod(shape[:cut]) for cut in range(1, len(shape))] or [size]
-    head = min(heads, key=lambda rows: rows + size // max(rows, 1))
-    return head, size // max(head, 1)
+    if len(shape) < 2 or size == 0:
+        return size, 1
+    first, last = (shape[0], size // shape[0]), (size // shape[-1], shape[-1])
+    return min(first, last, key=sum)
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,17 @@ class PowerSGD(Compressor):
         return {"q": state["q"]}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over another PowerSGD's `q`: truncate it, or add rows of this state's `q`."""
-        if not isinstance(other, PowerSGD):
-            return state
-        xp = namespace(state["q"])
-        theirs, ours = other_state["q"], state["q"]
+        """Take over another PowerSGD's `q`: truncate it, or add rows of this state's `q`.
+
+        Older versions viewed some tensors as other matrices; a `q` of such a matrix is not used.
+        """
+        xp, ours = namespace(state["q"]), state["q"]
+        rank, width = xp.shape(ours)[0], xp.shape(state["error"])[1]
+        if xp.shape(ours)[1] != width:
+            ours = xp.spec(state["error"]).normal((rank, width), seed="powersgd")
+        if not isinstance(other, PowerSGD) or xp.shape(other_state["q"])[1] != width:
+            return {**state, "q": ours}
+        theirs = other_state["q"]
         missing = xp.shape(ours)[0] - xp.shape(theirs)[0]
         if missing <= 0:
             return {**state, "q": theirs[: xp.shape(ours)[0]]}
