@@ -92,9 +92,11 @@ class ScaleCom(Sparsifier):
         fresh, error = xp.reshape(grad, shape), state["error"]
         index = yield from self._leader_index(fresh, error, info)
         values = xp.cast(xp.take(xp.reshape(fresh, (-1,)), index), "float32")
-        values = values + xp.take(xp.reshape(error, (-1,)), index) * self.beta
-        total = xp.reshape(xp.accumulate(error, fresh), (-1,))
-        error = xp.add_at(total, index, -values)
+        waiting = xp.take(xp.reshape(error, (-1,)), index)
+        values = values + waiting * self.beta
+        error = xp.clear(xp.reshape(xp.accumulate(error, fresh), (-1,)), index)
+        if self.beta < 1:  # (e + g) - (g + beta e), without the rounding error of a large g
+            error = xp.add_at(error, index, waiting * (1 - self.beta))
         values = yield Allreduce(values, reuse=True)
         return mean_of([(index, values)], grad), {"error": xp.reshape(error, shape)}
 

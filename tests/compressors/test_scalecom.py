@@ -158,3 +158,17 @@ def test_bad_filters_break_the_law() -> None:
     for gradients in normals(SHAPE, 2, steps=5):
         lost += (exact_mean(gradients) - ours.step(gradients)[0]).reshape(-1)
     assert np.abs(lost - ours.mean_residual(1200)).max() > 0.01
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_the_residue_survives_a_large_gradient(framework: Framework) -> None:
+    """(1 - beta) m stays where an element is sent, even if g is so large that m + g rounds to g."""
+    scalecom, rng = ScaleCom(0.1, 0.1, "exact"), np.random.default_rng(0)
+    ours, small = Ranks(scalecom, 1, framework), rng.normal(size=SHAPE).astype(np.float32)
+    ours.step([small])
+    before = ours.residuals()[0].reshape(-1).copy()
+    large = np.where(rng.random(SHAPE) < 0.1, np.float32(1e9), np.float32(0))
+    sent = ours.step([large])[0].reshape(-1) != 0
+    after = ours.residuals()[0].reshape(-1)
+    assert (before[sent] != 0).any()
+    np.testing.assert_allclose(after[sent], 0.9 * before[sent], rtol=1e-6)
