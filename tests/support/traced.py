@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import laws
@@ -9,6 +11,23 @@ from cases import Case
 from frameworks import NUMPY, TENSORFLOW, Ranks, normals
 
 
+@contextlib.contextmanager
+def sums_in_order() -> Iterator[None]:
+    """Keep TensorFlow from reordering sums.
+
+    Simulated ranks share one graph, in which TensorFlow would merge a rank's own sums with the
+    sum over ranks. In a job, a collective lies between them.
+    """
+    import tensorflow as tf
+
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
+
+
+@sums_in_order()
 def same_in_a_graph(case: Case) -> None:
     """Inside tf.function, with a tensor for the step, results are those of NumPy.
 
