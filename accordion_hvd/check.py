@@ -90,7 +90,7 @@ def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
 
 
 def refuse_payload(senders: Sequence[int], why: str = "positions out of range") -> None:
-    """Raise PayloadError.
+    """Raise PayloadError with a message that names the senders.
 
     Args:
         senders: the ranks that sent the corrupt payloads.

@@ -36,7 +36,7 @@ class Communicator(Collectives):
         time.sleep(min(max(waited * _PAUSE, _SHORTEST), _LONGEST))
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
-        """Start requests.
+        """Start requests and return a handle on their results.
 
         Args:
             name: name of the requests, equal on all ranks.

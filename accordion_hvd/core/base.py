@@ -30,10 +30,10 @@ class Request:
         group: the ranks that take part; None for all ranks.
         decode: decodes a received tensor, or each rank's tensor for an `Allgather`. It returns
             `(value, invalid)`: the generator receives `value`, and a nonzero element in the
-            vector `invalid` marks the payload as corrupt. Where values can be read, `decode` may
-            raise ValueError instead. A corrupt payload raises `PayloadError`, which names the
-            sender, before any exchange generator resumes from its first request. All changes to
-            states can therefore be undone.
+            vector `invalid` marks the payload as corrupt. Outside graphs, `decode` may raise
+            ValueError instead. A corrupt payload raises `PayloadError`, which names the sender,
+            before any exchange generator resumes from its first request. All changes to states
+            are then undone.
     """
 
     tensor: Tensor
@@ -76,7 +76,11 @@ class Allgather(Request):
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Request):
-    """Copy of rank `root`'s tensor to all ranks; every rank passes the same shape and dtype."""
+    """Copy of one rank's tensor to all ranks; every rank passes the same shape and dtype.
+
+    Attributes:
+        root: the rank whose tensor is copied.
+    """
 
     root: int = field(default=0, kw_only=True)
 
@@ -225,8 +229,8 @@ class Compressor(NotForStockHorovod):
         contractive: True if C is contractive, E||x - C(x)||^2 <= (1 - delta) ||x||^2 for
             x = error + gradient and some delta > 0, and if the message depends on x only.
         topology_aware: whether `Info.hosts` holds the hosts.
-        fp16_reduction: whether it sends fp16 values only. The job then measures whether the
-            engine or the communicator should add them.
+        fp16_reduction: whether it sends fp16 values only. The ranks then choose once whether the
+            engine or the communicator adds them (`engine.fp16_reduction`).
         sharded: whether, on known hosts, the state covers only a part of the tensor (see
             `expand_residual`). The residual of other levels is then added to the next gradient.
         private: whether nothing but the result of `exchange` may reveal anything about gradients.
@@ -273,7 +277,8 @@ class Compressor(NotForStockHorovod):
     def init(self, spec: Spec, info: Info) -> State:
         """Return the state before the first exchange of a tensor like `spec`, with all its keys.
 
-        Subclasses extend the dict that `super().init(spec, info)` returns, which calls `accept`.
+        Subclasses extend the dict that `super().init(spec, info)` returns. That call also refuses
+        unsuitable tensors through `accept`.
         """
         self.accept(spec, info.name)
         return {}
