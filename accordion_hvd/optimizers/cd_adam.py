@@ -47,7 +47,7 @@ RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
 
 @dataclass(frozen=True)
 class ExactCDAdam(AMSGrad):
-    """Dense stage of `CDAdam`: AMSGrad in the form of the paper.
+    """Dense stage of `CDAdam`: AMSGrad on the mean of the gradients, in the same form.
 
     The update of `AMSGrad`; without `bias_correction` eps is inside the root, as in the paper:
     u = m / sqrt(vmax + eps). Coupled weight decay is added to the mean gradient, from the weights
