@@ -25,7 +25,7 @@ from accordion_hvd.policies.evidence import StepTimes
 WARM = 3  # steps before the first trial, in which caches fill and frameworks warm up
 MARGIN = 1.03  # factor by which a lossy option must be faster than a less lossy one
 CLOSE = 2.0  # options within this factor of the fastest are tried twice, since times are noisy
-HOPELESS = 2.0  # an option whose bytes alone take this many wanted steps is not tried
+HOPELESS = 2.0  # an option whose bytes alone take this many steps of the wanted one is not tried
 CHANGED = 1.5  # change of the bandwidth or the step time that starts all trials again
 WANTED, MIX = "wanted", "mixed"
 
