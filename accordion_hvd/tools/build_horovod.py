@@ -347,7 +347,7 @@ _CAUSES = (
         "there is no network, or the package index cannot be reached",
     ),
     (r"No module named pip", "this Python has no pip"),
-    (r"No matching distribution|Could not find a version", "the package index has no such package"),
+    (r"No matching distribution|Could not find a version", "the package index does not have it"),
     (r"Killed signal|signal 9|out of memory|cannot allocate memory", "memory ran out"),
     (
         r"No CMAKE_CXX_COMPILER could be found|is not able to compile a simple test",
