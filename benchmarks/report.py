@@ -1,6 +1,6 @@
-"""Pages of `docs/`: their prose stands in `templates/`, and results fill its places.
+"""Generation of the pages in `docs/` from templates with prose and from results.
 
-A template is Markdown with places such as `$table`; `$$` is a dollar sign.
+A template is Markdown with placeholders such as `$table`; `$$` is a dollar sign.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from examples.results import Row
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 END = "<!-- end of what was measured -->"
-"""What a page has after it was written by hand."""
+"""Mark of a page after which hand-written notes begin."""
 
 NOISY = 0.3
-"""Cores that other processes use, from which on a reader should know of it."""
+"""Number of cores in use by other processes above which a measurement counts as noisy."""
 
 
 def render(template: str, **values: object) -> str:
-    """Fill in a template; where a value is empty, its paragraph is left out.
+    """Fill in a template; drop the paragraph of a placeholder with an empty value.
 
     Args:
-        template: path of the file below `templates/`, without its ending.
-        values: text for each place.
+        template: path of the file below `templates/`, without its suffix.
+        values: text for each placeholder.
     """
     text = Template((TEMPLATES / f"{template}.md").read_text()).substitute(values)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def join(parts: Sequence[str]) -> str:
-    """Paragraphs below each other, without the empty ones."""
+    """Join non-empty paragraphs with blank lines."""
     return "\n\n".join(part for part in parts if part)
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page of what was measured; what an older one says after `END` stays."""
+    """Write a page of results; keep the notes after `END` from an existing page."""
     mark, notes = path.read_text().partition(END)[1:] if path.is_file() else ("", "")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n\n{mark}{notes}" if mark else f"{text}\n")
@@ -46,45 +46,45 @@ def write_page(path: Path, text: str) -> None:
 
 # ------------------------------------------------------------------------------------------ numbers
 def digits(count: int) -> Callable[[float], str]:
-    """Return a function that writes a number with so many digits after the point."""
+    """Return a function that formats a number with `count` decimal places."""
     return lambda value: f"{value:.{count}f}"
 
 
 def significant(value: float) -> str:
-    """Write a number with two or three digits."""
+    """Format a number with two or three digits."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def spread(
     values: Sequence[float],
-    told: Callable[[float], str] = significant,
+    form: Callable[[float], str] = significant,
     middle: Callable[[Sequence[float]], float] = statistics.median,
     to: str = "-",
 ) -> str:
-    """The median (or another mean) and the range; a dash if there are no values.
+    """Format the median (or another mean) and the range of `values`; a dash if there are none.
 
     Args:
-        values: one for each repetition or seed; a single one has no range.
-        told: how a number is written.
-        middle: what stands before the range.
-        to: what stands between its ends.
+        values: one value per repetition or seed; a single value has no range.
+        form: function that formats a number.
+        middle: function that computes the number before the range.
+        to: separator between the ends of the range.
     """
     if not values:
         return "-"
     if len(values) == 1:
-        return told(values[0])
-    return f"{told(middle(values))} ({told(min(values))}{to}{told(max(values))})"
+        return form(values[0])
+    return f"{form(middle(values))} ({form(min(values))}{to}{form(max(values))})"
 
 
-# -------------------------------------------------------------------------------- what it ran on
+# -------------------------------------------------------------------------------- the environment
 def machine(found: Row) -> dict[str, object]:
-    """The machine's places in a template: date, cores, cpu, kernel, python, versions."""
+    """Return the placeholders that describe the machine: date, cores, CPU, kernel, versions."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     return {**found, "versions": versions}
 
 
 def hosts(settings: Row) -> dict[str, object]:
-    """The places of a launch on limited links: hosts, ranks, and Horovod's backend."""
+    """Return the placeholders of a launch on limited links: hosts, ranks, Horovod's backend."""
     return {
         "hosts": settings["hosts"],
         "ranks": settings["hosts"] * settings["per_host"],
@@ -93,15 +93,15 @@ def hosts(settings: Row) -> dict[str, object]:
 
 
 def noise(cores: Sequence[float], unit: str, work: str) -> str:
-    """What else the machine did.
+    """Return a sentence about the load that other processes put on the machine.
 
     Args:
-        cores: that others used, in each unit.
-        unit: what was measured at a time, such as a turn.
-        work: what counts as others' although it is not.
+        cores: number of cores that other processes used, for each measurement.
+        unit: name of a measurement, such as a repetition.
+        work: work of the benchmark that is counted as load of other processes.
     """
-    loud = sum(one > NOISY for one in cores)
+    noisy = sum(count > NOISY for count in cores)
     return (
         f"Other processes kept {max(0.0, statistics.median(cores)):.1f} cores busy in the median "
-        f"{unit}, and more than {NOISY} cores in {loud} of {len(cores)} (including {work})."
+        f"{unit}, and more than {NOISY} cores in {noisy} of {len(cores)} (including {work})."
     )

@@ -1,4 +1,4 @@
-"""What a benchmark trains, alike for all that it compares."""
+"""The training task that all methods of a benchmark share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from examples import schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What tasks of all benchmarks have in common.
+    """Common settings of the tasks of all benchmarks.
 
     Attributes:
-        title: in words.
-        batch: examples of each rank in a step.
-        warmup: the fraction of all steps in which the learning rate rises.
-        decay: how it then falls to 0.
+        title: name of the task on pages.
+        batch: number of examples per rank and step.
+        warmup: fraction of all steps in which the learning rate rises.
+        decay: schedule by which the learning rate then falls to 0.
     """
 
     title: str
@@ -28,9 +28,9 @@ class Task:
         """Return the learning rate of a step.
 
         Args:
-            peak: the highest rate, which is not quite reached if the fall begins at once.
-            step: from 0.
-            steps: of the training.
+            peak: highest rate, which is not quite reached if the decay begins at once.
+            step: number of the step, from 0.
+            steps: number of steps of the training.
         """
         fall = schedule.cosine if self.decay == "cosine" else schedule.linear
         return fall(peak, step, steps, int(self.warmup * steps))

@@ -1,13 +1,12 @@
 """Time and bytes of a step on this machine: plain Horovod against this package, in PyTorch.
 
-`python scripts/bench.py [-np RANKS] [--width N] [--rounds N] [--steps N]`. All methods take turns,
-so
-that what else the machine does hits them alike; each is compared with plain Horovod within the same
-round. Ranks talk through this machine's memory, which is faster than any network: the slower the
-network, the more the last column counts and the less the time that compression takes.
+`python scripts/bench.py [-np RANKS] [--width N] [--rounds N] [--steps N]`. Methods alternate, so
+that other load on the machine affects them alike; each is compared with plain Horovod within the
+same round. Ranks communicate through this machine's memory, which is faster than any network. On
+slower networks, the bytes saved count more and the time of compression counts less.
 
-With `--tensors 10 100 1000` the same number of elements is cut into so many tensors, and the table
-says what each further tensor costs.
+With `--tensors 10 100 1000`, the same number of elements is split into 10, 100 and 1000 tensors,
+and the table shows the cost of each additional tensor.
 """
 
 from __future__ import annotations
@@ -31,22 +30,26 @@ OURS = ("dense", "fp16", "powersgd:4", "powersgd:1", "topk:0.01", "randomk:0.01"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split(". All")[0])
-    parser.add_argument("-np", type=int, default=2, help="ranks")
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(". Methods")[0])
+    parser.add_argument("-np", type=int, default=2, help="number of ranks")
     parser.add_argument("--width", type=int, default=768, help="units of each hidden layer")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each method")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps in a turn")
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each method")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps per repetition")
     parser.add_argument("--output", default="runs/bench", help="folder for results and table")
     parser.add_argument(
-        "--tensors", type=int, nargs="+", default=[], help="numbers of tensors of the same bytes"
+        "--tensors",
+        type=int,
+        nargs="+",
+        default=[],
+        help="numbers of tensors with the same total size",
     )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def model(width: int) -> Any:
-    """A plain network of four large layers."""
+    """Return a network of four large layers."""
     from torch import nn
 
     sizes = [256, width, width, width, 64]
@@ -57,7 +60,10 @@ def model(width: int) -> Any:
 
 
 def bag(width: int, count: int) -> Any:
-    """About as many parameters in `count` square matrices; backward costs next to nothing."""
+    """Return a module of `count` square matrices with about 2 * width^2 elements in total.
+
+    Its backward pass costs almost nothing.
+    """
     import torch
 
     class Fill(torch.autograd.Function):
@@ -83,23 +89,23 @@ def bag(width: int, count: int) -> Any:
     return Bag()
 
 
-ALONE = "no exchange"
+NO_EXCHANGE = "no exchange"
 
 
 def contestants(width: int, count: int = 0) -> dict[str, tuple[Any, Any]]:
-    """Method -> (network, distributed optimizer)."""
+    """Return (network, distributed optimizer) by method."""
     import horovod.torch as horovod
     import torch
 
     import accordion_hvd.torch as ours
 
     found = {}
-    for method in (*((ALONE,) if count else ()), *STOCK, *OURS):
+    for method in (*((NO_EXCHANGE,) if count else ()), *STOCK, *OURS):
         torch.manual_seed(1)
         net = bag(width, count) if count else model(width)
         plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         named = [(f"{method}.{count}.{name}", p) for name, p in net.named_parameters()]
-        if method == ALONE:
+        if method == NO_EXCHANGE:
             optimizer = plain
         elif method in STOCK:
             wire = getattr(horovod.Compression, STOCK[method])
@@ -110,8 +116,8 @@ def contestants(width: int, count: int = 0) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def turn(net: Any, optimizer: Any, steps: int) -> float:
-    """Milliseconds a step, once all ranks are ready."""
+def measure(net: Any, optimizer: Any, steps: int) -> float:
+    """Return the milliseconds per step, measured once all ranks are ready."""
     import horovod.torch as horovod
     import torch
 
@@ -128,7 +134,7 @@ def turn(net: Any, optimizer: Any, steps: int) -> float:
 
 
 def by_tensors(options: argparse.Namespace) -> None:
-    """What each rank does with `--tensors`; rank 0 writes the results."""
+    """Run the work of a rank with `--tensors`; rank 0 writes the results."""
     import horovod.torch as horovod
 
     rows: dict[str, dict[str, list[float]]] = {}
@@ -136,7 +142,7 @@ def by_tensors(options: argparse.Namespace) -> None:
         found = contestants(options.width, count)
         for round_ in range(options.rounds + 1):
             for method, (net, optimizer) in found.items():
-                spent = turn(net, optimizer, options.steps)
+                spent = measure(net, optimizer, options.steps)
                 if round_:
                     rows.setdefault(method, {}).setdefault(str(count), []).append(spent)
     if horovod.rank() == 0:
@@ -147,7 +153,7 @@ def by_tensors(options: argparse.Namespace) -> None:
 
 
 def table_by_tensors(found: results.Row) -> list[list[str]]:
-    """Head and rows: milliseconds, and microseconds that each further tensor costs."""
+    """Return a header and rows: milliseconds, and microseconds per additional tensor."""
     counts = found["settings"]["tensors"]
     first, last = str(counts[0]), str(counts[-1])
     rows = [
@@ -157,14 +163,14 @@ def table_by_tensors(found: results.Row) -> list[list[str]]:
     for method, row in found["methods"].items():
         medians = {count: statistics.median(times) for count, times in row.items()}
         slope = 1000 * (medians[last] - medians[first]) / max(counts[-1] - counts[0], 1)
-        base = slope if method == ALONE else base
+        base = slope if method == NO_EXCHANGE else base
         times = [f"{medians[str(count)]:.1f} ms" for count in counts]
         rows.append([method, *times, f"{slope:.0f}", f"{slope - base:.0f}"])
     return rows
 
 
 def work(options: argparse.Namespace) -> None:
-    """What each rank does; rank 0 writes the results."""
+    """Run the work of a rank; rank 0 writes the results."""
     import horovod.torch as horovod
     import torch
 
@@ -177,8 +183,8 @@ def work(options: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {method: [] for method in found}
     for round_ in range(options.rounds + 1):
         for method, (net, optimizer) in found.items():
-            spent = turn(net, optimizer, options.steps)
-            if round_:  # the first one warms up
+            spent = measure(net, optimizer, options.steps)
+            if round_:  # the first round is a warm-up
                 times[method].append(spent)
     net, _ = found["Horovod"]
     ring = 2 * (horovod.size() - 1) / horovod.size()
@@ -216,7 +222,7 @@ COLUMNS = {
 
 
 def table(found: results.Row) -> list[list[str]]:
-    """Head and rows."""
+    """Return a header and rows."""
     rows = []
     for method, row in found["methods"].items():
         whose = "" if method in STOCK else "ours"
@@ -225,7 +231,7 @@ def table(found: results.Row) -> list[list[str]]:
 
 
 def main() -> None:
-    """Start the ranks, then show what they found."""
+    """Start the ranks, then print their results."""
     options = arguments()
     if options.work:
         work(options)

@@ -1,4 +1,4 @@
-"""Averaging of models, measured; see `benchmarks.averaging.command`."""
+"""Benchmarks of model averaging; see `benchmarks.averaging.command`."""
 
 from __future__ import annotations
 

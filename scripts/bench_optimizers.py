@@ -1,4 +1,4 @@
-"""Compressed optimizers against uncompressed Adam: `run` trainings, `tune` rates, `report` them.
+"""Compressed optimizers and uncompressed Adam: `run` trainings, `tune` rates, `report` results.
 
 `python scripts/bench_optimizers.py run` trains on four real ranks of this machine.
 """

@@ -1,4 +1,4 @@
-"""Write docs/compressors.md: what each compressor sends.
+"""Write docs/compressors.md, with the bytes that each compressor sends.
 
 See `benchmarks.compressors.bytes_sent`.
 """

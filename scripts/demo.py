@@ -1,8 +1,8 @@
-"""A first look: train on digits with four workers, in PyTorch and in Keras.
+"""First example: train on digits with four workers, in PyTorch and Keras.
 
-Compares six configurations in each framework: no compression; a low, a middle and a high level of
-compression throughout; the low level until the learning rate falls and the high level afterwards;
-and Accordion, which chooses between low and high for each layer. Writes a table and a picture to
+Compares six configurations in each framework: no compression; low, middle and high compression
+throughout; low compression until the learning rate falls and high compression afterwards; and
+Accordion, which chooses between low and high for each layer. Writes a table and a picture to
 runs/demo. The settings are those of configs/demo.yaml; arguments override them:
 `scripts/demo.py --seed 2 --epochs 12`.
 """
@@ -26,7 +26,7 @@ from examples import config, report, results, start  # noqa: E402
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
 MIDDLE = "powersgd:2"
-"""Costs about as many bytes as Accordion, but is the same for all layers and epochs."""
+"""Compression with about as many bytes as Accordion, but constant over layers and epochs."""
 
 
 def configurations(settings: config.Settings) -> dict[str, config.Settings]:
@@ -34,7 +34,7 @@ def configurations(settings: config.Settings) -> dict[str, config.Settings]:
     levels = settings.compression
     if not isinstance(levels, dict):
         config.stop("demo: compression must be a mapping with low and high.")
-    found = {
+    compressions = {
         "uncompressed": "none",
         "low": levels["low"],
         "middle": MIDDLE,
@@ -44,22 +44,22 @@ def configurations(settings: config.Settings) -> dict[str, config.Settings]:
     }
     return {
         name: dataclasses.replace(settings, name=name, compression=compression)
-        for name, compression in found.items()
+        for name, compression in compressions.items()
     }
 
 
 def schedule(settings: config.Settings, low: str, high: str) -> str:
-    """Return the schedule that switches from low to high where the learning rate first falls."""
+    """Return the schedule that switches from low to high when the learning rate first falls."""
     if not settings.drops:
         config.stop(
             f"demo: schedule is {settings.schedule!r}, but must be 'drops': one of the runs "
-            "switches from low to high where the learning rate falls."
+            "switches from low to high when the learning rate falls."
         )
     return repr(StepSchedule({0: parse(low), min(settings.drops): parse(high)}))
 
 
 def work(framework: str, arguments: list[str]) -> None:
-    """Train one configuration after the other; every rank runs this."""
+    """Train one configuration after the other; every rank runs this function."""
     settings = config.read(__doc__ or "", CONFIG + arguments)
     for chosen in configurations(settings).values():
         output = f"{settings.output}/{settings.name}/{framework}"
@@ -67,10 +67,10 @@ def work(framework: str, arguments: list[str]) -> None:
 
 
 def launch(framework: str, arguments: list[str]) -> None:
-    """Start the ranks; their words are shown without the launcher's marks."""
+    """Start the ranks; show their output without the launcher's prefixes."""
     launcher = Path(sys.executable).parent / "horovodrun"
     if not launcher.exists():
-        config.stop(f"demo: there is no {launcher.name} beside {sys.executable}; run make setup.")
+        config.stop(f"demo: {launcher.name} was not found beside {sys.executable}; run make setup.")
     print(f"{report.FRAMEWORKS[framework]}, {RANKS} workers ...", flush=True)
     process = subprocess.Popen(
         [
@@ -90,15 +90,15 @@ def launch(framework: str, arguments: list[str]) -> None:
         text=True,
         errors="replace",
     )
-    said = []
+    lines = []
     assert process.stdout is not None
     for line in process.stdout:
-        said.append(re.sub(r"^\[\d+\]<std(out|err)>:", "", line.rstrip()))
-        if "test accuracy" in said[-1]:
-            print(f"  {said[-1]}", flush=True)
+        lines.append(re.sub(r"^\[\d+\]<std(out|err)>:", "", line.rstrip()))
+        if "test accuracy" in lines[-1]:
+            print(f"  {lines[-1]}", flush=True)
     if process.wait():
-        print("\n".join(said[-40:]), file=sys.stderr)
-        config.stop(f"demo: {framework} failed; `make doctor` looks for what is missing.")
+        print("\n".join(lines[-40:]), file=sys.stderr)
+        config.stop(f"demo: {framework} failed; run `make doctor` to find the cause.")
 
 
 DEFAULTS = {
@@ -107,7 +107,7 @@ DEFAULTS = {
     "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-"""Ranks share the cores of this machine."""
+"""Environment of ranks, which share the cores of this machine."""
 
 PATHS = {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -116,7 +116,7 @@ PATHS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Run everything, then show it."""
+    """Run all configurations, then show the results."""
     began = time.perf_counter()
     settings = config.read(__doc__ or "", CONFIG + arguments)
     chosen = configurations(settings)

@@ -1,7 +1,7 @@
-"""Skewed neighbour sampling: what it costs, and what comparisons have shown.
+"""Skewed neighbour sampling: its speed, and results of comparisons.
 
-graph.py sampling [--output FILE]   edges sampled a second, on one core
-graph.py report FOLDER              docs/graph.md from what `make bench-graph` has measured
+graph.py sampling [--output FILE]   measure sampled edges per second on one core
+graph.py report FOLDER              write docs/graph.md from the results of `make bench-graph`
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from examples.results import write_json  # noqa: E402
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the requested action."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("graph.py", description=__doc__, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True)
-    sampling = actions.add_parser("sampling", help="edges sampled a second, on one core")
-    sampling.add_argument("--nodes", type=int, default=100_000, help="of the block model")
-    sampling.add_argument("--seconds", type=float, default=2.0, help="for each sampler")
+    sampling = actions.add_parser("sampling", help="measure sampled edges per second on one core")
+    sampling.add_argument("--nodes", type=int, default=100_000, help="nodes of the block model")
+    sampling.add_argument("--seconds", type=float, default=2.0, help="seconds for each sampler")
     sampling.add_argument("--output", type=Path, help="file for the results")
-    report = actions.add_parser("report", help="the page and the picture")
-    report.add_argument("folder", type=Path, help="where comparisons have left their results")
-    report.add_argument("--output", type=Path, default=Path("docs"), help="folder for both")
+    report = actions.add_parser("report", help="write the page and the picture")
+    report.add_argument("folder", type=Path, help="folder with the results of comparisons")
+    report.add_argument(
+        "--output", type=Path, default=Path("docs"), help="folder for page and picture"
+    )
     options = parser.parse_args()
     if options.action == "report":
         print(page.write(options.folder, options.output))

@@ -1,4 +1,4 @@
-"""Measure what compressors compute and how much memory they need.
+"""Measure the time and memory of compressors.
 
 See `benchmarks.compressors.kernels`.
 """

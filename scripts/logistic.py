@@ -1,4 +1,4 @@
-"""Logistic regression over a ring, to 1e-8; see `benchmarks.averaging.logistic`."""
+"""Logistic regression over a ring, to an error of 1e-8; see `benchmarks.averaging.logistic`."""
 
 from __future__ import annotations
 

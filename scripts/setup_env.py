@@ -1,7 +1,7 @@
-"""Make the environment that the other make targets use: ``python scripts/setup_env.py``.
+"""Create the environment that the other make targets use: ``python scripts/setup_env.py``.
 
-It makes ``.venv``, installs requirements.txt and this package into it, and builds Horovod. Only the
-standard library is used. A second run sees that nothing changed and ends at once.
+Creates ``.venv``, installs requirements.txt and this package into it, and builds Horovod. Uses only
+the standard library. A second run detects that nothing changed and ends at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup-stamp"
-DEBIAN = VENV / "debian"  # parts of Debian packages, where pip or Python's headers were missing
+DEBIAN = VENV / "debian"  # unpacked Debian packages, if pip or Python's headers were missing
 EXTRAS = "mpi,build,graph,privacy,train,test,dev"
 SPACE = 6_000_000_000  # bytes: 3.5 GB of packages, as much again while pip unpacks, Horovod's build
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -42,22 +42,25 @@ DEPENDS_ON = (
 
 
 class SetupError(Exception):
-    """What went wrong, in one sentence that says what to do."""
+    """Raised with one sentence that names the problem and its remedy."""
 
 
 def load_builder() -> ModuleType:
-    """accordion_hvd/tools/build_horovod.py, without importing the package around it."""
+    """Load accordion_hvd/tools/build_horovod.py without importing its package."""
     path = ROOT / "accordion_hvd" / "tools" / "build_horovod.py"
     spec = importlib.util.spec_from_file_location("accordion_hvd_build_horovod", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def fingerprint() -> str:
-    """Changes when something that the environment depends on does; checkouts change file times."""
+    """Return a hash of the files that the environment depends on.
+
+    Modification times do not matter, because checkouts change them.
+    """
     digest = hashlib.sha256(f"{ROOT} {sys.version} {os.environ.get('TORCH_INDEX', '')}".encode())
     for name in DEPENDS_ON:
         digest.update(b"\0" + (ROOT / name).read_bytes())
@@ -65,16 +68,16 @@ def fingerprint() -> str:
 
 
 def is_ready(wanted: str) -> bool:
-    """Whether an earlier run finished with the same files and its Python still starts."""
+    """Return whether an earlier run finished with the same files and its Python still starts."""
     if not STAMP.is_file() or STAMP.read_text() != wanted:
         return False
     return subprocess.run([str(PYTHON), "-c", ""], check=False).returncode == 0
 
 
 def check_machine(builder: ModuleType) -> None:
-    """Raise ``SetupError`` for the first thing that would stop a later step."""
+    """Raise ``SetupError`` for the first problem that would stop a later step."""
     if not sys.platform.startswith("linux"):
-        raise SetupError("Horovod's build is known on Linux only.")
+        raise SetupError("Horovod can be built on Linux only.")
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         version = ".".join(map(str, sys.version_info[:3]))
         raise SetupError(
@@ -93,7 +96,7 @@ def check_machine(builder: ModuleType) -> None:
 
 
 def make_venv(builder: ModuleType) -> None:
-    """Make ``.venv`` with pip in it; without ensurepip, find a pip elsewhere."""
+    """Create ``.venv`` with pip; without ensurepip, find another pip."""
     if PYTHON.exists() and _has_pip():
         return
     if importlib.util.find_spec("venv") is None:
@@ -126,7 +129,7 @@ def _pip_of_this_python(builder: ModuleType) -> bool:
 
 
 def _pip_of_debian(builder: ModuleType) -> bool:
-    """Debian keeps a wheel of pip in a package that can be unpacked without being root."""
+    """Install pip from a wheel in a Debian package that can be unpacked without root."""
     if not unpack_debian(builder, ["python3-pip-whl"]):
         return False
     wheels = sorted((DEBIAN / "usr/share/python-wheels").glob("pip-*.whl"))
@@ -137,13 +140,13 @@ def _pip_of_debian(builder: ModuleType) -> bool:
 
 
 def unpack_debian(builder: ModuleType, packages: Sequence[str]) -> bool:
-    """Unpack Debian packages below ``DEBIAN``, which needs no root; whether it worked."""
+    """Unpack Debian packages below ``DEBIAN`` without root; return whether it worked."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         return False
     for folder in ("lists/partial", "cache/archives/partial", "debs"):
         (DEBIAN / folder).mkdir(parents=True, exist_ok=True)
     own = [f"-oDir::State::lists={DEBIAN}/lists", f"-oDir::Cache={DEBIAN}/cache"]
-    own += ["-oAPT::Sandbox::User="]  # apt's own user may not write here
+    own += ["-oAPT::Sandbox::User="]  # apt's own user has no write access here
     for options, update in (([], False), (own, True)):
         title = f"fetching {' '.join(packages)} with apt-get"
         if update and builder.run_step(title, ["apt-get", *options, "update"], os.environ, LOG):
@@ -160,10 +163,10 @@ def unpack_debian(builder: ModuleType, packages: Sequence[str]) -> bool:
 
 
 def header_folders(builder: ModuleType) -> list[Path]:
-    """Folders to add to the compiler's search for Python.h; none where it is installed.
+    """Return folders to add to the compiler's search for Python.h; none if it is installed.
 
     Raises:
-        SetupError: If the headers are missing and cannot be fetched.
+        SetupError: if the headers are missing and cannot be fetched.
     """
     if (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return []
@@ -197,14 +200,14 @@ def install_horovod(builder: ModuleType, headers: Sequence[Path]) -> None:
     if headers:
         paths = [str(folder) for folder in headers] + [env.get("CPLUS_INCLUDE_PATH", "")]
         env["CPLUS_INCLUDE_PATH"] = os.pathsep.join(path for path in paths if path)
-    # By its path: the package around it may need what is not installed yet. Not as a script, or
-    # accordion_hvd/torch would be found as torch.
+    # Run by path, because the package may need modules that are not installed yet; not as a script,
+    # because accordion_hvd/torch would then be imported as torch.
     code = (
         "import runpy; runpy.run_path('accordion_hvd/tools/build_horovod.py', run_name='__main__')"
     )
     done = subprocess.run([str(PYTHON), "-c", code], cwd=ROOT, env=env, check=False)
     if done.returncode:
-        raise SetupError("Horovod was not installed; the line above says why.")
+        raise SetupError("Horovod was not installed; see the line above.")
 
 
 def _step(builder: ModuleType, title: str, command: Sequence[str], env: os._Environ[str]) -> None:
@@ -220,7 +223,7 @@ def _step(builder: ModuleType, title: str, command: Sequence[str], env: os._Envi
 
 
 def setup(note: Callable[[str], None]) -> None:
-    """Make or bring up to date the environment."""
+    """Create or update the environment."""
     wanted = fingerprint()
     if is_ready(wanted):
         note(".venv is up to date.")
@@ -242,7 +245,7 @@ def setup(note: Callable[[str], None]) -> None:
 
 
 def main() -> int:
-    """Run ``setup``; returns the exit status."""
+    """Run ``setup``; return the exit status."""
     try:
         setup(lambda line: print(line, flush=True))
     except (SetupError, OSError, subprocess.CalledProcessError) as error:

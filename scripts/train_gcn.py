@@ -1,8 +1,8 @@
-"""Train a GCN whose nodes are spread over ranks: `horovodrun -np 4 python scripts/train_gcn.py`.
+"""Train a GCN with its nodes spread over ranks: `horovodrun -np 4 python scripts/train_gcn.py`.
 
 Trains with one sampler after another (`--skews`, `--budgets`), with several seeds each (`--seeds`),
-and ends with a table and a picture: test accuracy, rows and bytes that came from other ranks, time
-of an epoch.
+and ends with a table and a picture: test accuracy, rows and bytes received from other ranks, and
+time per epoch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""One set of tensor operations, the same names and signatures for NumPy, PyTorch and TensorFlow.
+"""Tensor operations with the same names and signatures for NumPy, PyTorch and TensorFlow.
 
-`namespace(x)` picks the module by the tensor's type, so several frameworks live in one process and
-none is imported here. NumPy is the oracle: what the others return is compared with it.
+`namespace(x)` selects the module by the tensor's type, so several frameworks can be used in one
+process, and this module imports none of them. NumPy is the reference: tests compare the results of
+the other frameworks with it.
 
-Operations that say *consumes* may write their result into their first argument, which must not be
-used again. Between `journal.recording()` they note how to be undone.
+An operation that *consumes* an argument may write its result into that argument's memory; the
+caller must not use the argument again. Within `journal.recording()` the operation records how to
+undo the change. An operation that consumes an argument *irreversibly* records no undo: call it on
+state only after the first `yield` of an exchange generator.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ _by_type: dict[type, ModuleType] = {}
 
 
 def namespace(tensor: Any) -> ModuleType:
-    """Return the operations that serve `tensor`.
+    """Return the module of operations for the type of `tensor`.
 
     Raises:
-        TypeError: `tensor` is no NumPy array, PyTorch tensor or TensorFlow tensor.
+        TypeError: if `tensor` is not a NumPy array, PyTorch tensor or TensorFlow tensor.
     """
     kind = type(tensor)
     if kind not in _by_type:
@@ -31,7 +34,7 @@ def namespace(tensor: Any) -> ModuleType:
 
 
 def backend(name: str) -> ModuleType:
-    """Return the operations for a framework: "numpy", "torch" or "tensorflow"."""
+    """Return the operations of a framework: "numpy", "torch" or "tensorflow"."""
     return importlib.import_module(f"accordion_hvd.ops.{name}")
 
 
@@ -41,6 +44,6 @@ def _owner(tensor: Any) -> str:
         if root in _MODULES and root in sys.modules:
             return _MODULES[root]
     raise TypeError(
-        f"{type(tensor).__name__} is not a tensor that accordion_hvd knows; "
+        f"{type(tensor).__name__} is not a tensor that accordion_hvd supports; "
         "allowed are numpy.ndarray, torch.Tensor and tf.Tensor"
     )

@@ -1,9 +1,10 @@
-"""Ascending positions and their signs, bin by bin, in a byte or two each (Chen et al., AAAI 2018).
+"""Packing of ascending positions and their signs, by bins (Chen et al., AAAI 2018).
 
-The paper sends 8 bits an element in bins of up to 64 and 16 bits in longer ones: 6 or 14 for the
-position in the bin, 2 for the ternary value. Here one of these two is the sign and the other says
-that the element is its bin's last, so that no sizes need to be told. A bin that sends nothing is
-one entry of ones; so bins have at most 63 or 16383 elements. No entries: no bin sends anything.
+An entry takes one byte in bins of up to 63 elements and two bytes in larger bins. The paper sends
+8 bits per element in bins of up to 64 and 16 bits in longer ones: 6 or 14 bits for the position in
+the bin, and 2 for the ternary value. Here one of these two bits is the sign and the other marks the
+last element of a bin, so that sizes need not be sent. An empty bin is one entry of ones; bins
+therefore have at most 63 or 16383 elements. If all bins are empty, there are no entries.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from collections.abc import Sequence
 import numpy as np
 
 SHORT, LONG = 63, 16383
-"""Elements of a bin up to which an entry takes a byte, or two."""
+"""Largest bins whose entries take one byte and two bytes."""
 
 
 def pack(index: np.ndarray, negative: np.ndarray, shape: Sequence[int], width: int) -> np.ndarray:
-    """Entries as bytes.
+    """Pack positions and signs into bytes.
 
     Args:
         index: ascending positions, counted through all rows.
-        negative: whether the sign there is minus.
+        negative: whether the element at each position is negative.
         shape: (size,), or (rows, size); bins do not cross rows.
-        width: elements of a bin, at most `LONG`.
+        width: elements per bin, at most `LONG`.
     """
     if not index.size:
         return np.zeros(0, np.uint8)
@@ -47,16 +48,16 @@ def pack(index: np.ndarray, negative: np.ndarray, shape: Sequence[int], width: i
 
 
 def unpack(packed: np.ndarray, shape: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Invert `pack`: return positions (int32), and signs (fp32).
+    """Invert `pack`; return positions (int32) and signs (fp32).
 
     Raises:
-        ValueError: there are too many or too few bins, or positions outside of them.
+        ValueError: if the number of bins is wrong, or a position is outside its bin.
     """
     kind, bits = _entry(width)
     size, per_row = shape[-1], -(-shape[-1] // width)
     bins = math.prod(shape[:-1]) * per_row
     if packed.size % kind(0).itemsize:
-        raise ValueError(f"{packed.size} bytes are no whole number of entries")
+        raise ValueError(f"{packed.size} bytes are not a multiple of an entry's size")
     entries = np.frombuffer(packed.tobytes(), kind)
     last = entries >> kind(bits + 1)
     place = np.cumsum(last, dtype=np.int32)
@@ -75,5 +76,5 @@ def unpack(packed: np.ndarray, shape: Sequence[int], width: int) -> tuple[np.nda
 
 
 def _entry(width: int) -> tuple[type[np.unsignedinteger], int]:
-    """Return the dtype of an entry, and how many bits of it are the position."""
+    """Return the dtype of an entry and the number of its bits that hold the position."""
     return (np.uint8, 6) if width <= SHORT else (np.uint16, 14)

@@ -1,8 +1,9 @@
-"""Ascending positions in as few bytes as a fixed format allows (Elias, 1974; Fano, 1971).
+"""Compact encoding of ascending positions in a fixed size (Elias, 1974; Fano, 1971).
 
-The low byte (or two) of each position travels as it is. The rest, which never falls, is told by a
-bitmap: position number i with high part h sets bit h + i. With one element in a hundred a position
-takes 9.4 bits instead of int32's 32, without loss and without sizes that ranks would have to tell.
+The lowest one or two bytes of each position are sent unpacked. The high parts never decrease and
+are encoded in a bitmap: position number i with high part h sets bit h + i. If one element in a
+hundred is selected, a position takes 9.4 bits instead of int32's 32. The encoding is lossless, and
+its size depends only on the number of positions, so ranks need not exchange sizes.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ import numpy as np
 
 
 def low_bytes(count: int, size: int) -> int:
-    """Return how many bytes of each of `count` positions below `size` travel unpacked; 4 is all."""
+    """Return the number of bytes of each position that are sent unpacked; 4 means all."""
     return min((1, 2, 4), key=lambda low: _length(count, size, low))
 
 
 def packed_length(count: int, size: int) -> int:
-    """Bytes that `count` ascending positions below `size` take."""
+    """Return the bytes that `count` ascending positions below `size` take."""
     return _length(count, size, low_bytes(count, size))
 
 
 def bitmap_bits(count: int, size: int, low: int) -> int:
-    """Bits of the bitmap."""
+    """Return the length of the bitmap in bits."""
     return 0 if low == 4 else count + ((size - 1) >> 8 * low)
 
 
 def pack(index: np.ndarray, size: int) -> np.ndarray:
-    """Ascending distinct int32 positions below `size` as bytes."""
+    """Pack ascending distinct int32 positions below `size` into bytes."""
     low = low_bytes(index.size, size)
     if low == 4:
         return index.astype(np.int32).view(np.uint8)
@@ -37,10 +38,12 @@ def pack(index: np.ndarray, size: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, count: int, size: int) -> np.ndarray:
-    """Invert `pack`; the caller checks whether positions ascend below `size`.
+    """Recover the `count` positions that `pack` has encoded.
+
+    The caller checks that positions ascend and are below `size`.
 
     Raises:
-        ValueError: `packed` holds another number of positions.
+        ValueError: if `packed` holds a different number of positions.
     """
     low = low_bytes(count, size)
     if packed.size != packed_length(count, size):

@@ -1,4 +1,4 @@
-"""Undo of operations that worked in place, should a rank report a non-finite gradient."""
+"""Undo of in-place operations, in case a rank reports a non-finite gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _active = _Active()
 
 @contextmanager
 def recording(entries: list[Undo]) -> Iterator[None]:
-    """Append to `entries` an undo for each in-place operation that this thread performs."""
+    """Append an undo function to `entries` for each in-place operation of this thread."""
     previous, _active.entries = _active.entries, entries
     try:
         yield
@@ -31,20 +31,20 @@ def recording(entries: list[Undo]) -> Iterator[None]:
 
 
 def record(undo: Undo) -> None:
-    """Called by an in-place operation: `undo` restores what it consumed, at worst to one ulp."""
+    """Record `undo`, which restores a consumed argument, in the worst case to within one ulp."""
     if _active.entries is not None:
         _active.entries.append(undo)
 
 
 def rewind(entries: list[Undo]) -> None:
-    """Undo everything, last first, and forget it."""
+    """Call all undo functions in reverse order and remove them."""
     while entries:
         entries.pop()()
 
 
 @contextmanager
 def poisoning() -> Iterator[None]:
-    """Let NumPy's operations that consume an argument fill it with NaN: using it again shows."""
+    """Make NumPy operations fill consumed arguments with NaN, to expose later uses."""
     global _poison
     _poison, previous = True, _poison
     try:
@@ -56,7 +56,9 @@ def poisoning() -> Iterator[None]:
 def consume(array: np.ndarray, undo: Undo | None = None) -> np.ndarray:
     """Return the array that an in-place operation may write: `array`, or a copy when poisoning.
 
-    Without `undo`, which takes it back, what becomes of `array` is for good.
+    Args:
+        array: the consumed argument.
+        undo: function that restores `array`; None if the operation is irreversible.
     """
     if not _poison:
         if undo is not None:
@@ -69,7 +71,7 @@ def consume(array: np.ndarray, undo: Undo | None = None) -> np.ndarray:
 
 
 def room(like: np.ndarray) -> np.ndarray:
-    """fp32 in the shape of `like`, in its memory where possible; consumes it."""
+    """Return fp32 memory in the shape of `like`, which it consumes and reuses where possible."""
     out = consume(like)
     if out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable:
         return out

@@ -1,4 +1,7 @@
-"""NumPy: the oracle, and the engine of `accordion_hvd.simulation.one_process`."""
+"""Tensor operations on NumPy arrays: the reference for the other frameworks.
+
+`accordion_hvd.simulation.one_process` computes with these operations.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Array = np.ndarray
 
 
 def spec(x: Array) -> Spec:
-    """Shape, dtype and device of `x`. Raises: ValueError when it is sparse."""
+    """Return the shape, dtype and device of `x` as a `Spec`."""
     import accordion_hvd.ops.numpy as xp
 
     return Spec(tuple(x.shape), str(x.dtype), xp)
@@ -34,7 +37,7 @@ def dtype(x: Array) -> str:
 
 
 def device(x: Array) -> Any:
-    """Return the device of `x`, as `zeros` and `arange` take it."""
+    """Return the device of `x`, in the form that `zeros` and `arange` accept."""
     return None
 
 
@@ -49,7 +52,7 @@ def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> 
 
 
 def arange(count: int, device: Any = None) -> Array:
-    """0, 1, ..., count - 1 as int64."""
+    """Return 0, 1, ..., count - 1 as int64."""
     return np.arange(count, dtype=np.int64)
 
 
@@ -64,7 +67,7 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """Return the tensor in another dtype; itself if it has that dtype already."""
+    """Convert the tensor to `dtype`; return it unchanged if it already has that dtype."""
     return x.astype(dtype, copy=False)
 
 
@@ -79,7 +82,7 @@ def reshape(x: Array, shape: Sequence[int]) -> Array:
 
 
 def transpose(x: Array) -> Array:
-    """Transpose a matrix, or each of several (a view where possible)."""
+    """Transpose a matrix, or each matrix of a batch (a view where possible)."""
     return np.swapaxes(x, -1, -2)
 
 
@@ -94,32 +97,32 @@ def maximum(a: Array, b: Array) -> Array:
 
 
 def maximum_of(parts: Sequence[Array]) -> Array:
-    """Return the largest element of several vectors, as a scalar tensor."""
+    """Return the largest element of several vectors as a scalar tensor."""
     return np.max(np.concatenate(parts))
 
 
 def symbolic(x: Array) -> bool:
-    """Return whether `x` has no value yet (in a graph)."""
+    """Return whether `x` is a symbolic tensor, which has no value yet (in a graph)."""
     return False
 
 
 def concat(parts: Sequence[Array], axis: int = 0) -> Array:
-    """Tensors one after the other, or side by side: along `axis`."""
+    """Concatenate tensors along `axis`."""
     return np.concatenate(parts, axis)
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """Cut a vector into parts of these sizes: the inverse of `concat`."""
+    """Split a vector into parts of the given sizes; inverse of `concat`."""
     return np.split(x, np.cumsum(sizes)[:-1])
 
 
 def stack(parts: Sequence[Array], into: Array | None = None) -> Array:
-    """Equal tensors along a new first dimension; in the memory of `into`, if that fits."""
+    """Stack equal tensors along a new first dimension, in the memory of `into` if it fits."""
     return np.stack(parts)
 
 
 def unstack(x: Array) -> list[Array]:
-    """Invert `stack` (views where possible)."""
+    """Return the slices of `x` along its first dimension; inverse of `stack`."""
     return list(x)
 
 
@@ -129,18 +132,21 @@ def to_bytes(x: Array) -> Array:
 
 
 def from_bytes(x: Array, dtype: str, shape: Sequence[int]) -> Array:
-    """Invert `to_bytes`; one extent of `shape` may be -1."""
+    """Reinterpret a vector of uint8 as `dtype`; inverse of `to_bytes`.
+
+    One extent of `shape` may be -1.
+    """
     return np.frombuffer(x.tobytes(), dtype).reshape(tuple(shape)).copy()
 
 
 def accumulate(a: Array, b: Array) -> Array:
-    """Return a + b in a's dtype. Consumes `a`."""
+    """Return a + b in the dtype of `a`. Consumes `a`."""
     out = consume(a, lambda: np.subtract(a, b, out=a))
     return np.add(out, b, out=out)
 
 
 def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
-    """factor * a + b in a's dtype, for a factor that is not 0. Consumes `a`."""
+    """Return factor * a + b in the dtype of `a`, for a nonzero factor. Consumes `a`."""
 
     def undo() -> None:
         np.subtract(a, b, out=a)
@@ -152,21 +158,25 @@ def accumulate_scaled(a: Array, factor: float, b: Array) -> Array:
 
 
 def subtract(a: Array, b: Array) -> Array:
-    """Return a - b in a's dtype. Consumes `a`."""
+    """Return a - b in the dtype of `a`. Consumes `a`."""
     out = consume(a, lambda: np.add(a, b, out=a))
     return np.subtract(out, b, out=out)
 
 
 def momentum(m: Array, beta: float, x: Array) -> Array:
-    """beta * m + (1 - beta) * x in m's dtype. Consumes `m`.
+    """Return beta * m + (1 - beta) * x in the dtype of `m`. Consumes `m`.
 
-    Rounds alike for x and |x|: |m| <= b remains true, to the bit, where b is given |x|.
+    If |m| <= b, and `b` is updated by the same operation with |x|, then |m| <= b still holds, bit
+    by bit.
     """
     return accumulate_scaled(m, beta, (1 - beta) * x.astype(m.dtype))
 
 
 def lerp(x: Array, beta: float, m: Array) -> Array:
-    """beta * m + (1 - beta) * x in m's dtype. Consumes `x`, for good: a gradient, say."""
+    """Return beta * m + (1 - beta) * x in the dtype of `m`. Consumes `x` irreversibly.
+
+    The consumed tensor may be a gradient.
+    """
     out = consume(x)
     if out.dtype != m.dtype or not out.flags.writeable:
         return beta * m + (1 - beta) * out.astype(m.dtype)
@@ -175,7 +185,7 @@ def lerp(x: Array, beta: float, m: Array) -> Array:
 
 
 def second_moment(v: Array, beta: float, x: Array) -> Array:
-    """beta * v + (1 - beta) * x * x in v's dtype. Consumes `v`, for good: after a `yield` only."""
+    """Return beta * v + (1 - beta) * x * x in the dtype of `v`. Consumes `v` irreversibly."""
     out = consume(v)
     np.multiply(out, beta, out=out)
     wide = x.astype(out.dtype)
@@ -183,7 +193,10 @@ def second_moment(v: Array, beta: float, x: Array) -> Array:
 
 
 def bounded_ratio(m: Array, b: Array, eps: float = 0.0) -> Array:
-    """m / (b + eps) for |m| <= b, in memory of its own; within [-1, 1] in any case, 0 for 0 / 0."""
+    """Return m / (b + eps), clipped to [-1, 1], with 0 / 0 = 0.
+
+    Expects |m| <= b. The result is in new memory.
+    """
     out = np.maximum(b + b.dtype.type(eps), b.dtype.type(quantization.SMALLEST))
     with np.errstate(over="ignore"):
         np.divide(m, out, out=out)
@@ -191,14 +204,14 @@ def bounded_ratio(m: Array, b: Array, eps: float = 0.0) -> Array:
 
 
 def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: Array) -> Array:
-    """rates[0] * m / (sqrt(rates[1] * v) + eps), in m's dtype: Adam's direction.
+    """Return Adam's direction rates[0] * m / (sqrt(rates[1] * v) + eps), in the dtype of `m`.
 
     Args:
         m: first moment.
         v: second moment, in the shape of `m`.
-        rates: numbers, or tensors to be broadcast: inverse bias corrections.
-        eps: added to the root.
-        like: in the shape of `m`; its memory may hold the result. Consumed, for good.
+        rates: inverse bias corrections: numbers, or tensors that are broadcast.
+        eps: number added to the square root.
+        like: tensor in the shape of `m` whose memory may hold the result. Consumed irreversibly.
     """
     consume(like)
     first, second = (np.asarray(rate, m.dtype) for rate in rates)
@@ -206,28 +219,28 @@ def preconditioned(m: Array, v: Array, rates: Sequence[Any], eps: float, like: A
 
 
 def mask_where_zero(x: Array, v: Array) -> Array:
-    """`x`, zero where `v` is not above 0. Consumes `x`, for good: after the first `yield` only."""
+    """Return `x` with zeros where `v` is not positive. Consumes `x` irreversibly."""
     out = consume(x)
     out[v <= 0] = 0
     return out
 
 
 def pad_last(x: Array, width: int) -> Array:
-    """`x` with zeros behind the elements of its last dimension, up to `width` of them."""
+    """Pad the last dimension of `x` with zeros to `width` elements."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
 def swap_leading(x: Array) -> Array:
-    """`x` with its first two dimensions exchanged."""
+    """Swap the first two dimensions of `x`."""
     return np.ascontiguousarray(np.swapaxes(x, 0, 1))
 
 
 def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array]:
-    """total = error - p^T q + grad, (n, m), and q total^T, (r, n). Consumes `error`.
+    """Return total = error - p^T q + grad, (n, m), and q total^T, (r, n). Consumes `error`.
 
-    For p (r, n), q (r, m); in one pass over memory where the framework allows it. If `grad` is
-    not finite, the second result is not either, and the first means nothing. All may have a
-    leading dimension: several matrices of one shape.
+    `p` is (r, n) and `q` is (r, m). The operation takes one pass over memory where the framework
+    allows. If `grad` is not finite, neither is the second result, and the first is meaningless.
+    All arguments may have a leading batch dimension.
     """
     if nonfinite(grad)[0]:
         return error, np.full_like(p, np.nan)
@@ -236,25 +249,31 @@ def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array
 
 
 def expand(p: Array, q: Array, like: Array) -> Array:
-    """p^T q, (n, m), for p (r, n), q (r, m). Consumes `like`, whose memory it may be in."""
+    """Return p^T q, (n, m), for p (r, n) and q (r, m).
+
+    Consumes `like`, whose memory may hold the result.
+    """
     mean = transpose(p) @ q
     consume(like)
     return mean
 
 
 def deflate(error: Array, p: Array, q: Array) -> Array:
-    """error - p^T q in memory of its own, with the bits that `project` adds its gradient to."""
+    """Return error - p^T q in new memory.
+
+    The result is bitwise equal to the intermediate value to which `project` adds the gradient.
+    """
     return error - transpose(p) @ q
 
 
 def zeros_reusing(x: Array) -> Array:
-    """Zeros, fp32, in the shape of `x`. Consumes `x`, for good: after the first `yield` only."""
+    """Return fp32 zeros in the shape of `x`. Consumes `x` irreversibly."""
     consume(x)
     return np.zeros(x.shape, np.float32)
 
 
 def clear(x: Array, index: Array) -> Array:
-    """Set the vector `x` to zero at `index`. Consumes `x`."""
+    """Return the vector `x` with zeros at `index`. Consumes `x`."""
     taken = x[index]
     out = consume(x, lambda: x.__setitem__(index, taken))
     out[index] = 0
@@ -262,7 +281,10 @@ def clear(x: Array, index: Array) -> Array:
 
 
 def add_at(x: Array, index: Array, values: Array) -> Array:
-    """Add `values` to the vector `x` at `index` (no index twice). Consumes `x`."""
+    """Return the vector `x` with `values` added at `index`, which has no duplicates.
+
+    Consumes `x`.
+    """
     out = consume(x, lambda: x.__setitem__(index, x[index] - values))
     out[index] += values
     return out
@@ -274,14 +296,14 @@ def take(x: Array, index: Array) -> Array:
 
 
 def sum_at(index: Array, values: Array, size: int) -> Array:
-    """`size` int32 values: for each, the sum of `values` (int32) whose `index` (int32) names it."""
+    """Sum int32 `values` by their `index` (int32); return `size` int32 sums."""
     out = np.zeros(size, np.int32)
     np.add.at(out, index, values)
     return out
 
 
 def finite(x: Array) -> Array:
-    """`x` as fp32 (in memory of its own), with 0 for each element that is not finite."""
+    """Return `x` as fp32, in new memory, with 0 for each non-finite element."""
     with np.errstate(over="ignore"):
         values = np.array(x, np.float32)
     values[~np.isfinite(values)] = 0
@@ -289,38 +311,47 @@ def finite(x: Array) -> Array:
 
 
 def secret_uniform(count: int, device: Any = None) -> Array:
-    """`count` fp32 values in [0, 1) that nobody can repeat; see `secret_normal`."""
+    """Return `count` secret fp32 values in [0, 1); see `secret_normal`."""
     return secret.uniform(count).astype(np.float32)
 
 
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Array:
-    """`count` integers, rounded from normal values of deviation `sigma`, that nobody can repeat.
+    """Return `count` integers, rounded from secret normal values with standard deviation `sigma`.
 
-    From the operating system's cryptographic source; anew each time, within graphs too. What
-    `dtype` cannot hold wraps around. See `accordion_hvd.ops.secret`.
+    The values come from the operating system's cryptographic source and cannot be reproduced.
+    They are new at each call, also within a graph. Values outside the range of `dtype` wrap around.
+    See `accordion_hvd.ops.secret`.
     """
     return secret.rounded_normal(count, sigma, dtype)
 
 
 def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
-    """Positions in bins, and signs, in a byte or two each; see `accordion_hvd.ops.bins`."""
+    """Pack positions in bins, and signs, into one or two bytes each; see `ops.bins`."""
     return bins.pack(index, signs < 0, shape, width)
 
 
 def invalid_index(index: Array, size: int) -> Array:
-    """Return one fp32 element: 0 if `index` ascends from at least 0 to below `size`."""
+    """Return one fp32 element: 0 if `index` is valid, else 1.
+
+    A valid index is strictly ascending, with all positions in [0, size).
+    """
     inside = index.size == 0 or (index[0] >= 0 and index[-1] < size)
     return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
 
 
 def raise_on_invalid(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
-    """`x` (tensors in lists and tuples), if no element of the vector `doubts` differs from 0.
+    """Return `x` (tensors in lists and tuples), or raise an error if a flag in `doubts` is set.
 
-    `senders` says for each element whose tensor it is about (a rank; in a graph also as a scalar
-    tensor); in a graph, the refusal is part of it.
+    In a graph, the check becomes part of the graph.
+
+    Args:
+        x: result to return.
+        doubts: vector of flags; a nonzero element marks a payload as corrupt.
+        senders: rank that sent the payload, for each element of `doubts`. In a graph, a rank may be
+            a scalar tensor.
 
     Raises:
-        PayloadError: one differs.
+        PayloadError: if an element of `doubts` is nonzero.
     """
     if np.any(doubts != 0):
         check.refuse_payload([senders[int(i)] for i in np.flatnonzero(doubts)])
@@ -328,10 +359,9 @@ def raise_on_invalid(x: Any, doubts: Array, senders: Sequence[Any]) -> Any:
 
 
 def unsketch(table: Array, codes: Array, like: Array) -> Array:
-    """Estimates of the vector of which `table` is the sketch: medians over an odd number of rows.
+    """Estimate a vector from its count sketch `table`: medians over an odd number of rows.
 
-    fp32, in the shape of the vector `like`. Consumes `like`, for good: after the first `yield`
-    only.
+    Returns fp32 in the shape of the vector `like`. Consumes `like` irreversibly.
     """
     consume(like)
     out = like if like.dtype == np.float32 else np.empty(like.shape, np.float32)
@@ -339,13 +369,14 @@ def unsketch(table: Array, codes: Array, like: Array) -> Array:
 
 
 def argsort(x: Array) -> Array:
-    """Positions of the elements of a vector in ascending order, int32; stable."""
+    """Return the int32 indices that sort a vector in ascending order; stable."""
     return np.argsort(x, kind="stable").astype(np.int32)
 
 
 def frames(x: Array, width: int, step: int) -> Array:
-    """Pieces of `width` elements of each row of `x` that begin every `step` elements.
+    """Return overlapping frames of each row of `x`.
 
+    A frame has `width` elements, and a new frame starts every `step` elements:
     (rows, (count - 1) * step + width) becomes (rows, count, width).
     """
     pieces = np.lib.stride_tricks.sliding_window_view(x, width, axis=-1)
@@ -353,7 +384,7 @@ def frames(x: Array, width: int, step: int) -> Array:
 
 
 def overlap_add(x: Array, step: int) -> Array:
-    """Apply the adjoint of `frames`: add pieces up at their places."""
+    """Apply the adjoint of `frames`: add the frames at their positions."""
     rows, count, width = x.shape
     extra = -(-width // step) - 1
     out = np.zeros((rows, count + extra, step), x.dtype)
@@ -364,10 +395,11 @@ def overlap_add(x: Array, step: int) -> Array:
 
 
 def orthogonalize(p: Array) -> Array:
-    """Orthonormal rows that span those of `p` (r, n), r <= n, by QR with a positive diagonal.
+    """Return orthonormal rows that span the rows of `p`, (r, n), r <= n.
 
-    Rows that depend on others, zeros among them, are completed to an orthonormal set, so the
-    result never holds NaN for finite input. `p` may have a leading dimension.
+    Uses a QR decomposition with a positive diagonal. Linearly dependent rows, including zeros, are
+    completed to an orthonormal set, so the result holds no NaN for finite input. `p` may have a
+    leading batch dimension.
     """
     q, r = np.linalg.qr(transpose(p))
     diagonal = np.diagonal(r, axis1=-2, axis2=-1)
@@ -392,42 +424,42 @@ def nonfinite(x: Array) -> Array:
 
 
 def zero_if_nonfinite(x: Array, bad: Array) -> Array:
-    """`x`, or zeros where `bad` (from `nonfinite`) says that it is not finite."""
+    """Return `x`, or zeros if `bad` (from `nonfinite`) marks it as non-finite."""
     return np.zeros_like(x) if bad[0] else x
 
 
 def where(bad: Any, first: Array, second: Array) -> Array:
-    """`first` if `bad` (from `is_nonfinite`), else `second`."""
+    """Return `first` if `bad` (from `is_nonfinite`) is true, else `second`."""
     return first if bad else second
 
 
 def is_nonfinite(flags: Array) -> Any:
-    """Return whether any element is not 0: a bool, or a symbolic scalar in a graph."""
+    """Return whether any flag is nonzero: a bool, or a symbolic scalar in a graph."""
     return bool((flags != 0).any())
 
 
 def nans_like(x: Array) -> Array:
-    """NaN in the shape and dtype of `x`."""
+    """Return a tensor of NaN with the shape and dtype of `x`."""
     return np.full_like(x, np.nan)
 
 
 def to_wire(parts: Sequence[Array], wire: str, count: int, into: Array | None = None) -> Array:
-    """Floating-point tensors one after the other, rounded to dtype `wire`, as bytes.
+    """Concatenate tensors, round them to dtype `wire` and return their bytes.
 
-    Zeros complete them to `count` elements. `into` may be what an earlier call returned: its
-    memory may be used.
+    Zeros pad the result to `count` elements. `into` may be the result of an earlier call, whose
+    memory is reused where possible.
     """
     flat = np.zeros(count, np.float32)
     np.concatenate([part.reshape(-1) for part in parts], out=flat[: sum(p.size for p in parts)])
     if wire != "bfloat16":
         return to_bytes(flat.astype(wire))
     bits = flat.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest even
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # round to nearest, ties to even
     return to_bytes(np.where(np.isnan(flat), np.uint32(0x7FC0), rounded).astype(np.uint16))
 
 
 def mean_of_wire(x: Array, wire: str, ranks: int) -> Array:
-    """Average `ranks` equal parts of bytes from `to_wire`, added in fp32; return such bytes."""
+    """Average `ranks` equal parts of bytes from `to_wire` in fp32; return such bytes."""
     parts = _of_wire(x, wire).reshape(ranks, -1)
     total = parts[0]
     for part in parts[1:]:
@@ -436,7 +468,10 @@ def mean_of_wire(x: Array, wire: str, ranks: int) -> Array:
 
 
 def from_wire(x: Array, wire: str, likes: Sequence[Array]) -> list[Array]:
-    """Invert `to_wire`, in the shapes and dtypes of `likes`, which it consumes."""
+    """Decode bytes from `to_wire` into tensors with the shapes and dtypes of `likes`.
+
+    Consumes `likes`.
+    """
     pieces = split(_of_wire(x, wire), [*(like.size for like in likes), 0])
     return [
         p.reshape(like.shape).astype(like.dtype) for p, like in zip(pieces, likes, strict=False)
@@ -450,18 +485,18 @@ def _of_wire(x: Array, wire: str) -> Array:
 
 
 def checksum(x: Array) -> Array:
-    """Return the sum of the bits of all elements, as integers: an int64 scalar tensor."""
+    """Return the sum of the bit patterns of all elements: an int64 scalar tensor."""
     bits = np.ascontiguousarray(x).view(f"int{8 * x.dtype.itemsize}")
     return np.asarray(np.sum(bits, dtype=np.int64))
 
 
 def clip(x: Array, limit: Array) -> Array:
-    """`x` within +-limit (one element). Consumes `x`, for good: after the first `yield`."""
+    """Clip `x` to [-limit, limit], where `limit` has one element. Consumes `x` irreversibly."""
     out = consume(x)
     return np.clip(out, -limit, limit, out=out)
 
 
-# ----------------------------------------------------------- what other modules make of arrays
+# ----------------------------------------------------------- operations from other modules
 largest_index = selection.largest_index
 accumulate_largest = selection.accumulate_largest
 accumulate_reaching = selection.accumulate_reaching

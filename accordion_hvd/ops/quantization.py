@@ -1,14 +1,15 @@
-"""Quantisation on a CPU: few bits a number, block by block so that what is between stays in cache.
+"""Quantization on a CPU, in blocks whose intermediate results stay in the cache.
 
-A grid of values `(code - middle) * step` with one step a bucket serves QSGD, TernGrad, 8-bit blocks
-and scaled signs alike. Codes of 1 to 8 bits travel in sections of 8, 4, 2 and 1 bits (7 is
-4 + 2 + 1), lowest bits first within a section and within a byte, so that a few operations on whole
-words pack and unpack them.
+QSGD, TernGrad, 8-bit blocks and scaled signs share one grid of values, `(code - middle) * step`,
+with one step per bucket. Codes of 1 to 8 bits are packed in sections of 8, 4, 2 and 1 bits (7 is
+4 + 2 + 1), lowest bits first within a section and within a byte, so that a few operations on
+machine words pack and unpack them.
 
-Stochastic rounding takes its random numbers from windows of one table, which (seed, window) choose
-by a hash: a number costs one load and one addition, and every framework gets the same. The table
-has each multiple of 2^-16 (plus half of that) equally often, so over seeds every position's number
-is exactly uniform, and a rounding unbiased to 2^-17 of a step.
+Stochastic rounding takes its random numbers from windows of one table; a hash of (seed, window)
+selects the position in the table. A random number thus costs one load and one addition, and is the
+same in every framework. The table holds each multiple of 2^-16 (plus half of that) equally often.
+Over seeds, the number at every position is therefore exactly uniform on that grid, and the bias of
+rounding is at most 2^-17 of a step.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import numpy as np
 from accordion_hvd.ops import backend, random
 from accordion_hvd.ops.journal import consume, room
 
-BLOCK = 1 << 16  # elements that are worked on at once; a multiple of WINDOW
-WINDOW = 1 << 14  # neighbours whose random numbers are neighbours in the table
+BLOCK = 1 << 16  # elements processed at once; a multiple of WINDOW
+WINDOW = 1 << 14  # consecutive elements with consecutive random numbers from the table
 TABLE = 1 << 18
 SHRINK = 1 - 2**-22  # keeps rounding from pushing the largest value beyond the last code
-LEAST = 2.0**-120  # steps below have no inverse worth having: such buckets are zeros
-SMALLEST = 2.0**-126  # of normal numbers
+LEAST = 2.0**-120  # smallest step; buckets with smaller ones quantize to zero
+SMALLEST = 2.0**-126  # smallest normal fp32 number
 
 
 def middle(bits: int) -> float:
@@ -37,17 +38,17 @@ def middle(bits: int) -> float:
 
 # ------------------------------------------------------------------------------------------ codes
 def sections(bits: int) -> list[int]:
-    """Widths of the sections of codes, lowest bits first."""
+    """Return the widths of the sections of codes, lowest bits first."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def packed_length(count: int, bits: int) -> int:
-    """Bytes that `count` codes take."""
+    """Return the bytes that `count` codes take."""
     return sum(-(-count * width // 8) for width in sections(bits))
 
 
 def pack_bits(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes."""
+    """Pack codes (uint8, below 2^bits) of 1 to 8 bits."""
     codes = codes.reshape(-1)
     packed = np.empty(packed_length(codes.size, bits), np.uint8)
     for start, block in _blocks(codes):
@@ -64,15 +65,15 @@ def unpack_bits(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def _pack_block(codes: np.ndarray, bits: int, packed: np.ndarray, start: int, count: int) -> None:
-    """Pack the codes at `start` of `count` to their place."""
-    offset, rest = 0, bits
+    """Pack the codes at `start` of `count` to their position in `packed`."""
+    offset, remaining = 0, bits
     for width in sections(bits):
-        rest -= width
-        low = codes & (2**width - 1) if rest else codes
+        remaining -= width
+        low = codes & (2**width - 1) if remaining else codes
         first = offset + start * width // 8
         packed[first : first + -(-codes.size * width // 8)] = _pack_width(low, width)
         offset += -(-count * width // 8)
-        if rest:
+        if remaining:
             codes = codes >> width
 
 
@@ -92,7 +93,7 @@ def _pack_width(codes: np.ndarray, width: int) -> np.ndarray:
 
 
 def _unpack_block(packed: np.ndarray, bits: int, start: int, size: int, count: int) -> np.ndarray:
-    """Codes start, ..., start + size - 1 of `count`."""
+    """Return codes start, ..., start + size - 1 of `count`."""
     codes, offset, shift = None, 0, 0
     for width in sections(bits):
         first = offset + start * width // 8
@@ -123,7 +124,7 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
     """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32.
 
     With `kind` "mean", the l1 norm divided by `bucket`, which overflows only if an element does.
-    A bucket that holds NaN or infinity has such a norm.
+    The norm of a bucket with a non-finite element is not finite.
     """
     x = _flat(x)
     norms = np.zeros(-(-x.size // bucket), np.float32 if kind == "max" else np.float64)
@@ -135,13 +136,13 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
             values = np.multiply(block, block, dtype=np.float64)
         else:
             values = np.abs(block, out=_scratch.values[: block.size])
-        here = norms[start // bucket : start // bucket + starts.size]
+        target = norms[start // bucket : start // bucket + starts.size]
         combine = np.maximum if kind == "max" else np.add
         with np.errstate(over="ignore"):
             parts = combine.reduceat(values, starts)
         if values.dtype == np.float32 and not np.isfinite(parts).all():  # an fp32 sum overflowed
             parts = combine.reduceat(values.astype(np.float64), starts)
-        combine(here, parts, out=here)
+        combine(target, parts, out=target)
     if kind == "mean":
         norms = np.divide(norms, bucket)
     with np.errstate(over="ignore"):
@@ -151,14 +152,14 @@ def bucket_norms(x: np.ndarray, bucket: int, kind: str) -> np.ndarray:
 def quantize(
     x: np.ndarray, steps: np.ndarray, bucket: int, bits: int, seed: int | None = None
 ) -> np.ndarray:
-    """x / step, rounded to the grid (stochastically by `seed`, or to nearest), as packed codes.
+    """Round x / step to the grid, stochastically or to nearest; return packed codes.
 
     Args:
-        x: any shape.
-        steps: distances of the grid's points in each `bucket` elements; magnitudes of x are at
-            most `middle(bits)` of them.
-        bucket: elements that have a step in common.
-        bits: of a code, 1 to 8.
+        x: tensor of any shape.
+        steps: distance between grid points, for each `bucket` elements; magnitudes of `x` are at
+            most `middle(bits)` steps.
+        bucket: number of elements that share a step.
+        bits: bits per code, 1 to 8.
         seed: from `random.key`; None rounds to nearest.
     """
     x = _flat(x)
@@ -180,7 +181,7 @@ def quantize(
 
 
 def inverse_of(steps: np.ndarray) -> np.ndarray:
-    """Return the factors of `quantize`; 0 for steps of zero and those that are not finite."""
+    """Return the factors that `quantize` uses; 0 for steps of zero and non-finite steps."""
     return np.where(steps > LEAST, np.float32(SHRINK) / steps, np.float32(0))
 
 
@@ -192,9 +193,9 @@ def sum_quantized(
     middle: float,
     like: np.ndarray,
 ) -> np.ndarray:
-    """Add up (code - middle) * step over `parts` from `quantize`, in their order; fp32.
+    """Return the sum of (code - middle) * step over `parts` from `quantize`, in order; fp32.
 
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    The result has the shape of `like`. Consumes `like` irreversibly.
     """
     out = room(like)
     with np.errstate(all="ignore"):
@@ -212,7 +213,7 @@ def sum_quantized(
 def subtract_quantized(
     total: np.ndarray, packed: np.ndarray, steps: np.ndarray, bucket: int, bits: int, middle: float
 ) -> np.ndarray:
-    """`total` - (code - middle) * step. Consumes `total`, for good: after the first `yield`."""
+    """Return total - (code - middle) * step. Consumes `total` irreversibly."""
     out = np.ascontiguousarray(consume(total))
     with np.errstate(all="ignore"):
         for start, block in _blocks(out.reshape(-1)):
@@ -226,7 +227,7 @@ def subtract_quantized(
 def _values_of(
     packed: np.ndarray, bits: int, middle: float, start: int, out: np.ndarray, count: int
 ) -> None:
-    """code - middle, as fp32."""
+    """Write code - middle to `out` as fp32."""
     if bits == 1:
         _bits_of(packed, middle, start, out)
         return
@@ -235,36 +236,36 @@ def _values_of(
 
 
 def _bits_of(packed: np.ndarray, middle: float, start: int, out: np.ndarray) -> None:
-    """bit - middle, as fp32, of bits start, start + 1, ..."""
-    first, whole = start // 8, out.size // 8
+    """Write bit - middle to `out` as fp32, for bits start, start + 1, ..."""
+    first, full = start // 8, out.size // 8
     if start % 8:
-        bits = np.unpackbits(packed[first : first + whole + 2], bitorder="little")
+        bits = np.unpackbits(packed[first : first + full + 2], bitorder="little")
         np.subtract(bits[start % 8 :][: out.size], np.float32(middle), out=out)
         return
     table, chosen = _eights(middle), packed[first : first + -(-out.size // 8)]
-    np.take(table, chosen[:whole], axis=0, out=out[: 8 * whole].reshape(-1, 8), mode="clip")
+    np.take(table, chosen[:full], axis=0, out=out[: 8 * full].reshape(-1, 8), mode="clip")
     if out.size % 8:
-        out[8 * whole :] = table[chosen[whole]][: out.size % 8]
+        out[8 * full :] = table[chosen[full]][: out.size % 8]
 
 
 @functools.lru_cache(maxsize=4)
 def _eights(middle: float) -> np.ndarray:
-    """For each byte, its eight bits - middle."""
+    """Return a table of the eight values bit - middle for each byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return bits.astype(np.float32) - np.float32(middle)
 
 
 def _spread(steps: np.ndarray, bucket: int, start: int, size: int) -> np.ndarray | np.float32:
-    """Return the steps of elements start, ..., start + size - 1; one number if it is common."""
+    """Return the steps of elements start, ..., start + size - 1; one number if all are equal."""
     first, last = start // bucket, (start + size - 1) // bucket
     if first == last:
         return steps[first]
     out, head = _scratch.steps[:size], -start % bucket
-    whole = (size - head) // bucket
-    tail = head + whole * bucket
+    full = (size - head) // bucket
+    tail = head + full * bucket
     out[:head] = steps[first]
     first += head > 0
-    out[head:tail].reshape(whole, bucket)[:] = steps[first : first + whole, None]
+    out[head:tail].reshape(full, bucket)[:] = steps[first : first + full, None]
     if tail < size:
         out[tail:] = steps[last]
     return out
@@ -273,9 +274,10 @@ def _spread(steps: np.ndarray, bucket: int, start: int, size: int) -> np.ndarray
 # --------------------------------------------------------------------------------- random numbers
 @functools.cache
 def table() -> np.ndarray:
-    """fp32 in (0, 1): (i + 1/2) / 2^16 for each 16-bit i equally often, shuffled by a hash.
+    """Return a table of fp32 values in (0, 1), in the order of a hash.
 
-    The first `WINDOW` are there once more at the end.
+    Each value (i + 1/2) / 2^16 with a 16-bit i is equally frequent. The first `WINDOW` values are
+    repeated at the end.
     """
     order = np.argsort(random.words(backend("numpy"), TABLE, random.key("table")), kind="stable")
     values = ((order % (1 << 16) + 0.5) / (1 << 16)).astype(np.float32)
@@ -294,12 +296,12 @@ def mantissas() -> np.ndarray:
 
 
 def _places(count: int, seed: int) -> list[int]:
-    """Return the first table positions of each `WINDOW` of `count` elements."""
+    """Return the table position at which each `WINDOW` of `count` elements starts."""
     return (random.words(backend("numpy"), -(-count // WINDOW), seed) % TABLE).tolist()
 
 
 def _add_noise(values: np.ndarray, start: int, places: list[int], noise: np.ndarray) -> None:
-    """Add to each element its number of `noise` (the table, in some form)."""
+    """Add to each element its random number from `noise`, the table in some form."""
     for i in range(0, values.size, WINDOW):
         part, place = values[i : i + WINDOW], places[(start + i) // WINDOW]
         np.add(part, noise[place : place + part.size], out=part)
@@ -307,10 +309,14 @@ def _add_noise(values: np.ndarray, start: int, places: list[int], noise: np.ndar
 
 # ------------------------------------------------------------------------------------------ signs
 def pack_signs(x: np.ndarray, turn: int | None = None) -> np.ndarray:
-    """Return one bit per element: whether it is at least 0; eight per byte, lowest bit first.
+    """Return one bit per element: 1 if it is at least 0; eight bits per byte, lowest bit first.
 
-    Without `turn` (a step), zeros are positive. With it, every other one is (even positions at
-    even turns), and below 2^-126 everything is zero. NaN is negative.
+    NaN is negative.
+
+    Args:
+        x: tensor of any shape.
+        turn: number of the step. If None, zeros are positive. Otherwise every other zero is
+            positive (even positions in even steps), and magnitudes below 2^-126 count as zero.
     """
     x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
@@ -332,11 +338,13 @@ def _bounds(turn: int) -> np.ndarray:
 
 
 def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
-    """Return a random bit per element of `x`, within [-1, 1]; it is 1 with probability (1 + x) / 2.
+    """Return a random bit per element of `x` in [-1, 1], which is 1 with probability (1 + x) / 2.
 
-    To 2^-17; eight a byte. An element's number r of the table makes it 1 if r >= (1 - x) / 2; at
-    turn 1 r is read as 1 - r, so that elements of zero get one bit of each kind from the two turns
-    of one `seed` (from `random.key`). Exact for -1 and 1: r is nearer to 1/2 than these.
+    The probability is accurate to 2^-17, and exact for -1 and 1. Eight bits form a byte.
+
+    With r from the random table, a bit is 1 if r >= (1 - x) / 2. With `turn` 1, r is read as 1 - r.
+    The two values of `turn` with one `seed` (from `random.key`) therefore give an element of zero
+    one bit of each kind.
     """
     x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
@@ -353,13 +361,13 @@ def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------- powers of two
 def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
-    """Each element rounded stochastically to a power of two (or zero): its sign, its exponent.
+    """Round each element stochastically to a power of two (or zero); pack signs and exponents.
 
-    Adding a random mantissa carries into the exponent with just the right probability; below
-    2^-126 too, where the neighbours are 0 and 2^-126.
+    Adding a random mantissa carries into the exponent with the right probability, also below
+    2^-126, where the neighbouring values are 0 and 2^-126.
 
     Returns:
-        Bytes: the signs as in `pack_signs` (1 is negative), then IEEE 754's exponents.
+        Bytes: the signs as in `pack_signs` (1 is negative), then IEEE 754 exponents.
     """
     x = _flat(x)
     packed = np.empty(-(-x.size // 8) + x.size, np.uint8)
@@ -372,16 +380,16 @@ def pack_powers(x: np.ndarray, seed: int) -> np.ndarray:
         packed[first : first + -(-block.size // 8)] = np.packbits(negative, bitorder="little")
         np.bitwise_and(bits, 0x7FFFFFFF, out=values)
         _add_noise(values, start, places, noise)
-        np.minimum(values, 0x7FFFFFFF, out=values)  # NaN carries no further
+        np.minimum(values, 0x7FFFFFFF, out=values)  # NaN must not carry into the sign
         values >>= 23
         np.copyto(exponents[start : start + block.size], values, casting="unsafe")
     return packed
 
 
 def sum_powers(parts: Sequence[np.ndarray], weight: float, like: np.ndarray) -> np.ndarray:
-    """`weight` times the sum over `parts` from `pack_powers`, in their order; fp32.
+    """Return `weight` times the sum of `parts` from `pack_powers`, in order; fp32.
 
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    The result has the shape of `like`. Consumes `like` irreversibly.
     """
     out = room(like)
     with np.errstate(all="ignore"):
@@ -408,11 +416,13 @@ def _powers_of(packed: np.ndarray, start: int, out: np.ndarray, count: int) -> N
 
 # ---------------------------------------------------------------------------------------- columns
 def column_means(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
-    """Means of the elements of each column whose bit is 0, and is 1; 0 where there are none.
+    """Return the means per column of the elements with bit 0 and of those with bit 1.
+
+    The mean of no elements is 0.
 
     Args:
         x: (n, m), or several matrices (k, n, m).
-        packed: whether each element is at least 0, from `pack_signs`.
+        packed: bits from `pack_signs`: whether each element is at least 0.
 
     Returns:
         (2, m), or (k, 2, m), fp32.
@@ -433,9 +443,9 @@ def column_means(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
 def sum_columns(
     parts: Sequence[np.ndarray], means: Sequence[np.ndarray], like: np.ndarray
 ) -> np.ndarray:
-    """Add up the bits (`parts`) with `column_means` for them, in their order; fp32.
+    """Return the sum of the bits `parts`, decoded with their `column_means`, in order; fp32.
 
-    In the shape of `like`, which it consumes, for good: after the first `yield` only.
+    The result has the shape of `like`. Consumes `like` irreversibly.
     """
     out, grids = room(like), [_columns(mean) for mean in means]
     for matrix, start, block in _rows(out):
@@ -450,7 +460,10 @@ def sum_columns(
 
 
 def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """`total` without its bits' `column_means`. Consumes it, for good: after the first `yield`."""
+    """Return `total` minus the column means that its bits select.
+
+    Consumes `total` irreversibly.
+    """
     out, (center, step) = np.ascontiguousarray(consume(total)), _columns(means)
     for matrix, start, block in _rows(out):
         values = _scratch.room(block)
@@ -462,14 +475,14 @@ def subtract_columns(total: np.ndarray, packed: np.ndarray, means: np.ndarray) -
 
 
 def _columns(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the midpoint of the two values of each column of each matrix, and their distance."""
+    """Return the midpoint and the distance of the two values of each column of each matrix."""
     low, high = means[..., 0, :], means[..., 1, :]
     center, step = (low + high) * np.float32(0.5), high - low
     return center.reshape(-1, center.shape[-1]), step.reshape(-1, step.shape[-1])
 
 
 def _rows(x: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Blocks of rows: which matrix, where they begin in all of `x`, and the rows."""
+    """Yield blocks of rows: the matrix's number, the block's offset in `x`, and the rows."""
     *_, n, m = x.shape
     count = max(1, BLOCK // m // 8 * 8)
     for i, matrix in enumerate(x.reshape(-1, n, m)):
@@ -479,7 +492,7 @@ def _rows(x: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
 
 # ---------------------------------------------------------------------------------------- scratch
 class _Scratch(threading.local):
-    """Memory for one block, kept: fresh memory costs more than a pass over it."""
+    """Memory for one block, reused because allocation costs more than a pass over it."""
 
     def __init__(self) -> None:
         self.values = np.empty(BLOCK, np.float32)
@@ -488,7 +501,7 @@ class _Scratch(threading.local):
         self.mask = np.empty(BLOCK, bool)
 
     def room(self, block: np.ndarray) -> np.ndarray:
-        """fp32 in the shape of `block`."""
+        """Return fp32 memory in the shape of `block`."""
         if block.size > self.values.size:
             self.values = np.empty(block.size, np.float32)
         return self.values[: block.size].reshape(block.shape)

@@ -1,7 +1,7 @@
-"""`accordion_hvd.ops.quantization` in whole-tensor operations of PyTorch: on any device.
+"""The operations of `accordion_hvd.ops.quantization` on entire PyTorch tensors, on any device.
 
-Nothing here waits for a GPU. The results are those of the CPU, but for the order in which "l1" and
-"l2" norms and columns are summed.
+No operation synchronizes a GPU. Results equal those on the CPU, except for the summation order of
+"l1" and "l2" norms and of columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Table: TypeAlias = Callable[[], np.ndarray]
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, below 2^bits; 1 to 8 bits) as few bytes; see `ops.quantization`."""
+    """Pack codes (uint8, below 2^bits) of 1 to 8 bits; see `ops.quantization`."""
     codes, packed = codes.reshape(-1), []
     for width in quantization.sections(bits):
         low = _padded(codes & (2**width - 1), 8 // width)
@@ -56,7 +56,7 @@ def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
 
 
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None = None) -> Tensor:
-    """x / step, rounded to integers of `bits` bits, packed; see `ops.quantization`."""
+    """Round x / step to packed codes of `bits` bits; see `ops.quantization`."""
     x = _flat(x)
     zero, middle = torch.zeros_like(steps), quantization.middle(bits)
     shrink = torch.full_like(steps, quantization.SHRINK)
@@ -74,7 +74,7 @@ def sum_quantized(
     middle: float,
     like: Tensor,
 ) -> Tensor:
-    """Add up (code - middle) * step over `parts`; see `accordion_hvd.ops.numpy`."""
+    """Return the sum of (code - middle) * step over `parts`; see `ops.quantization`."""
     pairs = zip(parts, steps, strict=True)
     return _sum((_values(*pair, bucket, bits, middle, like) for pair in pairs), like)
 
@@ -82,12 +82,12 @@ def sum_quantized(
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
-    """`total` - (code - middle) * step; see `ops.quantization`."""
+    """Return total - (code - middle) * step; see `ops.quantization`."""
     return total.contiguous().sub_(_values(packed, steps, bucket, bits, middle, total))
 
 
 def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
-    """Return one bit per element: whether it is at least 0; see `accordion_hvd.ops.numpy`."""
+    """Return one bit per element: 1 if it is at least 0; see `ops.quantization`."""
     x = _flat(x)
     if turn is None:
         return pack_bits((x >= 0).to(torch.uint8), 1)
@@ -96,14 +96,14 @@ def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
 
 
 def pack_random_signs(x: Tensor, seed: int, turn: int) -> Tensor:
-    """Return a random bit per element of `x`; see `accordion_hvd.ops.numpy`."""
+    """Return a random bit per element of `x`; see `ops.quantization`."""
     x = _flat(x)
     values = _noise(quantization.table, x, seed) + x * (0.5 if turn == 0 else -0.5)
     return pack_bits((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
 
 
 def pack_powers(x: Tensor, seed: int) -> Tensor:
-    """Elements rounded stochastically to powers of two; see `ops.quantization`."""
+    """Round elements stochastically to powers of two and pack them; see `ops.quantization`."""
     x = _flat(x)
     bits = x.view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).long() + _noise(quantization.mantissas, x, seed)
@@ -112,7 +112,7 @@ def pack_powers(x: Tensor, seed: int) -> Tensor:
 
 
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
-    """`weight` times the sum over `parts` from `pack_powers`; see `ops.quantization`."""
+    """Return `weight` times the sum of `parts` from `pack_powers`; see `ops.quantization`."""
     return _sum((_powers(packed, like) for packed in parts), like).mul_(weight)
 
 
@@ -120,12 +120,12 @@ def _powers(packed: Tensor, like: Tensor) -> Tensor:
     count = like.numel()
     signs, exponents = unpack_bits(packed[:-count], 1, count), packed[-count:]
     bits = (signs.long() << 8 | exponents.long()) << 23
-    bits = bits - ((bits >> 31) << 32)  # as int32 has it
+    bits = bits - ((bits >> 31) << 32)  # wrap to the range of int32
     return bits.to(torch.int32).view(torch.float32).view(like.shape)
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
-    """Means of a column's elements whose bit is 0, and is 1; see `ops.quantization`."""
+    """Return the means per column of elements with bit 0 and bit 1; see `ops.quantization`."""
     bits = unpack_bits(packed, 1, x.numel()).view(x.shape).bool()
     means = []
     for chosen in (~bits, bits):
@@ -135,13 +135,13 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Add up the bits (`parts`) with `column_means` for them; see `accordion_hvd.ops.numpy`."""
+    """Return the sum of `parts`, decoded with their column means; see `ops.quantization`."""
     pairs = zip(parts, means, strict=True)
     return _sum((_columns(*pair, like) for pair in pairs), like)
 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
-    """`total` without its bits' `column_means`; see `ops.quantization`."""
+    """Return `total` minus the column means of its bits; see `ops.quantization`."""
     return total.contiguous().sub_(_columns(packed, means, total))
 
 
@@ -159,7 +159,7 @@ def _values(
 
 
 def _sum(values: Iterable[Tensor], like: Tensor) -> Tensor:
-    """fp32, in the memory of `like` where possible, which it consumes."""
+    """Return the fp32 sum, in the memory of `like` where possible; consumes `like`."""
     fits = like.dtype == torch.float32 and like.is_contiguous()
     out = (
         like.detach() if fits else torch.empty(like.shape, dtype=torch.float32, device=like.device)
@@ -181,12 +181,12 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Rows of `width`; zeros complete the last one."""
+    """Return rows of `width`, with zeros to complete the last row."""
     return torch.nn.functional.pad(x, (0, -x.numel() % width)).view(-1, width)
 
 
 def _noise(source: Table, x: Tensor, seed: int) -> Tensor:
-    """Each element's number from a table."""
+    """Return the random number of each element from a table."""
     count = x.numel()
     windows = torch.arange(-(-count // quantization.WINDOW), device=x.device)
     places = random.hashed(windows, seed) % quantization.TABLE

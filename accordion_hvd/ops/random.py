@@ -1,4 +1,4 @@
-"""Random numbers that depend on their seed alone: equal on all ranks and in all frameworks."""
+"""Random numbers that depend only on their seed: equal on all ranks and in all frameworks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MASK = 0xFFFFFFFF
 
 
 def normal(shape: tuple[int, ...], seed: str) -> numpy.ndarray:
-    """Standard normal fp32 values from a counter-based generator (Philox) keyed by `seed`."""
+    """Return standard normal fp32 values from a counter-based generator keyed by `seed`."""
     generator = numpy.random.Generator(numpy.random.Philox(zlib.crc32(seed.encode())))
     return generator.standard_normal(shape, dtype=numpy.float32)
 
@@ -28,15 +28,15 @@ def key(*words: Any) -> Any:
 
 
 def uniform(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
-    """`count` fp32 values in [0, 1), a counter hashed with `seed` (from `key`).
+    """Return `count` fp32 values in [0, 1), from a counter hashed with `seed` (from `key`).
 
-    Integer arithmetic only, so every framework gives the same bits, in a graph too.
+    The hash uses only integer arithmetic, so all frameworks return the same bits, also in a graph.
     """
     return xp.cast(words(xp, count, seed, device) // 256, "float32") * (1.0 / (1 << 24))
 
 
 def words(xp: ModuleType, count: int, seed: Any, device: Any = None) -> Any:
-    """`count` integers (int64) of 32 random bits, a counter hashed with `seed` (from `key`)."""
+    """Return `count` integers (int64) of 32 random bits, from a counter hashed with `seed`."""
     return hashed(xp.arange(count, device), seed)
 
 
@@ -46,7 +46,7 @@ def hashed(counter: Any, seed: Any) -> Any:
 
 
 def _mix(value: Any) -> Any:
-    """Apply the 32-bit finaliser of MurmurHash3 to Python integers or int64 tensors (wrapping)."""
+    """Apply MurmurHash3's 32-bit finalizer to Python integers or int64 tensors (wrapping)."""
     value = value ^ (value // (1 << 16))
     value = (value * 0x85EBCA6B) & _MASK
     value = value ^ (value // (1 << 13))

@@ -1,9 +1,9 @@
-"""Noise that nobody can repeat: from the operating system's cryptographic source, never a seed.
+"""Unseeded random noise from the operating system's cryptographic source; it cannot be reproduced.
 
-What is added to integers is rounded to integers. That costs no privacy, since integers plus rounded
-noise are what rounding makes of integers plus noise; and nothing of a floating-point number's low
-bits, in which Mironov ("On Significance of the Least Significant Bits for Differential Privacy",
-CCS 2012) reads what was added to them, is left.
+Noise for integers is rounded to integers. Rounding costs no privacy: an integer plus rounded noise
+equals the rounded sum of the integer and the noise, so it is post-processing. It also removes the
+low bits of floating-point numbers, from which Mironov ("On Significance of the Least Significant
+Bits for Differential Privacy", CCS 2012) recovers the value to which noise was added.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import numpy as np
 
 
 def uniform(count: int) -> np.ndarray:
-    """`count` secret fp64 values in [0, 1), multiples of 2^-24, so that fp32 has them too."""
+    """Return `count` secret fp64 values in [0, 1), multiples of 2^-24.
+
+    fp32 represents these values exactly.
+    """
     return (_words(count) >> np.uint64(40)) * 2.0**-24
 
 
 def normal(count: int) -> np.ndarray:
-    """`count` secret standard normal fp64 values, by Box and Muller's transformation.
+    """Return `count` secret standard normal fp64 values, by the Box-Muller transform.
 
-    Radii come from 128 random bits, so that tails reach to 13 standard deviations: what is cut off
+    Radii come from 128 random bits, so the tails reach 13 standard deviations. The truncated part
     has a probability of 2^-128.
     """
     pairs = -(-count // 2)
@@ -33,9 +36,9 @@ def normal(count: int) -> np.ndarray:
 
 
 def rounded_normal(count: int, sigma: float, dtype: str) -> np.ndarray:
-    """`count` secret normal values of deviation `sigma`, rounded to integers of `dtype`.
+    """Return `count` secret normal values with standard deviation `sigma`, rounded to `dtype`.
 
-    What `dtype` cannot hold wraps around, as sums of it do: modulo 2^bits the sum is exact.
+    Values outside the range of `dtype` wrap around, as their sums do: sums are exact modulo 2^bits.
     """
     return np.rint(sigma * normal(count)).astype(np.int64).astype(dtype)
 

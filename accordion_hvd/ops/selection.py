@@ -1,9 +1,9 @@
-"""Selection of the largest elements of vectors, exactly and fast on a CPU.
+"""Exact and fast selection of the largest elements of vectors on a CPU.
 
-A threshold is read off a sample, somewhat too low, so that a few more than the wanted number of
-elements reach it; among these the selection is exact. An unlucky sample costs time, never
-exactness: if too few elements reach the threshold, all are looked at. A full pass is one addition,
-one comparison and one search for what passed, block by block so that each block stays in cache.
+A threshold is estimated from a sample, deliberately low, so that slightly more elements than needed
+reach it. The selection among these candidates is exact. An unlucky sample costs time but never
+exactness: if too few elements reach the threshold, all elements are searched. A full pass is one
+addition, one comparison and one search for candidates, in blocks that fit into the cache.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from accordion_hvd.ops.journal import consume
 
-_LONG = 1 << 16  # elements from which a vector is worth a pass of its own
-_SHORT = 1 << 9  # elements up to which a sample costs more than it saves
+_LONG = 1 << 16  # length from which each vector gets its own pass
+_SHORT = 1 << 9  # length up to which a sample costs more than it saves
 _BLOCK = 1 << 18
 _SAMPLE = 1 << 14
-_DEVIATIONS = 3  # how much too low a threshold is, in standard deviations of the sample
+_DEVIATIONS = 3  # margin of a threshold, in standard deviations of the sample
 
 
 def largest_index(x: np.ndarray, count: int) -> np.ndarray:
@@ -28,11 +28,11 @@ def largest_index(x: np.ndarray, count: int) -> np.ndarray:
 
     Args:
         x: (size,), or (rows, size).
-        count: how many of each row; at most `size` of them are taken.
+        count: elements to select per row; at most `size` are selected.
 
     Returns:
-        int32, ascending, counted through all rows. NaN counts as smallest; of equal magnitudes
-        the first are taken.
+        int32, ascending, counted through all rows. NaN counts as smallest. Of equal magnitudes the
+        first are selected.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = min(count, rows.shape[1])
@@ -41,17 +41,17 @@ def largest_index(x: np.ndarray, count: int) -> np.ndarray:
     if rows.shape[1] < _LONG:
         per_block = max(1, _BLOCK // rows.shape[1])
         blocks = range(0, len(rows), per_block)
-        found = [_of_rows(rows[s : s + per_block], count) + s * rows.shape[1] for s in blocks]
+        selected = [_of_rows(rows[s : s + per_block], count) + s * rows.shape[1] for s in blocks]
     else:
-        found = [_of_long(row, count) + i * row.size for i, row in enumerate(rows)]
-    return np.concatenate(found).astype(np.int32)
+        selected = [_of_long(row, count) + i * row.size for i, row in enumerate(rows)]
+    return np.concatenate(selected).astype(np.int32)
 
 
 def accumulate_largest(
     error: np.ndarray, grad: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """error + grad, and `largest_index` of it; one pass where possible. Consumes `error`."""
-    total = _begun(error, grad)
+    """Return error + grad and its `largest_index`; one pass where possible. Consumes `error`."""
+    total = _accumulator(error, grad)
     size = total.shape[-1]
     if total.size != size or size < _LONG or count >= size:
         np.add(total, grad, out=total)
@@ -65,47 +65,48 @@ def accumulate_largest(
 def accumulate_reaching(
     error: np.ndarray, grad: np.ndarray, limit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """error + grad, and where its magnitude is at least `limit`: int32, ascending.
+    """Return error + grad and the positions where |error + grad| >= limit: int32, ascending.
 
-    If `limit` is 0: where it is not zero. Not in a graph: how many there are is a value, for
-    which a GPU is waited for. Consumes `error`.
+    If `limit` is 0, returns the positions of nonzero elements. Not available in a graph: the number
+    of positions depends on values, and reading it synchronizes a GPU. Consumes `error`.
     """
-    total = _begun(error, grad)
+    total = _accumulator(error, grad)
     return total, _above(total.reshape(-1), limit, grad.reshape(-1)).astype(np.int32)
 
 
 def accumulate_outgrown(
     error: np.ndarray, grad: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """error + grad, AdaComp's choice of it, and each row's scale. Consumes `error`.
+    """Return error + grad, the positions that AdaComp selects, and the scale of each row.
 
-    Each row is cut into bins of `width` elements. Chosen is whose magnitude, were `grad` added
-    once more, reached its bin's largest; where that is 0, none is, and no zero is. A row's scale
-    is the mean of these largest. Not in a graph, as `accumulate_reaching`.
+    Each row is split into bins of `width` elements. With total = error + grad, an element is
+    selected if |total + grad| is at least the largest |total| in its bin. Zeros are not selected,
+    and neither is any element of a bin of zeros. The scale of a row is the mean of the bins'
+    largest magnitudes. Not available in a graph, like `accumulate_reaching`. Consumes `error`.
 
     Returns:
-        The sum, positions (int32, ascending, counted through all rows), scales (fp32, one a row).
+        The sum, positions (int32, ascending, counted through all rows), scales (fp32, one per row).
     """
-    total = _begun(error, grad)
+    total = _accumulator(error, grad)
     rows, fresh = total.reshape(-1, total.shape[-1]), grad.reshape(-1, total.shape[-1])
-    found, scales = [np.zeros(0, np.int64)], []
+    positions, scales = [np.zeros(0, np.int64)], []
     for number, (row, new) in enumerate(zip(rows, fresh, strict=True)):
         largest = []
         for part in _of_bins(row.size, width):
             index, most = _outgrown(row[part], new[part], width)
-            found.append(index + (number * row.size + part.start))
+            positions.append(index + (number * row.size + part.start))
             largest.append(most)
         scales.append(np.concatenate(largest).mean(dtype=np.float64))
-    return total, np.concatenate(found).astype(np.int32), np.array(scales, np.float32)
+    return total, np.concatenate(positions).astype(np.int32), np.array(scales, np.float32)
 
 
-def _begun(error: np.ndarray, grad: np.ndarray) -> np.ndarray:
-    """Return the memory for error + grad: the error, still without the gradient."""
+def _accumulator(error: np.ndarray, grad: np.ndarray) -> np.ndarray:
+    """Return the memory for error + grad, which still holds `error`."""
     return consume(error, lambda: np.subtract(error, grad, out=error))
 
 
 def _outgrown(block: np.ndarray, grad: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions and each bin's largest magnitude, for whole bins or one shorter one."""
+    """Return positions and the largest magnitude of each bin, for full bins or one shorter bin."""
     bins = (-1, min(width, block.size))
     np.add(block, grad, out=block)
     magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
@@ -120,28 +121,28 @@ def _outgrown(block: np.ndarray, grad: np.ndarray, width: int) -> tuple[np.ndarr
 
 
 def largest_of_bins(x: np.ndarray, width: int) -> np.ndarray:
-    """Return where the largest magnitude of each bin of `width` elements is: int32.
+    """Return the positions (int32) of the largest magnitude in each bin of `width` elements.
 
-    Ascending, counted through all rows; of equal magnitudes the first.
+    Positions ascend and are counted through all rows; of equal magnitudes the first is taken.
     """
-    rows, found = x.reshape(-1, x.shape[-1]), []
+    rows, positions = x.reshape(-1, x.shape[-1]), []
     for number, row in enumerate(rows):
         for part in _of_bins(row.size, width):
             block = row[part]
             magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
             index = magnitude.reshape(-1, min(width, block.size)).argmax(1)
             index += np.arange(index.size) * width + (number * row.size + part.start)
-            found.append(index)
-    return np.concatenate(found).astype(np.int32)
+            positions.append(index)
+    return np.concatenate(positions).astype(np.int32)
 
 
 def _of_bins(size: int, width: int) -> Iterator[slice]:
-    """Parts of a vector that hold whole bins, each small enough for the cache; then the rest."""
-    whole, step = size // width * width, max(_BLOCK // width, 1) * width
-    for start in range(0, whole, step):
-        yield slice(start, min(start + step, whole))
-    if whole < size:
-        yield slice(whole, size)
+    """Yield parts of a vector with full bins that fit into the cache; then the shorter last bin."""
+    full, step = size // width * width, max(_BLOCK // width, 1) * width
+    for start in range(0, full, step):
+        yield slice(start, min(start + step, full))
+    if full < size:
+        yield slice(full, size)
 
 
 def _of_long(x: np.ndarray, count: int) -> np.ndarray:
@@ -150,7 +151,7 @@ def _of_long(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def _chosen(x: np.ndarray, candidates: np.ndarray, threshold: float, count: int) -> np.ndarray:
-    """Return the `count` largest of `x`, given those not below `threshold` (or not zero)."""
+    """Return the `count` largest of `x`, given the `candidates` that reach `threshold`."""
     if candidates.size >= count:
         magnitude = np.abs(x[candidates])
         return candidates[_exactly(magnitude, count)]
@@ -162,7 +163,7 @@ def _chosen(x: np.ndarray, candidates: np.ndarray, threshold: float, count: int)
 
 
 def _exactly(magnitude: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest, ascending; of equal ones the first."""
+    """Return the positions of the `count` largest, ascending; of equal magnitudes the first."""
     least = np.partition(magnitude, magnitude.size - count)[magnitude.size - count]
     chosen = np.flatnonzero(magnitude >= least)
     surplus = chosen.size - count
@@ -178,7 +179,7 @@ def _filled(chosen: np.ndarray, size: int, count: int) -> np.ndarray:
 
 
 def _of_rows(rows: np.ndarray, count: int) -> np.ndarray:
-    """Return `largest` of rows that fit into the cache together."""
+    """Return `largest_index` of rows that fit into the cache together."""
     magnitude = np.abs(rows)
     number, size = rows.shape
     if size <= _SHORT:
@@ -201,18 +202,18 @@ def _least_of_rows(magnitude: np.ndarray, count: int) -> np.ndarray:
     low = np.partition(sample, sample.shape[1] - wanted, axis=1)[:, sample.shape[1] - wanted]
     candidates = np.flatnonzero(magnitude >= low[:, None])
     row = candidates // size
-    found = np.bincount(row, minlength=number)
-    if found.min() < count:
+    counts = np.bincount(row, minlength=number)
+    if counts.min() < count:
         return np.partition(magnitude, size - count, axis=1)[:, size - count]
-    start = np.cumsum(found) - found
-    table = np.full((number, found.max()), -1, magnitude.dtype)
+    start = np.cumsum(counts) - counts
+    table = np.full((number, counts.max()), -1, magnitude.dtype)
     table[row, np.arange(candidates.size) - start[row]] = magnitude.reshape(-1)[candidates]
     place = table.shape[1] - count
     return np.partition(table, place, axis=1)[:, place]
 
 
 def _threshold(sample: np.ndarray, count: int, size: int) -> float:
-    """Estimate a magnitude that somewhat more than `count` of `size` elements exceed."""
+    """Estimate a magnitude that slightly more than `count` of `size` elements exceed."""
     magnitude = np.abs(sample)
     place = magnitude.size - _wanted(magnitude.size, count, size)
     return float(np.partition(magnitude, place)[place])
@@ -225,12 +226,12 @@ def _wanted(sample: int, count: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _places(size: int, sample: int) -> np.ndarray:
-    """Return a sample's positions: scattered, as regular steps coincide with rows and columns."""
+    """Return scattered sample positions; a regular step could coincide with rows or columns."""
     return np.random.Generator(np.random.Philox(size)).integers(0, size, sample, np.int32)
 
 
 class _Scratch(threading.local):
-    """Memory for one block, kept: fresh memory costs more than a pass over it."""
+    """Memory for one block, reused because allocation costs more than a pass over it."""
 
     def __init__(self) -> None:
         self.magnitude = np.empty(_BLOCK, np.float32)
@@ -241,11 +242,11 @@ _scratch = _Scratch()
 
 
 def _above(x: np.ndarray, threshold: float, grad: np.ndarray | None = None) -> np.ndarray:
-    """Positions of magnitudes that reach `threshold`; if that is 0, of those that are not zero.
+    """Return the positions of magnitudes of at least `threshold`, or of nonzero ones if it is 0.
 
-    With `grad`, adds it to `x` first.
+    If `grad` is given, adds it to `x` first.
     """
-    found = []
+    positions = []
     for start in range(0, x.size, _BLOCK):
         block = x[start : start + _BLOCK]
         if grad is not None:
@@ -253,5 +254,5 @@ def _above(x: np.ndarray, threshold: float, grad: np.ndarray | None = None) -> n
         magnitude = np.abs(block, out=_scratch.magnitude[: block.size])
         compare = np.greater if threshold == 0 else np.greater_equal
         mask = compare(magnitude, threshold, out=_scratch.mask[: block.size])
-        found.append(np.flatnonzero(mask) + start)
-    return np.concatenate(found)
+        positions.append(np.flatnonzero(mask) + start)
+    return np.concatenate(positions)

@@ -1,4 +1,4 @@
-"""The properties of a tensor without its values."""
+"""Properties of a tensor without its values."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from accordion_hvd.ops.random import normal
 Tensor = Any
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
-"""Bytes of one element, by the name of its dtype."""
+"""Bytes per element for each dtype."""
 ITEMSIZE |= {f"{sign}int{bits}": bits // 8 for bits in (8, 16, 32, 64) for sign in ("", "u")}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its values: what `Compressor.init` is told.
+    """Properties of a tensor without its values; argument of `Compressor.init`.
 
     Attributes:
-        shape: the gradient's shape.
-        dtype: the gradient's dtype by name; state is fp32 whatever it is.
-        xp: the namespace of operations that serves it (`accordion_hvd.ops`).
-        device: where it lives, in its framework's terms.
+        shape: shape of the gradient.
+        dtype: name of the gradient's dtype. State is fp32, whatever this dtype is.
+        xp: module of operations for the gradient (`accordion_hvd.ops`).
+        device: device of the gradient, as its framework describes it.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def wide(self) -> str:
-        """Return the dtype of precise state: fp64 for fp64, else fp32."""
+        """Return the dtype of high-precision state: fp64 for fp64, else fp32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
@@ -47,5 +47,8 @@ class Spec:
         return self.xp.zeros(shape, dtype, self.device)
 
     def normal(self, shape: tuple[int, ...], seed: str) -> Tensor:
-        """Standard normal fp32 values from `seed`: equal on all ranks and in all frameworks."""
+        """Return standard normal fp32 values that depend only on `seed`.
+
+        The values are equal on all ranks and in all frameworks.
+        """
         return self.xp.asarray(normal(shape, seed), self.device)

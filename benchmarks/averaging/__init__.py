@@ -1,1 +1,1 @@
-"""Averaging of models: accuracy, late ranks, a thousand virtual ranks; writes docs/averaging.md."""
+"""Benchmarks of model averaging: accuracy, late ranks, simulated scale; write docs/averaging.md."""

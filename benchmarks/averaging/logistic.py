@@ -1,9 +1,9 @@
-"""A worked example: logistic regression over a ring whose members exchange compressed innovations.
+"""Example: logistic regression over a ring whose ranks exchange compressed innovations.
 
-Eight ranks have different parts of scikit-learn's digits (sorted by label, so no part is like
-another), and minimise the mean of their regularised softmax losses with full gradients. Each
-method runs until its models are within 1e-8 of the optimum, which Newton's method finds; the
-picture has the error over the bits that a rank has sent to each neighbour.
+Eight ranks hold different parts of scikit-learn's digits, sorted by label so that the parts differ.
+They minimize the mean of their regularized softmax losses with full gradients. Each method runs
+until its models are within 1e-8 of the optimum, which Newton's method finds. The picture shows the
+error over the bits that a rank sends to each neighbour.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Softmax:
-    """Regularised softmax regression, one part of the data a rank.
+    """Regularized softmax regression with one part of the data per rank.
 
     Attributes:
-        parts: each rank's features (count, features), the last one 1, and labels as one-hot rows.
-        penalty: half of it times the squared norm is added, which makes the loss strongly convex.
+        parts: features (count, features), with 1 as the last feature, and one-hot labels, per rank.
+        penalty: factor of the squared norm / 2 in the loss, which makes the loss strongly convex.
     """
 
     parts: tuple[tuple[Array, Array], ...]
@@ -44,25 +44,25 @@ class Softmax:
 
     @property
     def size(self) -> int:
-        """How many parameters there are."""
+        """Return the number of parameters."""
         features, labels = self.parts[0]
         return features.shape[1] * labels.shape[1]
 
     def gradient(self, rank: int, x: Array) -> Array:
-        """Of the mean loss of a rank's part."""
+        """Return the gradient of the mean loss of a rank's part."""
         features, labels = self.parts[rank]
-        wrong = _chances(features, x) - labels
-        return (features.T @ wrong / len(features)).reshape(-1) + self.penalty * x
+        residual = _probabilities(features, x) - labels
+        return (features.T @ residual / len(features)).reshape(-1) + self.penalty * x
 
     @functools.cached_property
     def smoothness(self) -> float:
-        """A bound on the curvature of every part."""
+        """Return an upper bound on the curvature of every part's loss."""
         largest = max(np.linalg.norm(f, 2) ** 2 / len(f) for f, _ in self.parts)
         return 0.5 * float(largest) + self.penalty
 
     @functools.cached_property
     def optimum(self) -> Array:
-        """Of the mean of all parts' losses, by Newton's method."""
+        """Return the minimizer of the mean loss of all parts, by Newton's method."""
         x = np.zeros(self.size)
         for _ in range(100):
             slope = np.mean([self.gradient(rank, x) for rank in range(len(self.parts))], 0)
@@ -74,28 +74,28 @@ class Softmax:
 
     def _curvature(self, rank: int, x: Array) -> Array:
         features, labels = self.parts[rank]
-        chances, classes = _chances(features, x), labels.shape[1]
-        found = np.zeros((features.shape[1], classes, features.shape[1], classes))
+        probabilities, classes = _probabilities(features, x), labels.shape[1]
+        hessian = np.zeros((features.shape[1], classes, features.shape[1], classes))
         for a in range(classes):
             for b in range(classes):
-                weight = chances[:, a] * ((a == b) - chances[:, b])
-                found[:, a, :, b] = features.T @ (features * weight[:, None]) / len(features)
-        return found.reshape(self.size, self.size) + self.penalty * np.eye(self.size)
+                weight = probabilities[:, a] * ((a == b) - probabilities[:, b])
+                hessian[:, a, :, b] = features.T @ (features * weight[:, None]) / len(features)
+        return hessian.reshape(self.size, self.size) + self.penalty * np.eye(self.size)
 
     def error(self, models: Sequence[Array]) -> float:
-        """The largest distance of any rank's model from the optimum, relative to its norm."""
-        apart = max(float(np.linalg.norm(model - self.optimum)) for model in models)
-        return apart / float(np.linalg.norm(self.optimum))
+        """Return the largest distance of a rank's model from the optimum, relative to its norm."""
+        distance = max(float(np.linalg.norm(model - self.optimum)) for model in models)
+        return distance / float(np.linalg.norm(self.optimum))
 
 
-def _chances(features: Array, x: Array) -> Array:
+def _probabilities(features: Array, x: Array) -> Array:
     scores = features @ x.reshape(features.shape[1], -1)
     scores = np.exp(scores - scores.max(1, keepdims=True))
     return scores / scores.sum(1, keepdims=True)
 
 
 def digits(ranks: int = 8, penalty: float = 0.1) -> Softmax:
-    """The digits, sorted by label and cut in parts of one size."""
+    """Return the problem on the digits, sorted by label and split into equal parts."""
     data = load("digits")
     order = np.argsort(data.train.labels, kind="stable")
     order = order[: len(order) // ranks * ranks]
@@ -108,29 +108,29 @@ def digits(ranks: int = 8, penalty: float = 0.1) -> Softmax:
 
 @dataclass
 class Curve:
-    """How one method fared: `bits` sent to each neighbour, and the `errors` after each step."""
+    """Progress of one method: `bits` sent to each neighbour and `errors` after each step."""
 
     name: str
     bits: list[float]
     errors: list[float]
 
     def until(self, error: float) -> tuple[int, float] | None:
-        """Steps and bits to an error; None if it was not reached."""
-        reached = [i for i, found in enumerate(self.errors) if found <= error]
+        """Return the steps and bits until an error is reached; None if it was not reached."""
+        reached = [i for i, value in enumerate(self.errors) if value <= error]
         return (reached[0] + 1, self.bits[reached[0]]) if reached else None
 
 
 def run(
     name: str, method: Averaging, problem: Softmax, lr: float, steps: int, least: float = 1e-9
 ) -> Curve:
-    """Full-gradient descent under a method, until the error is `least`.
+    """Run full-gradient descent with a method until the error is at most `least`.
 
     Args:
-        name: of the curve.
-        method: how models are averaged.
-        problem: what is minimised.
-        lr: the step size.
-        steps: at most.
+        name: name of the curve.
+        method: averaging method.
+        problem: problem to minimize.
+        lr: step size.
+        steps: largest number of steps.
         least: error at which to stop.
     """
     hub, ranks = Hub(len(problem.parts)), range(len(problem.parts))
@@ -141,13 +141,13 @@ def run(
     curve = Curve(name, [], [])
     sent: list[int] = []
     for step in range(steps):
-        talks = []
+        exchanges = []
         for rank in ranks:
             model = models[rank] - lr * problem.gradient(rank, models[rank])
-            told = Info(step=step, rank=rank, size=hub.ranks, name="model", lr=lr)
-            talks.append(method.exchange(model, states[rank], told))
-        talks[0] = _counted(talks[0], sent)
-        models, states = map(list, zip(*lockstep(links, talks), strict=True))
+            info = Info(step=step, rank=rank, size=hub.ranks, name="model", lr=lr)
+            exchanges.append(method.exchange(model, states[rank], info))
+        exchanges[0] = _counted(exchanges[0], sent)
+        models, states = map(list, zip(*lockstep(links, exchanges), strict=True))
         curve.bits.append(8 * sum(sent))
         curve.errors.append(problem.error(models))
         if curve.errors[-1] <= least or not curve.errors[-1] < 1e6:
@@ -155,15 +155,15 @@ def run(
     return curve
 
 
-def _counted(conversation: RequestGenerator, sent: list[int]) -> RequestGenerator:
-    """The same conversation; adds the bytes of each message to a neighbour to `sent`."""
+def _counted(exchange: RequestGenerator, sent: list[int]) -> RequestGenerator:
+    """Return an exchange generator that appends the bytes of each message to `sent`."""
 
-    def serve(asked: Any) -> RequestGenerator:
-        if isinstance(asked, Neighbours):
-            sent.append(asked.tensor.nbytes)
-        return (yield asked)
+    def serve(request: Any) -> RequestGenerator:
+        if isinstance(request, Neighbours):
+            sent.append(request.tensor.nbytes)
+        return (yield request)
 
-    return intercept(conversation, serve)
+    return intercept(exchange, serve)
 
 
 METHODS: dict[str, Averaging] = {
@@ -177,7 +177,7 @@ METHODS: dict[str, Averaging] = {
 
 
 def table(curves: Sequence[Curve], error: float) -> list[list[str]]:
-    """Head and rows: steps and bits to an error."""
+    """Return a header and rows with the steps and bits to an error."""
     rows = [["method", f"steps to {error:g}", "bits to each neighbour", "of NIDS'", "least error"]]
     base = curves[0].until(error)
     for curve in curves:
@@ -190,7 +190,7 @@ def table(curves: Sequence[Curve], error: float) -> list[list[str]]:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """The error over bits."""
+    """Draw the error over bits."""
     with figure(path, (8, 5)) as (_, ((axis,),)):
         for curve in curves:
             axis.loglog(curve.bits, curve.errors, label=curve.name)
@@ -201,13 +201,13 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run all methods; print a table, draw a picture."""
+    """Run all methods, print a table and draw a picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8, help="members of the ring (default 8)")
-    parser.add_argument("--penalty", type=float, default=0.1, help="of squared norms (0.1)")
-    parser.add_argument("--steps", type=int, default=5000, help="at most (5000)")
-    parser.add_argument("--error", type=float, default=1e-8, help="to reach (1e-8)")
-    parser.add_argument("--picture", type=Path, help="where to draw bits against error")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of the ring (8)")
+    parser.add_argument("--penalty", type=float, default=0.1, help="weight of squared norms (0.1)")
+    parser.add_argument("--steps", type=int, default=5000, help="largest number of steps (5000)")
+    parser.add_argument("--error", type=float, default=1e-8, help="error to reach (1e-8)")
+    parser.add_argument("--picture", type=Path, help="file for a picture of error over bits")
     chosen = parser.parse_args(words)
     problem = digits(chosen.ranks, chosen.penalty)
     lr = 1.9 / problem.smoothness

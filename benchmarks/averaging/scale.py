@@ -1,8 +1,8 @@
 """Throughput and consensus of averaging methods on up to a thousand ranks, in virtual time.
 
-Each step computes for a while, during which two ranks drawn at random are 0.32 s late, as in the
-paper of WAGMA-SGD; all else is said by the options. Models follow noisy SGD on a quadratic, so
-distances between them are in units of one step's noise times the learning rate.
+In each step, two ranks drawn at random are 0.32 s late, as in the paper of WAGMA-SGD; options set
+all other parameters. Models follow noisy SGD on a quadratic, so distances between them are in units
+of one step's noise times the learning rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLOURS = ("#7f7f7f", "#0072B2", "#E69F00", "#56B4E9", "#009E73")
 
 
 def methods(period: int) -> dict[str, tuple[Averaging, bool]]:
-    """Name to method, and whether groups do not wait for late ranks."""
+    """Return (method, wait-avoiding) by name; wait-avoiding groups do not wait for late ranks."""
     return {
         "average of all each step": (LocalSGD(1), False),
         f"local SGD({period})": (LocalSGD(period), False),
@@ -47,7 +47,7 @@ Found = dict[str, dict[int, Outcome]]
 def measure(
     ranks: Sequence[int], steps: int, period: int, compute: Any, link: Link, size: float, seed: int
 ) -> Found:
-    """Each method's outcome for each number of ranks."""
+    """Return the outcome of each method for each number of ranks."""
     found: Found = {name: {} for name in methods(period)}
     for count in ranks:
         for name, (method, avoiding) in methods(period).items():
@@ -58,7 +58,7 @@ def measure(
 
 
 def table(found: Found) -> str:
-    """Steps a second, and the largest distance of models, in Markdown."""
+    """Return Markdown tables of steps per second, the models' largest distance, and late models."""
     ranks = [f"{count} ranks" for count in next(iter(found.values()))]
     parts = []
     for title, value in (
@@ -75,7 +75,7 @@ def table(found: Found) -> str:
 
 
 def draw(found: Found, path: Path) -> None:
-    """Both over the number of ranks."""
+    """Draw steps per second and distance over the number of ranks."""
     panels = {
         "steps a second": lambda one: one.rate,
         "largest distance from the mean": lambda one: max(one.distance),
@@ -93,21 +93,26 @@ def draw(found: Found, path: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run all methods on all numbers of ranks; print a table, draw a picture."""
+    """Run all methods on all numbers of ranks, print tables and draw a picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="numbers of ranks")
-    add("--steps", type=int, default=50, help="of each rank (50)")
+    add("--steps", type=int, default=50, help="steps of each rank (50)")
     add("--period", type=int, default=10, help="steps between averages of all ranks (10)")
-    add("--compute", type=float, default=0.4, help="seconds that a step computes (0.4)")
-    add("--delay", type=float, default=0.32, help="seconds that two ranks a step are late (0.32)")
-    add("--sigma", type=float, help="draw seconds from a log-normal distribution instead")
-    add("--trace", type=Path, help="take them from a file instead, a line a step")
-    add("--latency", type=float, default=2e-6, help="of a message, in seconds (2e-6)")
-    add("--bandwidth", type=float, default=1e10, help="of a link, in bytes a second (1e10)")
-    add("--size", type=float, default=1.02e8, help="bytes of a model (ResNet-50's)")
-    add("--seed", type=int, default=0, help="of delays and noise (0)")
-    add("--picture", type=Path, help="where to draw both over ranks")
+    add("--compute", type=float, default=0.4, help="seconds of computation per step (0.4)")
+    add("--delay", type=float, default=0.32, help="delay in seconds of two ranks per step (0.32)")
+    add("--sigma", type=float, help="draw the seconds from a log-normal distribution instead")
+    add("--trace", type=Path, help="read the seconds from a file instead, one line per step")
+    add("--latency", type=float, default=2e-6, help="latency of a message in seconds (2e-6)")
+    add(
+        "--bandwidth",
+        type=float,
+        default=1e10,
+        help="bytes per second of a link (1e10)",
+    )
+    add("--size", type=float, default=1.02e8, help="bytes of a model (1.02e8, as ResNet-50)")
+    add("--seed", type=int, default=0, help="seed of delays and noise (0)")
+    add("--picture", type=Path, help="file for a picture")
     chosen = parser.parse_args(words)
     compute: Any = Stragglers(chosen.compute, chosen.delay)
     if chosen.sigma is not None:

@@ -1,9 +1,9 @@
-"""Measured: who waits for whom when ranks are late, and how far from the best that is.
+"""Throughput of averaging methods when ranks are late, compared with the best possible.
 
-Real ranks over MPI sleep instead of computing: 20 ms a step, and at each step two ranks drawn at
-random are late by 180 ms. Each way to average is measured on models of several sizes, beside what
-the delays allow at best (virtual time in which messages take none) and what virtual time predicts
-with the latency and bandwidth of this machine's exchanges.
+Real ranks over MPI sleep instead of computing: 20 ms per step, and in each step two ranks drawn at
+random are late by 180 ms. Each averaging method is measured on models of several sizes. Two rates
+are listed for comparison: the best that the delays allow (virtual time with free messages), and the
+rate that virtual time predicts from the latency and bandwidth of exchanges on this machine.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ METHODS = (ALL, LOCAL, WAITING, AVOIDING)
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds of steps that have been drawn already, (steps, ranks)."""
+    """Times of steps that have already been drawn, in seconds, (steps, ranks)."""
 
     seconds: Any
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """The table itself."""
+        """Return the table itself."""
         return self.seconds
 
 
 def expected(name: str, chosen: Any, times: Array, link: Link, size: float) -> float:
-    """Steps a second in virtual time, after the steps that `timed` does not count."""
+    """Return steps per second in virtual time, without the warm-up steps of `timed`."""
     method: Averaging = WAGMA(chosen.group_size, chosen.period)
     if name in (ALL, LOCAL):
         method = LocalSGD(1 if name == ALL else chosen.period)
@@ -61,11 +61,11 @@ class Waiting:
 
     def __init__(self, comm: Any, groups: Groups, period: int) -> None:
         self._comm, self._groups, self._period, self._steps = comm, groups, period, 0
-        mine = [group for group in groups.all() if comm.Get_rank() in group]
-        self._parts = {g: comm.Create_group(comm.Get_group().Incl(list(g))) for g in mine}
+        own = [group for group in groups.all() if comm.Get_rank() in group]
+        self._parts = {g: comm.Create_group(comm.Get_group().Incl(list(g))) for g in own}
 
     def average(self, model: Sequence[Array]) -> None:
-        """One allreduce, of the group or of all."""
+        """Average with one allreduce, over the group or over all ranks."""
         from mpi4py import MPI
 
         group = self._groups.of(self._comm.Get_rank(), self._steps)
@@ -91,10 +91,17 @@ def averager(method: str, comm: Any, model: Array, group_size: int, period: int)
 
 
 def timed(comm: Any, averaging: Any, model: Array, times: Array, warm: int) -> tuple[float, float]:
-    """After some steps (whole periods) in which memory is touched first.
+    """Measure the steps after `warm` steps that first touch the memory.
+
+    Args:
+        comm: MPI communicator.
+        averaging: object from `averager`.
+        model: model to average.
+        times: seconds of each step, (steps, ranks).
+        warm: number of warm-up steps, a multiple of the period.
 
     Returns:
-        Steps a second of the slowest rank; seconds of a core that a step takes on a rank.
+        Steps per second of the slowest rank, and CPU seconds per step and rank.
     """
     for step, row in enumerate([*times[:warm], *times]):
         if step == warm:
@@ -114,7 +121,7 @@ def _max() -> Any:
 
 
 def link(comm: Any, size: int, group_size: int) -> Link:
-    """Latency and bandwidth under which virtual time has this machine's exchanges in groups."""
+    """Measure the latency and bandwidth of exchanges in groups on this machine."""
     seconds = {}
     for count in (1, size):
         model = np.zeros(count, np.float32)
@@ -128,16 +135,16 @@ def link(comm: Any, size: int, group_size: int) -> Link:
         averaging.close()
         seconds[count] = comm.allreduce(statistics.median(took)) / comm.Get_size()
     latency = seconds[1] / (2 * len(factors(group_size)) + 2)  # with activation and token
-    moved = 2 * (group_size - 1) / group_size * 4 * size
-    return Link(latency, moved / max(seconds[size] - seconds[1], 1e-6))
+    sent = 2 * (group_size - 1) / group_size * 4 * size
+    return Link(latency, sent / max(seconds[size] - seconds[1], 1e-6))
 
 
 def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
-    """A row for each size and method, medians of `chosen.repetitions`; on every rank."""
+    """Return a row for each size and method, on every rank."""
     rows, ranks = [], comm.Get_size()
     times = Stragglers(chosen.compute, chosen.delay).draw(ranks, chosen.steps, 0)
     for size in chosen.sizes:
-        known = link(comm, size, chosen.group_size)
+        measured_link = link(comm, size, chosen.group_size)
         rates: dict[str, list[float]] = {method: [] for method in METHODS}
         busy: dict[str, list[float]] = {method: [] for method in METHODS}
         late: list[float] = []
@@ -150,15 +157,15 @@ def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
             averaging.close()
             if method == AVOIDING:
                 late.append(comm.allreduce(averaging.late / averaging.steps) / ranks)
-        for method, found in rates.items():
+        for method, measured in rates.items():
             best, predicted = (
-                expected(method, chosen, times, one, 4.0 * size)
-                for one in (Link(0.0, float("inf")), known)
+                expected(method, chosen, times, model_link, 4.0 * size)
+                for model_link in (Link(0.0, float("inf")), measured_link)
             )
             row = {
                 "size": size,
                 "method": method,
-                "rates": found,
+                "rates": measured,
                 "best": best,
                 "predicted": predicted,
             }
@@ -168,7 +175,7 @@ def measure(comm: Any, chosen: Any) -> list[dict[str, Any]]:
 
 
 def idle(comm: Any, chosen: Any) -> list[dict[str, Any]]:
-    """What share of a core each rank uses while it sleeps, without and with a waiting thread."""
+    """Measure the share of a core that a sleeping rank uses, without and with a waiting thread."""
     rows = []
     for _ in range(chosen.repetitions):
         plain = _share_of_a_core(comm, chosen.pause)
@@ -180,7 +187,7 @@ def idle(comm: Any, chosen: Any) -> list[dict[str, Any]]:
 
 
 def _share_of_a_core(comm: Any, seconds: float) -> float:
-    """The mean over ranks; nobody may wait in MPI, which is busy waiting."""
+    """Return the mean over ranks. No rank may wait in MPI, which waits busily."""
     comm.Barrier()
     began = time.process_time()
     time.sleep(seconds)
@@ -203,16 +210,16 @@ COLUMNS = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Head and rows."""
+    """Return a header and rows."""
     lines = []
     for row in rows:
         rate = statistics.median(row["rates"])
-        told = {
+        cells = {
             "rates": spread(row["rates"], digits(2)),
             "reached": 100 * rate / row["best"],
             "off": 100 * (row["predicted"] / rate - 1),
             "core_ms": 1e3 * row["busy"],
             "late": f"{100 * row['late']:.0f} %" if row["late"] else "",
         }
-        lines.append({**row, **told})
+        lines.append({**row, **cells})
     return tabulate(COLUMNS, lines)

@@ -1,5 +1,5 @@
-"""The compressors in usual settings: bytes sent, time and memory needed, accuracy kept.
+"""Benchmarks of compressors in usual settings: bytes sent, time, memory and accuracy.
 
-`catalog` lists them, `bytes_sent` writes docs/compressors.md, `kernels` docs/kernels.md and
-`training` docs/compressor-accuracy.md.
+`catalog` lists the settings, `bytes_sent` writes docs/compressors.md, `kernels` writes
+docs/kernels.md and `training` writes docs/compressor-accuracy.md.
 """

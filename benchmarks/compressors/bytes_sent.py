@@ -1,6 +1,6 @@
-"""docs/compressors.md: bytes that a rank sends and receives, by formula and counted in simulation.
+"""Bytes that a rank sends and receives, by formula and as counted in simulation.
 
-`scripts/bytes_sent.py` writes it.
+`scripts/bytes_sent.py` writes docs/compressors.md.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ RANKS = (2, 4, 16, 64)
 
 @functools.cache
 def counted(row: CatalogRow, ranks: int) -> tuple[float, float]:
-    """Bytes that `stats()` counts in a step, sent and received: a rank's, mean over ranks."""
+    """Return the bytes that `stats()` counts in a step, sent and received: means over ranks."""
     world = simulate(row.compressor, ranks, local_size=row.local)
     draw = np.random.default_rng(0)
-    seen = [(0.0, 0.0)]
+    totals = [(0.0, 0.0)]
     for _ in range(row.after + 1):
         world.step([{"w": draw.standard_normal(SHAPE, np.float32)} for _ in range(ranks)], lr=0.1)
         stats = [exchange.stats() for exchange in world.exchanges]
-        seen.append((_mean(stats, "sent"), _mean(stats, "received")))
-    return seen[-1][0] - seen[-2][0], seen[-1][1] - seen[-2][1]
+        totals.append((_mean(stats, "sent"), _mean(stats, "received")))
+    return totals[-1][0] - totals[-2][0], totals[-1][1] - totals[-2][1]
 
 
 def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
-    return sum(found[key] for found in stats) / len(stats)
+    return sum(entry[key] for entry in stats) / len(stats)
 
 
 def by_formula(row: CatalogRow, ranks: int) -> float:
-    """Bytes sent in a step by a rank, as `CatalogRow.moved` says."""
+    """Return the bytes that a rank sends in a step, according to `CatalogRow.moved`."""
     outer, (a, b) = row.compressor, SHAPE
     compressor = getattr(outer, "codec", outer)
     names: dict[str, Any] = {
@@ -59,7 +59,7 @@ def by_formula(row: CatalogRow, ranks: int) -> float:
 
 
 def table() -> list[list[str]]:
-    """Head and rows."""
+    """Return a header and rows."""
     heads = ["n = " + str(ranks) for ranks in RANKS]
     rows = [["compressor", "bytes sent by each of n ranks", *heads]]
     for row in CATALOG:
@@ -70,14 +70,14 @@ def table() -> list[list[str]]:
 
 
 def _cell(sent: float, received: float) -> str:
-    """In kB; both, if they differ."""
+    """Format bytes in kB; list both numbers if they differ."""
     if abs(sent - received) <= 0.005 * sent:
         return f"{sent / 1e3:.1f}"
     return f"{sent / 1e3:.1f} / {received / 1e3:.1f}"
 
 
 def page() -> str:
-    """All of docs/compressors.md."""
+    """Return the text of docs/compressors.md."""
     rows, columns = SHAPE
     size = f"{4e-3 * rows * columns:.0f}"
     return render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))

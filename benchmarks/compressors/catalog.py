@@ -1,8 +1,7 @@
-"""The catalog of compressors for tables: each in a usual setting, with the bytes that it sends.
+"""Catalog of compressors in usual settings, with the bytes that each of them sends.
 
-A row of `CATALOG` is all that a compressor needs to appear in `docs/compressors.md` (written by
-`bytes_sent.py`) and in the measurements of `kernels.py`. A new compressor gets its row when it is
-measured; until then the benchmarks name it as missing.
+A compressor with a row in `CATALOG` appears in `docs/compressors.md` (written by `bytes_sent.py`)
+and in the measurements of `kernels.py`. The benchmarks report compressors without a row as missing.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ from accordion_hvd.privacy.topagg import TopAgg
 
 @dataclass(frozen=True)
 class CatalogRow:
-    """What a rank sends in a step, and receives.
+    """A compressor and the bytes that a rank sends in a step.
 
     Attributes:
-        compressor: in a usual setting.
-        moved: bytes that each rank sends, a Python expression. It may use n (ranks), d (elements),
-            a and b (rows and columns of the matrix that they form), k (elements that the
-            compressor keeps of d), L (ranks a machine), m (machines), the arguments of the
-            compressor and of the codec in it, and packed(k, d): bytes of k ascending positions
-            below d (about 1.2 k for k = d / 100). Empty where it depends on the gradients' values.
-        local: ranks a machine.
-        after: steps before the one that is counted (warm-ups send something else).
+        compressor: compressor in a usual setting.
+        moved: Python expression for the bytes that each rank sends. It may use n (ranks), d
+            (elements), a and b (rows and columns of the gradient as a matrix), k (elements that the
+            compressor selects), L (ranks per host), m (hosts), the arguments of the compressor
+            and of its codec, and packed(k, d): bytes of k ascending positions below d (about 1.2 k
+            for k = d / 100). Empty if the bytes depend on the gradients' values.
+        local: number of ranks per host.
+        after: number of steps before the counted one (warm-up steps send other messages).
     """
 
     compressor: Compressor
@@ -103,6 +102,6 @@ CATALOG = (
 
 
 def missing() -> list[str]:
-    """Return the names of compressors that have no row yet."""
+    """Return the names of compressors without a row."""
     listed = {type(row.compressor).__name__ for row in CATALOG}
     return [name for name in compressors.__all__ if name not in listed]

@@ -1,8 +1,8 @@
-"""What compressors cost apart from the network, for docs/kernels.md (`make bench-kernels`).
+"""Time and memory of compressors without the network, for docs/kernels.md (`make bench-kernels`).
 
-Times are of one conversation over one fp32 gradient on one thread: encoding (until the first
-request is ready) and decoding (all after it), each as a multiple of copying the gradient into warm
-memory. Three more ranks are played by answers that repeat this rank's own requests.
+Times are of one exchange of one fp32 gradient on one thread: encoding (until the first request is
+ready) and decoding (all work after it), each as a multiple of the time to copy the gradient into
+warm memory. Copies of this rank's own requests stand in for the answers of three more ranks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from examples.report import as_markdown, as_text
 
 RANKS = 4
 LATE = 10**6
-"""Steps after which every method is in its last phase."""
+"""Number of a step in which every method is in its last phase."""
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow", "numpy": "NumPy"}
 
 
 @dataclass
 class Cost:
-    """Of a compressor, in multiples of what the gradient is: its copying time, its bytes.
+    """Cost of a compressor, relative to the time to copy the gradient and to the gradient's bytes.
 
     Attributes:
         encode: time until the first request.
-        decode: time after it, without waiting.
-        state: bytes kept from step to step.
-        peak: bytes beyond these and the gradient, at most, answers included; NaN if unknown.
+        decode: time after the first request, without waiting.
+        state: bytes of state between steps.
+        peak: largest number of further bytes beyond state and gradient, answers included; NaN if
+            unknown.
     """
 
     encode: float
@@ -56,12 +57,12 @@ class Cost:
 
 
 class Bench:
-    """One gradient, and what is measured on it.
+    """Measurement of compressors on one gradient.
 
     Args:
         framework: "torch", "tensorflow" or "numpy".
-        side: rows and columns of the gradient.
-        rounds: how often each time is taken; their median counts.
+        side: number of rows and columns of the gradient.
+        rounds: number of repetitions, of which the median counts.
     """
 
     def __init__(self, framework: str, side: int, rounds: int) -> None:
@@ -70,24 +71,24 @@ class Bench:
         draw = np.random.Generator(np.random.Philox(1))
         self.values = draw.standard_normal((side, side), np.float32)
         self.rounds, self._warm = rounds, np.zeros_like(self.values)
-        self._sent: Tensor | None = None  # kept from step to step, as communicators do
+        self._sent: Tensor | None = None  # reused in each step, as in communicators
 
     def measure(self, compressor: Compressor) -> Cost:
-        """Its costs, of steps that follow each other: errors are at work.
+        """Return the costs of a compressor over consecutive steps, so that residuals are in use.
 
-        Where ranks take turns as leader, this one always leads.
+        If ranks alternate as leader, this rank always leads.
         """
-        machines = consecutive(RANKS, 2) if compressor.topology_aware else ()
+        hosts = consecutive(RANKS, 2) if compressor.topology_aware else ()
         spec = self.xp.spec(self.xp.asarray(self.values))
-        state = compressor.init(spec, Info(size=RANKS, name="w", hosts=machines))
-        kept = sum(_bytes(self.xp, x) for x in state.values()) / self.values.nbytes
+        state = compressor.init(spec, Info(size=RANKS, name="w", hosts=hosts))
+        state_size = sum(_bytes(self.xp, x) for x in state.values()) / self.values.nbytes
         copies, encodes, decodes, peak = [], [], [], math.nan
         for step in range(self.rounds + 2):
-            info = Info(step, step % RANKS, RANKS, "w", 0.1, machines, compressor.variant(LATE))
+            info = Info(step, step % RANKS, RANKS, "w", 0.1, hosts, compressor.variant(LATE))
             gradient = self.xp.asarray(self.values)
             before = forget_peak()
             encode, decode, state = self._step(compressor, gradient, state, info)
-            if step == 1:  # the first one has made what is kept for ever
+            if step == 1:  # step 0 allocated persistent memory
                 peak = (peak_memory() - before) / self.values.nbytes
             if step > 1:
                 encodes.append(encode)
@@ -95,7 +96,10 @@ class Bench:
                 copies.append(self._copy())
         copy = statistics.median(copies)
         return Cost(
-            statistics.median(encodes) / copy, statistics.median(decodes) / copy, kept, peak
+            statistics.median(encodes) / copy,
+            statistics.median(decodes) / copy,
+            state_size,
+            peak,
         )
 
     def _copy(self) -> float:
@@ -106,7 +110,7 @@ class Bench:
     def _step(
         self, compressor: Compressor, gradient: Tensor, state: State, info: Info
     ) -> tuple[float, float, State]:
-        """Seconds before and after the first request, and the new state."""
+        """Return the seconds before and after the first request, and the new state."""
         spent, began = [0.0, 0.0], time.perf_counter()
         running = Running(compressor.exchange(gradient, state, info))
         spent[0] += time.perf_counter() - began
@@ -118,7 +122,7 @@ class Bench:
         return spent[0], spent[1], running.result[1]
 
     def _decoded(self, request: Request, spent: list[float]) -> Any:
-        """The answer as the conversation is sent it."""
+        """Return the answer in the form that the exchange generator receives."""
         answer = self._answer(request, spent)
         if request.decode is None:
             return answer
@@ -131,7 +135,7 @@ class Bench:
         return answer
 
     def _answer(self, request: Request, spent: list[float]) -> Any:
-        """What all ranks would say if all were like this one."""
+        """Return the combined answer of ranks that all send this rank's request."""
         ranks = len(request.group) if request.group is not None else RANKS
         if isinstance(request, Allgather):
             return tuple(self.xp.copy(request.tensor) for _ in range(ranks))
@@ -139,12 +143,12 @@ class Bench:
             return self.xp.copy(request.tensor)
         if request.wire:
             return self._through_wire(request, ranks, spent)
-        op = "max" if request.sender is not None else request.op  # the others' are 0
+        op = "max" if request.sender is not None else request.op  # other ranks send zeros
         combined = reference.repeated(self.xp, request.tensor, op, ranks)
         return combined if request.reuse or op == "sum" else self.xp.copy(combined)
 
     def _through_wire(self, request: Allreduce, ranks: int, spent: list[float]) -> Tensor:
-        """What the communicator does for a compressor that asks for a narrower dtype."""
+        """Convert the request as communicators do for a narrower dtype."""
         assert request.wire is not None
         count = math.prod(self.xp.shape(request.tensor))
         began = time.perf_counter()
@@ -157,7 +161,7 @@ class Bench:
 
 
 def one_thread(framework: str) -> None:
-    """Have the framework compute in one."""
+    """Limit the framework to one thread."""
     if framework == "torch":
         import torch
 
@@ -168,7 +172,7 @@ def one_thread(framework: str) -> None:
         try:
             tf.config.threading.set_intra_op_parallelism_threads(1)
             tf.config.threading.set_inter_op_parallelism_threads(1)
-        except RuntimeError:  # it has computed already
+        except RuntimeError:  # TensorFlow is already initialized
             pass
 
 
@@ -178,7 +182,7 @@ def _bytes(xp: ModuleType, x: Tensor) -> int:
 
 # ------------------------------------------------------------------------------- memory, on Linux
 def forget_peak() -> float:
-    """Resident bytes now, from which `peak_memory` counts on; NaN where it cannot."""
+    """Reset the peak of `peak_memory`; return the resident bytes, or NaN if unsupported."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -187,7 +191,7 @@ def forget_peak() -> float:
 
 
 def peak_memory() -> float:
-    """The largest number of resident bytes since `forget_peak`; NaN where nobody knows."""
+    """Return the largest number of resident bytes since `forget_peak`; NaN if unknown."""
     return _status("VmHWM")
 
 
@@ -199,9 +203,9 @@ def _status(key: str) -> float:
     return next((1024.0 * int(x.split()[1]) for x in lines if x.startswith(key + ":")), math.nan)
 
 
-# ----------------------------------------------------------------------------------- what is shown
+# ----------------------------------------------------------------------------------- the page
 def table(found: dict[str, dict[str, Cost]]) -> list[list[str]]:
-    """Head and rows, from framework -> compressor -> cost."""
+    """Return a header and rows, from framework -> compressor -> cost."""
     rows = [["compressor", "framework", "encode", "decode", "state", "peak memory"]]
     compressors = list(dict.fromkeys(name for costs in found.values() for name in costs))
     for name in compressors:
@@ -214,7 +218,7 @@ def table(found: dict[str, dict[str, Cost]]) -> list[list[str]]:
 
 
 def page(rows: list[list[str]], side: int, rounds: int) -> str:
-    """All of docs/kernels.md."""
+    """Return the text of docs/kernels.md."""
     return render(
         "kernels",
         side=side,
@@ -227,7 +231,7 @@ def page(rows: list[list[str]], side: int, rounds: int) -> str:
 
 
 def processor() -> str:
-    """As Linux calls it."""
+    """Return the processor's name as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -237,21 +241,21 @@ def processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, show the table, write the page if asked to."""
+    """Measure, print the table and write the page if requested."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--side", type=int, default=5000, help="rows and columns of the gradient")
-    parser.add_argument("--rounds", type=int, default=5, help="whose median counts")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions (median counts)")
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, help="default: installed")
     parser.add_argument("--only", nargs="+", help="compressors, such as topk:0.01; default: all")
     parser.add_argument("--output", help="page to write, such as docs/kernels.md")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     chosen = [parse(word) for word in options.only or ()] or [row.compressor for row in CATALOG]
-    usual = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
+    installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     found: dict[str, dict[str, Cost]] = {}
-    for framework in options.frameworks or usual:
+    for framework in options.frameworks or installed:
         bench = Bench(framework, options.side, options.rounds)
-        found[framework] = {repr(one): bench.measure(one) for one in chosen}
+        found[framework] = {repr(compressor): bench.measure(compressor) for compressor in chosen}
     rows = table(found)
     print(as_text(rows))
     if options.output:

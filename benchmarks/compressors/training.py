@@ -1,7 +1,7 @@
-"""docs/compressor-accuracy.md: what accuracy each compressor keeps (`make bench-compressors`).
+"""Accuracy with each compressor, for docs/compressor-accuracy.md (`make bench-compressors`).
 
-Small networks are trained by several ranks in one process (`simulate`): the same images, learning
-rates and seeds for all methods, so that what differs is the compression alone.
+Several ranks in one process train small networks (`simulate`). All methods share images, learning
+rates and seeds, so that only the compression differs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class EpochTask(Task):
-    """A training on images for some epochs.
+    """Training on images for a number of epochs.
 
     Attributes:
-        data: the name of the image set.
-        images: for training; None: all.
-        shift: pixels by which they are moved at most, anew in each epoch.
-        epochs: passes over them.
-        lr: the highest learning rate.
-        seeds: of weights and order; accuracies are means over them.
-        methods: beginnings of the words of those that are tried; empty: all.
+        data: name of the image set.
+        images: number of training images; None means all.
+        shift: largest random shift of an image in pixels, new in each epoch.
+        epochs: passes over the images.
+        lr: highest learning rate.
+        seeds: seeds of weights and order; accuracies are means over them.
+        methods: prefixes of the methods' spec strings; empty means all methods.
     """
 
     data: str
@@ -58,16 +58,16 @@ class EpochTask(Task):
     methods: tuple[str, ...] = ()
 
     def chosen(self) -> list[Method]:
-        """What is tried."""
+        """Return the methods of this task."""
         return [method for method in METHODS if method.word.startswith(self.methods or ("",))]
 
 
 LONG = ("Dense", "PowerSGD(1", "TopK", "RandomK", "StepSchedule", "AdaComp", "LGC", "Sketched",
         "TernGrad", "SignSGD()", "EFSignSGD", "OneBit", "TwoLevel", "AdaQS")  # fmt: skip
-"""What loses more than a point in short trainings of CIFAR-10."""
+"""Prefixes of methods that lose more than a point in short trainings of CIFAR-10."""
 
 LARGE = ("Dense", "TernGrad", "SignSGD()")
-"""What loses more than two even in longer ones."""
+"""Prefixes of methods that lose more than two points in longer trainings, too."""
 
 DIGITS = EpochTask(
     title="scikit-learn's digits", data="digits", images=None, shift=1, epochs=60, batch=16, lr=0.1,
@@ -88,24 +88,24 @@ TASKS = {
         LONGER, title="CIFAR-10, larger batches", batch=64, methods=LARGE
     ),
 }
-"""By name."""
+"""Tasks by name."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients travel.
+    """Compression and learning rate of a training.
 
     Attributes:
-        word: as `accordion_hvd.parse` takes it; $epoch, $third and $tenth stand for the steps of
-            an epoch, and of these parts of the training.
-        rate: the learning rate, as a multiple of the task's.
+        word: spec string, as `accordion_hvd.parse` accepts it. $epoch is the number of steps of an
+            epoch; $third and $tenth are these fractions of all steps.
+        rate: learning rate, as a multiple of the task's.
     """
 
     word: str
     rate: float = 1.0
 
     def policy(self, epoch: int, steps: int) -> Policy:
-        """A new one, for a training of so many steps."""
+        """Return a new policy for a training of `steps` steps, with `epoch` steps per epoch."""
         names = {"epoch": str(epoch), "tenth": str(steps // 10), "third": str(steps // 3)}
         return as_policy(parse(Template(self.word).substitute(names)))
 
@@ -132,7 +132,7 @@ METHODS = (
     Method("TernGrad()"),
     Method("Natural()"),
     Method("Int8()"),
-    Method("SignSGD()", 0.03),  # each step is as long as the learning rate says
+    Method("SignSGD()", 0.03),  # the learning rate alone sets the length of a step
     Method("SignSGD(0.9)", 0.02),
     Method("EFSignSGD()", 0.5),
     Method("OneBit()"),
@@ -145,18 +145,18 @@ METHODS = (
     Method("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
     Method("AdaQS([PowerSGD(1), PowerSGD(2), PowerSGD(4)], window=$epoch)"),
 )
-"""The compressors of `CATALOG`, some in the settings that short trainings need; and policies."""
+"""Compressors of `CATALOG`, some with settings for short trainings, and policies."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training.
+    """Result of a training.
 
     Attributes:
-        accuracy: on the test images, in [0, 1].
-        ratio: bytes that uncompressed gradients would have taken / bytes sent, by a rank.
-        settled: the same of the last epoch alone.
-        seconds: of training, on this machine.
+        accuracy: test accuracy, in [0, 1].
+        ratio: bytes of uncompressed gradients / bytes sent, of a rank.
+        settled: the same ratio in the last epoch only.
+        seconds: training time on this machine.
     """
 
     task: str
@@ -171,7 +171,7 @@ class Outcome:
 
 
 def train(name: str, data: Dataset, method: Method, seed: int, ranks: int) -> Outcome:
-    """One training of a task by ranks in this process."""
+    """Train a task once on simulated ranks in this process."""
     task, began = TASKS[name], time.perf_counter()
     torch.manual_seed(seed)
     shards = [Shard(data, r, ranks, task.batch, seed, "NCHW", task.shift) for r in range(ranks)]
@@ -190,7 +190,7 @@ def train(name: str, data: Dataset, method: Method, seed: int, ranks: int) -> Ou
                 shard.shuffle(step // epoch)
             before = _sent(world) if step else before
         lr = method.rate * task.lr_at(task.lr, step, steps)
-        (mean, *_) = world.step([_slopes(model, *s[step % epoch]) for s in shards], lr=lr)
+        (mean, *_) = world.step([_gradients(model, *s[step % epoch]) for s in shards], lr=lr)
         if mean is None:
             continue
         for key, parameter in parameters.items():
@@ -199,15 +199,15 @@ def train(name: str, data: Dataset, method: Method, seed: int, ranks: int) -> Ou
             group["lr"] = lr
         optimizer.step()
     dense, sent = _sent(world)
-    settled = (dense - before[0]) / (sent - before[1])
-    took = time.perf_counter() - began
+    last_ratio = (dense - before[0]) / (sent - before[1])
+    seconds = time.perf_counter() - began
     accuracy = _accuracy(model, data)
     plan = (name, method.word, seed, ranks, task.epochs)
-    return Outcome(*plan, accuracy, dense / sent, settled, took)
+    return Outcome(*plan, accuracy, dense / sent, last_ratio, seconds)
 
 
 def network(data: Dataset) -> nn.Module:
-    """A few layers, some of them large, for images of any size."""
+    """Return a small network, with some large layers, for images of any size."""
     height, width, channels = data.shape
     if min(height, width) < 16:
         sizes = [height * width * channels, 128, 128, data.classes]
@@ -223,15 +223,15 @@ def network(data: Dataset) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), *top, nn.Linear(256, data.classes))
 
 
-def _slopes(model: nn.Module, images: Any, labels: Any) -> dict[str, torch.Tensor]:
-    """One rank's gradients."""
+def _gradients(model: nn.Module, images: Any, labels: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of one rank."""
     model.zero_grad(set_to_none=True)
     F.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels)).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
 def _sent(world: Any) -> tuple[float, float]:
-    """Bytes that rank 0 would have sent uncompressed, and has sent."""
+    """Return rank 0's bytes: as if uncompressed, and sent."""
     stats = world.exchanges[0].stats()
     return stats["dense_sent"], stats["sent"]
 
@@ -239,24 +239,25 @@ def _sent(world: Any) -> tuple[float, float]:
 @torch.no_grad()
 def _accuracy(model: nn.Module, data: Dataset) -> float:
     model.eval()
-    right = 0
+    correct = 0
     for images, labels in Shard(data, 0, 1, 1, 0, "NCHW").test_batches():
-        right += int((model(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).sum())
-    return right / len(data.test)
+        predicted = model(torch.from_numpy(images)).argmax(1)
+        correct += int((predicted == torch.from_numpy(labels)).sum())
+    return correct / len(data.test)
 
 
 # --------------------------------------------------------------------------------------- the page
 def page(outcomes: Sequence[Outcome]) -> str:
-    """docs/compressor-accuracy.md."""
-    mine = {name: [o for o in outcomes if o.task == name] for name in TASKS}
-    parts = [_section(TASKS[name], found) for name, found in mine.items() if found]
+    """Return the text of docs/compressor-accuracy.md."""
+    by_task = {name: [o for o in outcomes if o.task == name] for name in TASKS}
+    parts = [_section(TASKS[name], results) for name, results in by_task.items() if results]
     return report.render("compressor_accuracy/page", tasks=report.join(parts))
 
 
 def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
-    """The table of a task, and what belongs to it."""
+    """Return the section of a task."""
     plain = [100 * o.accuracy for o in outcomes if o.word == PLAIN.word]
-    apart = f"{max(plain) - min(plain):.1f} points" if len(plain) > 1 else ""
+    spread = f"{max(plain) - min(plain):.1f} points" if len(plain) > 1 else ""
     methods = {method.word for method in task.chosen()}
     missing = len(methods - {o.word for o in outcomes})
     return report.render(
@@ -268,8 +269,8 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
         batch=task.batch,
         lr=f"{task.lr:g}",
         seeds=sorted({o.seed for o in outcomes}),
-        apart=apart
-        and f" Uncompressed trainings with these seeds end within {apart} of each other.",
+        apart=spread
+        and f" Uncompressed trainings with these seeds end within {spread} of each other.",
         missing=f" {missing} of {len(methods)} methods have not been trained yet and have no row."
         if missing
         else "",
@@ -278,7 +279,7 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
 
 
 def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Head and rows."""
+    """Return a header and rows."""
     head = ["compression", "learning rate factor", "test accuracy", "points lost", "ratio"]
     rows = [[*head, "ratio in the last epoch"]]
     for method in sorted_methods(outcomes):
@@ -291,7 +292,7 @@ def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def _lost(outcomes: Sequence[Outcome], method: Method) -> str:
-    """Points of accuracy, in the mean and from the best seed to the worst."""
+    """Format the accuracy lost in points: mean, and range over seeds."""
     plain = {o.seed: o.accuracy for o in outcomes if o.word == PLAIN.word}
     lost = [100 * (plain[o.seed] - o.accuracy) for o in outcomes
             if o.word == method.word and o.seed in plain]  # fmt: skip
@@ -299,23 +300,23 @@ def _lost(outcomes: Sequence[Outcome], method: Method) -> str:
 
 
 def sorted_methods(outcomes: Sequence[Outcome]) -> list[Method]:
-    """Those that have outcomes: ours in their order, then others."""
-    found = {o.word for o in outcomes}
-    ours = [method for method in METHODS if method.word in found]
-    return ours + [Method(word) for word in sorted(found - {method.word for method in ours})]
+    """Return the methods with outcomes: those of `METHODS` in order, then others."""
+    words = {o.word for o in outcomes}
+    known = [method for method in METHODS if method.word in words]
+    return known + [Method(word) for word in sorted(words - {method.word for method in known})]
 
 
 def _mean(outcomes: Sequence[Outcome], method: Method, key: str) -> float:
-    found = [getattr(o, key) for o in outcomes if o.word == method.word]
-    return statistics.fmean(found) if found else float("nan")
+    values = [getattr(o, key) for o in outcomes if o.word == method.word]
+    return statistics.fmean(values) if values else float("nan")
 
 
 # ------------------------------------------------------------------------------- the command line
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is asked for and has no result yet, keep the results, write the page."""
+    """Run trainings that have no result yet, save their results and write the page."""
     wanted = _read(arguments)
     torch.set_num_threads(1)
-    kept = _kept(wanted.results)
+    saved = _saved(wanted.results)
     for name in wanted.tasks:
         task = TASKS[name]
         try:
@@ -324,51 +325,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(str(error))
         if task.images is not None:
             data = dataclasses.replace(data, train=data.train.chosen(task.images, 0))
-        for method, seed in tqdm(_trainings(name, wanted, kept), desc=name, unit="training"):
+        for method, seed in tqdm(_trainings(name, wanted, saved), desc=name, unit="training"):
             outcome = train(name, data, method, seed, wanted.ranks)
-            kept[outcome.task, outcome.word, outcome.seed] = outcome
-            write_json(wanted.results, {"outcomes": [asdict(o) for o in kept.values()]})
-    report.write_page(wanted.output, page(list(kept.values())))
+            saved[outcome.task, outcome.word, outcome.seed] = outcome
+            write_json(wanted.results, {"outcomes": [asdict(o) for o in saved.values()]})
+    report.write_page(wanted.output, page(list(saved.values())))
     print(f"page: {wanted.output}")
 
 
-def _trainings(name: str, wanted: argparse.Namespace, kept: Kept) -> list[tuple[Method, int]]:
-    """Those that are asked for, seed by seed, but for those that have been."""
+def _trainings(name: str, wanted: argparse.Namespace, saved: Saved) -> list[tuple[Method, int]]:
+    """Return the requested (method, seed) pairs that have no result yet, seed by seed."""
     task = TASKS[name]
     methods = [_method(word) for word in wanted.methods] or task.chosen()
     pairs = [(method, seed) for seed in wanted.seeds or task.seeds for method in methods]
     if wanted.anew:
         return pairs
     plan = (wanted.ranks, task.epochs)
-    done = {(o.word, o.seed) for o in kept.values() if (o.task, o.ranks, o.epochs) == (name, *plan)}
+    outcomes = [o for o in saved.values() if (o.task, o.ranks, o.epochs) == (name, *plan)]
+    done = {(o.word, o.seed) for o in outcomes}
     return [(method, seed) for method, seed in pairs if (method.word, seed) not in done]
 
 
 def _method(word: str) -> Method:
-    """One of ours, or a new one."""
+    """Return the method of `METHODS` with this spec string, or a new one."""
     return next((method for method in METHODS if method.word == word), Method(word))
 
 
-Kept = dict[tuple[str, str, int], Outcome]
-"""By task, word and seed."""
+Saved = dict[tuple[str, str, int], Outcome]
+"""Results by task, spec string and seed."""
 
 
-def _kept(path: Path) -> Kept:
-    """Earlier results."""
+def _saved(path: Path) -> Saved:
+    """Return saved results."""
     rows = read_json(path)["outcomes"] if path.exists() else []
-    found = [Outcome(**row) for row in rows]
-    return {(o.task, o.word, o.seed): o for o in found}
+    return {(o.task, o.word, o.seed): o for o in (Outcome(**row) for row in rows)}
 
 
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument(
-        "--methods", nargs="+", default=[], metavar="WORD", help="default: all of the catalog"
+        "--methods", nargs="+", default=[], metavar="SPEC", help="default: all of the task"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--anew", action="store_true", help="train again what has results")
+    parser.add_argument("--anew", action="store_true", help="repeat trainings that have results")
     parser.add_argument("--results", type=Path, default=Path("runs/compressors.json"))
     parser.add_argument("--output", type=Path, default=Path("docs/compressor-accuracy.md"))
     wanted = parser.parse_args(arguments)

@@ -1,1 +1,1 @@
-"""Skewed neighbour sampling: its speed on one core, and docs/graph.md."""
+"""Benchmarks of skewed neighbour sampling: speed on one core, and docs/graph.md."""

@@ -1,4 +1,4 @@
-"""docs/graph.md: what comparisons of samplers have shown."""
+"""Results of comparisons of samplers: docs/graph.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.results import Row, read_json
 
 
 def write(folder: Path, output: Path) -> Path:
-    """Make the page and the picture; returns the page's path."""
+    """Write the page and the picture; return the page's path."""
     compared = [found for name in COMPARED if (found := _read(folder / name / "result.json"))]
     links = [found for name in LINKS if (found := _read(folder / name / "result.json"))]
     speed = _read(folder / "sampling.json")
@@ -47,7 +47,7 @@ def _comparison(found: Row) -> str:
 
 
 def summary(found: Row) -> str:
-    """Which samplers save a factor of three within half a point, in a sentence."""
+    """Name, in a sentence, the samplers that save a factor of three within half a point."""
     by_method = methods(found)
     base = by_method.get(("s", 1.0))
     if base is None:
@@ -83,15 +83,15 @@ SAMPLING = {
 
 
 def _links(found: Sequence[Row]) -> str:
-    """Epochs on limited links."""
+    """Return the section with epochs on limited links."""
     rows = []
-    for one in found:
-        by_method = methods(one)
+    for result in found:
+        by_method = methods(result)
         base = statistics.median(_epochs(by_method[("s", 1.0)]))
         for (kind, value), runs in by_method.items():
             times = _epochs(runs)
             middle = statistics.median(times)
-            row = {"wire": one["settings"]["wire"] or "fp32", "sampler": f"{kind} = {value:g}"}
+            row = {"wire": result["settings"]["wire"] or "fp32", "sampler": f"{kind} = {value:g}"}
             row |= {"megabytes": mean(runs, "received") / 1e6, "faster": base / middle}
             row |= {"ms": 1000 * middle, "least": 1000 * min(times), "most": 1000 * max(times)}
             rows.append(row)

@@ -1,6 +1,6 @@
-"""Training on limited links: hosts and a network within one Linux machine, measured side by side.
+"""Training on limited links: hosts and a network within one Linux machine.
 
-`scripts/netbench.py` is the entry point. `sandbox` keeps all of it in namespaces of its own,
-`network` makes hosts and links, `launch` starts a command on every host, `bench` measures
-contestants side by side (in workers, `worker`), and `report` shows what was found.
+`scripts/netbench.py` is the entry point. `sandbox` isolates the rig in namespaces of its own,
+`network` creates hosts and links, `launch` starts a command on every host, `bench` compares
+contestants (in the processes of `worker`), and `page` and `picture` show the results.
 """

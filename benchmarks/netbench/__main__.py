@@ -1,4 +1,4 @@
-"""`python -m benchmarks.netbench`: the same as `scripts/netbench.py`."""
+"""Run `python -m benchmarks.netbench`, which is the same as `scripts/netbench.py`."""
 
 from benchmarks.netbench.command import main
 

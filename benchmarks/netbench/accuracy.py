@@ -1,4 +1,4 @@
-"""Measure the seconds that each method needs to reach a test accuracy on limited links."""
+"""Seconds that each method needs to reach a test accuracy on limited links."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from examples.data import DataError
 
 FORMAT = 1
 REHEARSAL = 5
-"""Steps of each method before anything is measured, so that nothing is done for the first time."""
+"""Steps of each method before measurements, so that initialization is not measured."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `netbench.py accuracy`."""
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="all unless said")
+    """Add the options of `netbench.py accuracy`."""
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="default: all")
     parser.add_argument(
         "--rate", nargs="+", metavar="RATE",
-        help="200mbit, and for digits 50mbit too, unless said",
+        help="default: 200mbit, and for digits also 50mbit",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, help="trainings of each method (3)")
     parser.add_argument(
         "--methods", nargs="+", default=[], metavar="METHOD",
-        help=f"of {', '.join(accuracy_tasks.METHODS)}; 'ours WORD' may have any compression",
+        help=f"of {', '.join(accuracy_tasks.METHODS)}; 'ours SPEC' accepts any compression",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true", help="digits, 200mbit, one seed, three methods"
     )
-    parser.add_argument("--output", help="file for the results, by default in runs/netbench")
+    parser.add_argument("--output", help="file for the results (in runs/netbench)")
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what makes no sense, and fetch images while the network can still be reached.
+    """Check the options, set defaults, and fetch images while the network is still reachable.
 
     Raises:
-        ValueError: an option is not what it must be, or images are missing; the sentence says
-            which.
+        ValueError: if an option is invalid or images are missing.
     """
     if options.quick:
         options.tasks = options.tasks or ["digits"]
@@ -56,7 +55,9 @@ def check(options: argparse.Namespace) -> None:
     if options.seeds < 1:
         raise ValueError(f"--seeds is {options.seeds}, but must be positive.")
     if options.hosts < 2:
-        raise ValueError(f"--hosts is {options.hosts}, but must be at least 2: one has no link.")
+        raise ValueError(
+            f"--hosts is {options.hosts}, but must be at least 2, since one host needs no link."
+        )
     for rate in options.rate or ():
         parse_rate(rate)
     for task in options.tasks:
@@ -67,7 +68,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
-    """Train, write the results as JSON after each training, show them; returns 0."""
+    """Train, write the results as JSON after each training and print them; return 0."""
     began = time.monotonic()
     network = Network(options.hosts, tag, folder)
     path = Path(options.output or f"runs/netbench/accuracy-{time.strftime('%Y%m%d-%H%M%S')}.json")
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
 def trainings(
     options: argparse.Namespace, network: Network, folder: Path, task: str, rates: Sequence[str]
 ) -> Iterator[tuple[results.Row, results.Row]]:
-    """Yield facts about a task, then its trainings: all methods with one seed, then the next."""
+    """Yield facts about a task and the row of a training, for all methods seed by seed."""
     network.limit("none")
     groups = start(options, network, folder, task)
     try:
@@ -113,7 +114,7 @@ def trainings(
                 for method in options.methods[first:] + options.methods[:first]:
                     row = {"task": task, "rate": rate, "method": method, "seed": seed}
                     row |= train(groups[method], method, task, seed)
-                    tell(row, f"{seed}/{options.seeds}")
+                    say_result(row, f"{seed}/{options.seeds}")
                     yield facts, row
     finally:
         for group in set(groups.values()):
@@ -123,26 +124,26 @@ def trainings(
 def start(
     options: argparse.Namespace, network: Network, folder: Path, task: str
 ) -> dict[str, Group]:
-    """The launch that holds each method, all stopped."""
+    """Start the launches; return the stopped launch that holds each method."""
     groups: dict[str, Group] = {}
     for name in (contestants.PLAIN, contestants.HOROVOD):
-        mine = [method for method in options.methods if contestants.group(method) == name]
-        if mine:
-            bench.say(f"{task}: starting {len(mine)} method(s) in the launch {name!r}")
-            settings: results.Row = {"framework": "accuracy", "methods": mine}
+        held = [method for method in options.methods if contestants.group(method) == name]
+        if held:
+            bench.say(f"{task}: starting {len(held)} method(s) in the launch {name!r}")
+            settings: results.Row = {"framework": "accuracy", "methods": held}
             settings |= {"model": task, "batch": TASKS[task].batch}
             backend = options.backend if name == contestants.HOROVOD else "torch"
             label = f"{task}-{name}"
             group = Group(label, network, folder, settings, backend, options.per_host)
             group.pause()
-            groups |= dict.fromkeys(mine, group)
+            groups |= dict.fromkeys(held, group)
     return {method: groups[method] for method in options.methods}
 
 
 def describe(task: str, group: Group) -> results.Row:
-    """What the results must say of a task to be understood without this program."""
-    known = dataclasses.asdict(TASKS[task])
-    return {key: value for key, value in known.items() if key != "rates"} | group.facts
+    """Return the facts about a task that make its results understandable on their own."""
+    fields = dataclasses.asdict(TASKS[task])
+    return {key: value for key, value in fields.items() if key != "rates"} | group.facts
 
 
 def train(group: Group, method: str, task: str, seed: int) -> results.Row:
@@ -150,17 +151,17 @@ def train(group: Group, method: str, task: str, seed: int) -> results.Row:
 
     Returns:
         After each evaluation: `steps`, training `seconds` (of the slowest rank), bytes `sent` (by
-        the busiest host) until then, and `accuracy` on all test images. And whether ranks ended
-        with `equal` weights, Accordion's share of layers at its `high` level, the gate's
-        `verdict`, and how many cores others used meanwhile (`foreign`).
+        the host with the most), and `accuracy` on all test images. At the end: whether all ranks
+        have `equal` weights, the share of layers at Accordion's `high` level, the gate's `verdict`,
+        and the number of cores that other processes used (`foreign`).
     """
-    aim, readings = TASKS[task], []
+    goal, readings = TASKS[task], []
     row: results.Row = {"steps": [], "seconds": [], "sent": [], "accuracy": []}
     done, total = 0, {"seconds": 0.0, "sent": 0.0}
     with bench.running(group):
         group.ask("warm", method, seed)
-        while done < aim.limit and (not done or row["accuracy"][-1] < aim.target):
-            count = min(aim.every, aim.limit - done)
+        while done < goal.limit and (not done or row["accuracy"][-1] < goal.target):
+            count = min(goal.every, goal.limit - done)
             answers, reading = advance(group, method, count)
             readings.append(reading)
             done += count
@@ -168,19 +169,21 @@ def train(group: Group, method: str, task: str, seed: int) -> results.Row:
                 total[key] += max(answer[key] for answer in answers)
                 row[key].append(total[key])
             row["steps"].append(done)
-            right, tested = (sum(answer[key] for answer in answers) for key in ("right", "tested"))
-            row["accuracy"].append(right / tested)
+            correct, tested = (
+                sum(answer[key] for answer in answers) for key in ("right", "tested")
+            )
+            row["accuracy"].append(correct / tested)
         notes = group.ask("digest", method)
     others, clock = (sum(values) for values in zip(*readings, strict=True))
     equal = len({note["weights"] for note in notes}) == 1
-    kept = {key: notes[0][key] for key in ("high", "verdict")}
-    return row | kept | {"equal": equal, "foreign": others / clock}
+    final = {key: notes[0][key] for key in ("high", "verdict")}
+    return row | final | {"equal": equal, "foreign": others / clock}
 
 
 def advance(
     group: Group, method: str, count: int
 ) -> tuple[list[dict[str, float]], tuple[float, float]]:
-    """Some steps and an evaluation: what the workers say; CPU seconds of others, and seconds."""
+    """Take some steps and evaluate; return the workers' answers, others' CPU seconds, seconds."""
     before: list[float] = []
     answers = group.steps(
         method, count, lambda: before.extend((bench.busy_seconds(), time.monotonic()))
@@ -189,11 +192,11 @@ def advance(
     return answers, (busy, time.monotonic() - before[1])
 
 
-def tell(row: results.Row, turn: str) -> None:
-    """A line about a training."""
+def say_result(row: results.Row, progress: str) -> None:
+    """Print a line about a training."""
     steps, seconds = row["steps"][-1], row["seconds"][-1]
     bench.say(
-        f"{row['task']} {turn} {row['rate']:>8} {row['method']:<22} {seconds:7.1f} s "
+        f"{row['task']} {progress} {row['rate']:>8} {row['method']:<22} {seconds:7.1f} s "
         f"{steps:4d} steps {1000 * seconds / steps:7.1f} ms/step {row['sent'][-1] / 1e6:8.2f} MB "
         f"{row['accuracy'][-1]:6.1%} {row['foreign']:5.2f} cores elsewhere"
     )

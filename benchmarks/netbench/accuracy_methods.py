@@ -1,4 +1,4 @@
-"""One process of `netbench.py accuracy`: trains in one way after another, as the rig says."""
+"""One process of `netbench.py accuracy`, which trains one method at a time on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from examples.data import Shard
 
 
 def digits() -> nn.Sequential:
-    """Three linear layers: 301,066 parameters."""
+    """Return three linear layers: 301,066 parameters."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(),
         nn.Linear(512, 10),
@@ -29,7 +29,10 @@ def digits() -> nn.Sequential:
 
 
 def cifar10() -> nn.Sequential:
-    """Two convolutions, two linear layers: 546,634 parameters, most in the first linear layer."""
+    """Return two convolutions and two linear layers: 546,634 parameters.
+
+    Most of them are in the first linear layer.
+    """
     return nn.Sequential(
         nn.Conv2d(3, 32, 5, stride=2, padding=2), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -38,27 +41,27 @@ def cifar10() -> nn.Sequential:
 
 
 NETWORKS = {"digits": digits, "cifar10": cifar10}
-"""By task."""
+"""Networks by task."""
 
 
 def network(name: str) -> nn.Sequential:
-    """A new network for a task; its weights depend on torch's random state alone."""
-    made = NETWORKS[name]()
-    for layer in made:
+    """Return a new network for a task; its weights depend only on torch's random state."""
+    net = NETWORKS[name]()
+    for layer in net:
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
-    nn.init.normal_(made[-1].weight, std=0.01)  # type: ignore[arg-type]
-    return made
+    nn.init.normal_(net[-1].weight, std=0.01)  # type: ignore[arg-type]
+    return net
 
 
 class Accuracy:
-    """Trains for one task, in one way at a time; `worker` calls it.
+    """Training of one task with one method at a time; `worker` calls this class.
 
     Args:
-        methods: those of this launch.
-        task: a key of `accuracy_tasks.TASKS`.
-        batch: images of each rank in a step.
+        methods: methods of this launch.
+        task: key of `accuracy_tasks.TASKS`.
+        batch: number of images per rank and step.
     """
 
     def __init__(self, methods: Sequence[str], task: str, batch: int) -> None:
@@ -80,9 +83,9 @@ class Accuracy:
         self.facts |= {"train": len(self._data.train), "test": len(self._data.test)}
 
     def warm(self, method: str, seed: int) -> None:
-        """Begin a training: `seed` decides on weights and order, alike in all methods."""
+        """Begin a training; `seed` determines weights and order, equally for all methods."""
         self._net = self._wrapped = self._optimizer = None
-        gc.collect()  # what belongs to the last training goes now, not while the clock runs
+        gc.collect()  # free the last training now, not while the clock runs
         torch.manual_seed(seed)
         self._net = network(self._name)
         spelled = accuracy_tasks.spelled(method, self._task.window)
@@ -97,16 +100,16 @@ class Accuracy:
     ) -> dict[str, float]:
         """Train for some steps, then evaluate on this rank's part of the test images.
 
-        Images are made ready before the clock starts, and accuracy is measured after it stopped.
+        The clock covers neither the preparation of images nor the evaluation.
 
         Args:
-            method: its name.
-            count: steps.
-            together: called before the first.
+            method: name of the method.
+            count: number of steps.
+            together: function that synchronizes all workers, called before the first step.
 
         Returns:
-            `seconds` of these steps, bytes `sent` in them by this host, the last `loss`, how many
-            test images were `right` out of `tested`, and the CPU seconds `busy` for all of it.
+            `seconds` and bytes `sent` by this host in these steps, the last `loss`, the numbers of
+            `right` answers and `tested` images, and the CPU seconds `busy` for all of this.
         """
         batches = [self._next(self._done + step) for step in range(count)]
         together()
@@ -121,22 +124,22 @@ class Accuracy:
             self._optimizer.step()
             self._done += 1
         seconds, sent = time.perf_counter() - began, _sent() - sent
-        right, tested = self._evaluate()
+        correct, tested = self._evaluate()
         self._high += count * self._share_high(method)
         busy = time.process_time() - busy
         return {
-            "seconds": seconds, "sent": sent, "loss": loss.item(), "right": right,
+            "seconds": seconds, "sent": sent, "loss": loss.item(), "right": correct,
             "tested": tested, "busy": busy,
         }  # fmt: skip
 
     def digest(self, method: str) -> dict[str, Any]:
-        """What is to be known in the end: equal `weights` mean equal bits on two ranks."""
-        found = hashlib.sha256()
+        """Return the final facts; equal `weights` mean bitwise equal weights on two ranks."""
+        digest = hashlib.sha256()
         for parameter in self._net.parameters():
-            found.update(parameter.detach().numpy().tobytes())
+            digest.update(parameter.detach().numpy().tobytes())
         gate = self._optimizer.exchange.policy.gate if method.startswith(OURS) else None
         return {
-            "weights": found.hexdigest(),
+            "weights": digest.hexdigest(),
             "high": self._high / max(1, self._done),
             "verdict": gate.verdict if gate is not None else "",
         }
@@ -148,16 +151,16 @@ class Accuracy:
         return _tensors(*self._shard[place])
 
     def _evaluate(self) -> tuple[int, int]:
-        """Right answers and questions. The network itself exchanges nothing, unlike its wrapper."""
-        right = tested = 0
+        """Return the numbers of correct and of all answers, without the exchanging wrapper."""
+        correct = tested = 0
         with torch.no_grad():
             for images, labels in self._tests:
-                right += int((self._net(images).argmax(1) == labels).sum())
+                correct += int((self._net(images).argmax(1) == labels).sum())
                 tested += len(labels)
-        return right, tested
+        return correct, tested
 
     def _share_high(self, method: str) -> float:
-        """Which part of the layers Accordion wants at its high level now."""
+        """Return the share of layers that are at Accordion's high level."""
         policy = self._optimizer.exchange.policy if method.startswith(OURS) else None
         if not isinstance(policy, Accordion) or not policy.current:
             return 0.0
@@ -169,5 +172,5 @@ def _tensors(images: Any, labels: Any) -> Batch:
 
 
 def _sent() -> int:
-    """Bytes that this host has sent so far."""
+    """Return the bytes that this host has sent so far."""
     return read_counters(Path("/proc/self/net/dev").read_text())[1]

@@ -1,4 +1,4 @@
-"""What `netbench.py accuracy` found: tables, docs/accuracy.md and docs/accuracy.png."""
+"""Results of `netbench.py accuracy`: tables, docs/accuracy.md and docs/accuracy.png."""
 
 from __future__ import annotations
 
@@ -28,23 +28,26 @@ STYLES = {
     ADAPTIVE: ("#0072B2", "-"),
     GATED: ("#D55E00", "--"),
 }
-"""Colour and line of each method; told apart by colour-blind readers too (Okabe & Ito)."""
+"""Colour and line of each method, distinguishable by colour-blind readers (Okabe & Ito)."""
 
 
 # ------------------------------------------------------------------------------------------ numbers
 def places(found: Row) -> list[tuple[str, str]]:
-    """(task, rate) of all trainings, in order."""
+    """Return the (task, rate) pairs of all trainings, in order."""
     return list(dict.fromkeys((run["task"], run["rate"]) for run in found["runs"]))
 
 
 def runs(found: Row, place: tuple[str, str], method: str) -> list[Row]:
-    """The trainings of a method at a place, by seed."""
+    """Return the trainings of a method for a task and rate, by seed."""
     mine = [run for run in found["runs"] if (run["task"], run["rate"]) == place]
     return sorted((run for run in mine if run["method"] == method), key=lambda run: run["seed"])
 
 
 def to_target(run: Row, target: float) -> tuple[float, float]:
-    """Training seconds and steps until the first evaluation at the target; infinite if none is."""
+    """Return the training seconds and steps until the first evaluation at the target.
+
+    Both are infinite if the target is not reached.
+    """
     for seconds, steps, accuracy in zip(run["seconds"], run["steps"], run["accuracy"], strict=True):
         if accuracy >= target:
             return seconds, steps
@@ -52,17 +55,17 @@ def to_target(run: Row, target: float) -> tuple[float, float]:
 
 
 def ratios(found: Row, place: tuple[str, str], method: str, other: str) -> list[float]:
-    """How many times as fast as another method it reaches the target: one for each seed.
+    """Return how many times as fast as `other` a method reaches the target, for each seed.
 
-    Seeds with which one of them does not reach it are left out.
+    Seeds with which one of the two methods misses the target are left out.
     """
     target = found["tasks"][place[0]]["target"]
-    mine, theirs = (
+    seconds, baseline = (
         {run["seed"]: to_target(run, target)[0] for run in runs(found, place, name)}
         for name in (method, other)
     )
-    pairs = [(theirs[seed], mine[seed]) for seed in mine if seed in theirs]
-    return [theirs / mine for theirs, mine in pairs if math.isfinite(theirs + mine)]
+    pairs = [(baseline[seed], seconds[seed]) for seed in seconds if seed in baseline]
+    return [slow / fast for slow, fast in pairs if math.isfinite(slow + fast)]
 
 
 def _percent(value: float) -> str:
@@ -76,28 +79,28 @@ HEAD = [
 
 
 def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
-    """Head and a row for each method."""
+    """Return a header and a row for each method."""
     task = found["tasks"][place[0]]
     rows = [HEAD]
     for method in found["settings"]["methods"]:
         mine = runs(found, place, method)
-        if not mine:  # the benchmark was broken off
+        if not mine:  # the benchmark was interrupted
             continue
         arrived = [to_target(run, task["target"]) for run in mine]
-        there = [one for one in arrived if math.isfinite(one[0])]
+        reached = [pair for pair in arrived if math.isfinite(pair[0])]
         best = max(max(run["accuracy"]) for run in mine)
         never = f"not in {task['limit']} steps, best {best:.1%}"
-        # Once a method has failed, a median of the seeds with which it did not would flatter it.
-        usual = math.isfinite(statistics.median(seconds for seconds, _ in arrived))
+        # If most seeds fail, the median of the others would be too favourable.
+        mostly = math.isfinite(statistics.median(seconds for seconds, _ in arrived))
         rows.append(
             [
                 method,
-                f"{len(there)} of {len(mine)}",
-                spread([seconds for seconds, _ in there]) if usual else never,
+                f"{len(reached)} of {len(mine)}",
+                spread([seconds for seconds, _ in reached]) if mostly else never,
                 spread(ratios(found, place, method, STOCK)),
                 spread(ratios(found, place, method, DDP)),
                 spread(ratios(found, place, method, HOOK)),
-                spread([steps for _, steps in there], digits(0)),
+                spread([steps for _, steps in reached], digits(0)),
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
                 spread([run["sent"][-1] / 1e6 for run in mine]),
                 spread([run["accuracy"][-1] for run in mine], _percent),
@@ -107,19 +110,19 @@ def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
 
 
 def all_as_text(found: Row) -> str:
-    """All tables, for a terminal."""
+    """Return all tables for a terminal."""
     parts = [f"{title(found, place)}\n{as_text(table(found, place))}" for place in places(found)]
     return "\n\n".join(parts)
 
 
 def title(found: Row, place: tuple[str, str]) -> str:
-    """Task, target and links in words."""
+    """Return a title with task, target and links."""
     task = found["tasks"][place[0]]
     return f"{task['title']} to {task['target']:.0%}, {words(place[1])}"
 
 
 def typical(found: Row, place: tuple[str, str], method: str) -> Row | None:
-    """The training of the median seed: by seconds to the target, then by what it reached."""
+    """Return the training of the median seed, by seconds to the target, then by accuracy."""
     target = found["tasks"][place[0]]["target"]
     mine = sorted(
         runs(found, place, method),
@@ -130,18 +133,18 @@ def typical(found: Row, place: tuple[str, str], method: str) -> Row | None:
 
 # -------------------------------------------------------------------------------------- the picture
 def draw(found: Row, path: Path) -> None:
-    """A panel for each task and rate: test accuracy over training seconds, of the median seed."""
-    here = places(found)
-    with figure(path, (1 + 5.2 * len(here), 5.6), columns=len(here)) as (whole, axes):
-        for axis, place in zip(axes[0], here, strict=True):
+    """Draw test accuracy over training seconds of the median seed, a panel per task and rate."""
+    panels = places(found)
+    with figure(path, (1 + 5.2 * len(panels), 5.6), columns=len(panels)) as (canvas, axes):
+        for axis, place in zip(axes[0], panels, strict=True):
             _panel(axis, found, place)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        columns = min(len(labels), 2 + len(here))
-        whole.legend(handles, labels, loc="outside lower center", ncols=columns)
+        columns = min(len(labels), 2 + len(panels))
+        canvas.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
-    """A line for each method, with a mark where it reaches the target."""
+    """Draw a line for each method, with a mark at its end."""
     target = found["tasks"][place[0]]["target"]
     for number, method in enumerate(found["settings"]["methods"]):
         colour, line = STYLES.get(method, (f"C{number % 10}", ":"))
@@ -166,7 +169,7 @@ def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
 
 # ----------------------------------------------------------------------------------------- the page
 def write(found: Row, folder: Path) -> list[Path]:
-    """Write accuracy.md and accuracy.png; returns their paths."""
+    """Write accuracy.md and accuracy.png; return their paths."""
     page, picture = folder / "accuracy.md", folder / "accuracy.png"
     report.write_page(page, text(found))
     draw(found, picture)
@@ -174,7 +177,7 @@ def write(found: Row, folder: Path) -> list[Path]:
 
 
 def text(found: Row) -> str:
-    """All of the page."""
+    """Return the text of the page."""
     cores = [run["foreign"] for run in found["runs"]]
     return report.render(
         "accuracy/page",
@@ -189,7 +192,7 @@ def text(found: Row) -> str:
 
 
 def section(found: Row, place: tuple[str, str]) -> str:
-    """The table of a task at a rate, and what belongs to it."""
+    """Return the section of a task at a rate."""
     task = found["tasks"][place[0]]
     return report.render(
         "accuracy/place",
@@ -208,7 +211,7 @@ def section(found: Row, place: tuple[str, str]) -> str:
 
 
 def levels(found: Row, place: tuple[str, str]) -> str:
-    """What Accordion and its gate decided, and ranks that disagree."""
+    """List decisions of Accordion and its gate, and methods whose ranks disagree."""
     lines = []
     for method in found["settings"]["methods"]:
         mine = runs(found, place, method)

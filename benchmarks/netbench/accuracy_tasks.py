@@ -1,4 +1,4 @@
-"""What is trained until it is good enough, and in which ways: `netbench.py accuracy`."""
+"""Tasks and methods of `netbench.py accuracy`: trainings that end at a target accuracy."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from examples.data import Dataset, load
 ADAPTIVE = OURS + ACCORDION
 GATED = f"{ADAPTIVE} auto"
 INTERVAL = 2
-"""Windows between Accordion's checks."""
+"""Number of windows between Accordion's decisions."""
 
 METHODS = (
     STOCK, STOCK + FP16, DDP, f"{DDP} powersgd:4", f"{DDP} powersgd:1",
     OURS + "fp16", OURS + "powersgd:4", OURS + "topk:0.01", ADAPTIVE, GATED,
 )  # fmt: skip
 HOOK = f"{DDP} powersgd:4"
-"""The method that ours are compared with besides plain Horovod."""
+"""Baseline of comparisons, besides plain Horovod."""
 
 QUICK_METHODS = (STOCK, HOOK, OURS + "powersgd:4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTask(Task):
-    """A training that ends when a test accuracy is reached.
+    """Training that ends when it reaches a test accuracy.
 
     Attributes:
         target: test accuracy, in [0, 1].
-        lr: the highest learning rate.
-        limit: steps after which it counts as not reached; the learning rate is 0 there.
-        every: steps between evaluations.
+        lr: highest learning rate.
+        limit: steps after which the target counts as missed; the learning rate is 0 there.
+        every: number of steps between evaluations.
         window: steps in a window of Accordion.
-        shift: pixels by which training images are moved at most, anew in each epoch.
-        tested: test images, None for all.
-        rates: of the links, unless others are asked for.
+        shift: largest random shift of a training image in pixels, new in each epoch.
+        tested: number of test images; None means all.
+        rates: default rates of the links.
     """
 
     target: float
@@ -61,21 +61,21 @@ TASKS = {
         window=25, shift=0, tested=2500, rates=("200mbit",),
     ),
 }  # fmt: skip
-"""By the name of the image set."""
+"""Tasks by the name of the image set."""
 
 
 def images(name: str) -> Dataset:
-    """The images of a task; those for testing are drawn alike each time.
+    """Return the images of a task; the selection of test images is always the same.
 
     Raises:
-        DataError: they cannot be found or read.
+        DataError: if the images cannot be found or read.
     """
     data, count = load(name), TASKS[name].tested
     return data if count is None else dataclasses.replace(data, test=data.test.chosen(count, 0))
 
 
 def spelled(method: str, window: int) -> str:
-    """A method in a form that `contestants.compression` understands, with windows of some steps."""
+    """Return a method as `contestants.compression` accepts it, with windows of `window` steps."""
     if method not in (ADAPTIVE, GATED):
         return method
     gate = ", gate='auto'" if method == GATED else ""
@@ -84,16 +84,16 @@ def spelled(method: str, window: int) -> str:
 
 
 def choose(wanted: Sequence[str]) -> list[str]:
-    """Methods by name; all of `METHODS` if none are wanted.
+    """Return methods by name; all of `METHODS` if `wanted` is empty.
 
     Raises:
-        ValueError: a name is not known, or the word of one of ours is not understood.
+        ValueError: if a name or a spec string is invalid.
     """
     known = [method for method in (*METHODS, *contestants.METHODS["torch"]) if method != COMPUTE]
     for method in wanted:
         if method not in known and not method.startswith(OURS):
             allowed = ", ".join(map(repr, dict.fromkeys(known)))
-            raise ValueError(f"--methods {method!r} is none of {allowed}, and not 'ours <word>'.")
+            raise ValueError(f"--methods {method!r} is not one of {allowed}, and not 'ours SPEC'.")
         if method.startswith(OURS):
             contestants.compression(spelled(method, 1))
     return list(dict.fromkeys(wanted or METHODS))

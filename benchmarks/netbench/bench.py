@@ -1,4 +1,4 @@
-"""The benchmark: contestants take turns on the same links, at each rate, several times over."""
+"""Benchmark that runs all contestants on the same links, alternating, at each rate."""
 
 from __future__ import annotations
 
@@ -21,50 +21,47 @@ from examples import results
 FORMAT = 1
 MODELS = {"torch": ("vgg", "resnet", "transformer"), "keras": ("vgg",)}
 WARM_UP = 12
-"""Steps of each method before anything is measured, on unlimited links: Accordion checks again
-after
-10 windows, and windows end with each of these steps."""
+"""Steps of each method on unlimited links before measurements. Each step ends a window, and
+Accordion decides again after 10 windows."""
 
 VERDICT = 200
-"""Steps after which a gate must have judged a link."""
+"""Largest number of steps until a gate has a verdict on a link."""
 
 LEAST, MOST = 2, 20
-"""Steps in a turn: as many as fit into `--turn` seconds, within these bounds."""
+"""Bounds on the steps of a repetition, which lasts about `--turn` seconds."""
 
 BEFORE = 2
-"""Steps that do not count before each repetition: links and caches adapt to the method."""
+"""Unmeasured steps before each repetition, in which links and caches adapt to the method."""
 
 SLOW = 1.0
-"""Seconds; of steps that take longer only one goes before."""
+"""Seconds of a step above which one unmeasured step is enough."""
 
 USUAL = {"rates": ["50mbit", "200mbit", "1gbit"], "repetitions": 3, "turn": 2.0}
 QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
-"""What is not said."""
+"""Default options."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `netbench.py bench`."""
+    """Add the options of `netbench.py bench`."""
     parser.add_argument("--framework", choices=tuple(contestants.METHODS), default="torch")
-    parser.add_argument("--model", default="vgg", help="vgg, resnet or transformer")
-    parser.add_argument("--batch", type=int, default=16, help="examples of each rank in a step")
-    parser.add_argument(
-        "--rates", nargs="+", metavar="RATE", help="50mbit 200mbit 1gbit unless said"
-    )
+    parser.add_argument("--model", default="vgg", help="vgg (default), resnet or transformer")
+    parser.add_argument("--batch", type=int, default=16, help="examples per rank and step")
+    parser.add_argument("--rates", nargs="+", metavar="RATE", help="default: 50mbit 200mbit 1gbit")
     parser.add_argument(
         "--methods", nargs="+", default=[], metavar="METHOD",
-        help="names or regular expressions; 'ours WORD' may have any compression",
+        help="names or regular expressions; 'ours SPEC' accepts any compression",
     )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, help="turns of each method at each rate (3)")
-    parser.add_argument("--turn", type=float, help="seconds that a turn is to take (2)")
-    parser.add_argument("--quick", action="store_true", help="200mbit, one short turn each")
-    parser.add_argument("--output", help="file for the results, by default in runs/netbench")
+    parser.add_argument("--repetitions", type=int, help="of each method at each rate (3)")
+    parser.add_argument("--turn", type=float, help="seconds of a repetition (2)")
+    parser.add_argument("--quick", action="store_true", help="200mbit, one short repetition")
+    parser.add_argument("--output", help="file for the results (in runs/netbench)")
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what makes no sense.
+    """Check the options and set defaults.
 
     Raises:
-        ValueError: an option is not what it must be; the sentence says which.
+        ValueError: if an option is invalid.
     """
     for name, value in (QUICK if options.quick else USUAL).items():
         if getattr(options, name) is None:
@@ -76,14 +73,16 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name} is {getattr(options, name)}, but must be positive.")
     if options.hosts < 2:
-        raise ValueError(f"--hosts is {options.hosts}, but must be at least 2: one has no link.")
+        raise ValueError(
+            f"--hosts is {options.hosts}, but must be at least 2, since one host needs no link."
+        )
     for rate in options.rates:
         parse_rate(rate)
     contestants.choose(options.framework, options.methods)
 
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
-    """Measure, write the results as JSON, show them; returns 0."""
+    """Measure, write the results as JSON and print them; return 0."""
     methods = contestants.choose(options.framework, options.methods)
     network = Network(options.hosts, tag, folder)
     bandwidth = {rate: goodput(network, rate) for rate in options.rates}
@@ -93,7 +92,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
         for method in methods:
             with running(groups[method]):
                 groups[method].ask("warm", method, WARM_UP)
-        turns = list(measure(options, network, groups))
+        rows = list(measure(options, network, groups))
         equal = {method: compare(groups[method], method) for method in methods}
     finally:
         for group in set(groups.values()):
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
         "model": groups[methods[0]].facts,
         "bandwidth": bandwidth,
         "equal": equal,
-        "turns": turns,
+        "turns": rows,
     }
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
@@ -116,16 +115,16 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
 
 
 def goodput(network: Network, rate: str) -> float:
-    """Bytes a second at a rate."""
+    """Return the goodput at a rate in bytes per second."""
     network.limit(rate)
-    found = statistics.median(network.goodput(0.6) for _ in range(3))
-    say(f"{rate}: {found * 8 / 1e6:.0f} Mbit/s of TCP goodput")
-    return found
+    measured = statistics.median(network.goodput(0.6) for _ in range(3))
+    say(f"{rate}: {measured * 8 / 1e6:.0f} Mbit/s of TCP goodput")
+    return measured
 
 
 @contextlib.contextmanager
 def running(group: Group) -> Iterator[None]:
-    """Let the group run for a while."""
+    """Resume a group within the context."""
     group.resume()
     yield
     group.pause()
@@ -134,25 +133,25 @@ def running(group: Group) -> Iterator[None]:
 def start(
     options: argparse.Namespace, network: Network, folder: Path, methods: Sequence[str]
 ) -> dict[str, Group]:
-    """The launch that holds each method, all stopped."""
+    """Start the launches; return the stopped launch that holds each method."""
     groups: dict[str, Group] = {}
     for name in (contestants.PLAIN, contestants.HOROVOD):
-        mine = [method for method in methods if contestants.group(method) == name]
-        if mine:
-            say(f"starting {len(mine)} method(s) in the launch {name!r}")
-            settings = {"framework": options.framework, "methods": mine}
+        held = [method for method in methods if contestants.group(method) == name]
+        if held:
+            say(f"starting {len(held)} method(s) in the launch {name!r}")
+            settings = {"framework": options.framework, "methods": held}
             settings |= {"model": options.model, "batch": options.batch}
             backend = options.backend if name == contestants.HOROVOD else "torch"
             group = Group(name, network, folder, settings, backend, options.per_host)
             group.pause()
-            groups |= dict.fromkeys(mine, group)
+            groups |= dict.fromkeys(held, group)
     return {method: groups[method] for method in methods}
 
 
 def measure(
     options: argparse.Namespace, network: Network, groups: Mapping[str, Group]
 ) -> Iterator[results.Row]:
-    """All turns; in each repetition and at each rate another method begins."""
+    """Yield a row per method, rate and repetition; the first method alternates."""
     methods = list(groups)
     for repetition in range(options.repetitions):
         for place, rate in enumerate(options.rates):
@@ -161,10 +160,10 @@ def measure(
             for method in methods[first:] + methods[:first]:
                 row = {"method": method, "rate": rate, "repetition": repetition}
                 if contestants.gated(method):
-                    row["verdict"] = settle(groups[method], method)
-                if contestants.halves(method):
-                    ask(groups[method], "judge", method, 0)  # as in a job that began on this link
-                row |= turn(network, groups[method], method, options.turn)
+                    row["verdict"] = restart_gate(groups[method], method)
+                if contestants.reduces_fp16(method):
+                    ask(groups[method], "judge", method, 0)  # as in a job that starts on this link
+                row |= measure_steps(network, groups[method], method, options.turn)
                 say(
                     f"{repetition + 1}/{options.repetitions} {rate:>8} {method:<32} "
                     f"{max(row['ms']):8.1f} ms  {max(row['sent']) / 1e6:8.3f} MB sent  "
@@ -173,43 +172,43 @@ def measure(
                 yield row
 
 
-def settle(group: Group, method: str) -> str:
-    """Let a gate judge the link anew, as it would have in a job that began on it."""
-    verdict = ask(group, "settle", method, VERDICT)
+def restart_gate(group: Group, method: str) -> str:
+    """Let a gate measure the link anew, as in a job that starts on this link."""
+    verdict = ask(group, "restart_gate", method, VERDICT)
     say(verdict)
     return verdict
 
 
 def ask(group: Group, action: str, method: str, count: int) -> Any:
-    """The first worker's answer."""
+    """Return the answer of the first worker."""
     with running(group):
         return group.ask(action, method, count)[0]
 
 
-def turn(network: Network, group: Group, method: str, seconds: float) -> results.Row:
-    """Some steps of one way; lists are by rank or by host, and everything is per step."""
+def measure_steps(network: Network, group: Group, method: str, seconds: float) -> results.Row:
+    """Measure some steps of one method; lists are per rank or per host, values per step."""
     readings: list[Reading] = []
     with running(group):
         for _ in range(BEFORE):
-            once = max(answer["ms"] for answer in group.steps(method, 1)) / 1000
-            if once > SLOW:
+            step_seconds = max(answer["ms"] for answer in group.steps(method, 1)) / 1000
+            if step_seconds > SLOW:
                 break
-        count = min(MOST, max(LEAST, round(seconds / once)))
+        count = min(MOST, max(LEAST, round(seconds / step_seconds)))
         answers = group.steps(method, count, lambda: readings.append(Reading(network)))
         before, after = readings[0], Reading(network)
-    mine = sum(answer["cpu_ms"] for answer in answers) * count / 1000
+    cpu_seconds = sum(answer["cpu_ms"] for answer in answers) * count / 1000
     pairs = list(zip(before.bytes, after.bytes, strict=True))
     return {
         "steps": count,
         **{key: [answer[key] for answer in answers] for key in ("ms", "cpu_ms", "loss")},
         "received": [(now[0] - then[0]) / count for then, now in pairs],
         "sent": [(now[1] - then[1]) / count for then, now in pairs],
-        "foreign": (after.busy - before.busy - mine) / (after.clock - before.clock),
+        "foreign": (after.busy - before.busy - cpu_seconds) / (after.clock - before.clock),
     }
 
 
 class Reading:
-    """The counters at one moment: bytes of each host, CPU seconds of the machine, the clock."""
+    """Counters at one moment: bytes of each host, CPU seconds of the machine, the clock."""
 
     def __init__(self, network: Network) -> None:
         self.bytes = [network.counters(host) for host in range(len(network.names))]
@@ -217,20 +216,20 @@ class Reading:
 
 
 def compare(group: Group, method: str) -> bool:
-    """Whether all ranks have the same weights."""
+    """Return whether all ranks have the same weights."""
     with running(group):
         return len(set(group.ask("digest", method))) == 1
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all processes of this machine have used, the kernel's own work included."""
+    """Return the CPU seconds of all processes on this machine, including the kernel's work."""
     numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = numbers[3] + numbers[4]
     return (sum(numbers) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 def machine() -> results.Row:
-    """What was measured on."""
+    """Return a description of the machine and the installed versions."""
     import importlib.metadata
 
     names = ("torch", "tensorflow-cpu", "tensorflow", "keras", "horovod", "numpy")
@@ -252,5 +251,5 @@ def machine() -> results.Row:
 
 
 def say(text: str) -> None:
-    """A line about what happens, at once."""
+    """Print a line of progress immediately."""
     print(text, flush=True)

@@ -1,9 +1,9 @@
-"""The command line of `scripts/netbench.py`.
+"""Command line of `scripts/netbench.py`.
 
-netbench.py run [options] -- COMMAND   any Horovod command on limited links
-netbench.py bench [options]            methods to exchange gradients, side by side
-netbench.py accuracy [options]         seconds to a test accuracy, side by side
-netbench.py report FILES [options]     a page and a picture of what these two have written
+netbench.py run [options] -- COMMAND   run a Horovod command on limited links
+netbench.py bench [options]            compare methods to exchange gradients
+netbench.py accuracy [options]         compare the seconds to a test accuracy
+netbench.py report FILES [options]     write a page and a picture of the results
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from examples import results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what the command line asks for; ends the process with its status."""
+    """Run the requested action; exit with its status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
     try:
@@ -37,38 +37,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; what stands after `--` is the command."""
+    """Return the options; the arguments after `--` are the command."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("netbench.py", description=__doc__, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True)
     runs = actions.add_parser(
-        "run", help="any Horovod command on limited links",
-        description="Run a Horovod command on hosts that reach each other and nothing else.",
+        "run", help="run a Horovod command on limited links",
+        description="Run a Horovod command on hosts that can reach only each other.",
     )  # fmt: skip
-    runs.add_argument("--rate", default="none", help="of each link, such as 200mbit")
-    runs.add_argument("--timeout", type=float, help="seconds, then it is ended with status 124")
-    runs.add_argument("command", nargs="+", help="after --: the program and its arguments")
-    benches = actions.add_parser("bench", help="methods to exchange gradients, side by side")
+    runs.add_argument("--rate", default="none", help="rate of each link, such as 200mbit")
+    runs.add_argument(
+        "--timeout", type=float, help="seconds after which the command ends with status 124"
+    )
+    runs.add_argument("command", nargs="+", help="program and its arguments, after --")
+    benches = actions.add_parser("bench", help="compare methods to exchange gradients")
     bench.add_options(benches)
-    trainings = actions.add_parser("accuracy", help="seconds to a test accuracy, side by side")
+    trainings = actions.add_parser("accuracy", help="compare the seconds to a test accuracy")
     accuracy.add_options(trainings)
-    reports = actions.add_parser("report", help="a page and a picture of what was measured")
-    reports.add_argument("files", nargs="+", help="results of bench, one a framework, or accuracy")
+    reports = actions.add_parser("report", help="write a page and a picture of results")
+    reports.add_argument(
+        "files", nargs="+", help="results of bench, one file per framework, or of accuracy"
+    )
     reports.add_argument("--output", default="docs", help="folder for pages and pictures")
-    for one in (runs, benches, trainings):
-        one.add_argument("--hosts", type=int, default=4)
-        one.add_argument("--per-host", type=int, default=1, help="processes on each host")
+    for action in (runs, benches, trainings):
+        action.add_argument("--hosts", type=int, default=4)
+        action.add_argument("--per-host", type=int, default=1, help="processes on each host")
     runs.add_argument(
         "--backend", choices=BACKENDS, default="gloo",
-        help="Horovod's, or torch: no Horovod, but what torch.distributed wants to know",
+        help="backend of Horovod, or torch: without Horovod, for torch.distributed",
     )  # fmt: skip
-    for one in (benches, trainings):
-        one.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
+    for action in (benches, trainings):
+        action.add_argument("--backend", choices=BACKENDS[:2], default="gloo")
     return parser.parse_args(arguments)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what makes no sense, before anything has been started."""
+    """Raise `Refusal` for invalid options, before anything starts."""
     if not 1 <= options.hosts <= MOST_HOSTS:
         raise sandbox.Refusal(f"--hosts is {options.hosts}, but must be in 1..{MOST_HOSTS}.")
     if options.per_host < 1:
@@ -85,13 +89,13 @@ def check(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace) -> int:
-    """`netbench.py report`."""
+    """Write the page and the picture of `netbench.py report`."""
     try:
         found = [results.read_json(Path(name)) for name in options.files]
     except (OSError, ValueError) as error:
         raise sandbox.Refusal(f"results cannot be read: {error}") from None
     folder = Path(options.output)
-    trained = [one for one in found if one.get("benchmark") == "accuracy"]
+    trained = [result for result in found if result.get("benchmark") == "accuracy"]
     if trained and len(found) > 1:
         raise sandbox.Refusal("results of accuracy make a page of their own; name one file.")
     if trained:
@@ -105,7 +109,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
-    """`netbench.py run`: rank 0's output is shown, its exit status passed on."""
+    """Run `netbench.py run`: show rank 0's output and return its exit status."""
     network = Network(options.hosts, tag, folder)
     network.limit(options.rate)
     before = [network.counters(host) for host in range(options.hosts)]
@@ -116,8 +120,8 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
         job.stop()
     sys.stdout.flush()
     if status:
-        said = "took too long" if status == 124 else f"ended with status {status}"
-        print(f"{job.told()}\nnetbench: the command {said}.", file=sys.stderr)
+        outcome = "took too long" if status == 124 else f"ended with status {status}"
+        print(f"{job.output()}\nnetbench: the command {outcome}.", file=sys.stderr)
     for host, name in enumerate(network.names):
         counted = zip(network.counters(host), before[host], strict=True)
         received, sent = (now - then for now, then in counted)

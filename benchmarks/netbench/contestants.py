@@ -1,9 +1,9 @@
-"""The methods to exchange gradients that are measured, by name.
+"""Names of the methods to exchange gradients that the benchmark compares.
 
-`ours <word>` is this package with a compression as of `accordion_hvd.parse`, and
-`optimizer <name>` one of its optimizers; all other names are those below. Methods are held by two
-launches: one over Horovod, and a plain one without, so that Horovod's threads, which talk even when
-there is nothing to do, take nothing from the others.
+`ours SPEC` is this package with a spec string of `accordion_hvd.parse`, and `optimizer NAME` is one
+of its optimizers; the other names are listed below. Two launches hold the methods, one with Horovod
+and one without, because Horovod's threads communicate even when idle and would slow down the
+others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
 FP16 = " fp16"
 ACCORDION = "accordion"
 STEADY = "Accordion(low=PowerSGD(4), high=PowerSGD(1), threshold=1e9)"
-"""What `ours accordion` means. Its threshold is never reached, so that it stays at the high level
-once it has left its critical start."""
+"""Policy of `ours accordion`. Its threshold is never reached, so it stays at the high level once it
+has left the initial critical regime."""
 
 GATED = "gate"
 CAUTIOUS = "Fixed(PowerSGD(1), gate='auto')"
-"""What `ours gate` means."""
+"""Policy of `ours gate`."""
 
 GROUPED, SILENT = "grouped allreduce in the graph", "Horovod (averages nothing)"
 _OURS = ("dense", "fp16", "powersgd:1", "powersgd:2", "powersgd:4", "topk:0.01", "topk:0.001")
@@ -40,74 +40,74 @@ METHODS = {
         *(OURS + word for word in ("dense", "fp16", "powersgd:1", "powersgd:4", "topk:0.01")),
     ),
 }  # fmt: skip
-"""By framework; all of them are measured unless some are chosen."""
+"""Methods by framework; all are measured by default."""
 
 RULES: dict[str, dict[str, Any]] = {
     "Adam": {},
     "AMSGrad": {},
-    "OnebitAdam": {"warmup_steps": 4, "floor": 0.1},  # or it runs away after so few
+    "OnebitAdam": {"warmup_steps": 4, "floor": 0.1},  # else it diverges after so few warm-up steps
     "Birder": {},
     "SketchedAMSGrad": {"warmup_steps": 4},
     "CDAdam": {},
     "Birder, two bits": {"beta": 0.9, "beta_b": 0.99, "bits": 1.9, "feedback": True},
     "CDAdam, two bits": {"whitened": True, "bits": 1.9, "pace": 0.1},
 }
-"""Optimizers that are measured when asked for (as `optimizer OnebitAdam`), in PyTorch.
+"""Optimizers that are measured only on request (as `optimizer OnebitAdam`), in PyTorch.
 
-What follows a comma tells settings of the same one apart; two bits are for small batches.
-Their exact stage is over before anything is measured.
+The part of a name after a comma distinguishes settings of one optimizer; two bits are for small
+batches. The exact stage ends before measurements begin.
 """
 
 HOROVOD, PLAIN = "horovod", "plain"
 
 
 def group(method: str) -> str:
-    """The launch that holds a method: HOROVOD or PLAIN."""
+    """Return the launch that holds a method: HOROVOD or PLAIN."""
     return PLAIN if method == COMPUTE or method.startswith(DDP) else HOROVOD
 
 
 def compression(method: str) -> Any:
-    """What one of ours compresses with.
+    """Return the compression of one of this package's methods.
 
     Raises:
-        ValueError: its word is not understood.
+        ValueError: if the spec string is invalid.
     """
     word = method.removeprefix(OURS)
     return parse({ACCORDION: STEADY, GATED: CAUTIOUS}.get(word, word))
 
 
 def gated(method: str) -> bool:
-    """Whether a gate decides what it exchanges."""
+    """Return whether a gate decides how the method exchanges gradients."""
     return method.startswith(OURS) and getattr(compression(method), "gate", None) is not None
 
 
-def halves(method: str) -> bool:
-    """Whether who adds its 16-bit floats depends on the link."""
+def reduces_fp16(method: str) -> bool:
+    """Return whether the method's fp16 reduction depends on the link."""
     return method.startswith(OURS) and compression(method).fp16_reduction
 
 
 def adapts(method: str) -> bool:
-    """Whether its levels depend on the gradients."""
+    """Return whether the method's levels depend on the gradients."""
     return method.startswith(OURS) and isinstance(compression(method), Accordion)
 
 
 def check_level(method: str, levels: Mapping[str, int]) -> None:
-    """Make sure that Accordion is where it is to be measured.
+    """Check that Accordion is at the level that is to be measured.
 
     Raises:
-        RuntimeError: a layer is not at the high level.
+        RuntimeError: if a layer is not at the high level.
     """
     if not levels or not all(levels.values()):
         raise RuntimeError(f"{method!r} has not reached its high level: {dict(levels)}.")
 
 
 def choose(framework: str, wanted: Sequence[str]) -> list[str]:
-    """Methods by patterns (regular expressions of whole names) or, if ours, by any word.
+    """Return methods by pattern (regular expression for an entire name) or spec string.
 
-    Computation alone is always among them, since the others are compared with it.
+    Computation without exchange is always included, because it is the reference of the others.
 
     Raises:
-        ValueError: a pattern matches nothing, or a word is not understood.
+        ValueError: if a pattern matches no method, or a spec string is invalid.
     """
     known = METHODS[framework]
     chosen = [COMPUTE] if wanted else list(known)
@@ -124,7 +124,7 @@ def choose(framework: str, wanted: Sequence[str]) -> list[str]:
         if not found:
             raise ValueError(
                 f"--methods {pattern!r} matches none of {', '.join(map(repr, known))}; "
-                "'ours <word>' may have any compression."
+                "'ours SPEC' accepts any compression."
             )
         chosen += [method for method in found if method not in chosen]
     return chosen
@@ -134,4 +134,4 @@ def _matching(pattern: str, known: Sequence[str]) -> list[str]:
     try:
         return [method for method in known if re.fullmatch(pattern, method)]
     except re.error as error:
-        raise ValueError(f"--methods {pattern!r} is no regular expression: {error}.") from None
+        raise ValueError(f"--methods {pattern!r} is not a regular expression: {error}.") from None

@@ -1,4 +1,4 @@
-"""What a link carries: `receive ADDRESS` prints bytes a second, `send ADDRESS SECONDS` fills it."""
+"""Goodput of a link: `receive ADDRESS` prints bytes per second, `send ADDRESS SECONDS` fills it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 
 PORT = 5001
 CHUNK = 1 << 18
-SETTLE = 0.3
-"""Seconds at the beginning that do not count: the link starts with a full bucket of tokens."""
+WARM_UP = 0.3
+"""Initial seconds that do not count, because the link starts with a full token bucket."""
 
 
 def receive(address: str) -> float:
-    """Bytes a second of one connection, once it has settled."""
+    """Return the bytes per second of one connection, after the first `WARM_UP` seconds."""
     with socket.create_server((address, PORT)) as server:
         connection, _ = server.accept()
         buffer, began, counted, last = bytearray(CHUNK), time.perf_counter(), 0, 0.0
         while size := connection.recv_into(buffer):
             now = time.perf_counter()
-            if not last and now - began > SETTLE:
+            if not last and now - began > WARM_UP:
                 last = began = now
             elif last:
                 counted, last = counted + size, now
@@ -27,21 +27,21 @@ def receive(address: str) -> float:
 
 
 def send(address: str, seconds: float) -> None:
-    """Send as much as goes for some time."""
-    chunk, end = bytes(CHUNK), time.perf_counter() + SETTLE + seconds
+    """Send as much as possible for `seconds` seconds."""
+    chunk, end = bytes(CHUNK), time.perf_counter() + WARM_UP + seconds
     with _connect(address) as connection:
         while time.perf_counter() < end:
             connection.sendall(chunk)
 
 
 def _connect(address: str) -> socket.socket:
-    """The receiver may still be starting."""
+    """Connect, with retries because the receiver may still be starting."""
     for _ in range(200):
         try:
             return socket.create_connection((address, PORT))
         except ConnectionRefusedError:
             time.sleep(0.05)
-    raise TimeoutError(f"nobody receives on {address}.")
+    raise TimeoutError(f"no receiver listens on {address}.")
 
 
 if __name__ == "__main__":

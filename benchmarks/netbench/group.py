@@ -1,4 +1,4 @@
-"""A launch of the benchmark: workers on all hosts that hold contestants and wait for requests."""
+"""Launch of the benchmark: workers on all hosts that hold contestants and serve requests."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from benchmarks.netbench.sandbox import Refusal
 from benchmarks.netbench.worker import SOCKET
 
 START_LIMIT, ANSWER_LIMIT = 180.0, 300.0
-"""Seconds that workers may take to start, and to answer a request."""
+"""Timeouts in seconds for the start of workers and for an answer."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "2",  # one for ours inside a graph, one for what it calls
+    "TF_NUM_INTEROP_THREADS": "2",  # one for an operation of this package, one for its callees
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600",  # its clock runs while a group is stopped
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600",  # the timeout also counts while a group is stopped
 }
-"""Ranks share the cores of this machine, and wait for their turns."""
+"""Environment of ranks, which share the cores of this machine and are stopped in between."""
 
 
 class Group:
     """Workers that hold the same contestants; stopped (SIGSTOP) while another group measures.
 
     Args:
-        name: of the group.
-        network: where the workers are.
-        folder: the rig's.
-        settings: what `worker.main` takes.
-        backend: as of `Job`.
-        per_host: workers on each host.
+        name: name of the group.
+        network: hosts of the workers.
+        folder: folder of the rig.
+        settings: argument of `worker.main`.
+        backend: backend of `Job`.
+        per_host: number of workers per host.
 
     Attributes:
-        facts: what the workers say of their model.
+        facts: description of the model, from the workers.
 
     Raises:
-        Refusal: a worker ended, or said nothing in time.
+        Refusal: if a worker ends or does not answer in time.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Group:
             ranks = len(network.names) * per_host
             self._connections: list[Connection] = self._accept(listener, ranks)
         first = self._receive(START_LIMIT)
-        self._pids = [said["pid"] for said in first]
+        self._pids = [message["pid"] for message in first]
         self.facts = {key: first[0][key] for key in first[0] if key not in ("rank", "pid")}
 
     def ask(self, action: str, method: str, count: int = 0) -> list[Any]:
-        """What each worker answers.
+        """Return the answers of all workers to a request.
 
         Raises:
-            Refusal: a worker failed, ended, or took too long.
+            Refusal: if a worker fails, ends or takes too long.
         """
         self._send((action, method, count))
         return self._answers(method, "value")
@@ -84,10 +84,10 @@ class Group:
     def steps(
         self, method: str, count: int, begin: Callable[[], None] = lambda: None
     ) -> list[dict[str, float]]:
-        """Take some steps; `begin` is called when all workers stand at the first.
+        """Take some steps; call `begin` when all workers are ready for the first step.
 
         Raises:
-            Refusal: see `ask`.
+            Refusal: if a worker fails, ends or takes too long.
         """
         self._send(("steps", method, count))
         self._answers(method, "ready")
@@ -106,15 +106,15 @@ class Group:
         return [answer[key] for answer in answers]
 
     def pause(self) -> None:
-        """Stop all workers, with the threads that Horovod keeps talking."""
+        """Stop all workers, including Horovod's background threads."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Resume all workers."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Tell the workers to leave, and make sure."""
+        """End the workers."""
         self.resume()
         for connection in self._connections:
             connection.close()
@@ -125,21 +125,21 @@ class Group:
             os.kill(pid, number)
 
     def _accept(self, listener: Listener, ranks: int) -> list[Connection]:
-        """Connections of all workers, as soon as they have started."""
-        # The listener has no public method to wait with a limit.
+        """Return the connections of all workers once they have started."""
+        # The listener has no public method to wait with a timeout.
         socket: Any = listener._listener._socket  # type: ignore[attr-defined]
         socket.settimeout(1.0)
-        found: list[Connection] = []
+        connections: list[Connection] = []
         deadline = time.monotonic() + START_LIMIT
-        while len(found) < ranks:
+        while len(connections) < ranks:
             try:
-                found.append(listener.accept())
+                connections.append(listener.accept())
             except TimeoutError:
                 self._check(deadline)
-        return found
+        return connections
 
     def _receive(self, limit: float) -> list[Any]:
-        """One message of each worker."""
+        """Return one message from each worker."""
         deadline, messages = time.monotonic() + limit, []
         for connection in self._connections:
             while not connection.poll(0.5):
@@ -158,4 +158,4 @@ class Group:
 
     def _fail(self, what: str) -> None:
         self.job.stop()
-        raise Refusal(f"{what} (launch {self.name!r}).\n{self.job.told()}")
+        raise Refusal(f"{what} (launch {self.name!r}).\n{self.job.output()}")

@@ -1,4 +1,4 @@
-"""The contestants in Keras, trained by `fit`."""
+"""Contestants in Keras, trained by `fit`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks.netbench.contestants import COMPUTE, GROUPED, HOROVOD, OURS
 
 BATCHES = 32
 FIRST = 1
-"""The step in each `fit` with which measuring begins."""
+"""First measured step of each `fit`."""
 
 
 class Keras:
-    """Methods of one launch, each with a compiled model of its own.
+    """Methods of one launch, each with its own compiled model.
 
     Args:
-        methods: their names.
+        methods: names of the methods.
         model: "vgg".
-        batch: examples of each rank in a step.
+        batch: number of examples per rank and step.
     """
 
     def __init__(self, methods: Sequence[str], model: str, batch: int) -> None:
@@ -55,24 +55,24 @@ class Keras:
     def steps(
         self, method: str, count: int, together: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Train for some steps; milliseconds and CPU milliseconds a step, and the last loss.
+        """Train for some steps; return wall and CPU milliseconds per step, and the last loss.
 
         Args:
-            method: its name.
-            count: steps.
-            together: called before the first of these, and after one that does not count: `fit`
-                may have to trace its function anew.
+            method: name of the method.
+            count: number of measured steps.
+            together: function that synchronizes all workers. It is called before the measured steps
+                and after one unmeasured step, in which `fit` may trace its function again.
         """
         watch = _Stopwatch(together)
         history = self._models[method].fit(
             self._data, steps_per_epoch=FIRST + count, verbose=0, shuffle=False,
             callbacks=[*self._callbacks[method], watch],
         )  # fmt: skip
-        spent, busy = watch.ms(count)
-        return {"ms": spent, "cpu_ms": busy, "loss": history.history["loss"][-1]}
+        ms, cpu_ms = watch.ms(count)
+        return {"ms": ms, "cpu_ms": cpu_ms, "loss": history.history["loss"][-1]}
 
     def warm(self, method: str, count: int) -> None:
-        """Steps after each of which a window ends, so that Accordion leaves its critical start."""
+        """End a window after each step, so that Accordion leaves its initial critical regime."""
         for _ in range(count):
             self.steps(method, 1)
         if contestants.adapts(method):
@@ -86,15 +86,15 @@ class Keras:
         exchange.version += 1
 
     def digest(self, method: str) -> str:
-        """The same on two ranks if their weights are, bit by bit."""
-        found = hashlib.sha256()
+        """Return a hash that is equal on two ranks if their weights are bitwise equal."""
+        digest = hashlib.sha256()
         for variable in self._models[method].trainable_variables:
-            found.update(variable.numpy().tobytes())
-        return found.hexdigest()
+            digest.update(variable.numpy().tobytes())
+        return digest.hexdigest()
 
 
 class _Stopwatch(keras.callbacks.Callback):
-    """From the beginning of a step to the end of the last: `fit` itself takes time too."""
+    """Time from the start of one step to the end of the last, without the overhead of `fit`."""
 
     def __init__(self, together: Callable[[], None]) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ class _Stopwatch(keras.callbacks.Callback):
         self.ended = time.perf_counter(), time.process_time()
 
     def ms(self, steps: int) -> tuple[float, float]:
-        """Of a step: time, and CPU time of all threads."""
-        spent, busy = (b - a for a, b in zip(self.began, self.ended, strict=True))
-        return 1000 * spent / steps, 1000 * busy / steps
+        """Return the milliseconds and CPU milliseconds (of all threads) per step."""
+        seconds, cpu_seconds = (b - a for a, b in zip(self.began, self.ended, strict=True))
+        return 1000 * seconds / steps, 1000 * cpu_seconds / steps
 
 
 def vgg() -> Any:
-    """The same as in PyTorch, channels last."""
+    """Return the network of `torch_models.vgg`, channels last."""
     layers: list[Any] = [keras.Input((32, 32, 3))]
     for width, pool in ((32, True), (64, True), (128, False), (128, True)):
         layers.append(keras.layers.Conv2D(width, 3, padding="same", activation="relu"))
@@ -129,7 +129,7 @@ MODELS = {"vgg": vgg}
 
 
 def _contestant(method: str) -> tuple[Any, list[Any]]:
-    """(optimizer, callbacks) that exchange gradients in this method."""
+    """Return (optimizer, callbacks) of a method."""
     plain = keras.optimizers.SGD(0.01, momentum=0.9)
     if method == COMPUTE:
         return plain, []
@@ -138,8 +138,8 @@ def _contestant(method: str) -> tuple[Any, list[Any]]:
     if method.startswith(OURS):
         import accordion_hvd.tensorflow.keras as ours
 
-        word = contestants.compression(method)
-        optimizer = ours.DistributedOptimizer(plain, compression=word, guard="off")
+        compression = contestants.compression(method)
+        optimizer = ours.DistributedOptimizer(plain, compression=compression, guard="off")
         return optimizer, [ours.callbacks.BroadcastGlobalVariablesCallback(0)]
     import horovod.tensorflow.keras as hvd
 
@@ -147,7 +147,10 @@ def _contestant(method: str) -> tuple[Any, list[Any]]:
 
 
 def _averaging() -> Any:
-    """The least that averages under Keras 3: one grouped operation of Horovod's in the graph."""
+    """Return an optimizer with the least code that averages under Keras 3.
+
+    It calls Horovod's grouped allreduce in the graph.
+    """
     import horovod.tensorflow as hvd
 
     class Averaging(keras.optimizers.SGD):

@@ -1,6 +1,6 @@
-"""Start a command once for each process on the hosts of a network: Horovod over Gloo or over MPI.
+"""Launch of a command on the hosts of a network, with Horovod over Gloo or MPI.
 
-`torch` as a backend starts it without Horovod, with the variables that `torch.distributed` reads.
+The backend `torch` starts the command without Horovod, with the variables of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.netbench.network import SUBNET, Network
 
 BACKENDS = ("gloo", "mpi", "torch")
 GRACE = 5.0
-"""Seconds that other workers have to end by themselves once one has failed."""
+"""Seconds in which processes may end by themselves after one has failed."""
 
 PORT = 29500
 TAIL = 3000
@@ -26,7 +26,7 @@ WRAPPER = """folder=$1 shown=$2; shift 2
 rank=${RANK:-$OMPI_COMM_WORLD_RANK}
 [ "$rank" = "$shown" ] || exec >"$folder/$rank" 2>&1
 exec "$@" """
-"""Shell code that shows the output of one rank; that of others goes to files."""
+"""Shell code that shows the output of one rank and writes that of others to files."""
 
 
 class Job:
@@ -34,11 +34,11 @@ class Job:
 
     Args:
         command: program and arguments.
-        network: the hosts.
-        folder: for the output that is not shown; must be new.
+        network: hosts on which to run the command.
+        folder: new folder for the output that is not shown.
         backend: one of `BACKENDS`.
-        per_host: processes on each host.
-        environment: added to this process' own.
+        per_host: number of processes per host.
+        environment: variables to add to the environment of this process.
         show: whether to show the output of rank 0.
     """
 
@@ -62,7 +62,10 @@ class Job:
         self.processes: list[subprocess.Popen[Any]] = start()
 
     def status(self) -> int | None:
-        """The exit status of the first process that failed, 0 if none did, None while all run."""
+        """Return the exit status, or None while processes run.
+
+        The status is that of the first failed process, or 0 once all have succeeded.
+        """
         codes = [process.poll() for process in self.processes]
         failed = [code for code in codes if code]
         if failed:
@@ -70,9 +73,12 @@ class Job:
         return 0 if None not in codes else None
 
     def wait(self, limit: float | None = None) -> int:
-        """Wait until all have ended; returns an exit status, 124 if that takes `limit` seconds.
+        """Wait until all processes have ended; return the exit status, 124 on a timeout.
 
-        Once one has failed, the others are ended after `GRACE` seconds; the first status counts.
+        After a process fails, the others are ended within `GRACE` seconds; the first status counts.
+
+        Args:
+            limit: timeout in seconds.
         """
         deadline = time.monotonic() + limit if limit else None
         while (status := self.status()) is None:
@@ -89,11 +95,11 @@ class Job:
         return status
 
     def stop(self) -> None:
-        """End what still runs."""
+        """End the running processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self.processes if process.poll() is None]
             for process in running:
-                process.send_signal(signal.SIGCONT)  # whoever is stopped hears nothing else
+                process.send_signal(signal.SIGCONT)  # a stopped process receives no other signal
                 process.send_signal(number)
             until = time.monotonic() + 3
             while running and time.monotonic() < until:
@@ -103,8 +109,8 @@ class Job:
             self._rendezvous.stop()
             self._rendezvous = None
 
-    def told(self) -> str:
-        """The last words of ranks that are not shown."""
+    def output(self) -> str:
+        """Return the last output of the ranks that are not shown."""
         parts = []
         for path in sorted(self.folder.iterdir()):
             if text := path.read_text(errors="replace").strip():
@@ -113,7 +119,7 @@ class Job:
 
     # ------------------------------------------------------------------------------------ backends
     def _each(self, variables: Any) -> list[subprocess.Popen[Any]]:
-        """Start one process at a time; `variables(host, local)` are its own."""
+        """Start all processes; `variables(host, local)` returns the environment of one of them."""
         return [
             subprocess.Popen(
                 [*self.network.enter(host), *self.command],
@@ -126,7 +132,7 @@ class Job:
         ]
 
     def _torch(self) -> list[subprocess.Popen[Any]]:
-        """What torchrun would set."""
+        """Start all processes with the variables that torchrun sets."""
         return self._each(self._ranks)
 
     def _ranks(self, host: int, local: int) -> dict[str, str]:
@@ -141,7 +147,7 @@ class Job:
         }
 
     def _gloo(self) -> list[subprocess.Popen[Any]]:
-        """What horovodrun --gloo would set; the rendezvous is where the bridge is."""
+        """Start all processes as horovodrun --gloo does, with the rendezvous beside the bridge."""
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousServer
 
@@ -171,7 +177,7 @@ class Job:
         return self._each(variables)
 
     def _mpi(self) -> list[subprocess.Popen[Any]]:
-        """mpirun where the bridge is; it enters the hosts by an agent that takes ssh's place."""
+        """Start mpirun in the bridge's namespace; an agent in place of ssh enters the hosts."""
         agent, names = self.folder.with_suffix(".agent"), self.network.names
         enter = (f"{name}) exec {' '.join(self.network.enter(i))} sh -c \"$*\" ;;"
                  for i, name in enumerate(names))  # fmt: skip
@@ -191,14 +197,14 @@ class Job:
         words = [word for key, value in settings.items() for word in ("--mca", key, value)]
         self.environment |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
         self.environment.pop("RANK", None)
-        passed = ["PATH", "PYTHONPATH", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"]
+        exported = ["PATH", "PYTHONPATH", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"]
         mpirun = Path(sys.executable).parent / "mpirun"
         command = [
             str(mpirun if mpirun.exists() else "mpirun"),
             "--allow-run-as-root", "--bind-to", "none",
             "-np", str(len(names) * self.per_host),
             "-H", ",".join(f"{name}:{self.per_host}" for name in names),
-            *words, *(word for name in passed for word in ("-x", name)), *self.command,
+            *words, *(word for name in exported for word in ("-x", name)), *self.command,
         ]  # fmt: skip
         return [
             subprocess.Popen(

@@ -1,4 +1,4 @@
-"""docs/performance.md: how it was measured, what came out."""
+"""Text of docs/performance.md: method and results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from examples.results import Row
 
 
 def text(found: Sequence[Row]) -> str:
-    """All of the page; it says nothing but what the results hold."""
+    """Return the text of the page, which contains only what the results hold."""
     places = report.machine(found[0]["machine"]) | report.hosts(found[0]["settings"])
     return report.render(
         "performance/page",
-        frameworks=report.join([section(one) for one in found]),
+        frameworks=report.join([section(result) for result in found]),
         steady=STEADY,
         cautious=CAUTIOUS,
         **places,
@@ -35,7 +35,7 @@ def text(found: Sequence[Row]) -> str:
 
 
 def section(found: Row) -> str:
-    """Tables of one framework."""
+    """Return the section of one framework."""
     settings, model = found["settings"], found["model"]
     framework, methods = settings["framework"], list(found["equal"])
     silent = SILENT in methods and not found["equal"][SILENT]
@@ -48,7 +48,7 @@ def section(found: Row) -> str:
         batch=settings["batch"],
         repetitions=settings["repetitions"],
         noise=report.noise(
-            [turn["foreign"] for turn in found["turns"]], "repetition", "the work of the links"
+            [row["foreign"] for row in found["turns"]], "repetition", "the work of the links"
         ),
         notes=report.render("performance/silent", grouped=GROUPED) if silent else "",
         comparison=as_markdown(tables.comparison(found, pairs(framework, methods))),
@@ -58,7 +58,7 @@ def section(found: Row) -> str:
 
 
 def at_rate(found: Row, rate: str) -> str:
-    """The table of a rate, and what gates said of it."""
+    """Return the table of a rate and the gates' verdicts."""
     return report.render(
         "performance/rate",
         rate=words(rate),
@@ -69,14 +69,18 @@ def at_rate(found: Row, rate: str) -> str:
 
 
 def verdicts(found: Row, rate: str) -> str:
-    """What gates said of a rate, each line once."""
-    turns = [turn for turn in found["turns"] if turn["rate"] == rate]
-    said = dict.fromkeys(turn["verdict"] for turn in turns if "verdict" in turn)
-    return "\n".join(f"- {line}" for line in said)
+    """Return the distinct verdicts of gates at a rate."""
+    rows = [row for row in found["turns"] if row["rate"] == rate]
+    lines = dict.fromkeys(row["verdict"] for row in rows if "verdict" in row)
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def pairs(framework: str, methods: Sequence[str]) -> list[tuple[str, str]]:
-    """What is worth comparing: ours with what a user has now, and with the same compression."""
+    """Return the pairs of methods to compare.
+
+    A method of this package is compared with what a user has now, and with other methods that use
+    the same compression.
+    """
     ours = [method for method in methods if method.startswith(OURS)]
     if framework == "keras":
         return [(method, GROUPED) for method in ours]

@@ -1,4 +1,4 @@
-"""Milliseconds a step of each method at each rate, beside the least that the link allows."""
+"""Picture of milliseconds per step for each method and rate, with the limit of the link."""
 
 from __future__ import annotations
 
@@ -18,50 +18,46 @@ KINDS = {
     "PyTorch DDP": "#E69F00",
     "accordion_hvd": "#009E73",
 }
-"""Told apart by colour-blind readers too (Okabe & Ito)."""
+"""Colours that colour-blind readers can distinguish (Okabe & Ito)."""
 
 
 def kind(method: str) -> str:
-    """Whose method it is: a key of `KINDS`."""
+    """Return the key in `KINDS` of a method's implementation."""
     if method == COMPUTE:
         return "computation alone"
-    return (
-        "accordion_hvd"
-        if method.startswith(OURS)
-        else "PyTorch DDP"
-        if method.startswith(DDP)
-        else "Horovod"
-    )
+    if method.startswith(OURS):
+        return "accordion_hvd"
+    return "PyTorch DDP" if method.startswith(DDP) else "Horovod"
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
-    """A panel for each framework (down) and rate (across)."""
+    """Draw a panel for each framework (rows) and rate (columns)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    across = max(len(one["settings"]["rates"]) for one in found)
-    heights = [len(one["equal"]) + 2 for one in found]
+    across = max(len(result["settings"]["rates"]) for result in found)
+    heights = [len(result["equal"]) + 2 for result in found]
     size = (2.2 + 3.9 * across, 1.2 + 0.31 * sum(heights))
-    with figure(path, size, len(found), across, height_ratios=heights) as (whole, axes):
-        for row, one in enumerate(found):
-            rates = one["settings"]["rates"]
+    with figure(path, size, len(found), across, height_ratios=heights) as (canvas, axes):
+        for row, result in enumerate(found):
+            rates = result["settings"]["rates"]
             for column in range(across):
                 if column < len(rates):
-                    _panel(axes[row][column], one, rates[column], names=column == 0)
+                    _panel(axes[row][column], result, rates[column], names=column == 0)
                 else:
                     axes[row][column].set_axis_off()
         marks: list[Any] = [Patch(color=colour, label=name) for name, colour in KINDS.items()]
         mark = {"color": "black", "marker": "|", "ms": 13, "mew": 2, "ls": ""}
         limit = Line2D([], [], label="limit of link and computation", **mark)
-        whole.legend(handles=[*marks, limit], loc="outside lower center", ncols=len(marks) + 1)
+        canvas.legend(handles=[*marks, limit], loc="outside lower center", ncols=len(marks) + 1)
 
 
 def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
-    """Bars of one rate."""
+    """Draw the bars of one rate."""
     rows = tables.summary(found, rate)
-    everything = [tables.summary(found, each) for each in found["settings"]["rates"]]
-    most = max(row["most"] for each in everything for row in each.values())
-    least = min(row["least"] for each in everything for row in each.values())
+    summaries = [tables.summary(found, each) for each in found["settings"]["rates"]]
+    most = max(row["most"] for each in summaries for row in each.values())
+    least = min(row["least"] for each in summaries for row in each.values())
     for place, (method, row) in enumerate(rows.items()):
         spread = [[row["ms"] - row["least"]], [row["most"] - row["ms"]]]
         axis.barh(
@@ -89,7 +85,7 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
 
 
 def words(rate: str) -> str:
-    """50 Mbit/s for "50mbit"."""
+    """Format a rate: "50 Mbit/s" for "50mbit"."""
     if rate == "none":
         return "unlimited links"
     return f"{rate[:-4]} {rate[-4].upper()}bit/s"

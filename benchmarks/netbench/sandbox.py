@@ -1,8 +1,8 @@
-"""Namespaces in which a rig lives, so that nothing of it can be left behind.
+"""Namespaces that contain a rig, so that nothing of it is left behind.
 
-The rig runs as the first process of a PID namespace with a network, a mount and a UTS namespace of
-its own. When that process ends, however it ends, the kernel ends all that it has started and takes
-down hosts, bridge and links. Several rigs never meet, and processes outside cannot be hit.
+The rig runs as the first process of a PID namespace with network, mount and UTS namespaces of its
+own. When that process ends, for any reason, the kernel ends all its descendants and removes hosts,
+bridge and links. Rigs do not interfere with each other or with processes outside.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ NAMESPACES = ("unshare", "--net", "--pid", "--mount", "--uts", "--fork", "--kill
 LIFELINE, FOLDER, TAG = "NETBENCH_LIFELINE", "NETBENCH_FOLDER", "NETBENCH_TAG"
 PREFIX = "netbench-"
 PATIENCE = 5.0
-"""Seconds that the rig has to end itself."""
+"""Seconds in which the rig may end by itself."""
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-"""Where the package lies; what is started on the hosts must find it too."""
+"""Folder of the package, which processes on the hosts must find, too."""
 
 
 class Refusal(Exception):
-    """Something is missing or wrong; one sentence says what."""
+    """Raised with one sentence when a requirement is missing or an option is invalid."""
 
 
 def stop(sentence: str) -> NoReturn:
-    """End with status 2 and a sentence."""
+    """Print a sentence and exit with status 2."""
     sys.stderr.write(f"netbench: {sentence}\n")
     raise SystemExit(2)
 
 
 def obstacle() -> str | None:
-    """Why this machine can have no rig, in one sentence; None if it can."""
+    """Return a sentence that says why this machine cannot run a rig; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces and limited links need root; run this as root."
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found; Debian has them in iproute2 and util-linux."
-    tried = subprocess.run(
+    trial = subprocess.run(
         [*NAMESPACES, "--mount-proc", "sh", "-c", TRIAL],
         capture_output=True, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    if tried.returncode:
-        said = " ".join(tried.stderr.split())
-        return f"this root may not make network namespaces (a container without the right?): {said}"
+    if trial.returncode:
+        error = " ".join(trial.stderr.split())
+        return f"root cannot create network namespaces here (a restricted container?): {error}"
     return None
 
 
 # ----------------------------------------------------------------------------------------- outside
 def enter(arguments: Sequence[str]) -> int:
-    """Run this program again with `arguments` within new namespaces; returns its exit status.
+    """Run this program again with `arguments` in new namespaces; return its exit status.
 
-    SIGINT and SIGTERM end the rig and everything in it; the status is then 128 + their number.
+    SIGINT and SIGTERM end the rig with all its processes; the status is then 128 + signal number.
 
     Raises:
-        Refusal: see `obstacle`.
+        Refusal: if there is an `obstacle`.
     """
     if (why := obstacle()) is not None:
         raise Refusal(why)
     remove_leftovers()
     received: list[int] = []
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     with _folder() as folder, _signals(received):
         environment = {
             **os.environ,
@@ -80,28 +80,28 @@ def enter(arguments: Sequence[str]) -> int:
                 filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
             ),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            LIFELINE: str(ours),
+            LIFELINE: str(read_end),
             FOLDER: folder,
             TAG: str(os.getpid()),
         }
         process = subprocess.Popen(
             [*NAMESPACES, "--mount-proc", sys.executable, "-m", __package__, *arguments],
-            env=environment, pass_fds=[ours],
+            env=environment, pass_fds=[read_end],
         )  # fmt: skip
-        os.close(ours)
-        status = _wait(process, theirs, received)
+        os.close(read_end)
+        status = _wait(process, write_end, received)
     return status
 
 
 def _wait(process: subprocess.Popen[Any], lifeline: int, received: list[int]) -> int:
-    """Wait for the rig; after a signal let go of the lifeline, and then insist."""
+    """Wait for the rig; after a signal close the lifeline, and kill the rig if it stays."""
     deadline = None
     while True:
         try:
             status = process.wait(0.1 if deadline is None else PATIENCE + 1)
         except subprocess.TimeoutExpired:
             if deadline is not None:
-                process.kill()  # --kill-child takes the rest along
+                process.kill()  # --kill-child ends its children, too
             elif received:
                 os.close(lifeline)
                 deadline = PATIENCE
@@ -115,7 +115,7 @@ def _wait(process: subprocess.Popen[Any], lifeline: int, received: list[int]) ->
 
 @contextlib.contextmanager
 def _signals(received: list[int]) -> Iterator[None]:
-    """SIGINT and SIGTERM are noted, not obeyed."""
+    """Record SIGINT and SIGTERM instead of obeying them."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
     try:
@@ -127,7 +127,7 @@ def _signals(received: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """A folder for sockets, logs and the like that names its owner."""
+    """Create a temporary folder for sockets and logs, named after the owner's PID."""
     folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
     try:
         yield folder
@@ -136,7 +136,7 @@ def _folder() -> Iterator[str]:
 
 
 def remove_leftovers() -> None:
-    """Remove folders of rigs that were killed; of all they had, only these outlive them."""
+    """Remove folders of killed rigs, which are all that such rigs leave behind."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         owner = re.fullmatch(rf"{PREFIX}(\d+)-\w+", path.name)
         if owner and path.stat().st_uid == 0 and not Path("/proc", owner[1]).exists():
@@ -145,28 +145,30 @@ def remove_leftovers() -> None:
 
 # ------------------------------------------------------------------------------------------ inside
 def inside() -> bool:
-    """Whether this process is the first one of a rig."""
+    """Return whether this process is the first process of a rig."""
     return LIFELINE in os.environ and os.getpid() == 1
 
 
 def run(work: Callable[[Path, str], int]) -> int:
-    """Do the rig's work, given its folder and tag; ends when whoever started the rig ends.
+    """Run `work` with the rig's folder and tag; end when the starting process ends.
 
     Raises:
-        SystemExit: the lifeline broke.
+        SystemExit: if the lifeline breaks.
     """
     lifeline = int(os.environ.pop(LIFELINE))
     os.set_inheritable(lifeline, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the outside decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal signals all processes; only the outer one reacts
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
-    # Whatever shared memory the hosts leave behind goes when the namespace goes.
+    # The hosts' shared memory is freed with the namespace.
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     return work(Path(os.environ.pop(FOLDER)), os.environ.pop(TAG))
 
 
 def _watch(lifeline: int) -> None:
-    os.read(lifeline, 1)  # nothing is ever written: this returns when the other end is closed
+    os.read(lifeline, 1)  # returns when the other end is closed; nothing is ever written
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     threading.Event().wait(PATIENCE)
     os._exit(128 + signal.SIGTERM)

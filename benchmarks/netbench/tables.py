@@ -1,4 +1,4 @@
-"""What the benchmark found, in numbers: medians, limits and ratios."""
+"""Tables of the benchmark's results: medians, limits and ratios."""
 
 from __future__ import annotations
 
@@ -25,58 +25,64 @@ COLUMNS = {
 
 
 def summary(found: Row, rate: str) -> dict[str, Row]:
-    """Method -> medians at a rate.
+    """Return the medians of each method at a rate, as method -> row.
 
-    Each has `ms` (of the slowest rank), `least` and `most` (over the turns), `cpu_ms` (mean of the
-    ranks), `sent` and `received` (bytes a step of the host with most), `wire` (ms that the larger
-    of these takes at the measured goodput), `limit` (if computation and links were busy at the same
-    time throughout), `one_by_one` (if they never were), and `times` (`ms` over `limit`).
+    A row has the keys:
+
+    - `ms`: milliseconds per step of the slowest rank;
+    - `least` and `most`: range of `ms` over repetitions;
+    - `cpu_ms`: mean over ranks;
+    - `sent` and `received`: bytes per step of the host with the most;
+    - `wire`: milliseconds that the larger of these two takes at the measured goodput;
+    - `limit`: time of a step if computation and links overlapped completely;
+    - `one_by_one`: time of a step if they never overlapped;
+    - `times`: `ms` / `limit`.
     """
-    alone = statistics.median(slowest(turn) for turn in turns(found, COMPUTE))
+    compute = statistics.median(slowest(row) for row in repetitions(found, COMPUTE))
     rows = {}
     for method in found["equal"]:
-        mine = [turn for turn in turns(found, method) if turn["rate"] == rate]
-        ms = [slowest(turn) for turn in mine]
-        sent = _median(mine, lambda turn: max(turn["sent"]))
-        received = _median(mine, lambda turn: max(turn["received"]))
+        own = [row for row in repetitions(found, method) if row["rate"] == rate]
+        ms = [slowest(row) for row in own]
+        sent = _median(own, lambda row: max(row["sent"]))
+        received = _median(own, lambda row: max(row["received"]))
         wire = 1000 * max(sent, received) / found["bandwidth"][rate] if method != COMPUTE else 0.0
         row = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "sent": sent,
-               "received": received, "wire": wire, "limit": max(alone, wire),
-               "one_by_one": alone + wire}  # fmt: skip
-        row["cpu_ms"] = _median(mine, lambda turn: statistics.mean(turn["cpu_ms"]))
+               "received": received, "wire": wire, "limit": max(compute, wire),
+               "one_by_one": compute + wire}  # fmt: skip
+        row["cpu_ms"] = _median(own, lambda repetition: statistics.mean(repetition["cpu_ms"]))
         row["times"] = row["ms"] / row["limit"]
         rows[method] = row
     return rows
 
 
-def turns(found: Row, method: str) -> list[Row]:
-    """All turns of a method."""
-    return [turn for turn in found["turns"] if turn["method"] == method]
+def repetitions(found: Row, method: str) -> list[Row]:
+    """Return the rows of all repetitions of a method."""
+    return [row for row in found["turns"] if row["method"] == method]
 
 
-def slowest(turn: Row) -> float:
-    """Milliseconds of a step: all wait for the slowest."""
-    return max(turn["ms"])
+def slowest(row: Row) -> float:
+    """Return the milliseconds per step of the slowest rank, for which all ranks wait."""
+    return max(row["ms"])
 
 
 def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
-    return statistics.median(value(turn) for turn in found)
+    return statistics.median(value(row) for row in found)
 
 
 def ratios(found: Row, method: str, other: str, rate: str) -> list[float]:
-    """How many times as fast as another method it is: one ratio for each repetition.
+    """Return how many times as fast as `other` a method is, for each repetition.
 
-    Both took their turns within minutes then, so that what else the machine did hit them alike.
+    Both methods run within minutes of each other, so other load on the machine affects them alike.
     """
     ms: dict[str, dict[int, float]] = {}
     for name in (method, other):
-        mine = [turn for turn in turns(found, name) if turn["rate"] == rate]
-        ms[name] = {turn["repetition"]: slowest(turn) for turn in mine}
+        own = [row for row in repetitions(found, name) if row["rate"] == rate]
+        ms[name] = {row["repetition"]: slowest(row) for row in own}
     return [ms[other][number] / ms[method][number] for number in ms[method] if number in ms[other]]
 
 
 def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """Head and rows: for each (method, other), how many times as fast it is at each rate."""
+    """Return a header and rows: speedup of each (method, other) pair at each rate."""
     rates = found["settings"]["rates"]
     rows = [["method", "compared with", *rates]]
     for method, other in pairs:
@@ -87,7 +93,7 @@ def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
 
 
 def limits(found: Row) -> list[list[str]]:
-    """Head and rows: how many times the limit each method takes at each rate."""
+    """Return a header and rows: time of each method as a multiple of the limit, at each rate."""
     rates = found["settings"]["rates"]
     all_rates = {rate: summary(found, rate) for rate in rates}
     rows = [["method", "MB sent", *rates]]
@@ -98,7 +104,7 @@ def limits(found: Row) -> list[list[str]]:
 
 
 def table(found: Row, rate: str) -> list[list[str]]:
-    """Head and rows."""
+    """Return a header and rows."""
     rows = []
     for method, row in summary(found, rate).items():
         megabytes = {f"megabytes_{key}": row[key] / 1e6 for key in ("sent", "received")}
@@ -108,7 +114,7 @@ def table(found: Row, rate: str) -> list[list[str]]:
 
 
 def all_as_text(found: Row) -> str:
-    """The tables of all rates."""
+    """Return the tables of all rates."""
     parts = []
     for rate in found["settings"]["rates"]:
         goodput = found["bandwidth"][rate] * 8 / 1e6

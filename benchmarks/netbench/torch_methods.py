@@ -1,4 +1,4 @@
-"""The contestants in PyTorch."""
+"""Contestants in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from benchmarks.netbench.torch_models import MODELS, describe
 
 BATCHES = 32
 ONE_BUCKET_MB = 1000
-"""With several buckets the PowerSGD hook aborts over Gloo: ranks start collectives in any order."""
+"""Bucket size for the PowerSGD hook. With several buckets it aborts over Gloo, because ranks start
+collectives in different orders."""
 
 FIRST_COMPRESSED = 2
-"""The step from which the hook compresses; 2 is the least with a warm start."""
+"""First step in which the hook compresses; 2 is the smallest value with a warm start."""
 
 
 class Torch:
-    """Methods of one launch, each with a network and an optimizer of its own.
+    """Methods of one launch, each with its own network and optimizer.
 
     Args:
-        methods: their names.
-        model: a key of `MODELS`.
-        batch: examples of each rank in a step.
+        methods: names of the methods.
+        model: key of `MODELS`.
+        batch: number of examples per rank and step.
     """
 
     def __init__(self, methods: Sequence[str], model: str, batch: int) -> None:
@@ -54,12 +55,12 @@ class Torch:
     def steps(
         self, method: str, count: int, together: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Train for some steps; milliseconds and CPU milliseconds a step, and the last loss.
+        """Train for some steps; return wall and CPU milliseconds per step, and the last loss.
 
         Args:
-            method: its name.
-            count: steps.
-            together: called before the first.
+            method: name of the method.
+            count: number of steps.
+            together: function that synchronizes all workers, called before the first step.
         """
         net, optimizer = self._nets[method], self._optimizers[method]
         together()
@@ -71,13 +72,13 @@ class Torch:
             loss = torch.nn.functional.cross_entropy(net(inputs), labels)
             loss.backward()
             optimizer.step()
-        spent, busy = time.perf_counter() - began, time.process_time() - busy
+        seconds, busy = time.perf_counter() - began, time.process_time() - busy
         if method.startswith(OPTIMIZER) and optimizer.exchange.skipped:
-            raise RuntimeError(f"{method!r} has left out steps, which send less: it has diverged.")
-        return {"ms": 1000 * spent / count, "cpu_ms": 1000 * busy / count, "loss": loss.item()}
+            raise RuntimeError(f"{method!r} diverged: it skipped steps, which send fewer bytes.")
+        return {"ms": 1000 * seconds / count, "cpu_ms": 1000 * busy / count, "loss": loss.item()}
 
     def warm(self, method: str, count: int) -> None:
-        """Steps after each of which a window ends, so that Accordion leaves its critical start."""
+        """End a window after each step, so that Accordion leaves its initial critical regime."""
         optimizer = self._optimizers[method]
         for _ in range(count):
             self.steps(method, 1)
@@ -86,15 +87,15 @@ class Torch:
         if contestants.adapts(method):
             contestants.check_level(method, optimizer.exchange.policy.current)
 
-    def settle(self, method: str, count: int) -> str:
-        """Let the method's gate judge the link as it is now; its verdict.
+    def restart_gate(self, method: str, count: int) -> str:
+        """Restart the method's gate on the current link; return its verdict.
 
         Args:
-            method: its name.
-            count: steps after which it must have done so.
+            method: name of the method.
+            count: number of steps in which the gate must decide.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: if the gate has not decided.
         """
         gate = self._optimizers[method].exchange.policy.gate
         gate.restart()
@@ -102,24 +103,24 @@ class Torch:
             self.steps(method, 1)
             if gate.decided:
                 return gate.verdict
-        raise RuntimeError(f"the gate of {method!r} has given no verdict after {count} steps.")
+        raise RuntimeError(f"the gate of {method!r} has no verdict after {count} steps.")
 
     def judge(self, method: str, count: int) -> None:
-        """Let the method measure anew who should add its 16-bit floats."""
+        """Measure again whether the engine should add 16-bit floats itself."""
         exchange = self._optimizers[method].exchange
         exchange.communicator.native_fp16_allreduce = None
         fp16_reduction.choose_reduction(exchange.communicator, exchange.policy)
 
     def digest(self, method: str) -> str:
-        """The same on two ranks if their weights are, bit by bit."""
-        found = hashlib.sha256()
+        """Return a hash that is equal on two ranks if their weights are bitwise equal."""
+        digest = hashlib.sha256()
         for parameter in self._nets[method].parameters():
-            found.update(parameter.detach().numpy().tobytes())
-        return found.hexdigest()
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def contestant(method: str, net: Any) -> tuple[Any, Any]:
-    """(network, optimizer) that exchange gradients in this method."""
+    """Return (network, optimizer) of a method."""
     if method.startswith(DDP):
         net = _ddp(method.removeprefix(DDP).strip(), net)
     plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
@@ -129,14 +130,14 @@ def contestant(method: str, net: Any) -> tuple[Any, Any]:
     if method.startswith(OURS):
         import accordion_hvd.torch as ours
 
-        word = contestants.compression(method)
-        return net, ours.DistributedOptimizer(plain, named, compression=word, guard="off")
+        compression = contestants.compression(method)
+        return net, ours.DistributedOptimizer(plain, named, compression=compression, guard="off")
     if method.startswith(OPTIMIZER):
         import accordion_hvd.torch as ours
 
         name = method.removeprefix(OPTIMIZER)
-        made = getattr(ours, name.partition(",")[0])
-        return net, made(named, lr=1e-4, guard="off", **contestants.RULES[name])
+        optimizer = getattr(ours, name.partition(",")[0])
+        return net, optimizer(named, lr=1e-4, guard="off", **contestants.RULES[name])
     import horovod.torch as hvd
 
     wire = hvd.Compression.fp16 if method.endswith(FP16) else hvd.Compression.none
@@ -144,7 +145,7 @@ def contestant(method: str, net: Any) -> tuple[Any, Any]:
 
 
 def _ddp(hook: str, net: Any) -> Any:
-    """DistributedDataParallel with one of its communication hooks."""
+    """Return a DistributedDataParallel with a communication hook."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     wrap = torch.nn.parallel.DistributedDataParallel

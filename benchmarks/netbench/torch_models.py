@@ -1,4 +1,4 @@
-"""Networks that are trained on the rig, in PyTorch: small, so that links are the bottleneck."""
+"""Networks in PyTorch for the rig, small enough that links are the bottleneck."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def vgg() -> nn.Module:
-    """Four convolutions and three large linear layers: 6.5 M parameters in 14 tensors."""
+    """Return four convolutions and three large linear layers: 6.5 M parameters in 14 tensors."""
     layers: list[nn.Module] = []
     for before, after, pool in ((3, 32, True), (32, 64, True), (64, 128, False), (128, 128, True)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
@@ -38,7 +38,7 @@ class _Residual(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """Nine residual blocks in three stages: 1.1 M parameters in many small tensors."""
+    """Return nine residual blocks in three stages: 1.1 M parameters in many small tensors."""
     layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
     width = 32
     for stage in (32, 64, 128):
@@ -79,6 +79,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 
 
 def describe(model: Any) -> dict[str, int]:
-    """Parameters and tensors."""
+    """Return the numbers of parameters and tensors."""
     sizes = [parameter.numel() for parameter in model.parameters()]
     return {"parameters": sum(sizes), "tensors": len(sizes)}

@@ -1,6 +1,7 @@
-"""One process of a launch of the benchmark: holds contestants and does as the rig tells it.
+"""One process of a launch: holds contestants and serves the rig's requests.
 
-Requests come through a Unix socket, which no network namespace hides and no link slows down.
+Requests arrive through a Unix socket, which is visible in all network namespaces and is not subject
+to the links' limits.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from multiprocessing.connection import Client
 from typing import Any
 
 SOCKET = "NETBENCH_SOCKET"
-"""The environment variable with the path of the rig's socket."""
+"""Environment variable with the path of the rig's socket."""
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Serve requests `(action, method, steps)`, such as to warm up, until the rig hangs up.
+    """Serve requests `(action, method, steps)` until the rig closes the socket.
 
-    Before the first of some steps all workers wait for each other, so that none is measured while
-    others still prepare.
+    All workers synchronize before the first measured step, so that no worker is measured while
+    others are still preparing.
 
     Args:
         settings: framework, methods, model and batch.
@@ -29,29 +30,29 @@ def main(settings: dict[str, Any]) -> None:
     methods = importlib.import_module(f"benchmarks.netbench.{settings['framework']}_methods")
     kind = getattr(methods, settings["framework"].capitalize())
     with Client(os.environ[SOCKET], "AF_UNIX") as rig:
-        held = kind(settings["methods"], settings["model"], settings["batch"])
-        rig.send({"rank": held.rank, "pid": os.getpid(), **held.facts})
+        contestants = kind(settings["methods"], settings["model"], settings["batch"])
+        rig.send({"rank": contestants.rank, "pid": os.getpid(), **contestants.facts})
         while True:
             try:
                 action, method, count = rig.recv()
             except EOFError:
                 return
             try:
-                rig.send({"value": _answer(held, action, method, count, rig)})
+                rig.send({"value": _answer(contestants, action, method, count, rig)})
             except Exception:
                 rig.send({"error": traceback.format_exc()})
 
 
-def _answer(held: Any, action: str, method: str, count: int, rig: Any) -> Any:
+def _answer(contestants: Any, action: str, method: str, count: int, rig: Any) -> Any:
     def together() -> None:
         rig.send({"ready": True})
         rig.recv()
 
     if action == "steps":
-        return held.steps(method, count, together)
+        return contestants.steps(method, count, together)
     if action == "digest":
-        return held.digest(method)
-    return getattr(held, action)(method, count)
+        return contestants.digest(method)
+    return getattr(contestants, action)(method, count)
 
 
 if __name__ == "__main__":

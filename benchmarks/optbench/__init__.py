@@ -1,5 +1,5 @@
-"""Compressed optimizers beside uncompressed Adam: loss by steps and by bytes, on real ranks.
+"""Compressed optimizers compared with uncompressed Adam: loss by steps and by bytes, on real ranks.
 
-`command.py` starts the ranks and keeps what they say, `training.py` is what a rank does, `tasks.py`
-and `methods.py` say what is trained and how, `page.py` makes docs/optimizers.md of the results.
+`command.py` starts the ranks and saves results, `training.py` is the program of a rank, `tasks.py`
+and `methods.py` define tasks and optimizers, and `page.py` writes docs/optimizers.md.
 """

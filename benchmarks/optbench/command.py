@@ -1,10 +1,10 @@
-"""The command line of `scripts/bench_optimizers.py`.
+"""Command line of `scripts/bench_optimizers.py`.
 
-bench_optimizers.py run [options]     train on real ranks, with all seeds that are reported
-bench_optimizers.py tune [options]    the grids of learning rates, on simulated ranks, other seeds
-bench_optimizers.py report FILES      a page and a picture of what these (and netbench) have written
+bench_optimizers.py run [options]     train on real ranks, with all reported seeds
+bench_optimizers.py tune [options]    try grids of learning rates on simulated ranks, other seeds
+bench_optimizers.py report FILES      write a page and a picture of these results (and netbench's)
 
-Results are written after each training. What a file has already is not trained again.
+Results are written after each training. Trainings whose results exist are skipped.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from examples.results import Row
 FORMAT = 1
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 KEY = ("task", "method", "seed", "lr", "settings")
-"""What makes two trainings the same one."""
+"""Keys that identify a training."""
 
 PLACE = KEY[:3]
-"""What there is one training of on the page."""
+"""Keys that identify a training on the page."""
 
 
 class Refusal(Exception):
-    """What cannot be done, in a sentence."""
+    """Raised with a sentence when the requested work is not possible."""
 
 
 def main(script: Path) -> None:
-    """Do what the command line asks for.
+    """Run the requested action.
 
     Args:
-        script: what the ranks run.
+        script: program of the ranks.
     """
     options = parse()
     try:
@@ -63,81 +63,86 @@ def main(script: Path) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "bench_optimizers.py", description=__doc__, formatter_class=raw
     )
     actions = parser.add_subparsers(dest="action", required=True)
-    for name, text in (("run", "train on real ranks"), ("tune", "learning rates, simulated ranks")):
-        one = actions.add_parser(name, help=text)
-        one.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
-        one.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+    for name, text in (
+        ("run", "train on real ranks"),
+        ("tune", "try learning rates on simulated ranks"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+        action.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
         seeds = SEEDS if name == "run" else TUNING
-        one.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
+        action.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
         file = "accuracy" if name == "run" else "tuning"
-        one.add_argument("--output", default=f"runs/optbench/{file}.json")
-        one.add_argument("-np", type=int, default=4, help="ranks")
+        action.add_argument("--output", default=f"runs/optbench/{file}.json")
+        action.add_argument("-np", type=int, default=4, help="number of ranks")
         if name == "tune":
-            one.add_argument("--lr", nargs="+", type=float, help="instead of each method's grid")
+            action.add_argument("--lr", nargs="+", type=float, help="instead of each method's grid")
         else:
-            one.add_argument(
+            action.add_argument(
                 "--tuning", default="runs/optbench/tuning.json",
-                help="what `tune` wrote: its best learning rates are taken, where it has any",
+                help="results of `tune`, whose best learning rates are used where they exist",
             )  # fmt: skip
-        one.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    reports = actions.add_parser("report", help="a page and a picture")
+        action.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    reports = actions.add_parser("report", help="write a page and a picture")
     reports.add_argument("files", nargs="+")
     reports.add_argument("--output", default="docs", help="folder for page and picture")
     return parser.parse_args(arguments)
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Row]:
-    """The trainings that are asked for: everything with one seed, then with the next."""
+    """Yield the requested trainings, seed by seed."""
     tuning = Path(options.tuning) if options.action == "run" else Path()
     found = results.read_json(tuning) if tuning.is_file() else None
     for seed in options.seeds:
         for task, name in itertools.product(options.tasks, options.methods):
             method, steps = METHODS[name], TASKS[task].steps
             job: Row = {"task": task, "method": name, "seed": seed}
-            job |= {"settings": method.told(task, steps), "warm": method.exact(task, steps)}
-            once = (best(found, task, name) if found else None) or method.lr[task]
-            for lr in (once,) if options.action == "run" else options.lr or method.grid:
+            job |= {"settings": method.describe(task, steps), "warm": method.exact(task, steps)}
+            chosen = (best(found, task, name) if found else None) or method.lr[task]
+            for lr in (chosen,) if options.action == "run" else options.lr or method.grid:
                 yield job | {"lr": lr}
 
 
 def best(tuning: Row, task: str, method: str) -> float | None:
-    """The learning rate of the least loss; None if none was tried."""
+    """Return the learning rate with the lowest loss; None if none was tried."""
     losses = page.tried(tuning, task, method)
     return min(losses, key=lambda lr: losses[lr], default=None)
 
 
 def launch(options: argparse.Namespace, script: Path) -> None:
-    """Start the ranks, and wait for them.
+    """Start the ranks and wait for them.
 
     Raises:
-        Refusal: they cannot be started, or failed.
+        Refusal: if the ranks cannot be started or fail.
     """
-    beside = Path(sys.executable).parent
-    launcher = shutil.which("horovodrun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    folder = Path(sys.executable).parent
+    launcher = shutil.which("horovodrun", path=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
     if launcher is None:
-        raise Refusal(f"there is no horovodrun beside {sys.executable} or on PATH; run make setup.")
-    for task in options.tasks:  # data are found (or fetched) before anybody waits for anybody
+        raise Refusal(
+            f"horovodrun was not found beside {sys.executable} or on PATH; run make setup."
+        )
+    for task in options.tasks:  # find or fetch data before ranks wait for each other
         TASKS[task].problem()
     paths = {
-        "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": f"{script.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     command = [launcher, "--gloo", "-np", str(options.np), sys.executable, str(script)]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, *sys.argv[1:], "--work"], env={**DEFAULTS, **os.environ, **paths}
     )
-    if done.returncode:
-        raise Refusal("the ranks failed; make doctor looks for what is missing.")
+    if result.returncode:
+        raise Refusal("the ranks failed; run make doctor to find the cause.")
 
 
 def work(options: argparse.Namespace, jobs: Sequence[Row]) -> None:
-    """Train what is missing in the file of results; one of the ranks, or alone."""
+    """Run trainings without results, as one of the ranks or with simulated ranks."""
     import torch
 
     from benchmarks.optbench import training
@@ -155,22 +160,22 @@ def work(options: argparse.Namespace, jobs: Sequence[Row]) -> None:
     if options.work:
         missing = hvd.broadcast_object(missing, name="optbench.jobs")
     for number, job in enumerate(missing, 1):
-        made = team(job["task"], job["method"], job["lr"], job["seed"])
-        row = job | training.train(made, job["task"], job["lr"])
+        ranks = team(job["task"], job["method"], job["lr"], job["seed"])
+        row = job | training.train(ranks, job["task"], job["lr"])
         digests = hvd.allgather_object(row.pop("weights")) if options.work else [""]
         row["equal"] = len(set(digests)) == 1
-        del made
+        del ranks
         if rank == 0:
             add(found, row)
             found["tasks"][job["task"]] = facts(job["task"])
             results.write_json(path, found)
-            say(told(row, f"{number}/{len(missing)}"))
+            say(summary(row, f"{number}/{len(missing)}"))
     if rank == 0:
         say("\n".join([*advice(found), f"results: {path}"]))
 
 
 def advice(found: Row) -> list[str]:
-    """Where a grid has a better learning rate than `METHODS`; nothing for real trainings."""
+    """List tasks and methods whose best learning rate of a grid differs from `METHODS`."""
     lines = []
     for task, name in itertools.product(found["tasks"], METHODS):
         lr = best(found, task, name) if found["action"] == "tune" else None
@@ -181,10 +186,10 @@ def advice(found: Row) -> list[str]:
 
 
 def read(path: Path, action: str, ranks: int) -> Row:
-    """The results so far.
+    """Return the results so far.
 
     Raises:
-        Refusal: the file holds those of something else.
+        Refusal: if the file holds results of another benchmark.
     """
     fresh: Row = {
         "format": FORMAT, "benchmark": "optimizers", "action": action, "ranks": ranks,
@@ -203,7 +208,7 @@ def read(path: Path, action: str, ranks: int) -> Row:
 
 
 def add(found: Row, row: Row) -> None:
-    """Add a training; what was reported with other settings goes."""
+    """Add a training; remove a reported one with other settings."""
     if found["action"] == "run":
         place = [row[key] for key in PLACE]
         found["runs"] = [run for run in found["runs"] if [run[key] for key in PLACE] != place]
@@ -211,16 +216,16 @@ def add(found: Row, row: Row) -> None:
 
 
 def has(found: Row, job: Row) -> bool:
-    """Whether the results have this training."""
+    """Return whether the results contain this training."""
     return any(all(run[key] == job[key] for key in KEY) for run in found["runs"])
 
 
 def facts(name: str) -> Row:
-    """What the page says of a task."""
+    """Return the facts about a task for the page."""
     from benchmarks.optbench.training import problem
 
-    task, made = TASKS[name], problem(name).make()
-    sizes = [parameter.numel() for parameter in made.parameters()]
+    task, net = TASKS[name], problem(name).make()
+    sizes = [parameter.numel() for parameter in net.parameters()]
     plain = {
         key: getattr(task, key) for key in ("title", "what", "loss", "steps", "batch", "warmup")
     }
@@ -229,11 +234,11 @@ def facts(name: str) -> Row:
     }  # fmt: skip
 
 
-def told(row: Row, turn: str) -> str:
-    """A training in a line."""
+def summary(row: Row, progress: str) -> str:
+    """Return a line about a training."""
     sent = row["sent"][-1]
     return (
-        f"{turn:>7} {time.strftime('%H:%M')} {row['task']:<10} {row['method']:<16} seed "
+        f"{progress:>7} {time.strftime('%H:%M')} {row['task']:<10} {row['method']:<16} seed "
         f"{row['seed']:<2} lr {row['lr']:<7g} loss {row['loss'][-1]:.5f}  {sent / 1e6:8.2f} MB  "
         f"{row['seconds']:6.1f} s"
     )

@@ -1,4 +1,4 @@
-"""Which optimizers are compared, in which settings."""
+"""Optimizers to compare, with their settings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from accordion_hvd.policies import StepSchedule
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer in the settings of the benchmark.
+    """An optimizer with its settings in the benchmark.
 
     Attributes:
-        optimizer: its name in `accordion_hvd.optimizers` and its frameworks' modules.
-        beside: the uncompressed method that it is compared with; none for those themselves.
-        lr: the highest learning rate, by task, where tuning has told none.
+        optimizer: name in `accordion_hvd.optimizers` and in its frameworks' modules.
+        beside: uncompressed method to compare with; empty for uncompressed methods.
+        lr: highest learning rate by task, unless tuning has found one.
         grid: learning rates to try.
-        settings: other arguments than defaults.
-        tasks: others of a task.
-        warm: exact steps in the beginning, as a part of all.
+        settings: arguments that differ from the defaults.
+        tasks: further arguments by task.
+        warm: fraction of all steps that are exact at the start.
     """
 
     optimizer: str
@@ -33,32 +33,32 @@ class Method:
     warm: float = 0.0
 
     def arguments(self, task: str, steps: int) -> dict[str, Any]:
-        """All arguments but learning rate and policy for a training of some steps."""
-        known = hasattr(getattr(optimizers, self.optimizer), "warmup_steps")
-        warm = {"warmup_steps": round(self.warm * steps)} if self.warm and known else {}
+        """Return all arguments but learning rate and policy for a training of `steps` steps."""
+        has_warmup = hasattr(getattr(optimizers, self.optimizer), "warmup_steps")
+        warm = {"warmup_steps": round(self.warm * steps)} if self.warm and has_warmup else {}
         return {**self.settings, **warm, **self.tasks.get(task, {})}
 
     def policy(self, task: str, steps: int) -> StepSchedule | None:
-        """What begins with exact steps an optimizer that has no warm-up of its own."""
+        """Return a policy of exact first steps for an optimizer without a warm-up of its own."""
         rule = self.rule(task, steps)
         if not self.warm or hasattr(rule, "warmup_steps"):
             return None
         return StepSchedule({0: rule.dense(), round(self.warm * steps): rule}, window=1)
 
     def exact(self, task: str, steps: int) -> int:
-        """How many steps travel uncompressed in the beginning."""
+        """Return the number of uncompressed first steps."""
         first = self.arguments(task, steps).get("exact_first", False)
         return round(self.warm * steps) + int(first)
 
-    def told(self, task: str, steps: int) -> str:
-        """All that is not a default, but the learning rate."""
-        given = [f"{key}={value!r}" for key, value in self.arguments(task, steps).items()]
+    def describe(self, task: str, steps: int) -> str:
+        """Describe all settings that are not defaults, without the learning rate."""
+        parts = [f"{key}={value!r}" for key, value in self.arguments(task, steps).items()]
         if self.policy(task, steps):
-            given.append(f"exact stage for {round(self.warm * steps)} steps")
-        return ", ".join(given)
+            parts.append(f"exact stage for {round(self.warm * steps)} steps")
+        return ", ".join(parts)
 
     def rule(self, task: str, steps: int) -> UpdateRule:
-        """The algorithm itself."""
+        """Return the update rule."""
         return getattr(optimizers, self.optimizer)(**self.arguments(task, steps))
 
 
@@ -88,10 +88,10 @@ METHODS = {
         {"characters": {"exact_first": False, "bits": 1.9, "pace": 0.1}}, warm=0.2,
     ),
 }  # fmt: skip
-"""By name on the page."""
+"""Methods by their name on the page."""
 
 SEEDS = (1, 2, 3)
-"""Reported."""
+"""Seeds of reported trainings."""
 
 TUNING = (11,)
-"""For the choice of learning rates, and never reported."""
+"""Seeds for the choice of learning rates, which are never reported."""

@@ -1,4 +1,4 @@
-"""What `bench_optimizers.py` found: docs/optimizers.md and docs/optimizers.png."""
+"""Results of `bench_optimizers.py`: docs/optimizers.md and docs/optimizers.png."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.report import as_markdown
 from examples.results import Row
 
 GOAL, BYTES = 1.03, 16
-"""At most so many times the uncompressed loss; at least so many times fewer bytes."""
+"""Goal: largest multiple of the uncompressed loss, and smallest factor of bytes saved."""
 
 COLOURS = {
     "Adam": ("#000000", "-"),
@@ -29,23 +29,23 @@ COLOURS = {
     "SketchedAMSGrad": ("#CC79A7", "-"),
     "CDAdam": ("#009E73", "-"),
 }
-"""Colour and line; told apart by colour-blind readers too (Okabe & Ito)."""
+"""Colour and line, distinguishable by colour-blind readers (Okabe & Ito)."""
 
 
 # ------------------------------------------------------------------------------------------ numbers
 def runs(found: Row, task: str, method: str) -> list[Row]:
-    """Trainings by seed."""
+    """Return the trainings of a method on a task, by seed."""
     mine = [run for run in found["runs"] if (run["task"], run["method"]) == (task, method)]
     return sorted(mine, key=lambda run: run["seed"])
 
 
 def methods(found: Row, task: str) -> list[str]:
-    """Those with trainings, in the order of `METHODS`."""
+    """Return the methods with trainings, in the order of `METHODS`."""
     return [name for name in METHODS if runs(found, task, name)]
 
 
 def final(run: Row) -> float:
-    """The last loss; infinite if training ran away."""
+    """Return the last loss; infinite if training diverged."""
     return _number(run["loss"][-1])
 
 
@@ -54,47 +54,50 @@ def _number(loss: float | None) -> float:
 
 
 def pairs(found: Row, task: str, method: str, least: float = 0.0) -> list[float]:
-    """Loss over that of the uncompressed method, both above `least`; one for each common seed."""
-    theirs = {run["seed"]: final(run) for run in runs(found, task, METHODS[method].beside)}
+    """Return the loss as a multiple of the uncompressed method's, for each common seed.
+
+    `least` is subtracted from both losses.
+    """
+    dense = {run["seed"]: final(run) for run in runs(found, task, METHODS[method].beside)}
     return [
-        (final(run) - least) / (theirs[run["seed"]] - least)
+        (final(run) - least) / (dense[run["seed"]] - least)
         for run in runs(found, task, method)
-        if run["seed"] in theirs
+        if run["seed"] in dense
     ]
 
 
 def saved(run: Row) -> float:
-    """How many times fewer bytes than uncompressed are sent after the warm-up.
+    """Return uncompressed bytes / bytes sent after the warm-up.
 
-    That is counted from the first evaluation after it.
+    Bytes are counted from the first evaluation after the warm-up.
     """
     start = next(i for i, step in enumerate(run["steps"]) if step >= run["warm"])
     return (run["dense"][-1] - run["dense"][start]) / (run["sent"][-1] - run["sent"][start])
 
 
 def target(found: Row, task: str) -> float | None:
-    """The loss that is to be reached: `GOAL` times Adam's in the end, if Adam was trained."""
+    """Return the target loss: `GOAL` times Adam's final loss; None if Adam was not trained."""
     losses = [final(run) for run in runs(found, task, "Adam")]
     return GOAL * statistics.median(losses) if losses else None
 
 
 def until(run: Row, loss: float) -> tuple[float, float] | None:
-    """Steps and bytes sent until the first evaluation at a loss; None if it is not reached."""
+    """Return steps and bytes sent until the first evaluation at a loss; None if not reached."""
     for step, sent, now in zip(run["steps"], run["sent"], run["loss"], strict=True):
         if _number(now) <= loss:
             return step, sent
     return None
 
 
-def reached(mine: Sequence[Row], loss: float) -> list[tuple[float, float]] | None:
-    """Steps and bytes until a loss; None unless most seeds reach it."""
-    there = [place for run in mine if (place := until(run, loss))]
-    return there if 2 * len(there) > len(mine) else None
+def reached(trainings: Sequence[Row], loss: float) -> list[tuple[float, float]] | None:
+    """Return steps and bytes until a loss; None unless most seeds reach the loss."""
+    pairs = [pair for run in trainings if (pair := until(run, loss))]
+    return pairs if 2 * len(pairs) > len(trainings) else None
 
 
 # ------------------------------------------------------------------------------------------- tables
 def overview(found: Row) -> list[list[str]]:
-    """Head and rows: whether each compressed method meets the goal on each task."""
+    """Return a header and rows: whether each compressed method meets the goal on each task."""
     rows = [["optimizer", "task", "loss / uncompressed loss", "bytes saved after warm-up", "goal"]]
     for task in found["tasks"]:
         for name in methods(found, task):
@@ -104,17 +107,17 @@ def overview(found: Row) -> list[list[str]]:
             )
             if not ratios:
                 continue
-            less = [saved(run) for run in mine]
+            factors = [saved(run) for run in mine]
             parts = [
                 "met" if statistics.median(ratios) <= GOAL else "loss missed",
-                *(["bytes missed"] if statistics.median(less) < BYTES else []),
+                *(["bytes missed"] if statistics.median(factors) < BYTES else []),
             ]
             rows.append(
                 [
                     f"`{name}`",
                     found["tasks"][task]["title"],
                     spread(ratios, digits(3)),
-                    f"{statistics.median(less):.1f} x",
+                    f"{statistics.median(factors):.1f} x",
                     parts[-1] if len(parts) == 1 or parts[0] == "met" else ", ".join(parts),
                 ]
             )
@@ -122,7 +125,7 @@ def overview(found: Row) -> list[list[str]]:
 
 
 def table(found: Row, task: str) -> list[list[str]]:
-    """Head and a row for each method of a task."""
+    """Return a header and a row for each method of a task."""
     least, goal = found["tasks"][task]["least"], target(found, task)
     graded = any(run["accuracy"] is not None for run in found["runs"] if run["task"] == task)
     head = ["optimizer", "lr", "final loss", "/ uncompressed loss"]
@@ -132,7 +135,7 @@ def table(found: Row, task: str) -> list[list[str]]:
     rows = [head]
     for name in methods(found, task):
         mine, method = runs(found, task, name), METHODS[name]
-        there = reached(mine, goal) if goal is not None else None
+        to_goal = reached(mine, goal) if goal is not None else None
         row = [
             name,
             f"{mine[0]['lr']:g}",
@@ -143,8 +146,9 @@ def table(found: Row, task: str) -> list[list[str]]:
             row.append(spread(pairs(found, task, name, least), digits(2)) if method.beside else "-")
         if graded:
             row.append(spread([100 * run["accuracy"] for run in mine], digits(1)))
-        for place, told in ((0, digits(0)), (1, lambda sent: f"{sent / 1e6:.2f}")):
-            row.append(spread([one[place] for one in there], told) if there else "not reached")
+        for column, form in ((0, digits(0)), (1, lambda sent: f"{sent / 1e6:.2f}")):
+            values = [pair[column] for pair in to_goal or ()]
+            row.append(spread(values, form) if values else "not reached")
         row.append(f"{statistics.median(run['sent'][-1] for run in mine) / 1e6:.2f}")
         row.append(f"{statistics.median(map(saved, mine)):.1f} x")
         rows.append(row)
@@ -152,7 +156,7 @@ def table(found: Row, task: str) -> list[list[str]]:
 
 
 def states(found: Row) -> list[list[str]]:
-    """Head and rows: bytes of state for each parameter."""
+    """Return a header and rows: bytes of state per parameter."""
     tasks = list(found["tasks"])
     rows = [["optimizer", "state", *(found["tasks"][task]["title"] for task in tasks)]]
     for name in METHODS:
@@ -176,7 +180,7 @@ STATE = {
 
 
 def tried(tuning: Row, task: str, method: str) -> dict[float, float]:
-    """The loss in the end by learning rate, medians over seeds."""
+    """Return the final loss by learning rate, as medians over seeds."""
     losses: dict[float, list[float]] = {}
     for run in runs(tuning, task, method):
         losses.setdefault(run["lr"], []).append(final(run))
@@ -184,7 +188,7 @@ def tried(tuning: Row, task: str, method: str) -> dict[float, float]:
 
 
 def rates(tuning: Row, task: str) -> list[list[str]]:
-    """Head and rows: the loss in the end by learning rate."""
+    """Return a header and rows: final loss by learning rate."""
     grid = sorted({run["lr"] for run in tuning["runs"] if run["task"] == task})
     rows = [["optimizer", "best", *(f"{lr:g}" for lr in grid)]]
     for name in methods(tuning, task):
@@ -195,7 +199,7 @@ def rates(tuning: Row, task: str) -> list[list[str]]:
 
 
 def links(timing: Row) -> list[list[str]]:
-    """Head and rows: milliseconds a step at each rate, and how many times as fast as Adam."""
+    """Return a header and rows: milliseconds per step at each rate, and the speedup over Adam."""
     wanted = timing["settings"]["rates"]
     rows = [["optimizer", "MB sent per step"]]
     for rate in wanted:
@@ -215,15 +219,15 @@ def links(timing: Row) -> list[list[str]]:
 
 # -------------------------------------------------------------------------------------- the picture
 def draw(found: Row, path: Path) -> None:
-    """For each task, loss by steps (above) and by bytes sent (below): medians, and ranges."""
+    """Draw loss by steps (above) and by bytes sent (below) for each task: medians and ranges."""
     tasks = list(found["tasks"])
     size = (1 + 4.6 * len(tasks), 8.2)
-    with figure(path, size, rows=2, columns=len(tasks), dpi=100) as (whole, axes):
+    with figure(path, size, rows=2, columns=len(tasks), dpi=100) as (canvas, axes):
         for column, task in enumerate(tasks):
             for row, key in enumerate(("steps", "sent")):
                 _panel(axes[row][column], found, task, key)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        whole.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+        canvas.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
 
 
 def _panel(axis: Any, found: Row, task: str, key: str) -> None:
@@ -255,26 +259,26 @@ def _panel(axis: Any, found: Row, task: str, key: str) -> None:
 
 # ----------------------------------------------------------------------------------------- the page
 def write(files: Sequence[Row], folder: Path) -> list[Path]:
-    """Write optimizers.md and optimizers.png; returns their paths.
+    """Write optimizers.md and optimizers.png; return their paths.
 
     Args:
-        files: results of `run`; of `tune` and of `netbench.py bench`, if there are any.
-        folder: where to.
+        files: results of `run` and, optionally, of `tune` and of `netbench.py bench`.
+        folder: folder for page and picture.
 
     Raises:
-        ValueError: none of them is that of `run`.
+        ValueError: if no file has results of `run`.
     """
-    by = {one.get("action", "links"): one for one in files}
-    if "run" not in by or not by["run"]["runs"]:
-        raise ValueError("no file has results of `run`, without which there is no page.")
+    by_action = {result.get("action", "links"): result for result in files}
+    if "run" not in by_action or not by_action["run"]["runs"]:
+        raise ValueError("no file has results of `run`, which the page needs.")
     page, picture = folder / "optimizers.md", folder / "optimizers.png"
-    report.write_page(page, text(by["run"], by.get("tune"), by.get("links")))
-    draw(by["run"], picture)
+    report.write_page(page, text(by_action["run"], by_action.get("tune"), by_action.get("links")))
+    draw(by_action["run"], picture)
     return [page, picture]
 
 
 def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
-    """All of the page."""
+    """Return the text of the page."""
     unequal = sum(not run["equal"] for run in found["runs"])
     return report.render(
         "optimizers/page",
@@ -297,7 +301,7 @@ def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
 
 
 def section(found: Row, task: str) -> str:
-    """The table of a task, and what belongs to it."""
+    """Return the section of a task."""
     given, goal = found["tasks"][task], target(found, task)
     return report.render(
         "optimizers/task",
@@ -312,21 +316,21 @@ def section(found: Row, task: str) -> str:
 
 
 def settings(found: Row) -> list[list[str]]:
-    """Head and rows."""
+    """Return a header and rows."""
     rows = [["optimizer", "arguments", *(found["tasks"][task]["title"] for task in found["tasks"])]]
     for name in METHODS:
         mine = [run for run in found["runs"] if run["method"] == name]
         if not mine:
             continue
-        told = dict.fromkeys(run["settings"] for run in mine)
+        arguments = dict.fromkeys(run["settings"] for run in mine)
         by_task = {run["task"]: f"{run['lr']:g}" for run in mine}
         rates = [by_task.get(task, "-") for task in found["tasks"]]
-        rows.append([f"`{name}`", "; or ".join(f"`{one}`" for one in told if one), *rates])
+        rows.append([f"`{name}`", "; or ".join(f"`{text}`" for text in arguments if text), *rates])
     return rows
 
 
 def tuned(tuning: Row) -> str:
-    """What the grids gave."""
+    """Return the section with the results of the grids."""
     parts = []
     for task, given in tuning["tasks"].items():
         parts += [f"{given['title']}:", as_markdown(rates(tuning, task))]
@@ -337,7 +341,7 @@ def tuned(tuning: Row) -> str:
 
 
 def on_links(found: Row) -> str:
-    """Milliseconds a step on limited links."""
+    """Return the section with milliseconds per step on limited links."""
     given, model = found["settings"], found["model"]
     return report.render(
         "optimizers/links",

@@ -1,4 +1,4 @@
-"""What is trained: a convex problem, a network on digits, a small Transformer on characters."""
+"""Tasks: a convex problem, a network on digits, and a small Transformer on characters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Problem:
     """Data and a loss.
 
     Attributes:
-        make: a new network; its weights depend on torch's random state alone.
-        loss: of a network on a batch, as it is trained.
-        draw: a batch of some examples, by the generator.
+        make: function that returns a new network with weights from torch's random state.
+        loss: training loss of a network on a batch.
+        draw: function that draws a batch of some examples with a generator.
         judged: batches on which the loss is evaluated, weighted by their lengths.
-        least: the least loss that there is, where that is known.
-        right: batches on which accuracy is measured, if it is.
+        least: lowest possible loss, if known.
+        right: batches on which accuracy is measured; empty if it is not.
     """
 
     make: Callable[[], nn.Module]
@@ -42,14 +42,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTask(Task):
-    """A training of a fixed length.
+    """Training with a fixed number of steps.
 
     Attributes:
-        what: it is, in a sentence or two.
-        loss: which loss is reported, in words.
-        problem: makes it.
-        steps: of a training.
-        every: steps between evaluations.
+        what: description in a sentence or two.
+        loss: description of the reported loss.
+        problem: function that creates the problem.
+        steps: number of steps of a training.
+        every: number of steps between evaluations.
     """
 
     what: str
@@ -67,7 +67,7 @@ DECAY = 1e-2
 
 
 def convex() -> Problem:
-    """Softmax regression on random features of digits, regularised; the optimum is known."""
+    """Return regularized softmax regression on random features of digits, with a known optimum."""
     data = load("digits")
     images = torch.from_numpy(data.prepared(data.train.images, "NCHW")).flatten(1)
     labels = torch.from_numpy(data.train.labels)
@@ -81,24 +81,24 @@ def convex() -> Problem:
         squares = sum(parameter.square().sum() for parameter in net.parameters())
         return nn.functional.cross_entropy(net(batch[0]), batch[1]) + DECAY / 2 * squares
 
-    def some(generator: np.random.Generator, count: int) -> Batch:
+    def draw_batch(generator: np.random.Generator, count: int) -> Batch:
         index = torch.from_numpy(generator.choice(len(labels), count, replace=False))
         return inputs[index], labels[index]
 
     return Problem(
-        lambda: nn.Linear(FEATURES, data.classes), loss, some, [(inputs, labels)], optimum
+        lambda: nn.Linear(FEATURES, data.classes), loss, draw_batch, [(inputs, labels)], optimum
     )
 
 
 def least_loss(inputs: np.ndarray, labels: np.ndarray) -> float:
-    """The least regularised loss of a softmax regression, by L-BFGS in fp64.
+    """Return the minimum of the regularized loss of a softmax regression, by L-BFGS in fp64.
 
     Args:
         inputs: (examples, features), fp64.
         labels: (examples,).
 
     Raises:
-        RuntimeError: it has not been found.
+        RuntimeError: if the minimum was not found.
     """
     from scipy.optimize import minimize
 
@@ -114,15 +114,15 @@ def least_loss(inputs: np.ndarray, labels: np.ndarray) -> float:
         value = np.mean(np.log(sums[:, 0]) - scores[np.arange(count), labels])
         parts /= sums
         parts[np.arange(count), labels] -= 1
-        slope = extended.T @ parts / count + DECAY * weights
-        return value + DECAY / 2 * float(flat @ flat), slope.reshape(-1)
+        gradient = extended.T @ parts / count + DECAY * weights
+        return value + DECAY / 2 * float(flat @ flat), gradient.reshape(-1)
 
     start = np.zeros(extended.shape[1] * classes)
     options = {"maxiter": 5000, "ftol": 1e-14, "gtol": 1e-8}
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
-    if np.abs(found.jac).max() > 1e-5:
-        raise RuntimeError(f"the optimum of the convex problem was not found: {found.message}")
-    return float(found.fun)
+    result = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
+    if np.abs(result.jac).max() > 1e-5:
+        raise RuntimeError(f"the optimum of the convex problem was not found: {result.message}")
+    return float(result.fun)
 
 
 # ------------------------------------------------------------------------------------------- digits
@@ -131,7 +131,7 @@ WIDTH = 256
 
 
 def digits() -> Problem:
-    """Three linear layers, trained with smoothed labels, so that the least loss is not 0."""
+    """Return the digits for three linear layers; smoothed labels keep the least loss above 0."""
     data = load("digits")
     images, tests = (
         torch.from_numpy(data.prepared(split.images, "NCHW")) for split in (data.train, data.test)
@@ -141,7 +141,7 @@ def digits() -> Problem:
     def loss(net: nn.Module, batch: Batch) -> torch.Tensor:
         return nn.functional.cross_entropy(net(batch[0]), batch[1], label_smoothing=SMOOTHING)
 
-    def some(generator: np.random.Generator, count: int) -> Batch:
+    def draw_batch(generator: np.random.Generator, count: int) -> Batch:
         index = torch.from_numpy(generator.choice(len(labels), count, replace=False))
         return images[index], labels[index]
 
@@ -149,7 +149,7 @@ def digits() -> Problem:
     true = 1 - SMOOTHING + other
     least = -true * math.log(true) - (data.classes - 1) * other * math.log(other)
     return Problem(
-        functools.partial(_layers, images[0].numel(), data.classes), loss, some,
+        functools.partial(_layers, images[0].numel(), data.classes), loss, draw_batch,
         [(images, labels)], least, [(tests, answers)],
     )  # fmt: skip
 
@@ -164,16 +164,16 @@ def _layers(inputs: int, outputs: int) -> nn.Module:
 # --------------------------------------------------------------------------------------- characters
 LENGTH = 64
 JUDGED = 128
-"""Pieces of the test text on which the loss is evaluated, evenly spread."""
+"""Number of evenly spaced pieces of the test text on which the loss is evaluated."""
 
 
 class Characters(nn.Module):
-    """A decoder of two layers before which all that a position may see stands.
+    """Decoder whose positions attend only to themselves and earlier positions.
 
     Args:
-        letters: in the alphabet.
-        width: of all layers but the feed-forward ones, which have four times as much.
-        depth: layers.
+        letters: size of the alphabet.
+        width: width of all layers; feed-forward layers are four times as wide.
+        depth: number of layers.
     """
 
     def __init__(self, letters: int, width: int = 64, depth: int = 2) -> None:
@@ -191,13 +191,13 @@ class Characters(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (batch, letters, positions) of the next letter at each of LENGTH positions."""
+        """Return scores of the next letter at each position: (batch, letters, LENGTH)."""
         embedded = self.letters(x) + self.places.weight
         return self.head(self.layers(embedded, mask=self.mask, is_causal=True)).transpose(1, 2)
 
 
 def characters() -> Problem:
-    """Which letter comes next, in Tiny Shakespeare."""
+    """Return the prediction of the next letter in Tiny Shakespeare."""
     text = load_tinyshakespeare()
     train, test = torch.from_numpy(text.train), torch.from_numpy(text.test)
     starts = np.linspace(0, len(test) - LENGTH - 1, JUDGED).astype(int)
@@ -206,14 +206,14 @@ def characters() -> Problem:
         rows = torch.stack([source[i : i + LENGTH + 1] for i in where])
         return rows[:, :-1], rows[:, 1:]
 
-    def some(generator: np.random.Generator, count: int) -> Batch:
+    def draw_batch(generator: np.random.Generator, count: int) -> Batch:
         return pieces(train, generator.integers(0, len(train) - LENGTH, count))
 
     def loss(net: nn.Module, batch: Batch) -> torch.Tensor:
         return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
     judged = [pieces(test, starts[i : i + 32]) for i in range(0, JUDGED, 32)]
-    return Problem(lambda: Characters(len(text.alphabet)), loss, some, judged)
+    return Problem(lambda: Characters(len(text.alphabet)), loss, draw_batch, judged)
 
 
 TASKS = {
@@ -236,4 +236,4 @@ TASKS = {
         loss="test loss (nats per character)", problem=characters, steps=1200, batch=16, every=60,
     ),
 }  # fmt: skip
-"""By name."""
+"""Tasks by name."""

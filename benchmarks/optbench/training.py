@@ -1,4 +1,4 @@
-"""One training: on real ranks under Horovod, or on ranks simulated in one process (for tuning)."""
+"""One training, on real ranks under Horovod or on ranks simulated in one process (for tuning)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = 4
 
 @functools.cache
 def problem(name: str) -> Problem:
-    """That of a task, made once."""
+    """Return the problem of a task, created once."""
     return TASKS[name].problem()
 
 
@@ -34,24 +34,24 @@ class Team(Protocol):
     exchange: Exchange
 
     def step(self, lr: float) -> None:
-        """One step of all ranks."""
+        """Take one step on all ranks."""
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """The mean of each number over ranks."""
+        """Return the mean of each number over ranks."""
 
     def share(self) -> tuple[int, int]:
-        """Which part of all batches of an evaluation is this process', and of how many."""
+        """Return this process' part of the evaluation batches, and the number of parts."""
 
 
 def batches(name: str, seed: int, rank: int) -> Iterator[Batch]:
-    """What a rank sees: it depends on the seed and the rank, and not on the method."""
+    """Yield a rank's batches, which depend on the seed and the rank but not on the method."""
     generator = np.random.default_rng([seed, rank])
     while True:
         yield problem(name).draw(generator, TASKS[name].batch)
 
 
 class Real:
-    """This process is one of several ranks."""
+    """Team whose ranks are processes, of which this process is one."""
 
     def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
         import horovod.torch as hvd
@@ -61,36 +61,36 @@ class Real:
         self._hvd, self._name = hvd, task
         self.net = _network(task, seed)
         chosen = METHODS[method]
-        made = getattr(ours, chosen.optimizer)
+        optimizer = getattr(ours, chosen.optimizer)
         length = TASKS[task].steps
         arguments = chosen.arguments(task, length) | {"policy": chosen.policy(task, length)}
-        self.optimizer = made(self.net.named_parameters(), lr=lr, **arguments)
+        self.optimizer = optimizer(self.net.named_parameters(), lr=lr, **arguments)
         self._batches = batches(task, seed, hvd.rank())
 
     @property
     def exchange(self) -> Exchange:
-        """What counts bytes."""
+        """Return the exchange, which counts bytes."""
         return self.optimizer.exchange
 
     def step(self, lr: float) -> None:
-        """This rank's part in a step."""
+        """Take this rank's part of a step."""
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.zero_grad()
         problem(self._name).loss(self.net, next(self._batches)).backward()
         self.optimizer.step()
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """By an allreduce of Horovod's own, which no figure counts."""
+        """Average with an allreduce of Horovod, whose bytes are not counted."""
         numbers = torch.tensor(values, dtype=torch.float64)
         return self._hvd.allreduce(numbers, name="optbench.mean").tolist()
 
     def share(self) -> tuple[int, int]:
-        """Each process has one."""
+        """Return the rank and the number of ranks."""
         return self._hvd.rank(), self._hvd.size()
 
 
 class Simulated:
-    """All ranks are in this process."""
+    """Team of ranks that are simulated in this process."""
 
     def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
         self.net, self._name = _network(task, seed), task
@@ -101,15 +101,15 @@ class Simulated:
 
     @property
     def exchange(self) -> Exchange:
-        """That of the first rank."""
+        """Return the exchange of the first rank."""
         return self._world.exchanges[0]
 
     def step(self, lr: float) -> None:
-        """All ranks' gradients, and the step."""
+        """Compute the gradients of all ranks and take the step."""
         parameters, gradients = dict(self.net.named_parameters()), []
-        for mine in self._batches:
+        for rank_batches in self._batches:
             self.net.zero_grad()
-            problem(self._name).loss(self.net, next(mine)).backward()
+            problem(self._name).loss(self.net, next(rank_batches)).backward()
             gradients.append({name: x.grad.clone() for name, x in parameters.items()})
         directions = self._world.step(gradients, lr)[0]
         assert directions is not None, "a gradient is not finite"
@@ -118,11 +118,11 @@ class Simulated:
                 x -= lr * directions[name]
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """They are already."""
+        """Return the numbers, which already cover all ranks."""
         return list(values)
 
     def share(self) -> tuple[int, int]:
-        """All."""
+        """Return all batches as one part."""
         return 0, 1
 
 
@@ -135,10 +135,9 @@ def train(team: Team, task: str, lr: float) -> Row:
     """Train to the end.
 
     Returns:
-        After each evaluation (the first before any step) `steps`, `loss`, and bytes `sent` by this
-        rank until then, and `dense`, what an uncompressed exchange would have sent; in the end
-        `accuracy` (None if there is none), `state` (bytes), `parameters`, a digest of the
-        `weights`, and `seconds`.
+        At each evaluation (the first before any step): `steps`, `loss`, bytes `sent` so far by this
+        rank, and the bytes `dense` of an uncompressed exchange. At the end: `accuracy` (None if the
+        task has none), bytes of `state`, `parameters`, a digest of the `weights`, and `seconds`.
     """
     plan, began = TASKS[task], time.monotonic()
     row: Row = {"steps": [], "loss": [], "sent": [], "dense": []}
@@ -161,30 +160,30 @@ def train(team: Team, task: str, lr: float) -> Row:
 
 
 def evaluate(team: Team, task: str) -> float:
-    """The loss that is reported; each process sees to a part of the examples."""
-    given, total, count = problem(task), 0.0, 0
+    """Return the reported loss; each process evaluates a part of the examples."""
+    task_problem, total, count = problem(task), 0.0, 0
     part, parts = team.share()
     with torch.no_grad():
-        for inputs, answers in given.judged:
+        for inputs, answers in task_problem.judged:
             batch = inputs[part::parts], answers[part::parts]
-            total += given.loss(team.net, batch).item() * len(batch[0])
+            total += task_problem.loss(team.net, batch).item() * len(batch[0])
             count += len(batch[0])
     total, mean_count = team.mean([total, float(count)])
     return total / mean_count
 
 
 def accuracy(team: Team, task: str) -> float | None:
-    """On test examples, where that is asked for."""
-    given = problem(task).right
-    if not given:
+    """Return the accuracy on test examples; None if the task has none."""
+    tests = problem(task).right
+    if not tests:
         return None
     with torch.no_grad():
-        right = sum(int((team.net(x).argmax(1) == y).sum()) for x, y in given)
-    return right / sum(len(y) for _, y in given)
+        correct = sum(int((team.net(x).argmax(1) == y).sum()) for x, y in tests)
+    return correct / sum(len(y) for _, y in tests)
 
 
 def state_bytes(exchange: Exchange) -> int:
-    """What the exchange keeps between steps, all stages' inactive state included."""
+    """Return the bytes of state between steps, including the inactive state of all stages."""
     total = 0
     for entry in exchange.bucket_states:
         for state in (entry.state or {}, *entry.inactive.values()):
@@ -193,8 +192,8 @@ def state_bytes(exchange: Exchange) -> int:
 
 
 def digest(net: Any) -> str:
-    """The same on two ranks if their weights are, bit by bit."""
-    found = hashlib.sha256()
+    """Return a hash that is equal on two ranks if their weights are bitwise equal."""
+    result = hashlib.sha256()
     for parameter in net.parameters():
-        found.update(parameter.detach().numpy().tobytes())
-    return found.hexdigest()
+        result.update(parameter.detach().numpy().tobytes())
+    return result.hexdigest()

@@ -113,7 +113,7 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
         ("accuracy --tasks digits --hosts 1", "--hosts is 1"),
         ("accuracy --tasks digits --seeds 0", "--seeds is 0"),
         ("accuracy --tasks digits --rate fast", "rate 'fast'"),
-        ("accuracy --tasks digits --methods zip", "--methods 'zip' is none of 'Horovod'"),
+        ("accuracy --tasks digits --methods zip", "--methods 'zip' is not one of 'Horovod'"),
     ],
 )
 def test_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

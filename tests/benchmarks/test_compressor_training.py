@@ -36,18 +36,18 @@ def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = ["--results", str(tmp_path / "a.json"), "--output", str(tmp_path / "a.md")]
     words = [PLAIN.word, "TopK(0.05)", "DGC(0.05, warmup=$tenth)"]
     training.main(["--tasks", "digits", "--seeds", "7", "--methods", *words, *files])
-    kept = training._kept(tmp_path / "a.json")
+    kept = training._saved(tmp_path / "a.json")
     plain, *others = (kept["digits", word, 7] for word in words)
     assert plain.ratio == pytest.approx(1, rel=0.01) and plain.accuracy > 0.5
     for outcome in others:
         assert outcome.settled > 4 and outcome.accuracy > 0.3 and outcome.ranks == 4
     text = (tmp_path / "a.md").read_text()
     assert all(f"| `{word}` | 1 |" in text for word in words) and "| `FP16()`" not in text
-    trained = [training._kept(tmp_path / "a.json")]
+    trained = [training._saved(tmp_path / "a.json")]
     training.main(["--tasks", "digits", "--seeds", "7", "--methods", *words, *files])  # all there
-    trained.append(training._kept(tmp_path / "a.json"))
+    trained.append(training._saved(tmp_path / "a.json"))
     training.main(["--tasks", "digits", "--seeds", "7", "--methods", words[1], "--anew", *files])
-    trained.append(training._kept(tmp_path / "a.json"))
+    trained.append(training._saved(tmp_path / "a.json"))
     first, second, third = ({key[1]: o.seconds for key, o in kept.items()} for kept in trained)
     assert first == second and third[words[1]] != first[words[1]]
     assert {word: third[word] for word in words if word != words[1]}.items() <= first.items()

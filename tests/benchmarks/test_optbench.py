@@ -188,9 +188,9 @@ def test_exact_steps_come_first_where_they_are_wanted() -> None:
     assert (
         policy is not None and list(policy.schedule) == [0, 5] and begins.exact("digits", 50) == 6
     )
-    assert begins.told("digits", 50) == "exact_first=True, exact stage for 5 steps"
+    assert begins.describe("digits", 50) == "exact_first=True, exact stage for 5 steps"
     own = methods.Method("OnebitAdam", "Adam", {}, (), warm=0.1)
-    assert own.policy("digits", 50) is None and own.told("digits", 50) == "warmup_steps=5"
+    assert own.policy("digits", 50) is None and own.describe("digits", 50) == "warmup_steps=5"
 
 
 def test_simulated_training_learns_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:

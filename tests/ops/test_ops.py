@@ -299,7 +299,7 @@ def test_what_tensors_say_of_themselves(framework: Framework) -> None:
 
 def test_no_tensor_has_no_namespace() -> None:
     for wrong in (1.0, [1.0], None, "x"):
-        with pytest.raises(TypeError, match="not a tensor that accordion_hvd knows"):
+        with pytest.raises(TypeError, match="not a tensor that accordion_hvd supports"):
             namespace(wrong)
 
 
