@@ -79,10 +79,12 @@ class Innovations(Averaging, abc.ABC):
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Send one message to all neighbours and combine theirs.
 
-        `info.lr` is the step size that produced `model`.
+        `info.lr` is the step size that produced `model`. A step of size 0, with which schedules
+        end, changes nothing and sends nothing.
         """
-        if not info.lr > 0:
-            check.refuse(self, "learning rate", info.lr, "above 0")
+        check.at_least(self, "learning rate", info.lr, least=0)
+        if info.lr == 0:
+            return model, state
         xp, kind = namespace(model), namespace(model).dtype(state["dual"])
         y = xp.cast(model, kind) - state["dual"] * info.lr
         message, decoded, state = yield from self._encode(y - state["mine"], state, info)

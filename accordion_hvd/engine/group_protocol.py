@@ -149,8 +149,10 @@ class GroupProtocol:
 def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -> None:
     """Combine the group's sum and this rank's newest model into `fresh`, with the paper's weights.
 
+    An interrupt leaves old or new elements in `fresh`, but no intermediate results.
+
     Args:
-        total: sum of the models over the group.
+        total: sum of the models over the group, which is overwritten.
         fresh: newest model of this rank.
         members: number of members of the group.
         on_time: whether the sum includes `fresh`. If so, `fresh` becomes total / members. Otherwise
@@ -161,6 +163,7 @@ def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -
         np.divide(total, members, out=fresh)
         return
     for start in range(0, fresh.size, BLOCK):  # the sum is still in the cache when divided
-        part = fresh[start : start + BLOCK]
-        part += total[start : start + BLOCK]
-        part /= members + 1
+        part, result = fresh[start : start + BLOCK], total[start : start + BLOCK]
+        result += part
+        result /= members + 1
+        np.copyto(part, result)

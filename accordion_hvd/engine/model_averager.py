@@ -218,6 +218,7 @@ class ModelAverager(checkpoint.Keeper):
                 [self._hosted(model) for model in models],
                 group_size=self.method.schedule(self.communicator.size).group_size,
                 period=self.method.period,
+                timeout=self.method.timeout,
                 steps=self.steps,
                 version=saved.get("version", self.steps),
             )

@@ -185,6 +185,7 @@ class WaitAvoiding:
         self._results: dict[int, tuple[int, Model]] = {}
         self._reason = ""  # why this rank ends, sent to other ranks
         self._ended: list[tuple[int, str]] | None = None  # ranks that ended, with reasons
+        self._interrupted: Model | None = None  # this rank's model in an unfinished average of all
         self._transferring = False  # whether data messages are pending
         self._deferred: list[tuple[int, ...]] = []  # control messages received meanwhile
         self._goodbyes: set[int] = set()
@@ -204,6 +205,8 @@ class WaitAvoiding:
         Raises:
             RanksEnded: if other ranks have ended; the vectors hold the last average of all ranks.
         """
+        if not self._resume(model):
+            raise self._disagreement()
         self._check_going()
         all_ranks = (self.steps + 1) % self.period == 0
         if all_ranks:
@@ -223,6 +226,8 @@ class WaitAvoiding:
             RanksDisagree: if ranks call it after different steps.
             RanksEnded: if other ranks have ended; the vectors hold the last average of all ranks.
         """
+        if not self._resume(model):
+            raise self._disagreement()
         self._check_going()
         self._average_all(model, self.steps)
 
@@ -237,7 +242,8 @@ class WaitAvoiding:
             error: exception that ends the training early; other ranks report it.
         """
         atexit.unregister(self._leave)
-        if self._agent.asked is not None:  # the request was interrupted; others wait for this rank
+        self._resume(model)
+        if self._agent.asked is not None:  # `close` was interrupted; others wait for this rank
             self._finish_asking()
         if self._ended is None:
             self._reason = repr(error) if error is not None else f"ended after {self.steps} steps"
@@ -268,7 +274,7 @@ class WaitAvoiding:
             self._agent.publish(version, fresh)
         self._bell.ring()
         self._wait(lambda: version in self._results)
-        label, total = self._results.pop(version)
+        label, total = self._take_result(version)
         self.on_time += label == version
         self.late += label != version
         self.lag = max(self.lag, version - label)
@@ -278,16 +284,63 @@ class WaitAvoiding:
         with self._changed:
             self._pool.release(total)
 
+    def _take_result(self, version: int) -> tuple[int, Model]:
+        """Return a group's average; release older ones, whose calls were interrupted."""
+        with self._changed:
+            for old in [old for old in self._results if old < version]:
+                self._pool.release(self._results.pop(old)[1])
+            return self._results.pop(version)
+
     def _average_all(self, model: Sequence[Array], steps: int) -> None:
-        self._ask(self.version, self._copy(model), steps)
-        if not self._finish_asking():
-            raise RanksDisagree(
-                f"rank {self.rank} asks for an average of all ranks after step {self.steps}, but "
-                "other ranks take another step. Do all ranks call average_now() after the same "
-                "step?"
-            )
-        self._take(model)
+        mine = self._copy(model)
+        with self._changed:
+            self._interrupted = self._pool.hold(mine)
+        try:
+            self._ask(self.version, mine, steps)
+            if not self._finish_asking():
+                self._forget_interrupted()
+                raise self._disagreement()
+            self._take(model)
+        except BaseException:  # the model stays as it was; `_resume` finishes later
+            for vector, before in zip(model, mine.vectors, strict=False):
+                np.copyto(vector, before)
+            raise
+        self._forget_interrupted()
         self._check_going()
+
+    def _disagreement(self) -> RanksDisagree:
+        return RanksDisagree(
+            f"rank {self.rank} asks for an average of all ranks after step {self.steps}, but "
+            "other ranks take another step. Do all ranks call average_now() after the same step?"
+        )
+
+    def _resume(self, model: Sequence[Array] | None) -> bool:
+        """Finish an average of all ranks that an exception interrupted on this rank.
+
+        The other ranks went on from that average. So does `model`, with its updates since then.
+
+        Returns:
+            False if the other ranks did not take part in that average.
+        """
+        if self._interrupted is None:
+            return True
+        finished = self._finish_asking()
+        if finished and model is not None:
+            with self._changed:
+                average = self._pool.hold(self._agent.published)
+            pairs = zip(average.vectors, self._interrupted.vectors, strict=True)
+            for vector, (averaged, before) in zip(model, pairs, strict=False):
+                vector += averaged - before
+            with self._changed:
+                self._pool.release(average)
+        self._forget_interrupted()
+        return finished
+
+    def _forget_interrupted(self) -> None:
+        with self._changed:
+            interrupted, self._interrupted = self._interrupted, None
+            if interrupted is not None:
+                self._pool.release(interrupted)
 
     def _ask(self, version: int, model: Model, steps: int, ends: bool = False) -> None:
         """Request an average of all ranks, which sets `self.steps` to `steps`."""
@@ -304,6 +357,8 @@ class WaitAvoiding:
         self._wait(lambda: agent.asked is None or agent.level >= agent.asked[0])
         with self._changed:
             refused, agent.asked = agent.asked, None
+            if refused is not None:
+                self._pool.release(refused[1])
         return refused is None
 
     def _end_together(self, last: Model, others_continue: bool) -> None:

@@ -425,9 +425,28 @@ def test_consensus_keeps_the_mean() -> None:
     np.testing.assert_allclose(models, np.tile(centres.mean(0), (5, 1)), atol=1e-9)
 
 
+@pytest.mark.parametrize("method", [COLD("ring", 0.5, TopK(0.5)), DynaCOLD("ring")], ids=repr)
+def test_a_step_of_size_zero_changes_nothing(method: Averaging) -> None:
+    """Schedules end at a learning rate of 0; training may go on with a rate above 0 afterwards."""
+    problem = Quadratics(5, 20)
+    paused, other = (Ranks(method, 5, np.zeros(20)) for _ in range(2))
+    for step in range(40):
+        models = other.take(problem.descent(0.5), 0.5)
+        if step == 20:
+            before = [{k: np.copy(x) for k, x in state.items()} for state in paused.states]
+            kept = np.copy(paused.models)
+            for _ in range(3):
+                np.testing.assert_array_equal(paused.take(still, lr=0.0), kept)
+            for state, old in zip(paused.states, before, strict=True):
+                assert all(np.array_equal(state[key], x) for key, x in old.items())
+        found = paused.take(problem.descent(0.5), 0.5)
+        if isinstance(method, COLD):  # the scale of DynaCOLD follows the number of steps
+            np.testing.assert_array_equal(found, models)
+
+
 def test_cold_needs_a_learning_rate() -> None:
-    with pytest.raises(ValueError, match="COLD: learning rate is 0.0, but must be above 0"):
-        Ranks(COLD(), 2, np.zeros(3)).take(still, lr=0.0)
+    with pytest.raises(ValueError, match="COLD: learning rate is -0.1, but must be .* least 0"):
+        Ranks(COLD(), 2, np.zeros(3)).take(still, lr=-0.1)
 
 
 # ------------------------------------------------------------------------- groups without an engine

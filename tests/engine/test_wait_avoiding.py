@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -235,6 +236,33 @@ def test_weights_of_the_paper() -> None:
         mine = fresh.copy()
         agents.combine(total, mine, 4, on_time)
         assert mine[0] == due
+
+
+def test_an_interrupt_leaves_no_half_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted at any line, each element of a late rank's model is the old or the new one."""
+    monkeypatch.setattr(agents, "BLOCK", 4)
+    total, old = np.arange(10.0) * 3, np.arange(10.0) + 100
+    new = (total + old) / 5
+    seen: set[int] = set()
+    for stop in range(1, 30):
+        model, lines = old.copy(), iter(range(stop))
+
+        def interrupt(frame: Any, event: str, _: Any, lines: Any = lines) -> Any:
+            if event == "line" and next(lines, None) is None:
+                raise KeyboardInterrupt
+            return interrupt
+
+        tracing = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            agents.combine(total.copy(), model, 4, False)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        assert ((model == old) | (model == new)).all()
+        seen.add(int((model == new).sum()))
+    assert seen == {0, 4, 8, 10}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 23, 64])

@@ -159,6 +159,62 @@ def check_average_now() -> None:
     assert [version for version, whole, _ in log if whole] == [5, 8, 12, 15]
 
 
+class Interrupted(Exception):
+    """Stands for a KeyboardInterrupt, or for what a signal handler raises."""
+
+
+def interrupt(averaging: WaitAvoiding, after: bool) -> None:
+    """Raise `Interrupted` in the next wait of this rank: at once, or when its end is known."""
+    wait = averaging._wait
+
+    def once(done: Any) -> None:
+        averaging._wait = wait
+        if after:
+            wait(done)
+        raise Interrupted
+
+    averaging._wait = once
+
+
+def check_an_interrupted_average_of_all_is_finished() -> None:
+    """Rank 0 catches an exception within an average of all, and trains on: no update is lost."""
+    model, sums, wanted = np.zeros(40), np.zeros(40), np.zeros(40)
+    with WaitAvoiding([model], group_size=2, period=1, timeout=60) as averaging:
+        for step in range(12):
+            model += update(RANK, step)
+            sums += COMM.allreduce(update(RANK, step)) / SIZE
+            if RANK == 0 and step % 3 == 1:
+                before = model.copy()
+                interrupt(averaging, after=step % 2 == 0)
+                try:
+                    averaging.average([model])
+                    raise AssertionError("nothing was interrupted")
+                except Interrupted:
+                    assert (model == before).all()
+                continue  # the next call finishes this average, too
+            averaging.average([model])
+            wanted[:] = sums
+            np.testing.assert_allclose(model, wanted, rtol=1e-12, atol=1e-12)
+        assert averaging._pool.made <= 5, averaging._pool.made
+        assert averaging.steps == 12
+    assert len({row.tobytes() for row in COMM.allgather(model)}) == 1
+
+
+def check_an_interrupted_average_of_a_group_leaks_nothing() -> None:
+    model = np.zeros(40)
+    with WaitAvoiding([model], group_size=2, period=20, timeout=60) as averaging:
+        for step in range(60):
+            model += update(RANK, step)
+            if RANK == 0 and step % 20 < 10:
+                interrupt(averaging, after=step % 2 == 0)
+            try:
+                averaging.average([model])
+            except Interrupted:
+                pass
+            assert np.isfinite(model).all()
+        assert len(averaging._results) <= 1 and averaging._pool.made <= 20 + 4
+
+
 def check_average_now_on_some_ranks_only() -> None:
     model = np.zeros(40)
     try:

@@ -139,7 +139,7 @@ def check_averaging_each_step_is_averaging_gradients() -> None:
 
 def check_without_waiting_where_mpi_is_there() -> None:
     parameters = model()
-    optimizer = distributed("wagma:2,period=4", parameters, momentum=0.5)
+    optimizer = distributed("wagma:2,period=4,timeout=50", parameters, momentum=0.5)
     assert optimizer.averaging.without_waiting == ("OMPI_COMM_WORLD_SIZE" in os.environ)
     for step in range(10):
         rows = everybody(take(optimizer, parameters))
@@ -153,6 +153,7 @@ def check_without_waiting_where_mpi_is_there() -> None:
         stats = optimizer.averaging.stats()
         assert stats["late"] + stats["on_time"] == 8 and stats["sent"] > 0
         assert not optimizer.averaging._engine._thread.is_alive()
+        assert optimizer.averaging._engine.timeout == 50
 
 
 def check_without_waiting_that_is_not_possible() -> None:
