@@ -266,8 +266,8 @@ def test_a_directed_graph_will_do_for_gossip() -> None:
         (np.zeros((2, 3)), "a square matrix"),
         (np.ones((2, 2)), "rows that sum to 2', but must be doubly stochastic"),
         ([[0.5, 0.5], [1.0, 0.0]], "columns that sum to 1.5"),
-        ([[1.5, -0.5], [-0.5, 1.5]], "least is -0.5"),
-        (np.eye(3), "in parts', but must be connected"),
+        ([[1.5, -0.5], [-0.5, 1.5]], "minimum -0.5"),
+        (np.eye(3), "disconnected graph', but must be connected"),
         ([[0.0, 1.0], [1.0, 0.0]], "magnitude 1"),
         ([[np.nan, 1.0], [1.0, 0.0]], "at least 0"),
     ],
@@ -519,7 +519,10 @@ def test_messages_whose_size_changes_are_refused() -> None:
     [
         (lambda: WAGMA(0), "WAGMA: group_size is 0, but must be an integer of at least 1"),
         (lambda: WAGMA(2.5), "WAGMA: group_size is 2.5"),  # type: ignore[arg-type]
-        (lambda: WAGMA(9).groups(8), "group_size is 9, but must be an integer from 1 to the 8"),
+        (
+            lambda: WAGMA(9).groups(8),
+            "group_size is 9, but must be an integer from 1 to 8, the number of ranks",
+        ),
         (lambda: WAGMA(period=0), "WAGMA: period is 0, but must be an integer of at least 1"),
         (lambda: WAGMA(wait_avoiding="no"), "wait_avoiding is 'no'"),
         (lambda: WAGMA(compressor=SignSGD()), "WAGMA: compressor is SignSGD"),
@@ -538,7 +541,7 @@ def test_messages_whose_size_changes_are_refused() -> None:
         (lambda: DynaCOLD(theta=1.0), "DynaCOLD: theta is 1.0"),
         (lambda: DynaCOLD(scale=0.0), "DynaCOLD: scale is 0.0"),
         (lambda: simulate(WAGMA(), 2), "simulate: compression is WAGMA"),
-        (lambda: DPSGD(np.eye(1)).groups(2), "a matrix of 2 rows for the 2 ranks"),
+        (lambda: DPSGD(np.eye(1)).groups(2), "a matrix of 2 rows, one per rank"),
     ],
 )
 def test_bad_arguments_are_refused(make: Callable[[], Any], words: str) -> None:
