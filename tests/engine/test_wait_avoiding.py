@@ -37,7 +37,7 @@ class Rank:
         self.log: list[tuple[int, bool, int]] = []
         self.models: list[np.ndarray] = []
 
-    def whole(self, step: int) -> bool:
+    def all_ranks(self, step: int) -> bool:
         return (step + 1) % self.world.period == 0
 
     def actions(self, asleep: bool) -> list[Callable[[], None]]:
