@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from accordion_hvd import _renamed
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,16 @@ class Option:
     Attributes:
         name: "wanted", "mixed" or a fallback.
         seconds: duration of a step; a lower bound from its bytes if the option was never tried.
-        turns: number of trials.
+        trials: number of trials.
         chosen: whether the gate has chosen this option.
     """
 
     name: str
     seconds: float
-    turns: int
+    trials: int
     chosen: bool
+
+    turns = _renamed.attribute("turns", "trials")
 
 
 @dataclass(frozen=True)
@@ -80,22 +83,18 @@ class Advice:
     options: Sequence[Option]
     tensors: Sequence[TensorRow]
 
-    @property
-    def ways(self) -> Sequence[Option]:
-        """Return `options`, by their old name."""
-        warnings.warn("Advice.ways is called options now.", DeprecationWarning, stacklevel=2)
-        return self.options
+    ways = _renamed.attribute("ways", "options")
 
     def __str__(self) -> str:
         """Return the verdict, a table of the options and a table of the tensors."""
         if not self.options:
             return self.verdict or "the gate has no measurements (yet); it measures on rank 0."
-        options = [["configuration", "ms a step", "turns", ""]]
+        options = [["configuration", "ms per step", "trials", ""]]
         for option in self.options:
-            bound = "" if option.turns else "over "
+            bound = "" if option.trials else "over "
             mark = "chosen" if option.chosen else ""
             options.append(
-                [option.name, f"{bound}{1e3 * option.seconds:.1f}", str(option.turns), mark]
+                [option.name, f"{bound}{1e3 * option.seconds:.1f}", str(option.trials), mark]
             )
         rows = [["tensor", "wanted", "work ms", "spares ms", "kB sent", "kB dense", "served by"]]
         for row in self.tensors:

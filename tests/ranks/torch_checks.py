@@ -201,7 +201,7 @@ def check_a_gate_tries_and_chooses() -> None:
     assert all(text == verdicts[0] and " a step" in text for text in verdicts), verdicts
     if hvd.rank() == 0:
         advice = optimizer.exchange.advice()
-        assert any(option.turns for option in advice.options), advice
+        assert any(option.trials for option in advice.options), advice
         assert all(row.dense > 0 for row in advice.tensors), advice
 
 
