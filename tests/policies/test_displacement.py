@@ -142,7 +142,7 @@ def test_without_weights_there_is_a_sentence() -> None:
     world = simulate(policy(window=1), 2)
     gradients = [{"w": np.ones((48, 40), np.float32)} for _ in range(2)]
     world.step(gradients, 0.1)
-    with pytest.raises(RuntimeError, match="weights: .* give them to step"):
+    with pytest.raises(RuntimeError, match="weights: .* pass them to step"):
         world.step(gradients, 0.1)
 
 

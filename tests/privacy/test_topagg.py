@@ -471,7 +471,7 @@ def test_more_votes_than_elements_are_refused_before_anything_is_sent() -> None:
     ],
 )
 def test_it_is_no_level_among_others(make: Any) -> None:
-    with pytest.raises(ValueError, match="private and can be no level"):
+    with pytest.raises(ValueError, match="private and must be the only level"):
         make(TopAgg(**GOOD))
 
 
@@ -488,7 +488,7 @@ def test_no_gate_turns_it_off() -> None:
 def test_nothing_may_go_beside_it() -> None:
     with pytest.raises(ValueError, match="skip is .*unprotected"):
         simulate(TopAgg(**GOOD), 1, skip=["b"]).step([{"w": np.ones(9, "f"), "b": np.ones(3, "f")}])
-    with pytest.raises(ValueError, match="one vector, but there are 2: w .float32., b .float64."):
+    with pytest.raises(ValueError, match="one vector, but the model has 2: w .float32., b .float64."):
         simulate(TopAgg(**GOOD), 1).step([{"w": np.ones(9, "f"), "b": np.ones(3)}])
     world = simulate(TopAgg(**GOOD), 1)
     world.step([{"w": np.ones(9, "f")}])
