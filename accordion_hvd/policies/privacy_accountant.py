@@ -38,7 +38,7 @@ class PrivacyAccountant(Observer):
         if len(buckets) > 1:
             kinds = ", ".join(f"{bucket.name} ({bucket.dtype})" for bucket in buckets)
             raise ValueError(
-                f"{self.policy!r} takes the entire model as one vector, but the model has "
+                f"{self.policy!r} takes the entire model as one vector, but the parameters form "
                 f"{len(buckets)}: {kinds}. All parameters must have one dtype, be on one device, "
                 "and exist from the first step."
             )

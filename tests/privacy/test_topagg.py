@@ -488,11 +488,13 @@ def test_no_gate_turns_it_off() -> None:
 def test_nothing_may_go_beside_it() -> None:
     with pytest.raises(ValueError, match="skip is .*unprotected"):
         simulate(TopAgg(**GOOD), 1, skip=["b"]).step([{"w": np.ones(9, "f"), "b": np.ones(3, "f")}])
-    with pytest.raises(ValueError, match="one vector, but the model has 2: w .float32., b .float64."):
+    with pytest.raises(
+        ValueError, match="one vector, but the parameters form 2: w .float32., b .float64."
+    ):
         simulate(TopAgg(**GOOD), 1).step([{"w": np.ones(9, "f"), "b": np.ones(3)}])
     world = simulate(TopAgg(**GOOD), 1)
     world.step([{"w": np.ones(9, "f")}])
-    with pytest.raises(ValueError, match="there from the beginning"):
+    with pytest.raises(ValueError, match="exist from the first step"):
         world.exchanges[0].extend([replace(world.exchanges[0].tensors[0], name="late")])
 
 

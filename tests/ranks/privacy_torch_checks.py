@@ -246,7 +246,7 @@ def check_refusals() -> None:
     mixed = network()
     mixed[2].double()
     optimizer = wrapped(mixed, method)
-    with refused(ValueError, "takes the entire model as one vector, but the model has 2"):
+    with refused(ValueError, "takes the entire model as one vector, but the parameters form 2"):
         for parameter in mixed.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
