@@ -259,7 +259,7 @@ def check_layers_that_come_later_are_refused() -> None:
     optimizer = wrapped(model, TopAgg(20, None, 30.0))
     step(model, optimizer)
     model[2].requires_grad_(True)
-    with refused(ValueError, "there from the beginning"):
+    with refused(ValueError, "exist from the first step"):
         step(model, optimizer)
 
 
