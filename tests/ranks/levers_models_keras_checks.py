@@ -233,7 +233,7 @@ def check_refusals() -> None:
         (lambda: wrap(plain, compression=policy(WAGMA(99))), "group_size"),
     ):
         raises(ValueError, words, action)
-    raises(RuntimeError, "keeps models equal", wrap(plain, compression=Dense()).average_now)
+    raises(RuntimeError, "models are equal already", wrap(plain, compression=Dense()).average_now)
 
 
 if __name__ == "__main__":
