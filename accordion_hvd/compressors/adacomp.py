@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.sparsifier import Chosen, SparseCodec
 from accordion_hvd.core.base import Info, Tensor
-from accordion_hvd.core.codec import Message, Reader
+from accordion_hvd.core.codec import Codec, Message, Reader
 from accordion_hvd.ops import bins, namespace
+
+CONVOLUTIONAL, DENSE = 50, 500
+"""The paper's numbers of elements per bin."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,11 @@ class AdaComp(SparseCodec):
     nothing is lost.
 
     Args:
-        bin: number of elements per bin, the paper's L_T, from 1 to 16383. The paper uses 50 for
-            convolutions and 500 for dense and recurrent layers. `overrides` sets the bin of
-            single layers.
+        bin: number of elements per bin, the paper's L_T, from 1 to 16383. Default: None, the
+            paper's bins: 50 for convolutional layers, and 500 for dense and recurrent layers.
+            A weight of three or more dimensions counts as convolutional, which also holds for
+            the attention weights of Keras; a weight of two dimensions, such as an embedding,
+            counts as dense. A vector, or a tensor of unknown shape, gets bins of 500.
 
     Traffic: a rank that selects k elements sends (N - 1) (k + 4) bytes in a ring of N ranks. With
     bins of more than 63 elements (64 in the paper), elements take two bytes instead of one. A bin
@@ -42,11 +47,23 @@ class AdaComp(SparseCodec):
 
     uneven: ClassVar[bool] = True
 
-    bin: int = 50
+    bin: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `bin` is not an integer from 1 to 16383."""
-        check.integer(self, "bin", self.bin, least=1, most=bins.LONG)
+        """Raise ValueError if `bin` is not None or an integer from 1 to 16383."""
+        if self.bin is not None:
+            check.integer(self, "bin", self.bin, least=1, most=bins.LONG)
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements per bin; 500 if it depends on the tensor's shape."""
+        return DENSE if self.bin is None else self.bin
+
+    def specialize(self, info: Info) -> Codec:
+        """Return the codec with the bin for tensors of shape `info.shape`."""
+        if self.bin is not None:
+            return self
+        return replace(self, bin=CONVOLUTIONAL if len(info.shape) > 2 else DENSE)
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
         """Return scales, indices and signs as bytes, and the sum.
@@ -55,9 +72,9 @@ class AdaComp(SparseCodec):
         differently.
         """
         xp, shape = namespace(error), namespace(error).shape(error)
-        total, index, scale = xp.accumulate_outgrown(error, x, self.bin)
+        total, index, scale = xp.accumulate_outgrown(error, x, self.width)
         values = xp.take(xp.reshape(total, (-1,)), index)
-        signs = xp.pack_bins(index, values, shape, self.bin)
+        signs = xp.pack_bins(index, values, shape, self.width)
         return (xp.concat([xp.to_bytes(scale), signs]),), total
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
@@ -69,7 +86,7 @@ class AdaComp(SparseCodec):
             if xp.shape(payload)[0] < 4 * rows:
                 raise ValueError(f"{xp.shape(payload)[0]} bytes do not hold {rows} scales")
             scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
-            index, signs = xp.unpack_bins(payload[4 * rows :], shape, self.bin)
+            index, signs = xp.unpack_bins(payload[4 * rows :], shape, self.width)
             values = signs * xp.take(scale, index // shape[-1])
             return (index, values), xp.invalid_index(index, math.prod(shape))
 

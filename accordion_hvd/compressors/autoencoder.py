@@ -182,6 +182,11 @@ def code_length(values: int) -> int:
     return max(1, -(-(values - 31) // 16) + 1)
 
 
+def code_size(values: int) -> int:
+    """Return the number of elements of a code, over all channels."""
+    return 4 * code_length(values)
+
+
 def signals_of(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
     """Return equally long vectors, divided by `scale`, as the rows of an encoder's input.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +9,17 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, signals_of
+from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, code_size, signals_of
 from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
-from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, ExchangeGenerator, Info, State
+from accordion_hvd.core.base import (
+    Allgather,
+    Allreduce,
+    Broadcast,
+    ExchangeGenerator,
+    Info,
+    Request,
+    State,
+)
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
@@ -59,16 +66,21 @@ class LGC(Sparsifier):
             Default: 1e-5.
         rate: learning rate of the autoencoder. Default: 1e-3.
 
-    Traffic, for mu selected of n elements: 4 n bytes in the first phase, 8 mu in the second, and in
-    the third mu for a code and 4 mu for indices ("server": also about 5 bytes per value of an
-    innovation). Code and indices are sent by allreduce, because a graph does not know the leader.
-    Between the second and the third phase, 0.9 MB are sent once.
+    Traffic, for mu selected of n elements: an allreduce of 4 n bytes in the first phase; then a
+    broadcast of 4 mu bytes for the leader's indices. In the second phase, an allgather of 4 mu
+    bytes for values follows. In the third phase of "ring", an allreduce of mu bytes for codes
+    follows; in that of "server", the leader's code adds mu bytes to the broadcast, and an
+    allgather of about 5 bytes per value of an innovation follows, so that other ranks send their
+    innovations only. Between the second and the third phase, 0.9 MB are sent once (0.2 MB more per
+    rank for "server"). A TensorFlow graph cannot change the leader, so an allreduce, to which the
+    other ranks contribute zeros, replaces the broadcast and costs as much as two broadcasts.
 
-    Biases, norms and small tensors are averaged without compression. Exempt the first and the last
-    layer with `skip`, as in the paper. The autoencoder pays off from some thousand selected values
-    on. The phases count the steps that LGC has served; steps of other levels do not count.
-    `stats()["reports"]` contains "reconstruction": the fraction of the sum of squared values that
-    decoding lost in the last step of training.
+    Biases, norms and small tensors are averaged without compression. The paper also averages the
+    first layer without compression, and sends the last layer by top-k only:
+    `Fixed(LGC(), overrides={"conv1.*": Dense(), "fc.*": TopK(0.001)})`. The autoencoder pays off
+    from some thousand selected values on. The phases count the steps that LGC has served; steps of
+    other levels do not count. `stats()["reports"]` contains "reconstruction": the fraction of the
+    sum of squared values that decoding lost in the last step of training.
     """
 
     scope: ClassVar[str] = "joint"
@@ -153,24 +165,39 @@ class LGC(Sparsifier):
     ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor | None]]:
         """Return the leader's indices, its root mean square and, for the "server" form, its code.
 
-        One allreduce of int32: all ranks except the leader add zeros.
+        The leader broadcasts them as int32. A graph does not know the leader: there, all ranks make
+        a message, and an allreduce adds the leader's to the others' zeros.
         """
-        xp = namespace(total)
-        index = self._largest(total, info)
+        xp, leader = namespace(total), info.step % info.size
+        (size,) = xp.shape(total)
+        coded = self._innovates and info.phase == CODED
+        count = sum(self.kept(part) for part in info.sizes or (size,))
+        read = partial(_parse, count=count, size=size)
+        if not check.is_integer(leader):  # in a graph
+            message = xp.cast(self._message(total, state, info, coded), "int64")
+            message = xp.cast(message * _is_leader(xp, info, xp.device(total))[info.rank], "int32")
+            request: Request = Allreduce(message, op="sum", reuse=True, sender=leader, decode=read)
+        else:
+            if leader == info.rank:
+                message = self._message(total, state, info, coded)
+            else:
+                length = count + 1 + code_size(count) * coded
+                message = xp.zeros((length,), "int32", xp.device(total))
+            request = Broadcast(message, root=leader, decode=read)
+        index, scale, code = yield request
+        return index, scale, code if coded else None
+
+    def _message(self, total: Tensor, state: State, info: Info, coded: bool) -> Tensor:
+        """Return the message with which this rank leads, as int32."""
+        xp, index = namespace(total), self._largest(total, info)
         values, (count,) = xp.take(total, index), xp.shape(index)
         scale = xp.reshape(xp.norm(values), (1,)) / count**0.5
         parts = [index, _bits("int32", scale)]
-        if self._innovates and info.phase == CODED:
+        if coded:
             networks = self._networks(info.size, state)
             code = networks.encode(state["weights"], signals_of([values], scale))
             parts.append(_bits("int32", code))
-        message = xp.cast(xp.concat(parts), "int64")
-        message = xp.cast(message * _is_leader(xp, info, xp.device(total))[info.rank], "int32")
-        read = partial(_parse, count=count, size=math.prod(xp.shape(total)))
-        index, scale, code = yield Allreduce(
-            message, op="sum", reuse=True, sender=info.step % info.size, decode=read
-        )
-        return index, scale, code if len(parts) > 2 else None
+        return xp.concat(parts)
 
     def _largest(self, total: Tensor, info: Info) -> Tensor:
         """Return the indices of the largest elements of each tensor, sorted by value."""

@@ -44,8 +44,16 @@ class ScaleCom(Sparsifier):
     leader's indices and the other ranks' zeros are added instead of broadcast, which costs as much
     as two broadcasts.
 
-    The paper does not compress the first epochs (less than a tenth of training) and the first
-    layer: see `Accordion` and `skip`. Momentum is applied after averaging, as in the paper.
+    A change of beta loses nothing, because the residual is stored in units of the gradient; but it
+    changes how fast the residual is sent. Where an element is sent, a step sends beta times its
+    residual and retains the rest. After a change from beta=1 to 0.1, ranks thus select by
+    0.1 error + g, and each sending of an element sends a tenth of the residual that beta=1 would
+    have sent at once. After a change from 0.1 to 1, a step sends the full residual, ten times
+    what the paper's filtered residue m holds.
+
+    `ScaleComRecipe` is the paper's recipe: no compression in the first epochs (less than a tenth
+    of training) and in the first layer, and a rate per layer. Momentum is applied after averaging,
+    as in the paper.
     """
 
     batching: ClassVar[str] = "alike"

@@ -158,6 +158,8 @@ class Info:
         phase: current value of `Compressor.variant`; an integer, in a graph too.
         sizes: number of elements of each tensor, if the vector given to `exchange` holds several
             tensors side by side; () if not known.
+        shape: shape of the tensor, or of each tensor of a stack (`Compressor.batching`); () if not
+            known. For a slice of `TwoLevel`, the shape of the full tensor.
         parameter: the weights, in the gradient's shape; only if the compressor `needs_weights`.
         hyper: settings of the tensor's parameter group, by name.
     """
@@ -172,6 +174,7 @@ class Info:
     sizes: tuple[int, ...] = ()
     parameter: Tensor = None
     hyper: Mapping[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
 
     machines = _renamed.attribute("machines", "hosts")
 

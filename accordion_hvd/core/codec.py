@@ -43,6 +43,17 @@ class Codec(Compressor):
     uneven: ClassVar[bool] = False
     summed: ClassVar[bool] = False
 
+    def specialize(self, info: Info) -> Codec:
+        """Return the codec that serves the tensor of an exchange; by default, this codec.
+
+        A codec whose arguments depend on the tensor's shape (`info.shape`) overrides it. The result
+        has the same `layout`, and the same class attributes.
+
+        Args:
+            info: facts about the exchange.
+        """
+        return self
+
     def layout(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in which a tensor is encoded; by default, that of a vector.
 
@@ -179,7 +190,7 @@ def shares(messages: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:
 
 def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
     """Average the ranks' C(gradient), without error feedback."""
-    xp, shape = namespace(grad), namespace(grad).shape(grad)
+    xp, shape, codec = namespace(grad), namespace(grad).shape(grad), codec.specialize(info)
     x = xp.cast(grad, "float32")
     x = x if codec.batching == "any" else xp.reshape(x, codec.layout(shape))
     mean, _ = yield from average(codec, codec.encode(x, info), x, info)
@@ -188,7 +199,7 @@ def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Ex
 
 def with_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
     """Average the ranks' C(x), x = error + gradient; the new `error` is x - C(x)."""
-    xp, shape = namespace(grad), namespace(grad).shape(grad)
+    xp, shape, codec = namespace(grad), namespace(grad).shape(grad), codec.specialize(info)
     x = xp.reshape(grad, xp.shape(state["error"]))
     message, total = codec.encode_accumulating(state["error"], x, info)
     mean, parsed = yield from average(codec, message, x, info)

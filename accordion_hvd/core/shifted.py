@@ -34,7 +34,8 @@ class Shifted(Wrapper):
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run one allgather of messages."""
-        xp, shape, codec = namespace(grad), namespace(grad).shape(grad), self.codec
+        xp, shape = namespace(grad), namespace(grad).shape(grad)
+        codec = self.codec.specialize(info)
         local, before = state["local"], state["mean"]
         difference = xp.cast(xp.reshape(grad, xp.shape(local)), "float32") - local
         message, buffer = codec.encode(difference, info), xp.copy(difference)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from accordion_hvd.core.patterns import matches
+from accordion_hvd.core.patterns import first_match, matches
 from accordion_hvd.ops.spec import ITEMSIZE
 
 MIN_ELEMENTS = 1024
@@ -92,6 +92,7 @@ def make_buckets(
     scope: str = "tensor",
     skip: Sequence[str] = (),
     min_elements: int = MIN_ELEMENTS,
+    scopes: Mapping[str, str] | None = None,
 ) -> list[Bucket]:
     """Divide `tensors` into buckets; a pure function, so that all ranks get the same buckets.
 
@@ -101,6 +102,8 @@ def make_buckets(
             tensor, small ones included, as Horovod's compression objects expect.
         skip: patterns (as for file names) of the names of tensors to send uncompressed.
         min_elements: tensors with fewer elements are sent uncompressed.
+        scopes: name pattern -> scope of the matching tensors, which share no bucket with other
+            tensors. The first pattern that matches counts. Ignored for scopes "each" and "model".
     """
     if scope == "each":
         return [_bucket(tensors, [i], compress=True, packed=False) for i in range(len(tensors))]
@@ -108,13 +111,23 @@ def make_buckets(
         return _packed(tensors, range(len(tensors)), compress=True, limit=math.inf)
     chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
     others = [i for i in range(len(tensors)) if i not in set(chosen)]
-    if scope in ("flat", "joint"):
-        limit = FLAT_BYTES if scope == "flat" else math.inf
-        own = _packed(tensors, chosen, compress=True, limit=limit)
-    else:
-        own = [_bucket(tensors, [i], compress=True, packed=False) for i in chosen]
+    parts: dict[str, list[int]] = {}  # pattern ("" for none) -> tensors
+    for i in chosen:
+        parts.setdefault(first_match(tensors[i].name, scopes or {}) or "", []).append(i)
+    own = [
+        bucket
+        for pattern, which in parts.items()
+        for bucket in _compressed(tensors, which, (scopes or {}).get(pattern, scope))
+    ]
     packed = _packed(tensors, others, compress=False, limit=FLAT_BYTES)
     return sorted(own + packed, key=lambda bucket: bucket.members[-1])
+
+
+def _compressed(tensors: Sequence[TensorInfo], which: Sequence[int], scope: str) -> list[Bucket]:
+    if scope in ("flat", "joint"):
+        limit = FLAT_BYTES if scope == "flat" else math.inf
+        return _packed(tensors, which, compress=True, limit=limit)
+    return [_bucket(tensors, [i], compress=True, packed=False) for i in which]
 
 
 def fingerprint(*parts: object) -> int:

@@ -96,7 +96,8 @@ class Exchange:
         Raises:
             ValueError: if a compressor does not support one of the tensors (`Compressor.accept`).
         """
-        buckets = make_buckets(tensors, scope=self.policy.scope, skip=self.skip)
+        scope, scopes = self.policy.scope, self.policy.scopes
+        buckets = make_buckets(tensors, scope=scope, skip=self.skip, scopes=scopes)
         specs = [
             Spec(b.shape, b.dtype, self.xp, tensors[b.members[0]].kind or None) for b in buckets
         ]
@@ -273,6 +274,7 @@ class Exchange:
             phase=self.phase(entry),
             sizes=entry.bucket.sizes,
             hyper=self.hyper.get(entry.bucket.group, {}),
+            shape=entry.bucket.shape,
         )
 
     @property

@@ -301,6 +301,7 @@ class CDAdam(ExactCDAdam):
         xp, inner = namespace(grad), self.compressor
         assert inner is not None
         if isinstance(inner, Codec):
+            inner = inner.specialize(info)
             own = xp.cast(xp.reshape(grad, xp.shape(state["error"])), "float32")
             message, total = inner.encode_accumulating(state["error"], own, info)
             delta, sent = yield from average(inner, message, xp.copy(own), info)

@@ -7,6 +7,7 @@ from accordion_hvd.policies.displacement import Displacement
 from accordion_hvd.policies.fixed import Fixed
 from accordion_hvd.policies.gate import Gate
 from accordion_hvd.policies.replay import Replay
+from accordion_hvd.policies.scalecom_recipe import ScaleComRecipe
 from accordion_hvd.policies.schedule import StepSchedule
 from accordion_hvd.policies.warmup import WarmUp
 
@@ -18,6 +19,7 @@ __all__ = [
     "Gate",
     "Policy",
     "Replay",
+    "ScaleComRecipe",
     "StepSchedule",
     "WarmUp",
 ]

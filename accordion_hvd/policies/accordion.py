@@ -162,7 +162,7 @@ class Accordion(Windowed):
                     "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
                 )
         averages = self._check_method(high)
-        agree(self, [*([low] if averages else [low, high]), *self.overrides.values()])
+        agree(self, [low] if averages else [low, high], self.overrides)
         self.low, self.high = low, high
         if averages and self.alternation is None:
             self.alternation = Alternation(self, high)

@@ -38,6 +38,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         evidence: the evidence for decisions; see `accordion_hvd.policies.evidence`.
         features: observers of the exchange, such as a gate; see `Observer`.
         target, output, scope: those of the levels (see `Compressor`), on which all levels agree.
+        scopes: name pattern -> scope of the tensors that an override of this pattern serves.
         topology_aware: whether a level needs to know which ranks share a host.
         fp16_reduction: whether a level sends nothing but fp16.
         fixed: whether one level serves all the time.
@@ -51,6 +52,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     target: str = "gradient"
     output: str = "gradient"
     scope: str = "tensor"
+    scopes: Mapping[str, str] = {}
     topology_aware: bool = False
     fp16_reduction: bool = False
     fixed: bool = False
@@ -199,10 +201,17 @@ class Policy(NotForStockHorovod, abc.ABC):
         return {**vars(self), "_bound": None}
 
 
-def agree(owner: Policy, levels: Sequence[Any]) -> None:
+def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | None = None) -> None:
     """Set the attributes of `owner` that its levels must agree on.
 
-    `Dense` and other compressors with `batching = "any"` agree with any scope.
+    `Dense` and other compressors with `batching = "any"` agree with any scope. Overrides serve
+    buckets of their own, and may have the scope "tensor" beside levels of scope "joint", or the
+    reverse.
+
+    Args:
+        owner: the policy.
+        levels: its levels.
+        overrides: name pattern -> compressor that serves the matching tensors instead.
 
     Raises:
         TypeError: if a level is no compressor.
@@ -210,6 +219,8 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
             tensors; if a private compressor is not the only level; or if the ranks' weights differ
             at times under one of several levels.
     """
+    bases, overrides = levels, overrides or {}
+    levels = [*levels, *overrides.values()]
     for level in levels:
         if not isinstance(level, Compressor):
             raise TypeError(
@@ -222,16 +233,28 @@ def agree(owner: Policy, levels: Sequence[Any]) -> None:
             f"{type(owner).__name__}: under {local[0]!r} the ranks' weights differ between "
             "synchronisations, so it cannot alternate with other levels; use it as the only level."
         )
-    for aspect in ("target", "output", "scope"):
-        bound = [x for x in levels if aspect != "scope" or not _takes_any_vector(x)] or levels
-        values = {repr(level): getattr(level, aspect) for level in bound}
-        _compare(owner, aspect, values)
-        setattr(owner, aspect, getattr(bound[0], aspect))
+    for aspect in ("target", "output"):
+        _compare(owner, aspect, {repr(level): getattr(level, aspect) for level in levels})
+        setattr(owner, aspect, getattr(levels[0], aspect))
+    _agree_in_scope(owner, bases, overrides)
     plain = {repr(level): level.plain() or Dense() for level in levels}
     _compare(owner, "the compressor of exempt tensors", plain)
     owner._plain = levels[0].plain()
     owner.topology_aware = any(level.topology_aware for level in levels)
     owner.fp16_reduction = any(level.fp16_reduction for level in levels)
+
+
+def _agree_in_scope(
+    owner: Policy, bases: Sequence[Compressor], overrides: Mapping[str, Compressor]
+) -> None:
+    levels = [*bases, *overrides.values()]
+    values = {repr(level): level.scope for level in levels if not _takes_any_vector(level)}
+    if not set(values.values()) <= {"tensor", "joint"}:
+        _compare(owner, "scope", values)
+    bound = [level for level in bases if not _takes_any_vector(level)] or bases
+    _compare(owner, "scope", {repr(level): level.scope for level in bound})
+    owner.scope = bound[0].scope
+    owner.scopes = {pattern: level.scope for pattern, level in overrides.items()}
 
 
 def _check_private(owner: Policy, levels: Sequence[Compressor]) -> None:

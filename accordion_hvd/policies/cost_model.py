@@ -30,7 +30,8 @@ def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks
         return 0.0
     dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has no bfloat16
     phase = compressor.variant(compressor.startup_steps) if compressor.phases else 0
-    info = Info(step=compressor.startup_steps, size=ranks, name="price", phase=phase)
+    step = -(-compressor.startup_steps // ranks) * ranks  # rank 0 leads, if leaders rotate
+    info = Info(step=step, size=ranks, name="price", phase=phase, shape=shape)
     spec, traffic = Spec(shape, dtype, xp), Traffic()
     grad = xp.cast(xp.asarray(normal(shape, "price")), dtype)
     with np.errstate(all="ignore"):

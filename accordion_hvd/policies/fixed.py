@@ -7,7 +7,7 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.core.patterns import matches
+from accordion_hvd.core.patterns import first_match
 from accordion_hvd.policies.base import Policy, agree
 from accordion_hvd.policies.gate import Gate, as_gate
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
@@ -18,7 +18,8 @@ class Fixed(Policy):
 
     Args:
         compressor: the compressor of every bucket.
-        overrides: name pattern -> compressor that serves the matching tensors instead.
+        overrides: name pattern -> compressor that serves the matching tensors instead, in messages
+            of their own. `Fixed(LGC(), overrides={"fc*": TopK(0.001)})` sends layer `fc` by top-k.
         gate: "auto" or a `Gate`: compress only where compression saves time.
     """
 
@@ -34,7 +35,7 @@ class Fixed(Policy):
         super().__init__()
         self.compressor = compressor
         self.overrides = dict(overrides or {})
-        agree(self, [compressor, *self.overrides.values()])
+        agree(self, [compressor], self.overrides)
         self.gate = as_gate(self, gate)
         if compressor.private:
             if gate is not None:
@@ -64,5 +65,12 @@ class Fixed(Policy):
 
 
 def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | None:
-    """Return the compressor of the first pattern that `name` matches."""
-    return next((c for pattern, c in overrides.items() if matches(name, [pattern])), None)
+    """Return the compressor of the first pattern that a bucket's first tensor matches.
+
+    Args:
+        overrides: name pattern -> compressor.
+        name: name of the bucket, such as "fc.weight", or "fc.weight+2" for three tensors.
+    """
+    tensor, plus, others = name.rpartition("+")
+    pattern = first_match(tensor if plus and others.isdigit() else name, overrides)
+    return None if pattern is None else overrides[pattern]

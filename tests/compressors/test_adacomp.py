@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, Ranks, exact_mean, normals, parameters, same_bits
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import step
 
-from accordion_hvd import AdaComp
+from accordion_hvd import EF21, AdaComp, ErrorFeedback, Fixed, Gathered, Momentum, TwoLevel
 from accordion_hvd.ops import bins, selection
+from accordion_hvd.resolve import parse
 from accordion_hvd.simulation.one_process import simulate
 
 
@@ -135,6 +138,50 @@ def test_one_rank_of_two_has_zeros() -> None:
     alone = Ranks(AdaComp(50), 1).step(gradients)[0]
     both = Ranks(AdaComp(50), 2).step([gradients[0], np.zeros(300, np.float32)])[0]
     np.testing.assert_allclose(both, alone / 2)
+
+
+CONVOLUTIONS = [(8, 4, 3, 3), (3, 3, 8, 4), (16, 8, 5), (4, 4, 3, 3, 3)]
+OTHERS = [(40, 50), (1200,), (1, 2000), (2000, 1)]
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("shape", CONVOLUTIONS + OTHERS)
+def test_the_default_bin_is_that_of_the_layer_s_type(
+    shape: tuple[int, ...], framework: Framework
+) -> None:
+    """50 for convolutions of any framework, 500 for dense and recurrent layers."""
+    width, size = 50 if shape in CONVOLUTIONS else 500, int(np.prod(shape))
+    world, carried = Ranks(AdaComp(), 2, framework), [np.zeros(size, np.float32)] * 2
+    for gradients in normals(shape, 2, steps=3):
+        found = [paper(r, g.ravel(), width) for r, g in zip(carried, gradients, strict=True)]
+        carried = [r for _, r in found]
+        mean = world.step(gradients)[0].ravel()
+        np.testing.assert_allclose(mean, np.mean([s for s, _ in found], 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize(
+    "wrapped", [lambda c: c, Gathered, EF21, ErrorFeedback, Momentum, TwoLevel], ids=str
+)
+def test_layers_of_both_types_in_one_job(wrapped: Any, framework: Framework) -> None:
+    """As with the paper's bins written by hand; small tensors share calls, but not their bins."""
+    shapes = {"conv": (8, 16, 3, 3), "other": (8, 16, 3, 3), "head": (40, 50), "long": (30, 50)}
+    by_hand = Fixed(wrapped(AdaComp(500)), overrides={"[co][ot]*": wrapped(AdaComp(50))})
+    worlds = [simulate(kind, 4, local_size=2) for kind in (wrapped(AdaComp()), by_hand)]
+    streams = [normals(shape, 4, seed, 4) for seed, shape in enumerate(shapes.values())]
+    for parts in zip(*streams, strict=True):
+        gradients = [dict(zip(shapes, own, strict=True)) for own in zip(*parts, strict=True)]
+        means, wanted = (step(world, framework, gradients)[0] for world in worlds)
+        assert means is not None and wanted is not None
+        assert all(same_bits(means[name], wanted[name]) for name in shapes)
+    ours, theirs = (world.exchanges[0].stats() for world in worlds)
+    assert ours["payload"] == theirs["payload"]
+
+
+@pytest.mark.parametrize("text", ["adacomp:50", "AdaComp(50)", "AdaComp(bin=50)"])
+def test_bins_can_be_given(text: str) -> None:
+    assert parse(text) == AdaComp(50) != AdaComp()
+    assert parse("adacomp") == parse("AdaComp(bin=None)") == AdaComp()
 
 
 def test_everything_arrives_in_time() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import laws
@@ -25,7 +25,7 @@ from frameworks import (
 from traced import same_in_a_graph
 
 import accordion_hvd
-from accordion_hvd import Allgather, Allreduce, Compressor, Dense, Info, TopK
+from accordion_hvd import DGC, LGC, Allgather, Allreduce, Compressor, Dense, Info, TopK
 from accordion_hvd.ops import namespace
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -220,6 +220,53 @@ def test_stubs_break_laws(stub: Compressor, claims: Case, broken: set[laws.Law])
     for law in broken:
         with pytest.raises(AssertionError):
             law(case, NUMPY, 2)
+
+
+@dataclass(frozen=True)
+class Silent(Compressor):
+    """Sends nothing, and retains nothing."""
+
+    compressor: Compressor
+
+    def init(self, spec: Any, info: Info) -> dict[str, Any]:
+        return self.compressor.init(spec, info)
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        nothing = yield Allreduce(grad * 0)
+        return nothing, state
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.slope[1] > 0], ids=lambda case: case.name)
+def test_silence_breaks_conservation(case: Case) -> None:
+    """A mean of zeros is near no gradient, however coarse the method is."""
+    with pytest.raises(AssertionError):
+        laws.conservation(replace(case, compressor=Silent(case.compressor)), NUMPY, 2)
+
+
+class Undamped(DGC):
+    """Forgets the momentum of what it has not sent."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        mean, new = yield from super().exchange(grad, state, info)
+        return mean, {**new, "momentum": new["momentum"] * 0}
+
+
+class Lossy(LGC):
+    """Drops the residual of the elements that it has not sent."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        mean, new = yield from super().exchange(grad, state, info)
+        return mean, {**new, "error": new["error"] * 0}
+
+
+@pytest.mark.parametrize("kind", [Undamped, Lossy])
+def test_what_is_not_sent_is_retained(kind: type) -> None:
+    """Momentum, and the residual of methods whose decoding loses something."""
+    kinds = [c for c in CASES if type(c.compressor) is kind.__base__ and (c.momentum or c.forgets)]
+    for case in (c for c in kinds if c.compressor != DGC(1.0)):  # which sends everything
+        arguments = {f.name: getattr(case.compressor, f.name) for f in fields(case.compressor)}
+        with pytest.raises(AssertionError):
+            laws.conservation(replace(case, compressor=kind(**arguments)), NUMPY, 2)
 
 
 def test_a_level_that_is_not_full_breaks_the_law() -> None:

@@ -48,6 +48,8 @@ from accordion_hvd.ops import indices
 Shape = tuple[int, ...]
 Rounds = list[tuple[str, int]]
 Gradients = Sequence[np.ndarray]
+WHOLE = (0.9, 1.1)
+"""Slope of unbiased means, within four deviations of twelve draws."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Case:
         wanted: what the result is near, given the ranks' gradients and the step; their mean.
         uneven: how much is sent depends on values; `rounds` is None, and no graph can be traced.
         private: a gradient that is not finite counts as nothing, and nobody is told.
-        momentum: what comes back is an update with momentum, so that gradients' sums say nothing.
+        momentum: what comes back is an update with momentum.
+        forgets: of what is sent, the error of decoding is lost; what is not sent is not.
+        slope: least and largest slope of the means over the exact means.
     """
 
     compressor: Compressor
@@ -90,6 +94,8 @@ class Case:
     uneven: bool = False
     private: bool = False
     momentum: bool = False
+    forgets: bool = False
+    slope: tuple[float, float] = (0.002, 1.1)
 
     @property
     def name(self) -> str:
@@ -150,13 +156,13 @@ class Learned(Case):
             return [("allreduce", 4 * size, ranks)]
         if phase < 3:
             shipped = 4 * (172_996 + (ranks * 43_682 if server else 43_681))
-            rounds = [("allreduce", 4 * chosen + 4, ranks), ("allgather", 4 * chosen, ranks)]
+            rounds = [("broadcast", 4 * chosen + 4, ranks), ("allgather", 4 * chosen, ranks)]
             return rounds + [("broadcast", shipped, ranks)] * (phase == 2)
         if not server:
-            return [("allreduce", 4 * chosen + 4, ranks), ("allreduce", code, ranks)]
+            return [("broadcast", 4 * chosen + 4, ranks), ("allreduce", code, ranks)]
         few = max(1, min(chosen, int(lgc.innovation * size)))
         innovation = 4 * few + indices.packed_length(few, chosen)
-        return [("allreduce", 4 * chosen + 4 + code, ranks), ("allgather", innovation, ranks)]
+        return [("broadcast", 4 * chosen + 4 + code, ranks), ("allgather", innovation, ranks)]
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
@@ -192,8 +198,10 @@ def stc(ratio: float) -> Case:
 
 
 def threshold(value: float) -> Case:
-    full = Threshold(0.0)
-    return Case(Threshold(value), None, feedback=True, full=full, discrete=True, uneven=True)
+    claims = {"slope": (0.0, 0.0)} if value > 10 else {}  # nothing is sent
+    return Case(
+        Threshold(value), None, True, full=Threshold(0.0), discrete=True, uneven=True, **claims
+    )
 
 
 def adacomp(bin: int) -> Case:
@@ -252,7 +260,7 @@ def qsgd(bits: int, bucket: int = 512, norm: str = "max") -> Case:
     loss = (bucket**0.5 if norm == "l2" else 1) / levels
     method = QSGD(bits, bucket, norm)
     claims = {"loss": 1.001 * loss, "apart": 2 * loss, "unbiased": True, "guarded": False}
-    return gathered(method, size, **claims)
+    return gathered(method, size, slope=WHOLE, **claims)
 
 
 def terngrad(clip: float | None) -> Case:
@@ -261,7 +269,7 @@ def terngrad(clip: float | None) -> Case:
         sums = coded((part,), (2 * ranks).bit_length())
         return [("allreduce", 4), ("alltoall", ranks * part // 4), ("allgather", sums)]
 
-    claims = {"loss": 1.001, "unbiased": clip is None}
+    claims = {"loss": 1.001, "unbiased": clip is None, "slope": WHOLE}
     return Sliced(TernGrad(clip), lambda *_: [], slices=slices, **claims)
 
 
@@ -286,7 +294,7 @@ def onebit_size(shape: Shape) -> int:
 
 
 def natural() -> Case:
-    claims = {"loss": 1.0, "apart": 2.0, "unbiased": True, "guarded": False}
+    claims = {"loss": 1.0, "apart": 2.0, "unbiased": True, "guarded": False, "slope": WHOLE}
     return gathered(Natural(), lambda shape: coded(shape, 9), **claims)
 
 
@@ -340,7 +348,7 @@ def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
 def lgc(form: str, dense: int, training: int) -> Case:
     compressor = LGC(0.03, form, dense, training, innovation=0.003)
     rough = {"bitwise": False, "close": 1e-3, "loss": 3.0}  # after so little training
-    return Learned(compressor, lambda *_: [], feedback=True, **rough)
+    return Learned(compressor, lambda *_: [], feedback=True, forgets=True, **rough)
 
 
 def two_level(case: Case) -> Case:
@@ -412,14 +420,14 @@ CASES = [
     wrapped(EF21(TopK(0.1)), topk(0.1), full=EF21(TopK(1.0)), **FAR),
     wrapped(EF21(EFSignSGD()), gathered(EFSignSGD(), lambda s: coded(s, 1) + 4), **FAR),
     wrapped(EF21(OneBit()), gathered(OneBit(), onebit_size), **FAR),
-    wrapped(Diana(QSGD(4)), qsgd(4), apart=10.0, **FAR),
-    wrapped(Diana(Natural(), 8 / 9), natural(), apart=10.0, **FAR),
+    wrapped(Diana(QSGD(4)), qsgd(4), apart=10.0, slope=WHOLE, **FAR),
+    wrapped(Diana(Natural(), 8 / 9), natural(), apart=10.0, slope=WHOLE, **FAR),
     wrapped(EF21(RandomK(0.1)), randomk(0.1), full=EF21(RandomK(1.0)), apart=10.0, **FAR),
     wrapped(EF21(Dense()), as_is(Dense(), loss=0, itemsize=4), full=EF21(Dense())),
     wrapped(ErrorFeedback(Natural()), natural(), feedback=True, apart=2.0),
     wrapped(ErrorFeedback(BF16()), gathered(BF16(), lambda s: 2 * math.prod(s)), feedback=True),
     wrapped(ErrorFeedback(TopK(0.1)), topk(0.1), feedback=True, full=ErrorFeedback(TopK(1.0))),
-    wrapped(Gathered(TopK(0.1)), topk(0.1), full=Gathered(TopK(1.0)), loss=1.0),
+    wrapped(Gathered(TopK(0.1)), topk(0.1), full=Gathered(TopK(1.0)), loss=1.0, slope=(0.3, 0.6)),
     wrapped(Momentum(TopK(0.1)), topk(0.1), feedback=True, momentum=True),
     two_level(wrapped(EF21(TopK(0.1)), topk(0.1), **FAR)),
 ]
@@ -441,7 +449,7 @@ REFUSED = [
     *[(Int8, "block", bad) for bad in (0, -1, 2.5, math.nan, "a", True, None)],
     *[(SignSGD, "momentum", bad) for bad in (1, 1.5, -0.1, math.nan, "a", True, None)],
     *[(Threshold, "value", bad) for bad in (-1, math.nan, math.inf, "a", True, None)],
-    *[(AdaComp, "bin", bad) for bad in (0, -1, 16384, 1.5, math.nan, "a", True, None)],
+    *[(AdaComp, "bin", bad) for bad in (0, -1, 16384, 1.5, math.nan, "a", True)],
     *[(ScaleCom, "beta", bad) for bad in (0, -1, 1.1, math.nan, "a", True, None)],
     *[(ScaleCom, "selection", bad) for bad in ("chunks", 1, None)],
     *[(DGC, "momentum", bad) for bad in (1, -0.1, math.nan, "a", True, None)],

@@ -107,7 +107,8 @@ class Ranks:
 
     def info(self, rank: int, step: Any = None) -> Info:
         step, phase = self.steps if step is None else step, self.compressor.variant(self.steps)
-        return Info(step, rank, self.ranks, self.name, 0.1, self.hosts, phase)
+        shape = () if self.spec is None else tuple(self.spec.shape)
+        return Info(step, rank, self.ranks, self.name, 0.1, self.hosts, phase, shape=shape)
 
     def init(self, like: Any) -> list[dict[str, Any]]:
         self.spec = self.framework.xp.spec(like)

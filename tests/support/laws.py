@@ -55,37 +55,80 @@ def check_conservation(
     steps: int,
     dtype: str | None = None,
     rounding: float = 2e-6,
-) -> None:
+) -> float:
     """Sum of means + mean of residuals = sum of mean gradients (of each step, without feedback).
 
-    With feedback and a loss, what is sent may lose that much.
+    With feedback and a loss, what is sent may lose that much. Methods that forget what decoding
+    loses retain nothing of the elements that they send, and all of the others. Of updates, mean +
+    residual = previous residual + momentum, and momentum is as it should be where nothing is sent.
+
+    Returns:
+        The slope of the means over the exact means: 1 if all arrives, 0 if nothing does.
     """
     world, size = Ranks(case.compressor, ranks, framework), int(np.prod(shape))
-    carried, lost = np.zeros(size), 0.0
+    carried, lost, velocity, along, power = np.zeros(size), 0.0, np.zeros(size), 0.0, 0.0
     for step, gradients in enumerate(normals(shape, ranks, seed=len(shape), steps=steps)):
         if dtype:
             gradients = [framework.array(framework.tensor(g, dtype)) for g in gradients]
+        before = world.mean_residual(size) if world.states else np.zeros(size)
         means = world.step(gradients, dtype)
         for mean in means:
             assert mean.shape == tuple(shape)
             assert np.isfinite(mean).all()
             assert same_bits(mean, means[0]), "ranks hold different means"
-        carried += (case.wanted(gradients, step) - means[0].astype(np.float64)).reshape(-1)
+        wanted, sent = case.wanted(gradients, step).reshape(-1), means[0].reshape(-1)
+        along, power = along + float(sent @ wanted), power + float(wanted @ wanted)
+        carried += wanted - sent.astype(np.float64)
         largest = max(np.abs(g).max() for g in gradients)
         if not case.feedback:
             assert np.abs(carried).max() <= max(case.loss, rounding) * largest
             carried[:] = 0
-        lost += case.loss * largest * case.feedback
+        lost += case.loss * largest * (case.feedback and not case.forgets)
+        if case.forgets:
+            assert not world.mean_residual(size)[sent != 0].any()
+            carried[sent != 0] = 0
+        if case.momentum:
+            used = exact_mean([clipped(case.compressor, g, ranks) for g in gradients])
+            velocity = coefficient(case.compressor) * velocity + used.reshape(-1)
+            off = before + velocity - sent - world.mean_residual(size)
+            assert np.abs(off).max() <= rounding * 10 * largest * (step + 1)
+            after = mean_momentum(world)
+            assert np.abs((after - velocity)[sent == 0]).max(initial=0) <= rounding * 10 * largest
+            velocity = after
     if case.momentum:
-        return  # of updates, `test_dgc.py` says what is conserved
+        return along / power
     error = np.abs(carried - world.mean_residual(size)).max()
     scale = max(1.0, np.abs(world.mean_residual(size)).max())
     assert error <= rounding * scale * steps + lost, f"{error} of the gradient is lost or made up"
+    return along / power
+
+
+def clipped(compressor: Any, gradient: np.ndarray, ranks: int) -> np.ndarray:
+    """The gradient, cut to a norm of clip / sqrt(ranks) by methods that clip."""
+    clip = getattr(compressor, "clip", None)
+    norm = float(np.linalg.norm(gradient))
+    return gradient if clip is None else gradient * min(1.0, clip / np.sqrt(ranks) / norm)
+
+
+def coefficient(compressor: Any) -> float:
+    """The momentum of a method, or of the one that it contains."""
+    own = getattr(compressor, "momentum", None)
+    return coefficient(compressor.compressor) if own is None else own
+
+
+def mean_momentum(world: Ranks) -> np.ndarray:
+    """The ranks' mean of their momentum, as a vector."""
+    parts = [
+        world.compressor.expand_residual(state["momentum"], world.spec, world.info(rank))
+        for rank, state in enumerate(world.states)
+    ]
+    return np.mean([world.framework.array(x).astype(np.float64).reshape(-1) for x in parts], 0)
 
 
 @law
 def conservation(case: Case, framework: Framework, ranks: int) -> None:
-    check_conservation(case, framework, ranks, SHAPE, steps=12)
+    slope, (least, most) = check_conservation(case, framework, ranks, SHAPE, 12), case.slope
+    assert least <= slope <= most, f"the slope of means over exact means is {slope}"
 
 
 @law
