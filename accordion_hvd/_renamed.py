@@ -1,11 +1,15 @@
-"""Deprecated names of attributes, which still work and warn with their new names."""
+"""Names of older versions: deprecated ones still work and warn, removed ones are refused."""
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
 
 OPERATIONS = {
     "badness": "nonfinite",
@@ -67,3 +71,56 @@ def attribute(old: str, new: str) -> Any:
         return getattr(self, new)
 
     return property(get, doc=f"Deprecated name of `{new}`.")
+
+
+def arguments(
+    renamed: Mapping[str, str], removed: Mapping[str, tuple[Any, str]]
+) -> Callable[[Class], Class]:
+    """Return a decorator of classes whose constructors handle arguments of older versions.
+
+    A renamed argument is passed on by its new name, with a warning. A removed argument is ignored
+    if it has its old default, as it has in saved configurations.
+
+    Args:
+        renamed: old names and their new names.
+        removed: for each name the old default, and a sentence that says what to use instead.
+
+    Raises:
+        TypeError: from the constructor, if a removed argument has another value, or if an argument
+            is given by both names.
+    """
+
+    def decorate(cls: Class) -> Class:
+        construct: Any = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(construct)
+        def init(self: Any, *args: Any, **options: Any) -> None:
+            for old in options.keys() & removed.keys():
+                value, (default, advice) = options.pop(old), removed[old]
+                if value != default:
+                    raise TypeError(
+                        f"{cls.__name__}: {old} was removed after version 0.1.0. {advice}"
+                    )
+            for old in options.keys() & renamed.keys():
+                new = renamed[old]
+                if new in options:
+                    raise TypeError(f"{cls.__name__}: {old} is called {new} now; give one of them.")
+                message = f"{cls.__name__}: the argument {old} is called {new} now."
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                options[new] = options.pop(old)
+            construct(self, *args, **options)
+
+        cls.__init__ = init  # type: ignore[misc]
+        cls.old_arguments = frozenset({*renamed, *removed})  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+ARGUMENTS = {"pace": "replica_lr", "whitened": "preconditioned"}
+"""Old names of arguments that checkpoints may contain, and their new names."""
+
+
+def current(text: str) -> str:
+    """Return the description of a compression in a checkpoint, with today's names of arguments."""
+    return re.sub(r"\b(\w+)(?==)", lambda found: ARGUMENTS.get(found[1], found[1]), text)

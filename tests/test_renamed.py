@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import accordion_hvd
-from accordion_hvd import Compressor, Info, _renamed
+from accordion_hvd import Compressor, Fixed, Info, _renamed
 from accordion_hvd.averaging import base as averaging
 from accordion_hvd.core import base
+from accordion_hvd.optimizers import CDAdam
 from accordion_hvd.optimizers import base as optimizers
 from accordion_hvd.policies import base as policies
 
@@ -70,3 +71,11 @@ def test_info_has_its_old_name() -> None:
     with pytest.warns(DeprecationWarning, match="Info.machines is called hosts now."):
         assert Info(hosts=((0, 1),)).machines == ((0, 1),)
     assert "Conversation" not in dir(accordion_hvd)
+
+
+def test_checkpoints_with_old_names_of_arguments_are_recognized() -> None:
+    old = "Fixed(CDAdam(betas=(0.9, 0.99), whitened=True, bits=2, pace=0.1))"
+    new = "Fixed(CDAdam(betas=(0.9, 0.99), preconditioned=True, bits=2, replica_lr=0.1))"
+    assert _renamed.current(old) == new == _renamed.current(new)
+    rule = CDAdam(preconditioned=True, bits=2, replica_lr=0.1)
+    assert repr(Fixed(rule)) == new

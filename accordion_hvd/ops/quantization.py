@@ -337,23 +337,20 @@ def _bounds(turn: int) -> np.ndarray:
     return np.tile(np.array(signs, np.float32) * np.float32(SMALLEST), BLOCK // 2)
 
 
-def pack_random_signs(x: np.ndarray, seed: int, turn: int) -> np.ndarray:
+def pack_random_signs(x: np.ndarray, seed: int) -> np.ndarray:
     """Return a random bit per element of `x` in [-1, 1], which is 1 with probability (1 + x) / 2.
 
     The probability is accurate to 2^-17, and exact for -1 and 1. Eight bits form a byte.
 
-    With r from the random table, a bit is 1 if r >= (1 - x) / 2. With `turn` 1, r is read as 1 - r.
-    The two values of `turn` with one `seed` (from `random.key`) therefore give an element of zero
-    one bit of each kind.
+    With r from the random table, a bit is 1 if r >= (1 - x) / 2. `seed` is from `random.key`.
     """
     x = _flat(x)
     packed = np.empty(-(-x.size // 8), np.uint8)
-    places, sign = _places(x.size, seed), np.float32(0.5 if turn == 0 else -0.5)
-    compare = np.greater_equal if turn == 0 else np.less
+    places = _places(x.size, seed)
     for start, block in _blocks(x):
-        values = np.multiply(block, sign, out=_scratch.values[: block.size])
+        values = np.multiply(block, np.float32(0.5), out=_scratch.values[: block.size])
         _add_noise(values, start, places, table())
-        mask = compare(values, np.float32(0.5), out=_scratch.mask[: block.size])
+        mask = np.greater_equal(values, np.float32(0.5), out=_scratch.mask[: block.size])
         first = start // 8
         packed[first : first + -(-block.size // 8)] = np.packbits(mask, bitorder="little")
     return packed

@@ -95,11 +95,11 @@ def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
     return pack_bits((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
 
 
-def pack_random_signs(x: Tensor, seed: int, turn: int) -> Tensor:
+def pack_random_signs(x: Tensor, seed: int) -> Tensor:
     """Return a random bit per element of `x`; see `ops.quantization`."""
     x = _flat(x)
-    values = _noise(quantization.table, x, seed) + x * (0.5 if turn == 0 else -0.5)
-    return pack_bits((values >= 0.5 if turn == 0 else values < 0.5).to(torch.uint8), 1)
+    values = _noise(quantization.table, x, seed) + x * 0.5
+    return pack_bits((values >= 0.5).to(torch.uint8), 1)
 
 
 def pack_powers(x: Tensor, seed: int) -> Tensor:

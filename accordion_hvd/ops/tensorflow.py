@@ -542,9 +542,9 @@ def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
     return _on_host(oracle.pack_signs, [x, turn], tf.uint8, (-(-_size(x) // 8),))
 
 
-def pack_random_signs(x: Tensor, seed: Any, turn: Any) -> Tensor:
+def pack_random_signs(x: Tensor, seed: Any) -> Tensor:
     """Return a random bit per element of `x`; see `ops.quantization`."""
-    return _on_host(oracle.pack_random_signs, [x, seed, turn], tf.uint8, (-(-_size(x) // 8),))
+    return _on_host(oracle.pack_random_signs, [x, seed], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_powers(x: Tensor, seed: Any) -> Tensor:

@@ -41,6 +41,7 @@ class UpdateRule(Compressor):
         returns_weights: whether `exchange` returns the new weights, to be assigned, instead of a
             direction. Ranks whose weights differ for some steps thus get bitwise equal weights
             again; see `synchronous`.
+        old_arguments: names of constructor arguments that were renamed or removed.
         decoupled_weight_decay: whether weight decay is subtracted from the weights, as in AdamW,
             rather than added to the gradient, as in Adam. The default is the form of the rule's
             paper. A parameter group's setting of this name overrides it; Keras always subtracts.
@@ -56,6 +57,7 @@ class UpdateRule(Compressor):
     applies_weight_decay: ClassVar[bool] = False
     returns_weights: ClassVar[bool] = False
     decoupled_weight_decay: ClassVar[bool] = False
+    old_arguments: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Accept members by their old names."""

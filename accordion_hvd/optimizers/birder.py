@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from types import ModuleType
 from typing import Any, ClassVar
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
@@ -22,7 +22,7 @@ from accordion_hvd.core.base import (
 from accordion_hvd.core.placement import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.base import UpdateRule, check_eps
+from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.optimizers.signs import Chunks, check_bits, speaks
 
 MOMENTS = ("m", "b")
@@ -31,7 +31,19 @@ WITHIN = (None, "bits", "half")
 SPEAKS, SILENT = range(2)
 """Phases: whether an exchange sends anything."""
 
+REMOVED = {
+    "shared": (
+        False,
+        "Shuffle the data, so that the gradients of all ranks have similar distributions, or use "
+        "OnebitAdam.",
+    ),
+    "eps": (0.0, "With beta_b=0.99, elements with rare gradients come to rest."),
+    "exact": (False, "Birder(...).dense() returns the stage that averages u exactly."),
+}
+"""Arguments of version 0.1.0 that were removed: their defaults, and what to use instead."""
 
+
+@_renamed.arguments({}, REMOVED)
 @dataclass(frozen=True)
 class Birder(UpdateRule):
     """1-bit adaptive optimizer whose steps are random signs with an Adam-like direction as mean.
@@ -48,40 +60,43 @@ class Birder(UpdateRule):
 
     Use the learning rate of Adam or a smaller one, and let it fall at the end. Weight decay is
     decoupled. The paper's full text was not available: the update, both randomisations, the
-    hierarchical exchange and `beta` are recalled. The other arguments and the antithetic draws in
-    pairs of steps are ours. docs/optimizer-details.md explains them and the behaviour under a
-    policy.
+    hierarchical exchange and `beta` are recalled. `feedback`, `bits` and `beta_b` are ours.
+    docs/optimizer-details.md explains them and the behaviour under a policy.
+
+    An element whose gradient is always zero has u = 0, so its steps are fair coins: it is
+    lr sqrt(t) from its start after t steps, in root mean square. With `feedback`, it stays within
+    a few lr.
 
     Sent, of d elements on n ranks: an alltoall of d / 8 bytes and an allgather of d / (8 n), times
     `bits`. With `within`, on N hosts of L ranks: between hosts, the same for d / L elements and N
     ranks; within a host, an alltoall of d / 8 bytes (2 d for "half") and an allgather of d / (8 L).
-    With `shared`: two allreduces.
 
-    State: m and b of each rank, 8 bytes an element in fp32.
+    State: m and b of each rank, 8 bytes an element in fp32; with `feedback` 12 + 4 / n, and 4 more
+    with `within`.
 
     Args:
         beta: decay rate of m and b, in [0, 1).
-        beta_b: decay rate of b, in [beta, 1); None: `beta`.
         within: format of an intra-host exchange, "bits" or "half"; None: ranks of a host do not
             exchange separately.
-        shared: whether ranks average gradients and magnitudes, so that m and b are equal on all.
         feedback: whether to add the error of a draw before the next draw.
-        eps: constant added to b, at least 0. Above 0, steps depend on the scale of gradients.
-        exact: whether ranks average u exactly: the dense stage.
-        bits: mean number of bits an element, in [0.1, 2].
+        bits: number of bits an element, 1 or 2; with `feedback`, any number in [0.1, 2] is allowed,
+            which is the mean over exchanges.
+        beta_b: decay rate of b, in [beta, 1); None: `beta`.
+
+    Attributes:
+        exact: True in the stage that `dense` returns: ranks average u exactly.
     """
 
     rescale_note: ClassVar[str] = "m and b are the ranks' means"
     averaged_state: ClassVar[tuple[str, ...]] = MOMENTS  # means preserve |m| <= b
-    group_settings: ClassVar[tuple[str, ...]] = ("beta", "beta_b", "eps")
+    group_settings: ClassVar[tuple[str, ...]] = ("beta", "beta_b")
     decoupled_weight_decay: ClassVar[bool] = True
 
     beta: float = 0.95
     within: str | None = None
-    shared: bool = False
+    _: KW_ONLY
     feedback: bool = False
-    eps: float = 0.0
-    exact: bool = False
+    exact: bool = field(default=False, init=False)
     bits: float = 1
     beta_b: float | None = None
 
@@ -92,21 +107,23 @@ class Birder(UpdateRule):
         if slow is not None and not (check.is_number(slow) and self.beta <= slow < 1):
             allowed = f"None, or a number of at least beta ({self.beta}) and below 1"
             check.refuse(self, "beta_b", slow, allowed)
-        check_eps(self, self.eps)
         check.one_of(self, "within", self.within, WITHIN)
-        for name in ("shared", "feedback", "exact"):
-            if not isinstance(getattr(self, name), bool):
-                check.refuse(self, name, getattr(self, name), "True or False")
+        if not isinstance(self.feedback, bool):
+            check.refuse(self, "feedback", self.feedback, "True or False")
         check_bits(self, self.bits)
-        no_bits = self.shared or self.exact  # ranks send no random signs
-        own = ("error", "server") if self.feedback and not no_bits else ()
-        object.__setattr__(self, "per_rank_state", (*(() if self.shared else MOMENTS), *own))
+        if self.phases and not self.feedback:
+            check.refuse(self, "bits", self.bits, "1 or 2 without feedback=True")
+        own: tuple[str, ...] = ("error", "server") if self.feedback else ()
+        own += ("host",) if self.feedback and self.within else ()
+        object.__setattr__(self, "per_rank_state", (*MOMENTS, *own))
         object.__setattr__(self, "batching", "" if own else "alike")
-        object.__setattr__(self, "topology_aware", self.within is not None and not no_bits)
+        object.__setattr__(self, "topology_aware", self.within is not None)
 
     def dense(self) -> Birder:
         """Return the stage that averages u exactly."""
-        return replace(self, within=None, feedback=False, exact=True, bits=1)
+        stage = replace(self, within=None, feedback=False, bits=1)
+        object.__setattr__(stage, "exact", True)
+        return stage
 
     def variant(self, step: int) -> int:
         """Return the phase of this exchange, `SPEAKS` or `SILENT`."""
@@ -118,30 +135,32 @@ class Birder(UpdateRule):
         return self.bits not in (1, 2)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return `m` and `b`, (size,); with feedback the residuals `error` and `server` (chunk)."""
-        sizes = {"m": spec.size, "b": spec.size}
-        if "error" in self.per_rank_state:
-            sizes |= {"error": spec.size, "server": Chunks(spec.size, info.size).length}
+        """Return `m` and `b`, (size,), and with `feedback` residuals.
+
+        `error`: of this rank's draws, (size,); `server`: of this rank's chunk; with `within` also
+        `host`: of the draws of means over a host, (padded size,), used at this rank's place only.
+        """
+        length = Chunks(spec.size, info.size).length
+        sizes = {"m": spec.size, "b": spec.size, "error": spec.size, "server": length}
+        sizes = {key: n for key, n in sizes.items() if key in self.per_rank_state}
+        if "host" in self.per_rank_state:
+            sizes |= {"host": length * info.size}
         own = {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
         return super().init(spec, info) | own
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Update the moments, exchange random signs of u (or u), and return the step."""
         xp, beta = namespace(grad), self.setting(info, "beta")
-        fresh = magnitude = xp.reshape(grad, xp.shape(state["m"]))
-        if self.shared and info.size > 1:
-            fresh = xp.cast(fresh, xp.dtype(state["m"]))
-            magnitude = xp.maximum(fresh, -fresh)
-            fresh, magnitude = yield Allreduce(fresh, reuse=True), Allreduce(magnitude, reuse=True)
+        fresh = xp.reshape(grad, xp.shape(state["m"]))
         m = xp.momentum(state["m"], beta, fresh)
-        b = self._scale(state["b"], m, magnitude, info)
-        u = xp.bounded_ratio(m, b, self.setting(info, "eps"))
+        b = self._scale(state["b"], m, fresh, info)
+        u = xp.bounded_ratio(m, b, 0.0)
         if self.exact:
-            u = u if self.shared else (yield Allreduce(u, reuse=True))
+            u = yield Allreduce(u, reuse=True)
             return xp.reshape(u, xp.shape(grad)), {"m": m, "b": b}
         room = grad if info.size > 1 else xp.copy(grad)  # one rank needs the gradient for an undo
-        if self.shared or info.size == 1:
-            draw = self._draw(replace(info, rank=0), "owner", info.size)
+        if info.size == 1:
+            draw = self._draw(info, "owner", info.size)
             signs, errors = draw.of(u, state, "error")
         elif info.phase == SILENT:
             yield ()
@@ -151,18 +170,18 @@ class Birder(UpdateRule):
             draw = self._draw(info, "owner", info.size)
         return draw.values(xp, signs, room), {**state, **errors, "m": m, "b": b}
 
-    def _scale(self, b: Tensor, m: Tensor, magnitude: Tensor, info: Info) -> Tensor:
+    def _scale(self, b: Tensor, m: Tensor, fresh: Tensor, info: Info) -> Tensor:
         """Return the new b, which is at least |m|."""
         xp, slow = namespace(m), self.setting(info, "beta_b")
         if slow is None:
-            return xp.momentum(b, self.setting(info, "beta"), abs(magnitude))
-        return xp.maximum(xp.momentum(b, slow, abs(magnitude)), xp.maximum(m, -m))
+            return xp.momentum(b, self.setting(info, "beta"), abs(fresh))
+        return xp.maximum(xp.momentum(b, slow, abs(fresh)), xp.maximum(m, -m))
 
     def _draw(self, info: Info, stage: str, ranks: int) -> Draw:
         """Return the random encoding of means over this number of ranks."""
-        seed = random.key("birder", info.name, info.step // 2, info.rank, stage)
+        seed = random.key("birder", info.name, info.step, info.rank, stage)
         inner = inner_magnitude(self.setting(info, "beta"), ranks) if self.bits > 1 else 1.0
-        return Draw(seed, info.step % 2, inner)
+        return Draw(seed, inner)
 
     def _averaged(
         self, u: Tensor, state: State, info: Info
@@ -193,7 +212,8 @@ class Birder(UpdateRule):
         if plan.hosts > 1:
             if plan.neighbours > 1:
                 draw = self._draw(info, "machine", plan.neighbours)
-                signs, _ = draw.of(mean)
+                signs, host = plan.fed(draw, mean, state)
+                errors |= host
             rows = [xp.reshape(packed, (plan.hosts, -1)) for packed in signs]
             received = yield Alltoall(xp.concat(rows, 1), group=plan.inter)
             mean = draw.mean(xp, received, dtype)
@@ -231,6 +251,7 @@ class Places:
         inter: ranks with this rank's place, one on each host; None if these are all ranks.
         neighbours: number of ranks in `intra`.
         hosts: number of ranks in `inter`.
+        place: this rank's place.
         order: all ranks, ordered by place, then by rank.
     """
 
@@ -238,6 +259,7 @@ class Places:
     inter: tuple[int, ...] | None
     neighbours: int
     hosts: int
+    place: int
     order: tuple[int, ...]
 
     @classmethod
@@ -247,11 +269,25 @@ class Places:
         own, columns = place(hosts, info.rank, info.size), zip(*hosts, strict=True)
         order = tuple(rank for column in columns for rank in sorted(column))
         groups = [None if len(x) == info.size else tuple(sorted(x)) for x in (own.intra, own.inter)]
-        return cls(groups[0], groups[1], len(own.intra), len(own.inter), order)
+        number = sorted(own.intra).index(info.rank)
+        return cls(groups[0], groups[1], len(own.intra), len(own.inter), number, order)
 
     def arranged(self, xp: ModuleType, x: Tensor, rows: int) -> Tensor:
         """Return a vector's equal pieces, one for each rank, in the order `order`, as rows."""
         return xp.reshape(_permuted(xp, x, self.order), (rows, -1))
+
+    def fed(self, draw: Draw, mean: Tensor, state: State) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return packed signs of the mean over a host, and the new residual `host` if there is one.
+
+        The residual has the elements of all places, so that ranks may move to other hosts.
+        """
+        if "host" not in state:
+            return draw.of(mean)
+        xp = namespace(mean)
+        rows = xp.unstack(self.arranged(xp, state["host"], self.neighbours))
+        signs, own = draw.of(mean, {"host": rows[self.place]}, "host")
+        rows[self.place] = own["host"]
+        return signs, {"host": self.restored(xp, xp.concat(rows))}
 
     def restored(self, xp: ModuleType, x: Tensor) -> Tensor:
         """Return the vector of which `x` is the result of `arranged`."""
@@ -285,12 +321,10 @@ class Draw:
 
     Attributes:
         seed: seed of the random numbers.
-        turn: 0, or 1 to use 1 - r in place of each random number r (antithetic).
         inner: smaller magnitude of two bits, in (0, 1); 1 for one bit.
     """
 
     seed: Any
-    turn: Any
     inner: float = 1.0
 
     def of(
@@ -304,10 +338,10 @@ class Draw:
         if error is not None:
             u = u + xp.reshape(error, xp.shape(u))
         scaled = u if self.inner == 1 else u * (1 / self.inner)
-        signs = [xp.pack_random_signs(scaled, self.seed, self.turn)]
+        signs = [xp.pack_random_signs(scaled, self.seed)]
         if self.inner != 1:
             delta = self._less(u, signs) * (2 / (1 - self.inner))
-            signs.append(xp.pack_random_signs(delta, self.seed, self.turn))
+            signs.append(xp.pack_random_signs(delta, self.seed))
         if error is None:
             return signs, {}
         return signs, {key: xp.reshape(self._less(u, signs), xp.shape(error))}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd import _renamed, check
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
@@ -24,14 +24,14 @@ from accordion_hvd.optimizers.signs import (
     speaks,
 )
 
-SIGNS, EXACT, NOTHING = range(3)
-"""Phases: what an exchange sends."""
+SENDS, SILENT = range(2)
+"""Phases: whether an exchange sends anything."""
 
 FLOOR = 1e-6
-"""With `whitened`: least vmax of an element, as a multiple of its tensor's mean."""
+"""With `preconditioned`: least vmax of an element, as a multiple of its tensor's mean."""
 
 TINY = 1e-30
-"""With `whitened`: constant added to vmax, in case all of it is zero."""
+"""With `preconditioned`: constant added to vmax, in case all of it is zero."""
 
 MOMENTS = ("m", "v", "vmax", "count")
 
@@ -39,7 +39,17 @@ OWN = ("error", "server")
 """Keys of the per-rank state."""
 
 SLOW = ("replica", "behind")
-"""Further keys of the per-rank state with a `pace` below 1."""
+"""Further keys of the per-rank state with a `replica_lr` below 1."""
+
+REMOVED = {
+    "exact_first": (
+        False,
+        "Let a policy begin in the dense stage: "
+        "StepSchedule({0: rule.dense(), 100: rule}, window=1).",
+    ),
+    "refresh": (0, "It has no replacement: replicas only lack what fp32 sums round off."),
+}
+"""Arguments of version 0.1.0 that were removed: their defaults, and what to use instead."""
 
 RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
 """A part of an exchange that returns a gradient, the new state, and scratch memory."""
@@ -105,6 +115,7 @@ class ExactCDAdam(AMSGrad):
         return grad + decay * shaped(info.parameter, grad)
 
 
+@_renamed.arguments(_renamed.ARGUMENTS, REMOVED)
 @dataclass(frozen=True)
 class CDAdam(ExactCDAdam):
     """CD-Adam: AMSGrad on an estimate of the mean gradient, updated by compressed differences.
@@ -121,60 +132,59 @@ class CDAdam(ExactCDAdam):
     The paper's: all of the above, b2 = 0.99, and u = m / sqrt(vmax + eps)
     (`bias_correction=False`). The authors' code, and the default: m' = m / (1 - b1^t) and
     vmax' = vmax / (1 - b2^t). The default C is scaled signs, C(x) = |x|_1 / d sgn(x) with
-    sgn(0) = 1. Ours: the server is distributed, so that each rank serves one chunk, and the
-    arguments from `compressor` on. docs/optimizer-details.md explains them, weight decay, and the
-    behaviour under a policy.
+    sgn(0) = 1; the code also has top-k. Ours: the server is distributed, so that each rank serves
+    one chunk, and the arguments after `compressor`. docs/optimizer-details.md explains them, weight
+    decay, and the behaviour under a policy.
 
     Sent with scaled signs, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
     allgather of d / (8 n), and two scales; together 1/32 of an fp32 allreduce, times `bits`. State:
     m, v, vmax, G, h_i, and 1 / n of h - G: 20 + 4 / n bytes an element in fp32, or 24 + 8 / n with
-    a `pace` below 1.
+    a `replica_lr` below 1.
 
     Args:
         betas: decay rates b1 and b2, in [0, 1).
         eps: constant added to the root, at least 0; without `bias_correction`, the paper's nu.
         bias_correction: whether to correct the moments for their start at zero.
         compressor: C, a `contractive` compressor such as TopK(0.01); None: scaled signs.
-        exact_first: whether the first exchange sends uncompressed gradients.
-        refresh: period, in exchanges, of further uncompressed exchanges; 0: none.
-        whitened: whether signs are in units of sqrt(vmax); not with a `compressor`.
+        preconditioned: whether signs are in units of sqrt(vmax); not with a `compressor`.
         bits: mean number of bits an element, in [0.1, 2]; not with a `compressor`.
-        pace: fraction of each message that is added to the replicas, in (0, 1]; not with a
-            `compressor`.
+        replica_lr: learning rate of the replicas (DIANA's alpha), in (0, 1]: the fraction of each
+            message that is added to them. Below 1, the error of a message is added to the next
+            message. Not with a `compressor`.
     """
 
     rescale_note: ClassVar[str] = "all replicas are the ranks' mean"
     per_rank_state: ClassVar[tuple[str, ...]] = OWN
 
     compressor: Compressor | None = None
-    exact_first: bool = False
-    refresh: int = 0
-    whitened: bool = False
+    _: KW_ONLY
+    preconditioned: bool = False
     bits: float = 1
-    pace: float = 1
+    replica_lr: float = 1
 
     def __post_init__(self) -> None:
         """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
-        for key in ("exact_first", "whitened"):
-            if not isinstance(getattr(self, key), bool):
-                check.refuse(self, key, getattr(self, key), "True or False")
-        check.integer(self, "refresh", self.refresh, least=0)
+        if not isinstance(self.preconditioned, bool):
+            check.refuse(self, "preconditioned", self.preconditioned, "True or False")
         check_bits(self, self.bits)
-        check.ratio(self, "pace", self.pace)
+        check.ratio(self, "replica_lr", self.replica_lr)
         if self.compressor is None:
-            object.__setattr__(self, "per_rank_state", OWN if self.pace == 1 else (*OWN, *SLOW))
+            slow = () if self.replica_lr == 1 else SLOW
+            object.__setattr__(self, "per_rank_state", (*OWN, *slow))
             return
         why = _unfit(self.compressor)
         if why:
             allowed = "None (scaled signs), or a contractive compressor, such as TopK(0.01)"
             check.refuse(self, "compressor", self.compressor, f"{allowed}: this one {why}")
-        if self.whitened:
-            check.refuse(self, "whitened", True, "False with a compressor, which has its own units")
-        if self.bits != 1:
-            check.refuse(self, "bits", self.bits, "1 with a compressor, which has its own code")
-        if self.pace != 1:
-            check.refuse(self, "pace", self.pace, "1 with a compressor, which has its own residual")
+        for key, only, own in (
+            ("preconditioned", False, "units"),
+            ("bits", 1, "code"),
+            ("replica_lr", 1, "residual"),
+        ):
+            if getattr(self, key) != only:
+                allowed = f"{only} with a compressor, which has its own {own}"
+                check.refuse(self, key, getattr(self, key), allowed)
         object.__setattr__(self, "per_rank_state", self.compressor.per_rank_state)
         object.__setattr__(self, "batching", self.compressor.batching)
 
@@ -183,30 +193,27 @@ class CDAdam(ExactCDAdam):
         return ExactCDAdam(self.betas, self.eps, self.bias_correction)
 
     def variant(self, step: int) -> int:
-        """Return the phase of this exchange: `EXACT`, `SIGNS` or `NOTHING`."""
-        again = step > 0 and self.refresh > 0 and step % self.refresh == 0
-        if again or (step == 0 and self.exact_first):
-            return EXACT
-        return SIGNS if speaks(self.bits, step) else NOTHING
+        """Return the phase of this exchange, `SENDS` or `SILENT`."""
+        return SENDS if speaks(self.bits, step) else SILENT
 
     @property
     def phases(self) -> bool:
         """Return whether `variant` ever changes."""
-        return self.exact_first or self.refresh > 0 or self.bits != math.ceil(self.bits)
+        return self.bits != math.ceil(self.bits)
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the state of `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of a chunk.
 
         With a `compressor`, the compressor's state, whose residual is -h_i, replaces `error` and
-        `server`. With a `pace` below 1, `estimate`: H; `error`: e_i; `server`: residual of this
-        rank's chunk; `replica`: h_i; `behind`: h - H of the chunk.
+        `server`. With a `replica_lr` below 1, `estimate`: H; `error`: e_i; `server`: residual of
+        this rank's chunk; `replica`: h_i; `behind`: h - H of the chunk.
         """
         state = super().init(spec, info) | {"estimate": spec.zeros((spec.size,), spec.wide)}
         if self.compressor is not None:
             return state | self.compressor.init(spec, info)
         length = Chunks(spec.size, info.size).length
         sizes = {"error": spec.size, "server": length}
-        if self.pace != 1:
+        if self.replica_lr != 1:
             sizes |= {"replica": spec.size, "behind": length}
         return state | {key: spec.zeros((size,), spec.wide) for key, size in sizes.items()}
 
@@ -224,18 +231,13 @@ class CDAdam(ExactCDAdam):
     def _estimated(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
         """Return the gradient estimate, the state with new replicas, and scratch memory."""
         xp = namespace(grad)
-        if info.phase == NOTHING:
+        if info.phase == SILENT:
             yield ()  # the moments may be consumed once all gradients are known to be finite
-            if self.pace != 1:
+            if self.replica_lr != 1:
                 state = self._skipped(grad, state)
             return state["estimate"], state, xp.reshape(grad, xp.shape(state["m"]))
-        if info.phase == EXACT:
-            fresh = shaped(grad, state["m"])
-            mean = yield Allreduce(fresh)
-            state = self._with_exact(state, xp.copy(mean), fresh)
-            return state["estimate"], state, mean
-        if self.pace != 1:
-            return (yield from self._paced(grad, state, info))
+        if self.replica_lr != 1:
+            return (yield from self._slow(grad, state, info))
         exchange = self._signed if self.compressor is None else self._compressed
         delta, state, room = yield from exchange(grad, state, info)
         state = {**state, "estimate": xp.accumulate(state["estimate"], delta)}
@@ -257,23 +259,23 @@ class CDAdam(ExactCDAdam):
     def _averaged(
         self, total: Tensor, server: Tensor, state: State, info: Info
     ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
-        """Run `averaged`, in units of sqrt(vmax) if `whitened`."""
+        """Run `averaged`, in units of sqrt(vmax) if `preconditioned`."""
         bits = math.ceil(self.bits)
-        if not self.whitened:
+        if not self.preconditioned:
             return (yield from averaged(total, server, info, "l1", bits=bits))
         unit, chunk_unit = _units(state["vmax"], info)
         scaled = total / unit, server / chunk_unit
         delta, error, server = yield from averaged(*scaled, info, "l1", bits=bits)
         return delta * unit, error * unit, server * chunk_unit
 
-    def _paced(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
-        """Return the estimate G = H + c, the new state and scratch memory, for a `pace` p below 1.
+    def _slow(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
+        """Return the estimate G = H + c, the new state and scratch memory; p = `replica_lr` < 1.
 
         The server sends c = mean of c_i + (h - H) + s - s', where s and s' are its residuals before
         and after. As h grows by p times the mean of c_i and H by p c, h - H (`behind`) grows by
         p (s' - s - (h - H)).
         """
-        xp, pace = namespace(grad), self.pace
+        xp, lr = namespace(grad), self.replica_lr
         fresh = shaped(grad, state["m"])
         delta = fresh - state["replica"]
         totals = delta + state["error"], state["server"] + state["behind"]
@@ -281,9 +283,9 @@ class CDAdam(ExactCDAdam):
         sent = xp.subtract(xp.accumulate(delta, state["error"]), error)
         growth = server - state["server"] - state["behind"]
         new = {
-            "replica": xp.accumulate(state["replica"], sent * pace),
-            "behind": xp.accumulate(state["behind"], growth * pace),
-            "estimate": state["estimate"] + received * pace,
+            "replica": xp.accumulate(state["replica"], sent * lr),
+            "behind": xp.accumulate(state["behind"], growth * lr),
+            "estimate": state["estimate"] + received * lr,
         }
         mean = xp.accumulate(received, state["estimate"])
         return mean, {**state, **new, "error": error, "server": server}, fresh
@@ -318,24 +320,15 @@ class CDAdam(ExactCDAdam):
         delta = xp.reshape(delta, xp.shape(state["m"]))
         return delta, {**state, **inner_state}, delta
 
-    def _with_exact(self, state: State, mean: Tensor, replica: Tensor) -> State:
-        """Return the state with G = h = `mean` and h_i = `replica`, which is not modified."""
-        xp = namespace(mean)
-        state = self._with_replica({**state, "estimate": mean}, replica)
-        if self.compressor is not None:
-            return state
-        shape = xp.shape(state["server"])
-        return {**state, self._lag_key: xp.zeros(shape, xp.dtype(mean), xp.device(mean))}
-
     @property
     def _lag_key(self) -> str:
         """Return the key of this rank's chunk of h - G, or of h - H."""
-        return "server" if self.pace == 1 else "behind"
+        return "server" if self.replica_lr == 1 else "behind"
 
     def _with_replica(self, state: State, replica: Tensor) -> State:
         """Return the state with h_i = `replica`, which is not modified."""
         xp = namespace(replica)
-        if self.pace != 1:
+        if self.replica_lr != 1:
             return {**state, "replica": xp.copy(replica)}
         if self.compressor is None:
             return {**state, "error": -replica}
@@ -352,7 +345,7 @@ class CDAdam(ExactCDAdam):
         if not isinstance(other, CDAdam):
             return state
         state = {**state, **{key: other_state[key] for key in MOMENTS if key in other_state}}
-        kinds = {(rule.compressor is None, rule.pace == 1) for rule in (self, other)}
+        kinds = {(rule.compressor is None, rule.replica_lr == 1) for rule in (self, other)}
         if len(kinds) > 1:
             return state
         copied = namespace(state["m"]).copy
@@ -368,7 +361,7 @@ class CDAdam(ExactCDAdam):
         if self.compressor is not None or "estimate" not in states[0]:
             return self.rescale_from_one(states[0], spec, info)
         state = super().rescale(states, spec, info)
-        if self.pace == 1:
+        if self.replica_lr == 1:
             mean = sum(-old["error"] for old in states) / len(states)
             return self._with_equal_replicas(state, mean, info)
         mean = sum(old["replica"] for old in states) / len(states)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
 from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged, norms
 from accordion_hvd.policies.warmup import WarmUp
+
+QUIET = 1e-6
+"""Variance, relative to the mean of the tensor, below which steps exceed about 1000 lr."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class OnebitAdam(Adam):
     keeps the correction of the last step of stage 1), and elements whose variance is zero at the
     switch do not move. The reference masks such elements, which otherwise diverge, because a sign
     is never zero. See docs/optimizer-details.md for `floor` and the behaviour under `Accordion`.
+
+    Training may diverge if elements have hardly any gradient in stage 1, because a sign moves them
+    as far as others and their frozen variance is tiny. If some variance is below 1e-6 of its
+    tensor's mean at the switch to stage 2 and `floor` is 0, the switch warns once; `floor=0.01`
+    helps.
 
     Sent in stage 2, of a tensor with d elements on n ranks: an alltoall of d / 8 bytes, an
     allgather of d / (8 n), and two scales.
@@ -78,6 +87,23 @@ class OnebitAdam(Adam):
         own = {"error": spec.zeros((spec.size,), spec.wide)}
         return super().init(spec, info) | own | {"server": spec.zeros((length,), spec.wide)}
 
+    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
+        """Copy the moments, and warn if steps of some elements will be very long."""
+        state = super().warm_start(state, other, other_state)
+        size = namespace(state["v"]).shape(state["v"])[-1]
+        several = namespace(state["v"]).shape(state["server"])[-1] < size  # ranks
+        if several and self.floor < QUIET and not isinstance(other, OnebitAdam):
+            if _has_quiet_elements(state["v"]):
+                warnings.warn(
+                    "OnebitAdam: some elements have had hardly any gradient so far. Their variance "
+                    "is below 1e-6 of their tensor's mean, so that they move by more than 1000 "
+                    "learning rates in a step, and training may diverge. Pass floor=0.01, which "
+                    "bounds the variance from below.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return state
+
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run stage 2: average the momentum at one bit an element, and return the direction."""
         xp = namespace(grad)
@@ -106,6 +132,13 @@ class OnebitAdam(Adam):
         m, error, server = yield from exchange
         m = xp.mask_where_zero(m, state["v"])  # else a later stage 1 would divide it by eps
         return m, {"error": error, "server": server}, room
+
+
+def _has_quiet_elements(v: Tensor) -> bool:
+    """Return whether a variance is above 0, but below `QUIET` times its vector's mean."""
+    xp = namespace(v)
+    lacks = xp.mask_where_zero(floored(v, QUIET) - v, v)  # elements without variance do not move
+    return bool(xp.to_numpy(lacks).any())
 
 
 def floored(v: Tensor, floor: float) -> Tensor:

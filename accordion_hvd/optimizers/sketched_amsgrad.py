@@ -106,8 +106,10 @@ class SketchedAMSGrad(FlooredAMSGrad):
         betas: decay rates b1 and b2, in [0, 1).
         eps: initial value of v and vmax, at least 1e-30.
         ratio: k as a fraction of the elements, in (0, 1]; k is at least 1.
-        rows: rows of the sketch, odd; 5 rows find nearly all large elements, 1 row few.
-        columns: columns of the sketch as a multiple of k, above 0; more columns reduce the error.
+        rows: rows of the sketch, odd; an estimate is the median of the rows.
+        columns: columns of the sketch as a multiple of k, above 0. With the default, the candidates
+            contain a minority of the k largest elements (docs/optimizer-details.md has measured
+            shares); 16 finds most of them if they are far above the rest.
         candidates: number of candidates as a multiple of k, an integer of at least 1.
         bounded: whether v uses the accumulated gradient of an element (g + e / a) instead of g.
         warmup_steps: number of steps of stage 1, or "auto": see `policies.WarmUp`.

@@ -50,7 +50,7 @@ RULES: dict[str, dict[str, Any]] = {
     "SketchedAMSGrad": {"warmup_steps": 4},
     "CDAdam": {},
     "Birder, two bits": {"beta": 0.9, "beta_b": 0.99, "bits": 1.9, "feedback": True},
-    "CDAdam, two bits": {"whitened": True, "bits": 1.9, "pace": 0.1},
+    "CDAdam, two bits": {"preconditioned": True, "bits": 1.9, "replica_lr": 0.1},
 }
 """Optimizers that are measured only on request (as `optimizer OnebitAdam`), in PyTorch.
 

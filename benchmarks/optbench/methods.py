@@ -47,8 +47,7 @@ class Method:
 
     def exact(self, task: str, steps: int) -> int:
         """Return the number of uncompressed first steps."""
-        first = self.arguments(task, steps).get("exact_first", False)
-        return round(self.warm * steps) + int(first)
+        return round(self.warm * steps)
 
     def describe(self, task: str, steps: int) -> str:
         """Describe all settings that are not defaults, without the learning rate."""
@@ -84,8 +83,7 @@ METHODS = {
     ),
     "CDAdam": Method(
         "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 16e-3}, LOWER,
-        {"exact_first": True, "whitened": True},
-        {"characters": {"exact_first": False, "bits": 1.9, "pace": 0.1}}, warm=0.2,
+        {"preconditioned": True}, {"characters": {"bits": 1.9, "replica_lr": 0.1}}, warm=0.2,
     ),
 }  # fmt: skip
 """Methods by their name on the page."""

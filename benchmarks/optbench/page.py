@@ -175,7 +175,7 @@ STATE = {
     "Birder": "m, b, error, this rank's part of the owners' error (only m, b without `feedback`)",
     "SketchedAMSGrad": "m, v, vmax, error",
     "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's difference; "
-    "with `pace` also errors",
+    "with `replica_lr` also errors",
 }
 
 

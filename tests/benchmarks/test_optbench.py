@@ -183,12 +183,12 @@ def test_links_know_the_optimizers() -> None:
 
 
 def test_exact_steps_come_first_where_they_are_wanted() -> None:
-    begins = methods.Method("CDAdam", "AMSGrad", {}, (), {"exact_first": True}, warm=0.1)
+    begins = methods.Method("CDAdam", "AMSGrad", {}, (), {"preconditioned": True}, warm=0.1)
     policy = begins.policy("digits", 50)
     assert (
-        policy is not None and list(policy.schedule) == [0, 5] and begins.exact("digits", 50) == 6
+        policy is not None and list(policy.schedule) == [0, 5] and begins.exact("digits", 50) == 5
     )
-    assert begins.describe("digits", 50) == "exact_first=True, exact stage for 5 steps"
+    assert begins.describe("digits", 50) == "preconditioned=True, exact stage for 5 steps"
     own = methods.Method("OnebitAdam", "Adam", {}, (), warm=0.1)
     assert own.policy("digits", 50) is None and own.describe("digits", 50) == "warmup_steps=5"
 

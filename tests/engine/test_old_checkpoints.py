@@ -50,6 +50,7 @@ from accordion_hvd import (
     TopK,
     TwoLevel,
 )
+from accordion_hvd.core.base import Info
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.engine.guard import Guard
@@ -64,6 +65,7 @@ from accordion_hvd.optimizers import (
     SketchedAMSGrad,
     ZeroOneAdam,
 )
+from accordion_hvd.optimizers.birder import Draw
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.warmup import WarmUp
 from accordion_hvd.simulation import one_process
@@ -280,6 +282,26 @@ def on_all(ranks: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
 
 
 # -------------------------------------------------------------------------------------------- tests
+class Mirrored(Draw):
+    """Reads 1 - r for each random number r."""
+
+    def of(self, u: Any, state: Any = None, key: str = "") -> Any:
+        signs, errors = super().of(-u, state, key)
+        return [~packed for packed in signs], errors
+
+
+@pytest.fixture(autouse=True)
+def draws_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 0.1.0 drew with the same numbers in two steps, as r and as 1 - r."""
+    draw = Birder._draw
+
+    def old(self: Birder, info: Info, *stage: Any) -> Draw:
+        found = draw(self, replace(info, step=info.step // 2), *stage)
+        return Mirrored(found.seed, found.inner) if info.step % 2 else found
+
+    monkeypatch.setattr(Birder, "_draw", old)
+
+
 def folder_of(kind: Kind) -> Path:
     return SAVED / next(name for name, other in KINDS.items() if other is kind)
 

@@ -9,7 +9,7 @@ import laws
 import numpy as np
 import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, combined
-from rules import LambOracle
+from rules import LambOracle, OnebitOracle
 
 from accordion_hvd.core.base import Info
 from accordion_hvd.core.running import drive
@@ -105,15 +105,35 @@ def test_variance_begins_anew_with_each_second_stage() -> None:
 
 
 def test_it_is_a_variant_of_1_bit_adam() -> None:
-    """The same momenta and errors, bit for bit: the ratio changes steps alone."""
-    worlds = simulate(OnebitAdam(warmup_steps=2), 3), simulate(OnebitLamb(warmup_steps=2), 3)
-    rng = np.random.default_rng(0)
-    for _ in range(8):
-        now = [{"w": rng.normal(size=(32, 40))} for _ in range(3)]
-        for world in worlds:
-            laws.step(world, NUMPY, [{k: x.copy() for k, x in mine.items()} for mine in now])
-    for first, second in zip(*(world.exchanges for world in worlds), strict=True):
-        ours, theirs = first.bucket_states[0].state, second.bucket_states[0].state
-        for key in ("m", "v", "error", "server", "count"):
-            assert np.array_equal(ours[key], theirs[key])
-    assert worlds[0].exchanges[0].stats()["sent"] == worlds[1].exchanges[0].stats()["sent"]
+    """The momenta and errors are those of 1-bit Adam's oracle; steps differ by one factor.
+
+    The factor is the ratio c r of the tensor, after v is frozen.
+    """
+    size, dense = 32 * 40, 2
+    adam, lamb = (
+        simulate(OnebitAdam(warmup_steps=dense), 3),
+        simulate(OnebitLamb(warmup_steps=dense), 3),
+    )
+    oracle, rng, factors = OnebitOracle(3, size, dense=dense), np.random.default_rng(0), []
+    for step in range(8):
+        now = rng.normal(size=(3, 32, 40))
+        plain, scaled = (
+            laws.step(world, NUMPY, [{"w": x.copy()} for x in now])[0] for world in (adam, lamb)
+        )
+        wanted = oracle.step(now.reshape(3, -1), 0.1).reshape(32, 40)
+        assert plain is not None and scaled is not None
+        np.testing.assert_allclose(plain["w"], wanted, atol=1e-10)
+        if step >= dense:
+            ratios = scaled["w"] / wanted
+            np.testing.assert_allclose(ratios, ratios.mean(), rtol=1e-8)
+            factors.append(ratios.mean())
+    states = [exchange.bucket_states[0].state for exchange in lamb.exchanges]
+    for rank, state in enumerate(states):
+        np.testing.assert_allclose(state["m"], oracle.m, atol=1e-12)
+        np.testing.assert_allclose(state["v"], oracle.v, atol=1e-12)
+        np.testing.assert_allclose(state["error"], oracle.workers[rank], atol=1e-12)
+    servers = np.concatenate([state["server"] for state in states])[:size]
+    np.testing.assert_allclose(servers, oracle.servers, atol=1e-12)
+    assert np.abs(np.array(factors) - 1).min() > 1e-3, "the ratio must matter"
+    sent = [world.exchanges[0].stats()["sent"] for world in (adam, lamb)]
+    assert sent[0] == sent[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import laws
@@ -217,11 +218,28 @@ def test_a_floor_keeps_quiet_elements_from_running_away(
     """A sign moves all elements alike, and is divided by a root that is tiny for some."""
     rule = optimizers.OnebitAdam(warmup_steps=3, floor=floor)
     world, quiet = simulate(rule, 2), np.arange(SHAPE[1]) % 7 == 0
-    for gradients in gradients_of(2, 8):
-        gradients[..., quiet] *= 1e-8
-        found = directions(world, NUMPY, gradients, "float64", 0.1)[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for gradients in gradients_of(2, 8):
+            gradients[..., quiet] *= 1e-8
+            found = directions(world, NUMPY, gradients, "float64", 0.1)[0]
+    said = [str(x.message) for x in caught if x.category is RuntimeWarning]
+    assert len(said) == (2 if floor == 0 else 0), "one for each rank's switch"
+    assert all("OnebitAdam" in text and "floor=0.01" in text for text in said)
     assert least <= np.abs(found[:, quiet]).max() <= most
     assert np.abs(found[:, ~quiet]).max() < 30
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+@pytest.mark.parametrize("ranks, scale", [(2, 1.0), (2, 0.0), (1, 1e-8)])
+def test_no_warning_where_nothing_runs_away(framework: Framework, ranks: int, scale: float) -> None:
+    """Elements without any gradient do not move; on one rank nothing is a sign."""
+    world = simulate(optimizers.OnebitAdam(warmup_steps=5), ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for gradients in gradients_of(ranks, 7):
+            gradients[..., ::7] *= scale
+            directions(world, framework, gradients, "float32", 0.1)
 
 
 def test_every_optimizer_has_a_row() -> None:

@@ -24,7 +24,7 @@ NAMES = optimizers.NATIVE
 EARLY: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"warmup_steps": 3},
     "Birder": {"beta": 0.9, "beta_b": 0.99, "bits": 2, "feedback": True},
-    "CDAdam": {"bits": 2, "pace": 0.1, "whitened": True},
+    "CDAdam": {"bits": 2, "replica_lr": 0.1, "preconditioned": True},
     "SketchedAMSGrad": {"warmup_steps": 3, "ratio": 0.02},
     "OnebitLamb": {"warmup_steps": 3},
     "ZeroOneAdam": {"var_freeze_step": 3},
@@ -122,6 +122,48 @@ def check_weight_decay_is_decoupled() -> None:
         for key, wanted in decay_oracle.end(name, hvd.size(), decoupled=True).items():
             apart = np.abs(variables[key].numpy() - wanted).max()
             assert apart < 1e-10, (name, key, apart)
+
+
+def check_decoupled_decay_is_no_part_of_messages() -> None:
+    """In the compressed stages; PyTorch's check has the same oracle."""
+    for name, settings in decay_oracle.COMPRESSED.items():
+        variables = {k: tf.Variable(x, name=k) for k, x in decay_oracle.start().items()}
+        optimizer = getattr(hvd, name)(
+            learning_rate=decay_oracle.LR, weight_decay=decay_oracle.DECAY, **settings
+        )
+        for step in range(decay_oracle.STEPS):
+            given = [decay_oracle.gradients(key, step, hvd.size()) for key in variables]
+            mine = [tf.constant(gradients[hvd.rank()]) for gradients in given]
+            optimizer.apply(mine, list(variables.values()))
+        assert repr(optimizer.rule) in optimizer.exchange.levels().values(), name
+        end = decay_oracle.compressed_end(name, optimizer.exchange, hvd.size())
+        for key, wanted in end.items():
+            apart = np.abs(variables[key].numpy() - wanted).max()
+            assert apart < 1e-9, (name, key, apart)
+
+
+def check_default_arguments_train() -> None:
+    for name in NAMES:
+        model = network()
+        model.compile(getattr(hvd, name)(), loss="mse")
+        losses = fit(model, 15)
+        assert_equal_ranks(model, name)
+        assert losses[-1] < 0.9 * losses[0], (name, losses)
+
+
+def check_models_of_version_0_1_0_still_load() -> None:
+    """Their configurations have arguments that were removed since, at their defaults."""
+    old: dict[str, dict[str, Any]] = {
+        "Birder": {"shared": False, "epsilon": 0.0, "exact": False},
+        "CDAdam": {"exact_first": False, "refresh": 0, "whitened": False, "pace": 1},
+    }
+    for name, gone in old.items():
+        kind = getattr(hvd, name)
+        config = kind().get_config()
+        config = {k: v for k, v in config.items() if k not in ("preconditioned", "replica_lr")}
+        assert kind.from_config(config | gone).rule == kind().rule
+        assert not set(gone) & set(kind().get_config()) - {"epsilon"}
+    raises(TypeError, "shared was removed after", lambda: hvd.Birder(shared=True))
 
 
 def check_what_is_excluded_from_decay() -> None:

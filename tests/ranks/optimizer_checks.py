@@ -137,6 +137,41 @@ def check_weight_decay_is_the_papers() -> None:
                 assert apart < 1e-10, (name, given, key, apart)
 
 
+def check_decoupled_decay_is_no_part_of_messages() -> None:
+    """In the compressed stages; Keras' check has the same oracle, so both take the same steps."""
+    for name, settings in decay_oracle.COMPRESSED.items():
+        start = decay_oracle.start()
+        parameters = {k: torch.nn.Parameter(torch.tensor(x)) for k, x in start.items()}
+        optimizer = getattr(hvd, name)(
+            parameters.items(), lr=decay_oracle.LR, weight_decay=decay_oracle.DECAY,
+            decoupled_weight_decay=True, **settings,
+        )  # fmt: skip
+        for step in range(decay_oracle.STEPS):
+            for key, parameter in parameters.items():
+                mine = decay_oracle.gradients(key, step, hvd.size())[hvd.rank()]
+                parameter.grad = torch.tensor(mine)
+            optimizer.step()
+        assert repr(optimizer.rule) in optimizer.exchange.levels().values(), name
+        end = decay_oracle.compressed_end(name, optimizer.exchange, hvd.size())
+        for key, wanted in end.items():
+            apart = (parameters[key].detach() - torch.tensor(wanted)).abs().max().item()
+            assert apart < 1e-9, (name, key, apart)
+
+
+def check_default_arguments_train() -> None:
+    """Whatever stage they are in by default, losses fall and ranks stay equal."""
+    for name in NAMES:
+        model = network()
+        optimizer = getattr(hvd, name)(model.named_parameters())
+        with torch.no_grad():
+            before = loss_of(model, next(iter(batches(1)))).item()
+        train(model, optimizer, 60)
+        with torch.no_grad():
+            after = loss_of(model, next(iter(batches(1)))).item()
+        assert_same(model)
+        assert after < 0.9 * before, (name, before, after)
+
+
 def check_a_state_keeps_its_form_of_weight_decay() -> None:
     """Versions whose default was another saved it with the groups."""
     for name in NAMES:

@@ -142,8 +142,7 @@ class CDOracle(AdamOracle):
 
     betas: tuple[float, float] = (0.9, 0.99)
     amsgrad: bool = True
-    exact: tuple[int, ...] = ()  # exchanges, from 1 on, in which all is told
-    whitened: bool = False
+    preconditioned: bool = False
     bits: int = 1
     silent: tuple[int, ...] = ()  # exchanges, from 0 on, in which nothing is told
 
@@ -155,10 +154,7 @@ class CDOracle(AdamOracle):
     def step(self, gradients: Array, lr: float) -> Array:
         if self.ranks == 1:
             return super().step(gradients, lr)
-        if self.steps + 1 in self.exact:
-            self.replicas = gradients.copy()
-            self.mean, self.estimate = gradients.mean(0), gradients.mean(0)
-        elif self.steps not in self.silent:
+        if self.steps not in self.silent:
             self.told(gradients)
         return super().step(self.estimate[None], lr)
 
@@ -173,7 +169,7 @@ class CDOracle(AdamOracle):
         self.estimate += unit * np.concatenate([coded(x, self.bits) for x in pieces])
 
     def unit(self) -> Array:
-        if not self.whitened:
+        if not self.preconditioned:
             return np.ones(self.size)
         vmax = np.zeros(self.size) + self.vmax
         return np.sqrt(np.maximum(vmax, 1e-6 * vmax.mean()) + 1e-30)
@@ -183,17 +179,17 @@ class CDOracle(AdamOracle):
 
 
 @dataclass
-class PacedOracle(CDOracle):
+class SlowOracle(CDOracle):
     """With replicas that follow slowly, and errors that are fed back."""
 
-    pace: float = 0.1
+    replica_lr: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.errors, self.carried = np.zeros((self.ranks, self.size)), np.zeros(self.size)
 
     def step(self, gradients: Array, lr: float) -> Array:
-        if self.ranks == 1 or self.steps + 1 in self.exact:
+        if self.ranks == 1:
             return super().step(gradients, lr)
         if self.steps in self.silent:
             self.errors += gradients - self.replicas
@@ -206,9 +202,9 @@ class PacedOracle(CDOracle):
         pieces = [news[i : i + self.length] for i in range(0, self.size, self.length)]
         told = unit * np.concatenate([coded(x, self.bits) for x in pieces])
         self.errors, self.carried = wanted - sent, news * unit - told
-        self.replicas = self.replicas + self.pace * sent
-        self.mean = self.mean + self.pace * sent.mean(0)
-        self.estimate = shared + self.pace * told
+        self.replicas = self.replicas + self.replica_lr * sent
+        self.mean = self.mean + self.replica_lr * sent.mean(0)
+        self.estimate = shared + self.replica_lr * told
         return AdamOracle.step(self, (shared + told)[None], lr)
 
 
@@ -448,24 +444,20 @@ class BirderOracle:
 
     def __post_init__(self) -> None:
         self.m, self.b, self.errors = np.zeros((3, self.ranks, self.size))
-        self.owners = np.zeros(self.size)
+        self.owners, self.hosts = np.zeros(self.size), np.zeros((self.ranks, 8 * self.size + 64))
         self.length = 8 * math.ceil(self.size / (8 * self.ranks))
 
     def step(self, gradients: Array, lr: float) -> Array:
-        sizes = np.abs(gradients)
-        if self.rule.shared:
-            gradients, sizes = (np.broadcast_to(x.mean(0), x.shape) for x in (gradients, sizes))
         self.m = self.rule.beta * self.m + (1 - self.rule.beta) * gradients
         slow = self.rule.beta if self.rule.beta_b is None else self.rule.beta_b
-        self.b = np.maximum(slow * self.b + (1 - slow) * sizes, np.abs(self.m))
-        below = self.b + self.rule.eps
-        u = np.where(below > 0, self.m / np.where(below > 0, below, 1), 0)
+        self.b = np.maximum(slow * self.b + (1 - slow) * np.abs(gradients), np.abs(self.m))
+        u = np.where(self.b > 0, self.m / np.where(self.b > 0, self.b, 1), 0)
         direction = u.mean(0) if self.rule.exact else self.chosen(u)
         self.steps += 1
         return direction
 
     def chosen(self, u: Array) -> Array:
-        if self.rule.shared or self.ranks == 1:
+        if self.ranks == 1:
             return self.fed(u[0], self.errors[0], 0, "owner", self.ranks)
         if self.silent(self.steps):
             return np.zeros(self.size)
@@ -474,11 +466,12 @@ class BirderOracle:
         else:
             pairs = enumerate(zip(u, self.errors, strict=True))
             sent = np.array([self.fed(x, error, rank, "worker") for rank, (x, error) in pairs])
-        out = np.empty(self.size)
+        out, self.later = np.empty(self.size), self.hosts.copy()
         for owner in range(self.ranks):
             mine = slice(owner * self.length, (owner + 1) * self.length)
             mean = self.of_machines(sent, owner)[mine] if self.local > 1 else sent[:, mine].mean(0)
             out[mine] = self.fed(mean, self.owners[mine], owner, "owner", self.ranks)
+        self.hosts = self.later
         return out
 
     def of_machines(self, sent: Array, owner: int) -> Array:
@@ -492,7 +485,9 @@ class BirderOracle:
         for mean, peer in zip(means, peers, strict=True):
             padded = np.zeros(total.size)
             padded[: self.size] = mean
-            total[where] += self.drawn(padded[where], peer, "machine", self.local)
+            error = self.hosts[peer][where]
+            total[where] += self.fed(padded[where], error, peer, "machine", self.local)
+            self.later[peer][where] = error
         return total[: self.size] / len(means)
 
     def fed(self, u: Array, error: Array, rank: int, stage: str, ranks: int = 1) -> Array:
@@ -504,8 +499,7 @@ class BirderOracle:
 
     def drawn(self, u: Array, rank: int, stage: str, ranks: int) -> Array:
         """One of the two levels next to `u`, a mean over so many ranks."""
-        r = numbers(u.size, random.key("birder", "w", self.steps // 2, rank, stage))
-        r = 1 - r if self.steps % 2 else r
+        r = numbers(u.size, random.key("birder", "w", self.steps, rank, stage))
         levels = birder_levels(self.rule, ranks)
         u = np.clip(u, -1, 1)
         above = np.clip(np.searchsorted(levels, u, "right"), 1, len(levels) - 1)
@@ -535,8 +529,6 @@ def birder_rounds(rule: Birder, local: int = 1) -> Callable[[int, int, int], Rou
     """What a rank hands over, on machines of `local` ranks."""
 
     def rounds(size: int, ranks: int, itemsize: int) -> Rounds:
-        if rule.shared:
-            return 2 * dense_rounds(size, ranks, itemsize) if ranks > 1 else []
         if rule.exact or ranks == 1:
             return dense_rounds(size, ranks, itemsize) if rule.exact else []
         chunk, machines = math.ceil(size / (8 * ranks)), ranks // local
@@ -550,8 +542,7 @@ def birder_rounds(rule: Birder, local: int = 1) -> Callable[[int, int, int], Rou
     return rounds
 
 
-def birder(**options: Any) -> Row:
-    rule = Birder(**options)
+def birder(rule: Birder) -> Row:
     discrete = not rule.exact
     return Row(
         rule,
@@ -576,16 +567,16 @@ def onebit(**options: Any) -> Row:
     return Row(OnebitAdam(warmup_steps=3, **options), oracle, signs_rounds, discrete=True)
 
 
-def cd_adam(exact: tuple[int, ...] = (), **options: Any) -> Row:
+def cd_adam(**options: Any) -> Row:
     bits = options.get("bits", 1)
 
     def oracle(ranks: int, size: int) -> Any:
         kind = CDTopKOracle if "compressor" in options else CDOracle
-        kind = PacedOracle if "pace" in options else kind
+        kind = SlowOracle if "replica_lr" in options else kind
         correct = options.get("bias_correction", True)
-        made = kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct, exact=exact)
-        made.whitened, made.bits = options.get("whitened", False), bits
-        made.pace = options.get("pace", 1)
+        made = kind(ranks, size, eps=options.get("eps", 1e-8), correct=correct)
+        made.preconditioned, made.bits = options.get("preconditioned", False), bits
+        made.replica_lr = options.get("replica_lr", 1)
         return made
 
     def all_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
@@ -662,22 +653,21 @@ ROWS = [
     onebit(floor=0.7),
     cd_adam(),
     cd_adam(bias_correction=False, eps=1e-4),
-    cd_adam(whitened=True),
+    cd_adam(preconditioned=True),
     cd_adam(bits=2),
-    cd_adam(whitened=True, bits=2),
-    cd_adam(pace=0.1),
-    cd_adam(whitened=True, bits=2, pace=0.5),
+    cd_adam(preconditioned=True, bits=2),
+    cd_adam(replica_lr=0.1),
+    cd_adam(preconditioned=True, bits=2, replica_lr=0.5),
     cd_adam(compressor=TopK(0.1)),
     sketched(ratio=0.02, columns=3.0, candidates=4),
     sketched(ratio=0.05, columns=2.0, candidates=1, rows=3, betas=(0.8, 0.9), warmup_steps=0),
     sketched(ratio=0.02, columns=3.0, candidates=4, bounded=True),
     sketched(ratio=1.0),
-    birder(),
-    birder(beta=0.8, shared=True, eps=0.01),
-    birder(beta=0.0, within="half", feedback=True),
-    birder(exact=True),
-    birder(bits=2),
-    birder(beta=0.9, beta_b=0.99, bits=2, feedback=True, eps=0.01),
+    birder(Birder()),
+    birder(Birder(0.0, within="half", feedback=True)),
+    birder(Birder().dense()),
+    birder(Birder(bits=2)),
+    birder(Birder(0.9, beta_b=0.99, bits=2, feedback=True)),
     Row(
         Lamb(),
         lambda *n: LambOracle(*n, dense=10**9),
@@ -698,15 +688,13 @@ REFUSED = [
     *[(Birder, "beta", bad) for bad in (1, -0.1, math.nan, "a", None, True, (0.9,))],
     *[(Birder, "beta_b", bad) for bad in (0.9, 1, math.nan, "a", True)],
     *[(Birder, "within", bad) for bad in ("fp16", 1, True)],
-    *[(Birder, "bits", bad) for bad in (0, 2.5, "2", None, math.nan)],
-    *[(Birder, "eps", bad) for bad in (-1.0, "a", None)],
-    *[(Birder, name, bad) for name in ("shared", "feedback", "exact") for bad in (1, None, "yes")],
+    *[(Birder, "bits", bad) for bad in (0, 2.5, "2", None, math.nan, 0.9, 1.9)],
+    *[(Birder, "feedback", bad) for bad in (1, None, "yes")],
     *[(OnebitAdam, "scale", bad) for bad in ("max", 1, None)],
     *[(OnebitAdam, "floor", bad) for bad in (-0.1, 1.5, "a", None)],
-    *[(CDAdam, key, bad) for key in ("exact_first", "whitened") for bad in (1, None, "yes")],
-    *[(CDAdam, "refresh", bad) for bad in (-1, 1.5, None, True)],
+    *[(CDAdam, "preconditioned", bad) for bad in (1, None, "yes")],
     *[(CDAdam, "bits", bad) for bad in (0, 1e-9, 2.1, "2", None)],
-    *[(CDAdam, "pace", bad) for bad in (0, 1.1, "1", None, math.nan)],
+    *[(CDAdam, "replica_lr", bad) for bad in (0, 1.1, "1", None, math.nan)],
     *[(CDAdam, "compressor", bad) for bad in ("topk", TopK, DGC(), FP16(), Dense(), CDAdam())],
     *[(CDAdam, "compressor", bad) for bad in (Threshold(0.1), ScaleCom(), TwoLevel(TopK()))],
     *[(SketchedAMSGrad, "betas", bad) for bad in ((0.9,), (1, 0.9), None)],

@@ -203,7 +203,8 @@ class CompressedOptimizer(_Ruled, Directions):
         **options: Any,
     ) -> tuple[Settings, dict[str, Any], UpdateRule]:
         """Return the settings of the wrapper, the arguments of `Directions`, and the rule."""
-        known = {field.name for field in dataclasses.fields(cls._rule)}  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls._rule)  # type: ignore[arg-type]
+        known = {field.name for field in fields} | cls._rule.old_arguments
         own = {key: options.pop(key) for key in list(options) if key in _FROM_KERAS | known}
         rule = cls._rule(**_from_keras(own, cls._rule()))
         passes = gradient_accumulation_steps or 1
@@ -237,7 +238,8 @@ def _from_keras(arguments: dict[str, Any], default: Any) -> dict[str, Any]:
 
 
 def _to_keras(rule: Any) -> dict[str, Any]:
-    config = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    names = [field.name for field in dataclasses.fields(rule) if field.init]
+    config = {name: getattr(rule, name) for name in names}
     if "betas" in config:
         config["beta_1"], config["beta_2"] = config.pop("betas")
     if "eps" in config:
