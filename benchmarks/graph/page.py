@@ -134,6 +134,19 @@ def _moments(found: Row) -> str:
         **{key: f"{found[key]:,}" for key in ("nodes", "edges", "targets", "fanout", "draws")},
         parts=found["parts"],
         table=as_markdown(tabulate(MOMENTS, rows), left=[0]),
+        summary=_increase({(row["mode"], row["budget"]): row for row in rows}),
+    )
+
+
+def _increase(rows: dict[tuple[str, float], Row]) -> str:
+    """State, in a sentence, how much the variance increases at D = 2; empty if not measured."""
+    if not {("fixed", 1.0), ("fixed", 2.0)} <= rows.keys():
+        return ""
+    base, skewed = rows["fixed", 1.0], rows["fixed", 2.0]
+    one, two = (skewed[key] / base[key] for key in ("relu_1", "relu_2"))
+    return (
+        f'In mode "fixed" at D = 2, the variance with random features is {one:.1f} times that of '
+        f"the base sampler over one hop and {two:.1f} times over two hops."
     )
 
 

@@ -47,12 +47,15 @@ def test_table_and_page(tmp_path: Path) -> None:
     errors = {"variance": 0.25, "moment": 1.0, "ratio": 1.5}
     keys = ("constant_1", "relu_1", "constant_2", "relu_2")
     sampler = {"mode": "fixed", "budget": 1.0, "remote": 3.0, **dict.fromkeys(keys, errors)}
+    skewed = sampler | {"budget": 2.0, "relu_2": errors | {"variance": 0.75}}
+    samplers = [sampler, skewed]
     about = {"nodes": 9, "edges": 8, "parts": "4 parts", "targets": 2, "fanout": 4, "draws": 5}
-    (tmp_path / "in" / "moments.json").write_text(json.dumps(about | {"samplers": [sampler]}))
+    (tmp_path / "in" / "moments.json").write_text(json.dumps(about | {"samplers": samplers}))
     text = page.write(tmp_path / "in", tmp_path / "out").read_text()
     assert "at most half a point of accuracy less in the mean: D = 2." in text
     assert "Epochs at 200 Mbit/s" in text and "What sampling costs" in text
     assert "| fixed | 1 | 3 | 1.50 | 1.50 | 1.000 | 0.2500 |" in text and "mode fixed" in text
+    assert "1.0 times that of the base sampler over one hop and 3.0 times over two hops" in text
     assert (tmp_path / "out" / "graph.png").read_bytes()[:4] == b"\x89PNG"
 
 
