@@ -309,8 +309,8 @@ class SkewedSampler(Sampler):
     The budget bounds the second moment: M(q) <= D M(p), see `accordion_hvd.graph.skew`. It does not
     bound the variance relative to the base sampler's, which may be zero: the skew can raise the
     variance by any factor, although by at most (D - 1) M(p) / m in mode "iid". The budget holds
-    for each hop; the ratios of several hops can multiply. In mode "fixed", if a node has fewer than m
-    local neighbours, the rest of the m draws is remote, whatever the skew.
+    for each hop; the ratios of several hops can multiply. In mode "fixed", if a node has fewer
+    than m local neighbours, the rest of the m draws is remote, whatever the skew.
 
     Args:
         graph: the entire graph.
