@@ -94,6 +94,7 @@ bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (r
 	@for keys in "--name links" "--name links_int8 --wire int8"; do $(IN_VENV) $(RUN) \
 		scripts/netbench.py run --hosts 4 --rate 200mbit -- $(RUN) scripts/train_gcn.py \
 		--config configs/gcn_links.yaml $$keys --output $(GRAPH) || exit 1; done
+	@$(IN_VENV) $(RUN) scripts/graph.py moments --output $(GRAPH)/moments.json
 	@$(IN_VENV) $(RUN) scripts/graph.py sampling --output $(GRAPH)/sampling.json
 	@$(IN_VENV) $(RUN) scripts/graph.py report $(GRAPH)
 

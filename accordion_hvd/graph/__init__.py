@@ -13,7 +13,8 @@ x = store.fetch(blocks[0].sources)
 
 from __future__ import annotations
 
-from accordion_hvd.graph.guard import Trace, VarianceGuard
+from accordion_hvd import _renamed
+from accordion_hvd.graph.guard import SecondMomentGuard, Trace
 from accordion_hvd.graph.partition import Partition, partition
 from accordion_hvd.graph.sampler import Block, Sampler, SkewedSampler
 from accordion_hvd.graph.skew import skew_for, tight_skew, worst_case_skew
@@ -28,9 +29,11 @@ __all__ = [
     "Sampler",
     "SkewedSampler",
     "Trace",
-    "VarianceGuard",
+    "SecondMomentGuard",
     "partition",
     "skew_for",
     "tight_skew",
     "worst_case_skew",
 ]
+
+__getattr__ = _renamed.module_attributes(__name__, {"VarianceGuard": "SecondMomentGuard"})

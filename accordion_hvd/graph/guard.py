@@ -1,4 +1,4 @@
-"""A guard of the variance budget during training."""
+"""A guard of the second-moment budget during training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accordion_hvd import check
+from accordion_hvd import _renamed, check
 from accordion_hvd.graph.structure import Array
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The probabilities with which a layer was sampled, for `VarianceGuard` and for tests.
+    """The probabilities with which a layer was sampled, for `SecondMomentGuard` and for tests.
 
     A trace has one entry per draw: a pair of target and neighbour (node-wise), or a node
     (layer-wise).
@@ -23,7 +23,8 @@ class Trace:
         size: ||A_Tu||_2, which is proportional to a_u if all features have the same norm.
         p: base probability.
         q: probability with the skew.
-        weight: factor of the draw in the estimate: 1 / pi, or draws / (m q).
+        weight: how often the node was drawn, divided by the mean of that number: 1 / pi, or
+            draws / (m q). The estimate has this factor, unless `reweight` is False.
     """
 
     columns: Array
@@ -33,16 +34,16 @@ class Trace:
     weight: Array
 
 
-class VarianceGuard:
-    """Reduces the skew if the measured variance exceeds the budget.
+class SecondMomentGuard:
+    """Reduces the skew if the measured ratio of second moments exceeds the budget.
 
     The closed forms of `accordion_hvd.graph.skew` assume features of equal norm, or the worst case.
     The guard estimates M(q) and M(p) without bias from the drawn nodes and the norms of their
-    values. Every `every` steps, it halves s - 1 if M(q) / M(p) is above the budget, and multiplies
-    s - 1 by `growth` (up to its full value) if not. If the loss of a batch with exact aggregation
-    differs too much from the sampled loss, s is 1 until the end of the next epoch. The guard
-    follows from the budget, not from a paper. The guard of a rank measures only this rank's batches
-    and needs no communication.
+    values; it does not measure variances, which also depend on A h. Every `every` steps, it halves
+    s - 1 if M(q) / M(p) is above the budget, and multiplies s - 1 by `growth` (up to its full
+    value) if not. If the loss of a batch with exact aggregation differs too much from the sampled
+    loss, s is 1 until the end of the next epoch. The guard follows from the budget, not from a
+    paper. The guard of a rank measures only this rank's batches and needs no communication.
 
     Args:
         every: steps between measurements.
@@ -60,7 +61,7 @@ class VarianceGuard:
         self.ratios: dict[int, float] = {}
 
     def due(self, step: int) -> bool:
-        """Return whether to check the variance at this step."""
+        """Return whether to measure at this step."""
         return step % self.every == 0
 
     def factor(self, hop: int, epoch: int) -> float:
@@ -104,3 +105,6 @@ class VarianceGuard:
         if not abs(sampled - exact) <= self.tolerance * abs(exact):
             self.exact_until = epoch + 1
         return epoch <= self.exact_until
+
+
+__getattr__ = _renamed.module_attributes(__name__, {"VarianceGuard": "SecondMomentGuard"})

@@ -15,12 +15,12 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.graph import draws
-from accordion_hvd.graph.guard import Trace, VarianceGuard
+from accordion_hvd.graph.guard import SecondMomentGuard, Trace
 from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.skew import RULES, skew_for
 from accordion_hvd.graph.structure import Array, Graph, check_nodes, flat
 
-MODES = ("bernoulli", "iid")
+MODES = tuple(draws.MODES)
 BASES = ("squared", "linear")
 
 
@@ -87,11 +87,19 @@ class Sampler:
       (`base="linear"`). If there are at most m candidates, all are taken.
 
     The diagonal term of each target is always exact. With q the probabilities (here q = p) and m
-    the number of draws, each draw has weight 1 / (m q_u) in mode "iid" (m draws with
-    replacement), or 1 / pi_u in mode "bernoulli" (each node is taken independently with probability
-    pi_u = min(1, m q_u), without duplicates). So the estimate is unbiased before the layer's
-    non-linearity. A target of which no neighbour is drawn has only its diagonal term, which is a
-    valid draw.
+    the fanout or the layer size, the modes are:
+
+    - "fixed": exactly m different nodes, each taken with probability pi_u = min(1, r q_u), where r
+      is such that the sum of pi is m. If q is uniform, all sets of m neighbours are equally likely,
+      as in GraphSAGE. The nodes are drawn by systematic sampling in random order (Goodman & Kish,
+      1950) or, from long lists of neighbours, by Sampford's method (1967).
+    - "bernoulli": each node is taken independently with probability pi_u = min(1, m q_u), so the
+      number of nodes is random and at most m on average. Noisier than "fixed".
+    - "iid": m draws with replacement.
+
+    A node has weight 1 / pi_u, or 1 / (m q_u) for each draw in mode "iid". So the estimate is
+    unbiased before the layer's non-linearity. In mode "bernoulli", a target may have only its
+    diagonal term, which is a valid draw.
 
     The random generator is seeded by (seed, rank, epoch, step, hop): equal arguments give equal
     blocks, and ranks draw independently.
@@ -101,7 +109,7 @@ class Sampler:
         fanout: number of neighbours per node, a list with an entry for each hop from the batch
             outwards (an int for one hop); an entry None takes all neighbours.
         layer_size: number of nodes per layer, for each hop; instead of `fanout`.
-        mode: "bernoulli" or "iid".
+        mode: "fixed", "bernoulli" or "iid".
         base: base probabilities of layer-wise sampling, "squared" or "linear".
         seed: seed of the draws, equal on all ranks.
         rank: this rank.
@@ -113,7 +121,7 @@ class Sampler:
         fanout: int | None | Sequence[int | None] = None,
         layer_size: int | None | Sequence[int | None] = None,
         *,
-        mode: str = "bernoulli",
+        mode: str = "fixed",
         base: str = "squared",
         seed: int = 0,
         rank: int = 0,
@@ -127,6 +135,7 @@ class Sampler:
         self.graph, self.mode, self.base, self.seed, self.rank = graph, mode, base, seed, rank
         self.by_node = fanout is not None
         name, sizes = ("fanout", fanout) if self.by_node else ("layer_size", layer_size)
+        self.reweight = True
         self.sizes = sizes = [sizes] if not isinstance(sizes, Sequence) else list(sizes)
         for size in sizes:
             if size is not None:
@@ -207,16 +216,18 @@ class Sampler:
         few, many = np.flatnonzero(degree <= fanout), np.flatnonzero(degree > fanout)
         local, skew = self._node_skews(targets[many], layer.hop, layer.epoch)
         lists = draws.Lists(start[many], degree[many], skew, local, self._is_local)
-        draw = draws.bernoulli if self.mode == "bernoulli" else draws.independent
-        rows, places, times = draw(lists, fanout, layer.random)
-        q, p = lists.probabilities(rows, places), 1.0 / degree[many[rows]]
-        scale = self._scale(self._weighted_by(p, q), fanout, times)
+        mode = draws.MODES[self.mode]
+        rows, places, times = mode.draw(lists, fanout, layer.random)
+        weight = times / mode.expected(lists, rows, places, fanout)
+        scale = weight
+        if not self.reweight:
+            scale = times / mode.expected(lists.unskewed(), rows, places, fanout)
         drawn = (
             self.graph.indices[places],
             np.abs(self.graph.weights[places].astype(np.float64)),
-            p,
-            q,
-            self._scale(q, fanout, times),
+            1.0 / lists.degree[rows],
+            lists.probabilities(rows, places),
+            weight,
         )
         exact = few[np.repeat(np.arange(len(few)), degree[few])]
         return (
@@ -236,21 +247,14 @@ class Sampler:
         base = squares if self.base == "squared" else np.bincount(columns, weights, len(nodes))
         p = base / base.sum()
         q = self._layer_skewed(nodes, base, squares, layer.hop, layer.epoch)
-        if self.mode == "bernoulli":
-            times = (layer.random.random(len(nodes)) < draws.inclusion(q, size)).astype(np.int64)
-        else:
-            ends = np.cumsum(q)
-            index = np.searchsorted(ends, layer.random.random(size) * ends[-1], side="right")
-            times = np.bincount(np.minimum(index, len(nodes) - 1), minlength=len(nodes))
-        scale = self._scale(self._weighted_by(p, q), size, times)
+        mode = draws.MODES[self.mode]
+        times = mode.draw_one(q, size, layer.random)
+        weight = times / mode.expected_one(q, size)
+        scale = weight if self.reweight else times / mode.expected_one(p, size)
         taken = np.flatnonzero(times)
-        weight = self._scale(q, size, times)[taken]
-        drawn = nodes[taken], np.sqrt(squares[taken]), p[taken], q[taken], weight
+        drawn = nodes[taken], np.sqrt(squares[taken]), p[taken], q[taken], weight[taken]
         entries = np.flatnonzero(times[columns])
         return rows[entries], places[entries], scale[columns[entries]], drawn
-
-    def _scale(self, q: Array, count: int, times: Array) -> Array:
-        return times / (draws.inclusion(q, count) if self.mode == "bernoulli" else count * q)
 
     # ------------------------------------------------------------ overridden by the skewed sampler
     def _is_local(self, places: Array) -> Array:
@@ -263,9 +267,6 @@ class Sampler:
         self, nodes: Array, base: Array, squares: Array, hop: int, epoch: int
     ) -> Array:
         return base / base.sum()
-
-    def _weighted_by(self, p: Array, q: Array) -> Array:
-        return q
 
     # -------------------------------------------------------------------------- lists of nodes
     def _is_last(self, nodes: Array) -> Array:
@@ -296,7 +297,7 @@ class Sampler:
 
 
 class SkewedSampler(Sampler):
-    """A sampler that prefers the nodes of its own rank, as far as a variance budget allows.
+    """A sampler that prefers the nodes of its own rank within a budget of the second moment.
 
     Local nodes are s times as likely as with the base sampler, and each node is weighted by the
     resulting probability, so that the estimate stays unbiased (after Jiang & Rumi, arXiv
@@ -305,9 +306,11 @@ class SkewedSampler(Sampler):
     the share of its local neighbours. Neither needs communication. At s = 1, the sampler draws
     exactly what `Sampler` draws, bit for bit.
 
-    The budget bounds M(q) relative to M(p). In both modes, the variance is at most M(q) / m; this
-    bound grows by at most D. If Bernoulli sampling takes most nodes with certainty, its variance is
-    far below the bound, and the skew can raise the variance by more than D within the bound.
+    The budget bounds the second moment: M(q) <= D M(p), see `accordion_hvd.graph.skew`. It does not
+    bound the variance relative to the base sampler's, which may be zero: the skew can raise the
+    variance by any factor, although by at most (D - 1) M(p) / m in mode "iid". The budget holds
+    for each hop; the ratios of several hops can multiply. In mode "fixed", if a node has fewer
+    than m local neighbours, the rest of the m draws is remote, whatever the skew.
 
     Args:
         graph: the entire graph.
@@ -325,7 +328,7 @@ class SkewedSampler(Sampler):
             is not, so the budget may be exceeded. "worst": holds for any features.
         most: upper bound of s; 10 to 20 is sound.
         warmup: number of epochs in which s grows from 1 to its full value.
-        guard: guard of the variance during training; see `VarianceGuard`.
+        guard: guard of the budget during training; see `SecondMomentGuard`.
         reweight: False to weight by the base probabilities, as if there were no skew. This makes
             training biased; for comparisons only.
         mode: see `Sampler`.
@@ -346,9 +349,9 @@ class SkewedSampler(Sampler):
         rule: str = "measured",
         most: float = 20.0,
         warmup: int = 0,
-        guard: VarianceGuard | None = None,
+        guard: SecondMomentGuard | None = None,
         reweight: bool = True,
-        mode: str = "bernoulli",
+        mode: str = "fixed",
         base: str = "squared",
         seed: int = 0,
     ) -> None:
@@ -401,7 +404,7 @@ class SkewedSampler(Sampler):
         return 1.0 + (full - 1.0) * self.strength(hop, epoch)
 
     def observe(self, blocks: Blocks, norms: Sequence[Array | None]) -> list[float]:
-        """Give the guard the draws of a batch; see `VarianceGuard.observe`.
+        """Give the guard the draws of a batch; see `SecondMomentGuard.observe`.
 
         Args:
             blocks: blocks from `sample(..., trace=True)`.
@@ -452,6 +455,3 @@ class SkewedSampler(Sampler):
         skew = self.skews(local, moments[is_local].sum() / moments.sum(), hop, epoch)
         weights = np.where(is_local, skew * base, base)
         return weights / weights.sum()
-
-    def _weighted_by(self, p: Array, q: Array) -> Array:
-        return q if self.reweight else p

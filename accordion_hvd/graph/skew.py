@@ -1,10 +1,15 @@
-"""Closed forms of the largest skew towards local nodes within a variance budget.
+"""Closed forms of the largest skew towards local nodes within a budget of the second moment.
 
 A sampler draws nodes u with base probabilities p and weights them by 1 / p_u. Let c be the local
 share of p. If local nodes are s times as likely, then q_u = s p_u / kappa for local nodes and
 q_u = p_u / kappa for remote ones, where kappa = 1 + (s - 1) c. The remote share falls from 1 - c to
 (1 - c) / kappa. The second moment of the estimate is M(q) = sum_u a_u^2 / q_u, where a_u is the
 size of u's contribution. The budget D demands M(q) <= D M(p).
+
+The budget bounds a second moment, not a variance. The variance of the mean of m i.i.d. draws is
+(M(q) - ||A h||^2) / m, so the skew adds at most (D - 1) M(p) / m to it; relative to the variance
+of the base sampler, this may be any factor. For example, if all neighbours have the same feature
+and p is proportional to a, the base sampler has no variance, and the skewed one has.
 
 Jiang & Rumi, "Communication-Efficient Sampling for Distributed Training of Graph Convolutional
 Networks" (arXiv 2101.07706, 2021), proposed to make local nodes likelier, within a limit at which
@@ -93,7 +98,7 @@ def skew_for(
         rule: "worst" (`worst_case_skew`), "tight" (`tight_skew` as if p were proportional to a) or
             "measured" (`tight_skew` with `moment`).
         budget: D. D = 1 always gives s = 1, the base sampler, even if "measured" would allow a
-            larger s without additional variance.
+            larger s at the same second moment.
         local: c.
         moment: x, for "measured".
         most: the upper bound; without it, s would be very large if c is close to 0 or 1.

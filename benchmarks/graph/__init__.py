@@ -1,1 +1,1 @@
-"""Benchmarks of skewed neighbour sampling: speed on one core, and docs/graph.md."""
+"""Benchmarks of skewed neighbour sampling: moments, speed on one core, and docs/graph.md."""

@@ -17,11 +17,12 @@ def write(folder: Path, output: Path) -> Path:
     """Write the page and the picture; return the page's path."""
     compared = [found for name in COMPARED if (found := _read(folder / name / "result.json"))]
     links = [found for name in LINKS if (found := _read(folder / name / "result.json"))]
-    speed = _read(folder / "sampling.json")
+    moments, speed = _read(folder / "moments.json"), _read(folder / "sampling.json")
     text = report.render(
         "graph/page",
         comparisons=report.join([_comparison(found) for found in compared]),
         links=_links(links) if links else "",
+        moments=_moments(moments) if moments else "",
         sampling=_speed(speed) if speed else "",
     )
     page = output / "graph.md"
@@ -74,6 +75,18 @@ ON_LINKS = {
     "range": "{least:.0f} to {most:.0f}",
     "times as fast": "{faster:.2f}",
 }
+MOMENTS = {
+    "mode": "{mode}",
+    "D": "{budget:g}",
+    "remote rows": "{remote:.0f}",
+    "M(q) / M(p), equal": "{constant_ratio:.2f}",
+    "M(q) / M(p), random": "{relu_ratio:.2f}",
+    "second moment": "{moment:.3f}",
+    "variance, equal": "{constant_1:.4f}",
+    "variance, random": "{relu_1:.4f}",
+    "2 hops, equal": "{constant_2:.4f}",
+    "2 hops, random": "{relu_2:.4f}",
+}
 SAMPLING = {
     "sampler": "{sampler}",
     "D": "{budget:g}",
@@ -101,6 +114,40 @@ def _links(found: Sequence[Row]) -> str:
 
 def _epochs(runs: Sequence[Row]) -> list[float]:
     return [row["seconds"] for run in runs for row in run["epochs"][1:]]
+
+
+def _moments(found: Row) -> str:
+    """Return the section with second moments and variances."""
+    rows = []
+    for each in found["samplers"]:
+        base = next(
+            row for row in found["samplers"] if (row["mode"], row["budget"]) == (each["mode"], 1)
+        )
+        row = {key: each[key] for key in ("mode", "budget", "remote")}
+        for key in ("constant_1", "relu_1", "constant_2", "relu_2"):
+            row[key] = each[key]["variance"]
+        row |= {f"{name}_ratio": each[f"{name}_1"]["ratio"] for name in ("constant", "relu")}
+        row["moment"] = each["relu_1"]["moment"] / base["relu_1"]["moment"]
+        rows.append(row)
+    return report.render(
+        "graph/moments",
+        **{key: f"{found[key]:,}" for key in ("nodes", "edges", "targets", "fanout", "draws")},
+        parts=found["parts"],
+        table=as_markdown(tabulate(MOMENTS, rows), left=[0]),
+        summary=_increase({(row["mode"], row["budget"]): row for row in rows}),
+    )
+
+
+def _increase(rows: dict[tuple[str, float], Row]) -> str:
+    """State, in a sentence, how much the variance increases at D = 2; empty if not measured."""
+    if not {("fixed", 1.0), ("fixed", 2.0)} <= rows.keys():
+        return ""
+    base, skewed = rows["fixed", 1.0], rows["fixed", 2.0]
+    one, two = (skewed[key] / base[key] for key in ("relu_1", "relu_2"))
+    return (
+        f'In mode "fixed" at D = 2, the variance with random features is {one:.1f} times that of '
+        f"the base sampler over one hop and {two:.1f} times over two hops."
+    )
 
 
 def _speed(found: Row) -> str:

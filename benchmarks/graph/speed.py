@@ -14,6 +14,7 @@ from examples.results import Row
 SAMPLERS: list[dict[str, Any]] = [
     {"fanout": (10, 10)},
     {"fanout": (5, 5)},
+    {"fanout": (10, 10), "mode": "bernoulli"},
     {"fanout": (10, 10), "mode": "iid"},
     {"layer_size": (4096, 8192)},
 ]

@@ -30,13 +30,13 @@ class GraphSettings:
         sampling: layer (LADIES) or node (GraphSAGE).
         sizes: nodes per layer, or neighbours per node, for each hop from the batch outwards; the
             network has one layer per hop.
-        mode: bernoulli or iid.
+        mode: fixed, bernoulli or iid.
         skews: values of s to train with; 1 is the base sampler, the baseline of the comparison.
         budgets: values of D to train with.
         rule: how s follows from D (measured, tight, worst).
         most: upper bound of s.
         warmup: epochs in which s grows to its full value.
-        guard: guard the variance budget during training.
+        guard: guard the second-moment budget during training.
         reweight: false to train without re-weighting, which is biased; for comparisons.
         wire: format of feature rows in messages (none, fp16, bf16 or int8).
         prefetch: fetch the rows of the next batch during the computation of the current one.
@@ -61,7 +61,7 @@ class GraphSettings:
     partition: Literal["metis", "random", "hash"] = "metis"
     sampling: Literal["layer", "node"] = "layer"
     sizes: list[int] = field(default_factory=lambda: [256, 512])
-    mode: Literal["bernoulli", "iid"] = "bernoulli"
+    mode: Literal["fixed", "bernoulli", "iid"] = "fixed"
     skews: list[float] = field(default_factory=lambda: [1.0])
     budgets: list[float] = field(default_factory=lambda: [2.0])
     rule: Literal["measured", "tight", "worst"] = "measured"

@@ -106,7 +106,8 @@ def title(result: Row) -> str:
         f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
         f"({result['nodes']:,} nodes, {result['edges']:,} edges, {result['features']} features), "
         f"{result['ranks']} ranks, parts by {settings['partition']} ({result['cut_share']:.1%} of "
-        f"edges cut), {hops} {kind}, {settings['epochs']} epochs, {seeds} seed(s)"
+        f"edges cut), {hops} {kind}, "
+        f"mode {settings['mode']}, {settings['epochs']} epochs, {seeds} seed(s)"
     )
 
 
@@ -125,7 +126,7 @@ def picture(results: Sequence[Row], path: Path) -> None:
 
 def _panel(axis: Any, result: Row) -> None:
     by_method = methods(result)
-    for kind, label in (("s", "constant skew s"), ("D", "variance budget D")):
+    for kind, label in (("s", "constant skew s"), ("D", "second-moment budget D")):
         points = sorted((x, runs) for (which, x), runs in by_method.items() if which == kind)
         rows = [mean(runs, "remote") for _, runs in points]
         accuracy = [100 * mean(runs, "accuracy") for _, runs in points]

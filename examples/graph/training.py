@@ -17,8 +17,8 @@ from accordion_hvd.graph import (
     Graph,
     Partition,
     Sampler,
+    SecondMomentGuard,
     SkewedSampler,
-    VarianceGuard,
     partition,
 )
 from accordion_hvd.graph.store import communicator_of
@@ -88,7 +88,7 @@ class Comparison:
     def run(self, method: dict[str, float], seed: int) -> Row:
         """Train once, and return the entry for `result.json`."""
         settings = self.settings
-        guard = VarianceGuard() if settings.guard and "budget" in method else None
+        guard = SecondMomentGuard() if settings.guard and "budget" in method else None
         options = settings.sampler() | method | {"seed": seed, "guard": guard}
         sampler = SkewedSampler(self.graph, self.part, self.rank, **options)
         depth = len(settings.sizes)

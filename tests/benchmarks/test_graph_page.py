@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.graph import page, speed
+from benchmarks.graph import moments, page, speed
 from examples.graph import report
 from examples.graph.config import GraphSettings
 
@@ -44,13 +44,34 @@ def test_table_and_page(tmp_path: Path) -> None:
         (folder / "result.json").write_text(json.dumps(made_result("cora", name)))
     sampling = {"nodes": 9, "edges": 8, "parts": "4 parts", "samplers": []}
     (tmp_path / "in" / "sampling.json").write_text(json.dumps(sampling))
+    errors = {"variance": 0.25, "moment": 1.0, "ratio": 1.5}
+    keys = ("constant_1", "relu_1", "constant_2", "relu_2")
+    sampler = {"mode": "fixed", "budget": 1.0, "remote": 3.0, **dict.fromkeys(keys, errors)}
+    skewed = sampler | {"budget": 2.0, "relu_2": errors | {"variance": 0.75}}
+    samplers = [sampler, skewed]
+    about = {"nodes": 9, "edges": 8, "parts": "4 parts", "targets": 2, "fanout": 4, "draws": 5}
+    (tmp_path / "in" / "moments.json").write_text(json.dumps(about | {"samplers": samplers}))
     text = page.write(tmp_path / "in", tmp_path / "out").read_text()
     assert "at most half a point of accuracy less in the mean: D = 2." in text
     assert "Epochs at 200 Mbit/s" in text and "What sampling costs" in text
+    assert "| fixed | 1 | 3 | 1.50 | 1.50 | 1.000 | 0.2500 |" in text and "mode fixed" in text
+    assert "1.0 times that of the base sampler over one hop and 3.0 times over two hops" in text
     assert (tmp_path / "out" / "graph.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_moments_are_measured() -> None:
+    """Without skew, a fixed number has no error with equal features, and D bounds the ratio."""
+    pytest.importorskip("pymetis")
+    found = moments.measure(500, 20)
+    rows = {(row["mode"], row["budget"]): row for row in found["samplers"]}
+    assert rows["fixed", 1.0]["constant_2"]["variance"] < 1e-10
+    assert rows["fixed", 2.0]["constant_1"]["variance"] > 0.001
+    assert rows["bernoulli", 1.0]["constant_1"]["variance"] > 0.001
+    for (_, budget), row in rows.items():
+        assert row["constant_1"]["ratio"] < 1.1 * budget
 
 
 def test_speed_is_measured() -> None:
     pytest.importorskip("pymetis")
     found = speed.measure(2000, 0.02)
-    assert len(found["samplers"]) == 8 and all(row["rate"] > 1000 for row in found["samplers"])
+    assert len(found["samplers"]) == 10 and all(row["rate"] > 1000 for row in found["samplers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from accordion_hvd.graph import (
     Graph,
     Partition,
     Sampler,
+    SecondMomentGuard,
     SkewedSampler,
-    VarianceGuard,
     partition,
     skew_for,
     tight_skew,
@@ -27,7 +28,13 @@ by_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: next(iter(size
 by_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def blocks_of_nodes(nodes: int = 400, degree: int = 12, groups: int = 4, seed: int = 0) -> Any:
+def blocks_of_nodes(
+    nodes: int = 400,
+    degree: int = 12,
+    groups: int = 4,
+    seed: int = 0,
+    normalization: str = "symmetric",
+) -> Any:
     """A graph whose nodes prefer their group, some hubs in it, and the groups as owners."""
     draw = np.random.default_rng(seed)
     group = draw.integers(0, groups, nodes)
@@ -36,7 +43,7 @@ def blocks_of_nodes(nodes: int = 400, degree: int = 12, groups: int = 4, seed: i
     kept = (group[a] == group[b]) | (draw.random(len(a)) < 0.25)
     hub = np.stack([np.full(nodes // 2, 7), draw.integers(0, nodes, nodes // 2)])
     edges = np.concatenate([np.stack([a, b])[:, kept], hub], axis=1)
-    return Graph.from_edges(edges, nodes), group.astype(np.int32)
+    return Graph.from_edges(edges, nodes, normalization), group.astype(np.int32)
 
 
 def dense(graph: Graph) -> Array:
@@ -102,8 +109,8 @@ def test_no_edges_at_all() -> None:
         (lambda: SkewedSampler(PATH, [0, 0, 1], 0, 2, budget=(1, 2)), "one for each of 1 hops"),
         (lambda: SkewedSampler(PATH, [0, 1], 0, 2), "one integer for each of 3 nodes"),
         (lambda: SkewedSampler(PATH, [0, 0, 1], 0, 2, rule="loose"), "rule is 'loose'"),
-        (lambda: SkewedSampler(PATH, [0] * 3, 0, 2, skew=2, guard=VarianceGuard()), "guard is"),
-        (lambda: VarianceGuard(every=0), "every is 0"),
+        (lambda: SkewedSampler(PATH, [0] * 3, 0, 2, skew=2, guard=SecondMomentGuard()), "guard is"),
+        (lambda: SecondMomentGuard(every=0), "every is 0"),
     ],
 )
 def test_refusals(call: Any, told: str) -> None:
@@ -177,7 +184,7 @@ def test_rules_are_monotone_and_finite(rule: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_variance_budget(seed: int) -> None:
+def test_the_budget_of_the_second_moment(seed: int) -> None:
     """M(q) <= D M(p): for any features by the worst-case rule, exactly by the tight one."""
     draw, budget = np.random.default_rng(seed), 2.0
     p = draw.random(60)
@@ -276,10 +283,29 @@ def test_the_trace_says_what_was_drawn(size: Any, mode: str) -> None:
     trace = block.trace
     assert set(rows_of(block.sources[trace.columns], trace.p, trace.q)) <= known
     m = sampler.sizes[0]
-    if mode == "bernoulli":
-        np.testing.assert_allclose(trace.weight, 1 / np.minimum(1, m * trace.q))
-    else:
+    if mode == "iid":
         np.testing.assert_allclose(trace.weight * m * trace.q, np.rint(trace.weight * m * trace.q))
+        return
+    rates = {
+        row: rate
+        for nodes, p, q in distributions(sampler, targets)
+        for row, rate in zip(rows_of(nodes, p, q), inclusion(mode, q, m), strict=True)
+    }
+    drawn = rows_of(block.sources[trace.columns], trace.p, trace.q)
+    np.testing.assert_allclose(1 / trace.weight, [rates[row] for row in drawn])
+
+
+def inclusion(mode: str, q: Array, m: int) -> Array:
+    """Probability that a node is drawn; "fixed": min(1, r q), r by bisection for a sum of m."""
+    if mode == "iid":
+        return 1 - (1 - q) ** m
+    if mode == "bernoulli":
+        return np.minimum(1, m * q)
+    low, high = 0.0, m / q.min()
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(1, middle * q).sum() < m else (low, middle)
+    return np.minimum(1, high * q)
 
 
 def rows_of(nodes: Array, p: Array, q: Array) -> list[tuple[int, float, float]]:
@@ -314,7 +340,7 @@ def estimate(sampler: Sampler, targets: Array, features: Array, step: int) -> Ar
     return block.aggregate(features[block.sources])
 
 
-@by_mode
+@pytest.mark.parametrize("mode", ["bernoulli", "iid"])
 def test_variance_is_what_theory_says(mode: str) -> None:
     """Layer-wise, summed over targets: (M(q) - ||AH||^2) / m, or sum a^2 (1 / pi - 1)."""
     graph, owner = blocks_of_nodes(200, 14)
@@ -343,7 +369,7 @@ def test_remote_rows_are_what_the_formula_says(size: Any, mode: str) -> None:
         away = np.ones(600)  # probability that a node is not drawn, for all targets together
         m = sampler.sizes[0]
         for nodes, _, q in distributions(sampler, targets):
-            away[nodes] *= (1 - q) ** m if mode == "iid" else 1 - np.minimum(1, m * q)
+            away[nodes] *= 1 - inclusion(mode, q, m)
         if sampler.by_node:  # low degrees are taken whole
             for v in targets[graph.degrees[targets] <= m]:
                 away[graph.indices[graph.indptr[v] : graph.indptr[v + 1]]] = 0
@@ -354,7 +380,137 @@ def test_remote_rows_are_what_the_formula_says(size: Any, mode: str) -> None:
         ]
         assert np.mean(counts) == pytest.approx(expected, rel=0.03)
         seen.append(expected)
-    assert seen == sorted(seen, reverse=True) and seen[0] > 1.5 * seen[-1]
+    assert seen == sorted(seen, reverse=True) and seen[0] > 1.4 * seen[-1]
+
+
+# ------------------------------------------------------------------- a fixed number of neighbours
+STAR = Graph.from_edges(np.stack([np.zeros(12, int), np.arange(1, 13)]), 13, "mean")
+
+
+def drawn_from(sampler: Sampler, steps: int) -> Array:
+    """Mask of the neighbours of the first node that each of many samples has."""
+    masks = np.zeros((steps, sampler.graph.nodes), bool)
+    for step in range(steps):
+        masks[step, sampler.sample([0], step=step)[0].sources] = True
+    return masks[:, 1:]
+
+
+@pytest.mark.parametrize(("nodes", "fanout"), [(7, 3), (13, 2)])
+def test_fixed_size_is_without_replacement(nodes: int, fanout: int) -> None:
+    """Every subset of the fanout is as likely as any other, in short lists and in long ones."""
+    edges = np.stack([np.zeros(nodes - 1, int), np.arange(1, nodes)])
+    masks = drawn_from(Sampler(Graph.from_edges(edges, nodes), fanout=fanout, mode="fixed"), 6000)
+    assert (masks.sum(1) == fanout).all()
+    _, counts = np.unique(masks, axis=0, return_counts=True)
+    subsets = math.comb(nodes - 1, fanout)
+    expected = len(masks) / subsets
+    assert len(counts) == subsets
+    squares = ((counts - expected) ** 2 / expected).sum()
+    assert squares < subsets - 1 + 4 * np.sqrt(2 * (subsets - 1)), "chi-square, 4 deviations"
+
+
+@pytest.mark.parametrize("fanout", [2, 5])
+@pytest.mark.parametrize("skew", [1.0, 6.0, 50.0])
+def test_fixed_size_has_the_inclusion_probabilities(fanout: int, skew: float) -> None:
+    """Exactly `fanout` neighbours, each with min(1, r q); few local ones are all taken."""
+    owner = (np.arange(13) > 4).astype(int)  # neighbours 1 to 4 of the first node are local
+    words: dict[str, Any] = {"skew": skew, "most": 50.0, "mode": "fixed"}
+    sampler = SkewedSampler(STAR, owner, 0, fanout=fanout, **words)
+    masks = drawn_from(sampler, 2000)
+    assert (masks.sum(1) == fanout).all()
+    q = np.where(owner[1:] == 0, skew, 1.0)
+    rate = inclusion("fixed", q / q.sum(), fanout)
+    error = np.sqrt(rate * (1 - rate) / len(masks))
+    assert (np.abs(masks.mean(0) - rate) <= 4.5 * error + 1e-12).all()
+    (block,) = sampler.sample([0])
+    taken = block.sources[block.columns[1:]]
+    np.testing.assert_allclose(block.values[1:], 1 / 13 / rate[taken - 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [5, 20, 35])
+def test_fixed_size_of_a_layer(size: int) -> None:
+    graph, owner = blocks_of_nodes(200, 14)
+    sampler = SkewedSampler(graph, owner, 0, layer_size=size, budget=2, mode="fixed")
+    targets = np.flatnonzero(owner == 0)[:10]
+    ((nodes, _, q),) = distributions(sampler, targets)
+    assert len(nodes) > 40
+    counts = np.zeros(200)
+    for step in range(3000):
+        (block,) = sampler.sample(targets, step=step, trace=True)
+        drawn = block.sources[block.trace.columns]  # type: ignore[union-attr]
+        assert len(np.unique(drawn)) == size
+        counts[drawn] += 1
+    rate = inclusion("fixed", q, size)
+    error = np.sqrt(rate * (1 - rate) / 3000)
+    assert (np.abs(counts[nodes] / 3000 - rate) <= 4.5 * error + 1e-12).all()
+
+
+def mean_square(sampler: Sampler, targets: Array, features: Array, draws: int = 600) -> float:
+    """Mean squared error of the estimate of A h, summed over targets and features."""
+    exact = dense(sampler.graph)[targets] @ features
+    found = (estimate(sampler, targets, features, step) for step in range(draws))
+    return float(np.mean([((values - exact) ** 2).sum() for values in found]))
+
+
+@pytest.mark.parametrize("normalization", ["mean", "symmetric"])
+def test_the_variance_without_replacement(normalization: str) -> None:
+    """sum over targets of d^2 / f (1 - f / d) S^2 (Cochran, 1977), and below the other modes'."""
+    graph, owner = blocks_of_nodes(300, 14, normalization=normalization)
+    targets, fanout = np.flatnonzero(owner == 0)[:40], 4
+    features = np.maximum(np.random.default_rng(0).standard_normal((300, 3)), 0)
+    full, theory = dense(graph) - np.diag(graph.own), 0.0
+    for v in targets[graph.degrees[targets] > fanout]:
+        d = graph.degrees[v]
+        parts = full[v, full[v] > 0][:, None] * features[full[v] > 0]
+        theory += (d * d / fanout * (1 - fanout / d) * parts.var(0, ddof=1)).sum()
+    found = {
+        mode: mean_square(Sampler(graph, fanout=fanout, mode=mode), targets, features)
+        for mode in MODES
+    }
+    assert found["fixed"] == pytest.approx(theory, rel=0.05)
+    assert 1.2 * found["fixed"] < min(found["bernoulli"], found["iid"])
+
+
+def test_equal_features_and_mean_aggregation() -> None:
+    """A fixed number of neighbours has no error; a random number has one."""
+    graph, owner = blocks_of_nodes(300, 14, normalization="mean")
+    targets, ones = np.flatnonzero(owner == 0)[:40], np.ones((300, 1))
+    error = {
+        mode: mean_square(Sampler(graph, fanout=4, mode=mode), targets, ones, 50) / 40
+        for mode in MODES
+    }
+    assert error["fixed"] < 1e-12 and error["iid"] < 1e-12 and error["bernoulli"] > 0.05
+
+
+@by_mode
+def test_the_budget_bounds_second_moments_and_not_variances(mode: str) -> None:
+    """At D = 2, with equal features: M(q) <= 2 M(p), but the variance rises by more than twice.
+
+    The second moment of the estimate stays within D, too; the variance rises by (D - 1) M(p) / m
+    at most, with equality for i.i.d. draws wherever the budget is reached.
+    """
+    graph, owner = blocks_of_nodes(300, 14, normalization="mean")
+    targets, ones, m = np.flatnonzero(owner == 0)[:40], np.ones((300, 1)), 4
+    words: dict[str, Any] = {"fanout": m, "mode": mode, "most": 1e9}
+    base = SkewedSampler(graph, owner, 0, budget=1, **words)
+    skewed = SkewedSampler(graph, owner, 0, budget=2, **words)
+    before, after = (mean_square(sampler, targets, ones, 2000) for sampler in (base, skewed))
+    square = ((dense(graph)[targets] @ ones) ** 2).sum()
+    assert after + square <= 2 * (before + square)
+    full, added = dense(graph) - np.diag(graph.own), 0.0
+    for v, (nodes, p, q) in zip(
+        targets[graph.degrees[targets] > m], distributions(skewed, targets), strict=True
+    ):
+        squares = full[v, nodes] ** 2
+        moments = (squares / q).sum(), (squares / p).sum()
+        assert moments[0] <= 2 * moments[1] * (1 + 1e-9)
+        added += (moments[0] - moments[1]) / m
+    if mode == "iid":
+        assert before < 1e-10 and after == pytest.approx(added, rel=0.1)
+    elif mode == "fixed":
+        assert before < 1e-10 and 0.01 * added < after < added
+    else:
+        assert 2 * before < after
 
 
 # ------------------------------------------------------------------------------------- the limits
@@ -409,16 +565,19 @@ def test_low_degrees_and_own_terms_are_exact() -> None:
     assert np.abs(matrix[len(few) :] - full[len(few) :]).max() > 0.01
 
 
-def test_hubs_cost_what_is_drawn() -> None:
+@pytest.mark.parametrize("mode", ["fixed", "bernoulli"])
+def test_hubs_cost_what_is_drawn(mode: str) -> None:
     """Places of long lists are found, not gone through; each has the right probability."""
     nodes, fanout = 4000, 20
     edges = np.stack([np.zeros(nodes - 1, int), np.arange(1, nodes)])
     graph = Graph.from_edges(edges, nodes)
     owner = (np.arange(nodes) >= 1000).astype(int)
-    sampler = SkewedSampler(graph, owner, 0, fanout=fanout, skew=8)
+    sampler = SkewedSampler(graph, owner, 0, fanout=fanout, skew=8, mode=mode)
     counts = np.zeros(nodes)
     for step in range(4000):
-        counts[sampler.sample([0], step=step)[0].sources] += 1
+        sources = sampler.sample([0], step=step)[0].sources
+        counts[sources] += 1
+        assert mode == "bernoulli" or len(sources) == 1 + fanout
     local = 999 / 3999
     far = fanout / 3999 / normalizer(8, local)
     for part, rate in ((counts[1:1000], 8 * far), (counts[1000:], far)):
@@ -460,6 +619,15 @@ def test_draws_depend_on_rank_epoch_step_and_hop_alone() -> None:
     assert drawn() == drawn()
 
 
+def test_the_old_name_of_the_guard() -> None:
+    import accordion_hvd.graph as package
+    from accordion_hvd.graph import guard
+
+    for module in (package, guard):
+        with pytest.warns(DeprecationWarning, match="SecondMomentGuard"):
+            assert module.VarianceGuard is SecondMomentGuard
+
+
 # ---------------------------------------------------------------------------- schedule and guard
 def test_warmup() -> None:
     graph, owner = blocks_of_nodes()
@@ -470,7 +638,7 @@ def test_warmup() -> None:
 def test_the_guard_measures_the_ratio() -> None:
     """Its estimate is M(q) / M(p); beyond the budget it halves s - 1, within it s recovers."""
     graph, owner = blocks_of_nodes(600, 20)
-    guard = VarianceGuard(growth=1.5)
+    guard = SecondMomentGuard(growth=1.5)
     sampler = SkewedSampler(graph, owner, 0, layer_size=60, budget=2, mode="iid", guard=guard)
     targets = np.flatnonzero(owner == 0)[:50]
     features = np.random.default_rng(0).standard_normal((600, 3))
@@ -498,7 +666,7 @@ def test_the_guard_measures_the_ratio() -> None:
 
 
 def test_the_probe_suspends_the_skew() -> None:
-    guard = VarianceGuard(tolerance=0.1)
+    guard = SecondMomentGuard(tolerance=0.1)
     assert not guard.probe(1.0, 1.05, epoch=3) and guard.factor(0, 3) == 1
     assert guard.probe(1.0, 1.3, epoch=3)
     assert [guard.factor(0, epoch) for epoch in (3, 4, 5)] == [0, 0, 1]
@@ -520,7 +688,8 @@ def test_a_linear_network_learns_as_well_from_fewer_rows() -> None:
 
         Gradients are products of two estimates, which must be independent to be unbiased.
         """
-        samplers = [SkewedSampler(graph, owner, r, layer_size=120, **words) for r in range(4)]
+        words |= {"layer_size": 120, "mode": "bernoulli"}
+        samplers = [SkewedSampler(graph, owner, r, **words) for r in range(4)]
         weights, remote = np.zeros((6, 1)), 0
         for step in range(150):
             total = np.zeros_like(weights)

@@ -164,10 +164,10 @@ def check_a_rank_that_owns_nothing() -> None:
 
 def check_the_guard_of_one_rank_is_its_own() -> None:
     """A rank whose features are long takes its skew back; no collective depends on that."""
-    from accordion_hvd.graph import SkewedSampler, VarianceGuard
+    from accordion_hvd.graph import SecondMomentGuard, SkewedSampler
 
     graph, part, store = world()
-    guard = VarianceGuard(every=1)
+    guard = SecondMomentGuard(every=1)
     sampler = SkewedSampler(graph, part, harness.RANK, layer_size=15, budget=1.5, guard=guard)
     mine, seen = np.flatnonzero(part.owner == harness.RANK)[:20], []
     for step in range(10):
