@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,6 +227,30 @@ def test_stubs_break_laws(stub: Compressor, claims: Case, broken: set[laws.Law])
             law(case, NUMPY, 2)
 
 
+def test_a_level_that_is_not_full_breaks_the_law() -> None:
+    with pytest.raises(AssertionError):
+        laws.full_level_is_exact(replace(topk(0.1), full=TopK(0.9)), NUMPY, 2)
+
+
+@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
+def test_frameworks_that_differ_break_the_law() -> None:
+    class Partial(Dense):
+        def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+            mean = yield Allreduce(grad)
+            return (mean if isinstance(mean, np.ndarray) else mean * (1 + 2e-7)), state
+
+    with pytest.raises(AssertionError):
+        laws.frameworks_agree(replace(CASES[0], compressor=Partial()), TORCH, 2)
+
+
+def test_nothing_is_lost_in_the_driver_itself() -> None:
+    """The driver's dense mean is NumPy's."""
+    for gradients in normals((5, 3), 4, steps=3):
+        means = Ranks(Dense(), 4).step(gradients)
+        np.testing.assert_allclose(means[0], exact_mean(gradients), atol=1e-6)
+        assert all(same_bits(mean, means[0]) for mean in means)
+
+
 def noisy(mean: Any, state: Any, count: int) -> Any:
     """Another mean in each call, on each rank."""
     return mean + 1000.0 * count, state
@@ -255,13 +278,14 @@ SPOILERS = {
 
 def spoiled(compressor: Compressor, spoil: Any) -> Compressor:
     """Return the compressor with results that `spoil` changes; if `talkative`, it sends more."""
-    kind, calls = type(compressor), itertools.count(1)
+    kind, calls = type(compressor), [0]
 
     def exchange(self: Any, grad: Any, state: Any, info: Info) -> Any:
         if spoil is talkative:
             yield Allreduce(grad + 0.0)
         mean, new = yield from kind.exchange(self, grad, state, info)
-        return spoil(mean, new, next(calls))
+        calls[0] += 1
+        return spoil(mean, new, calls[0])
 
     made = object.__new__(type(kind.__name__, (kind,), {"exchange": exchange}))
     vars(made).update(vars(compressor))
@@ -281,27 +305,3 @@ def test_a_law_can_fail_for_every_case(law: laws.Law) -> None:
             broken = replace(case, compressor=spoiled(case.compressor, spoil), full=full)
             law(broken, framework, 2, **few)
             pytest.fail(f"{law.__name__} holds for a spoiled {case.name}", pytrace=False)
-
-
-def test_a_level_that_is_not_full_breaks_the_law() -> None:
-    with pytest.raises(AssertionError):
-        laws.full_level_is_exact(replace(topk(0.1), full=TopK(0.9)), NUMPY, 2)
-
-
-@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
-def test_frameworks_that_differ_break_the_law() -> None:
-    class Partial(Dense):
-        def exchange(self, grad: Any, state: Any, info: Info) -> Any:
-            mean = yield Allreduce(grad)
-            return (mean if isinstance(mean, np.ndarray) else mean * (1 + 2e-7)), state
-
-    with pytest.raises(AssertionError):
-        laws.frameworks_agree(replace(CASES[0], compressor=Partial()), TORCH, 2)
-
-
-def test_nothing_is_lost_in_the_driver_itself() -> None:
-    """The driver's dense mean is NumPy's."""
-    for gradients in normals((5, 3), 4, steps=3):
-        means = Ranks(Dense(), 4).step(gradients)
-        np.testing.assert_allclose(means[0], exact_mean(gradients), atol=1e-6)
-        assert all(same_bits(mean, means[0]) for mean in means)
