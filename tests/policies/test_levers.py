@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from accordion_hvd import (
     TopK,
     parse,
 )
+from accordion_hvd.core.base import Info
 from accordion_hvd.optimizers import OnebitAdam
 from accordion_hvd.policies.alternation import MODEL
 from accordion_hvd.policies.batch_growth import BATCH
@@ -190,31 +192,61 @@ def accumulate(world: World, framework: Framework, stream: Any, lr: float = 0.1)
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_one_norm_for_all_small_batches(framework: Framework, signal: str) -> None:
-    """That of the sum of all gradients of a window, small tensors included, whatever the batch."""
+    """That of the sum of all gradients of a window, small tensors included, whatever the batch.
+
+    A large batch counts as the small ones in it, of local gradients and of averages.
+    """
     policy = Accordion(
         TopK(0.1), TopK(0.1), batch_size=(8, 32), window=8, interval=1, threshold=99, signal=signal
     )
     world, stream = simulate(policy, 2), iter(small_batches(2, 40))
-    windows: list[list[Any]] = [[]]
-    while sum(map(len, windows)) < 33:
-        used, _ = accumulate(world, framework, stream)
-        if len(windows[-1]) == 8:
-            windows.append([])
-        windows[-1] += used
+    windows: list[dict[str, Any]] = []
+    count = 0
+    while count < 33:
+        used, means = accumulate(world, framework, stream)
+        if count % 8 == 0:
+            windows.append(dict.fromkeys(used[0][0], 0.0))
+        count += len(used)
+        for name, total in windows[-1].items():
+            local = sum(now[0][name].astype(float) for now in used)
+            averages = len(used) * means[0][name].astype(float)
+            windows[-1][name] = total + (local if signal == "local" else averages)
+    norms = [{k: np.linalg.norm(x) for k, x in sums.items()} for sums in windows]
     history = world.exchanges[0].policy.history
     assert world.exchanges[0].policy.large and world.exchanges[1].policy.large
     batch = [row for row in history if row["name"] == BATCH]
     assert [row["window"] for row in batch] == [0, 1]
-    ranks = [0] if signal == "local" else [0, 1]
-    for row, used in zip(batch, windows, strict=False):
-        sums = {k: sum(np.mean([s[r][k] for r in ranks], 0) for s in used) for k in used[0][0]}
-        if signal == "local":
-            wanted = math.sqrt(sum(np.square(x, dtype=float).sum() for x in sums.values()))
-            np.testing.assert_allclose(row["norm"], wanted, rtol=1e-5)
-    for row in (row for row in history if row["name"] == "w" and signal == "local"):
-        total = sum(now[0]["w"] for now in windows[row["window"]])
-        np.testing.assert_allclose(row["norm"], np.linalg.norm(total), rtol=1e-5)
-    assert {row["window"] for row in history if row["name"] == "w"} >= {0, 1, 2}
+    for row in batch:
+        wanted = math.hypot(*norms[row["window"]].values())
+        np.testing.assert_allclose(row["norm"], wanted, rtol=1e-5)
+    rows = [row for row in history if row["name"] == "w"]
+    assert {row["window"] for row in rows} >= {0, 1, 2}
+    for row in rows:
+        np.testing.assert_allclose(row["norm"], norms[row["window"]]["w"], rtol=1e-5)
+
+
+@dataclass(frozen=True)
+class Rated(Dense):
+    """Averages, times the learning rate that a compressor sees."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        mean, state = yield from super().exchange(grad, state, info)
+        return mean * info.lr, state
+
+
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+def test_large_batches_have_the_rate_of_their_small_ones(framework: Framework) -> None:
+    """Compressors see the learning rate with which the optimizer steps: of a large batch, that of
+    one small batch times their number.
+    """
+    policy = Accordion(Rated(), Rated(), batch_size=(8, 32), window=4, interval=1, threshold=99)
+    world, stream, counts = simulate(policy, 2), iter(small_batches(2, 40)), []
+    for lr in [0.1] * 9 + [0.06] * 2:
+        used, means = accumulate(world, framework, stream, lr)
+        counts.append(len(used))
+        average = np.mean([now[rank]["w"] for now in used for rank in (0, 1)], 0, dtype=float)
+        np.testing.assert_allclose(means[0]["w"], lr * len(used) * average, rtol=1e-4, atol=1e-6)
+    assert set(counts) == {1, 4}
 
 
 def test_stats_say_how_large_batches_are() -> None:

@@ -431,7 +431,7 @@ CASES = [
     wrapped(Momentum(TopK(0.1)), topk(0.1), feedback=True, momentum=True),
     two_level(wrapped(EF21(TopK(0.1)), topk(0.1), **FAR)),
 ]
-"""Every law of `laws.py` is checked for every row."""
+"""Every law of `laws.py` that applies to a row is checked for it."""
 
 REFUSED = [
     *[
