@@ -24,6 +24,7 @@ from accordion_hvd import (
     Momentum,
     PowerSGD,
     Replay,
+    ScaleComRecipe,
     StepSchedule,
     TopK,
     compressors,
@@ -111,6 +112,7 @@ POLICIES = [
     (Displacement(MILD, STRONG), 0.2),
     (Fixed(TopK()), 0.2),
     (Fixed(TopK(), gate=Gate()), 0.2),
+    (ScaleComRecipe(["in"]), 0.2),
     (StepSchedule({0: Dense(), 5: TopK()}), 0.2),
     (WarmUp(OnebitAdam().dense(), OnebitAdam()), 0.002),
 ]
