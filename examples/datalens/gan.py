@@ -56,8 +56,7 @@ class Generator(nn.Module):
 class ConvolutionalGenerator(Generator):
     """A generator with two transposed convolutions, as in DCGAN (Radford et al., ICLR 2016).
 
-    Ours: fewer channels than the authors of DataLens use, one dense layer instead of two, and no
-    batch normalisation.
+    Ours: few channels and no batch normalisation.
 
     Args:
         pixels: number of pixels of a square image, whose side is a multiple of 4.
@@ -176,9 +175,9 @@ class Teachers:
 class ConvolutionalTeachers(Teachers):
     """Discriminators with two convolutions of stride 2, as in DCGAN.
 
-    The layers have `width` and 2 `width` channels. Ours: fewer channels than the authors of
-    DataLens use, no batch normalisation, and classes by projection. Initial weights are normal with
-    a standard deviation of 0.02, as in DCGAN.
+    The layers have `width` and 2 `width` channels. Initial weights are normal with a standard
+    deviation of 0.02, as in DCGAN. Ours: few channels, no batch normalisation, and classes by
+    projection.
     """
 
     def start(self, classes: int, width: int) -> list[Tensor]:

@@ -68,7 +68,7 @@ class Settings:
         noise: dimensions of the generator's noise.
         shade: mean pixel value of the initial images, in (-1, 1); a dark ground (-1) is not secret
             and saves votes.
-        lr: learning rate of the generator.
+        lr: learning rate of the generator and of convolutional teachers.
         baselines: also train a classifier and a generator (DP-GAN) by DP-SGD.
         dp_steps: steps of the baselines.
         seed: seed of weights and of the generator's noise; never of the private noise.

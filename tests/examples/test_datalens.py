@@ -36,6 +36,8 @@ def settings(**more: Any) -> Any:
         ({"threshold": 1.0}, "threshold is 1.0"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"lr": 0}, "lr is 0"),
+        ({"sigma": 0.0}, "sigma is 0.0"),
+        ({"network": "residual"}, "network is 'residual'"),
         ({"shade": -1}, "shade is -1"),
         ({"name": "../x"}, "name is '../x'"),
     ],
