@@ -21,6 +21,15 @@ def uniform(count: int) -> np.ndarray:
     return (_words(count) >> np.uint64(40)) * 2.0**-24
 
 
+def bernoulli(count: int, chance: float) -> np.ndarray:
+    """Return `count` secret booleans that are True with probability `chance`, in [0, 1].
+
+    The true probability is `chance` rounded down to a multiple of 2^-64, so it never exceeds it.
+    """
+    most = int(chance * 2.0**64)  # exact but for the part below 1, which is cut off
+    return np.ones(count, bool) if most >> 64 else _words(count) < np.uint64(most)
+
+
 def normal(count: int) -> np.ndarray:
     """Return `count` secret standard normal fp64 values, by the Box-Muller transform.
 

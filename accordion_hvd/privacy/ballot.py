@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accordion_hvd import check
+from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, Tensor
@@ -35,6 +36,7 @@ class Ballot:
             check.refuse(self, "method", method, "a TopAgg")
         self.method, self.communicator, self.name = method, communicator, name
         self.exchange = Exchange(communicator, Fixed(method), [], name=name)
+        self._agreed = False
         checkpoint.register(self)
 
     def expect(self, names: Sequence[str]) -> None:
@@ -57,14 +59,18 @@ class Ballot:
             The result, (releases, elements) fp32, equal on all ranks.
 
         Raises:
-            BudgetSpent: if the budget does not allow these releases; on every rank, before anything
+            BudgetSpent: if the budget does not allow these releases; on every rank, before any vote
                 is sent.
+            RanksDisagree: on every rank, at the first vote, if the ranks' methods differ.
             ValueError: if the gradients have another shape.
         """
         xp = namespace(gradients)
         if len(xp.shape(gradients)) != 3 or not xp.shape(gradients)[1]:
             wanted = "(contributors, releases, elements), with at least one release"
             check.refuse(self, "the gradients' shape", xp.shape(gradients), wanted)
+        if not self._agreed:
+            require_agreement(self.communicator, f"{self.name}\n{self.method!r}")
+            self._agreed = True
         self.method.spend(xp.shape(gradients)[1])
         link, accounts, step = self.communicator, self.exchange.accounts, self.exchange.steps
         info = Info(rank=link.rank, size=link.size, name=self.name, step=step)

@@ -14,13 +14,15 @@ class PoissonSampler:
     """This rank's part of lots that contain each record independently with probability `rate`.
 
     Subsampling reduces the privacy cost of a release only if the sample is secret. Samples are
-    therefore drawn from the operating system's cryptographic source, never from a seed. The ranks'
-    parts of the data are fixed and disjoint: rank r has records r, r + ranks, ... Lots differ in
-    size and may be empty.
+    therefore drawn from the operating system's cryptographic source, never from a seed. A record is
+    in a lot if 64 random bits, read as an integer, are below floor(2^64 rate), so the true
+    probability never exceeds the rate that the budget accounts for. The ranks' parts of the data
+    are fixed and disjoint: rank r has records r, r + ranks, ... Lots differ in size and may be
+    empty.
 
     Args:
         size: number of records on all ranks.
-        rate: probability that a record is in a lot, in (0, 1].
+        rate: probability that a record is in a lot, in (0, 1]; pass the same rate to `TopAgg`.
         rank: this rank.
         ranks: number of ranks.
 
@@ -43,7 +45,7 @@ class PoissonSampler:
 
     def draw(self) -> np.ndarray:
         """Return the numbers (int64, ascending) of this rank's records in the next lot."""
-        return self.mine[secret.uniform(len(self.mine)) < self.rate]
+        return self.mine[secret.bernoulli(len(self.mine), self.rate)]
 
     def __len__(self) -> int:
         """Return the number of lots in which each record is expected once."""

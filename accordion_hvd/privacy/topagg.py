@@ -67,7 +67,9 @@ class TopAgg(Compressor):
             new Poisson sample at each step, as in DP-SGD; this form is ours).
         contributors: number of contributors in a step, over all ranks; for examples, the expected
             number. It must not depend on the data. None for ranks.
-        rate: probability that an example is in the sample of a step, independently of others.
+        rate: probability that an example is in the sample of a step, independently of others. A
+            rate below 1 requires the lots of a `PoissonSampler`. The batches of a shuffling loader
+            are no such samples: with them, a rate below 1 understates epsilon, so use 1.
         budget: budget that records the releases; training stops before it is exceeded. None:
             releases are not counted.
         unprotected: whether sigma = 0 is allowed; signs are then drawn from a known seed.

@@ -33,7 +33,8 @@ class DPSGD(Compressor):
         clip: largest 2-norm of an example's gradient.
         noise: standard deviation of the noise, divided by `clip`.
         contributors: expected number of examples in a lot of all ranks.
-        rate: probability that an example is in a lot.
+        rate: probability that an example is in a lot of a `PoissonSampler`. For batches of a
+            shuffling loader, a rate below 1 understates epsilon.
         budget: budget that records the steps.
     """
 

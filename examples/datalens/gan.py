@@ -1,6 +1,7 @@
 """Networks of the private experiments: a generator, batched teachers, and a classifier.
 
-They are small class-conditional multi-layer perceptrons. The authors of DataLens use convolutions.
+Generator and teachers are small class-conditional networks: multi-layer perceptrons or, like those
+of the authors of DataLens but much smaller, convolutional networks.
 """
 
 from __future__ import annotations
@@ -52,6 +53,54 @@ class Generator(nn.Module):
         return z, (torch.arange(count) + first) % self.classes
 
 
+class ConvolutionalGenerator(Generator):
+    """A generator with two transposed convolutions, as in DCGAN (Radford et al., ICLR 2016).
+
+    Ours: few channels and no batch normalisation.
+
+    Args:
+        pixels: number of pixels of a square image, whose side is a multiple of 4.
+        classes: number of classes.
+        noise: number of dimensions of the noise.
+        width: number of channels before the last layer.
+        shade: mean pixel value of initial images, in (-1, 1).
+    """
+
+    def __init__(
+        self, pixels: int, classes: int, noise: int, width: int, shade: float = 0.0
+    ) -> None:
+        nn.Module.__init__(self)
+        self.noise, self.classes = noise, classes
+        quarter = side_of(pixels) // 4
+        again = {"kernel_size": 5, "stride": 2, "padding": 2, "output_padding": 1}
+        self.layers = nn.Sequential(
+            nn.Linear(noise + classes, 2 * width * quarter**2),
+            nn.ReLU(),
+            nn.Unflatten(1, (2 * width, quarter, quarter)),
+            nn.ConvTranspose2d(2 * width, width, **again),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, 1, **again),
+            nn.Flatten(),
+            nn.Tanh(),
+        )
+        nn.init.constant_(self.layers[-3].bias, math.atanh(shade))
+
+
+def side_of(pixels: int) -> int:
+    """Return the side of a square image.
+
+    Raises:
+        ValueError: if the image is not square or its side is not a multiple of 4.
+    """
+    side = math.isqrt(pixels)
+    if side * side != pixels or side % 4:
+        raise ValueError(
+            f"convolutional networks: images have {pixels} pixels, but must be square, with a side "
+            "that is a multiple of 4."
+        )
+    return side
+
+
 class Teachers:
     """A batch of discriminators, each with its own part of the data.
 
@@ -73,23 +122,32 @@ class Teachers:
         self, images: Tensor, labels: Tensor, classes: int, width: int, lr: float = 5e-3
     ) -> None:
         self.images, self.labels = images, labels
-        number, _, pixels = images.shape
-        self.weights = [
-            (0.1 * pixels**-0.5 * torch.randn(number, pixels, width)).requires_grad_(),
-            torch.zeros(number, 1, width, requires_grad=True),
-            (width**-0.5 * torch.randn(number, classes, width)).requires_grad_(),
-            torch.zeros(number, classes, requires_grad=True),
-        ]
+        self.weights = [weight.requires_grad_() for weight in self.start(classes, width)]
         self.optimizer = torch.optim.Adam(self.weights, lr, betas=(0.5, 0.999))
         self.knows = F.one_hot(labels, classes).amax(1).float()
 
     def __len__(self) -> int:
         return len(self.images)
 
+    def start(self, classes: int, width: int) -> list[Tensor]:
+        """Return the initial weights of all teachers."""
+        number, _, pixels = self.images.shape
+        return [
+            0.1 * pixels**-0.5 * torch.randn(number, pixels, width),
+            torch.zeros(number, 1, width),
+            width**-0.5 * torch.randn(number, classes, width),
+            torch.zeros(number, classes),
+        ]
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the hidden layer, (teachers, count, units)."""
+        weight, bias = self.weights[:2]
+        return F.leaky_relu(torch.baddbmm(bias, images, weight), 0.2)
+
     def judge(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return logits of being real, (teachers, count), for images (teachers, count, pixels)."""
-        weight, bias, chosen, offset = self.weights
-        hidden = F.leaky_relu(torch.baddbmm(bias, images, weight), 0.2)
+        chosen, offset = self.weights[-2:]
+        hidden = self.features(images)
         index = labels.expand(len(self), labels.shape[-1])
         wide = index[:, :, None].expand(-1, -1, hidden.shape[2])
         return (hidden * chosen.gather(1, wide)).sum(2) + offset.gather(1, index)
@@ -112,6 +170,67 @@ class Teachers:
         log_d = -F.softplus(-self.judge(copies, labels)).sum()
         (gradients,) = torch.autograd.grad(log_d, [copies])
         return gradients * self.knows[:, labels][:, :, None]
+
+
+class ConvolutionalTeachers(Teachers):
+    """Discriminators with two convolutions of stride 2, as in DCGAN.
+
+    The layers have `width` and 2 `width` channels. Initial weights are normal with a standard
+    deviation of 0.02, as in DCGAN. Ours: few channels, no batch normalisation, and classes by
+    projection.
+    """
+
+    def start(self, classes: int, width: int) -> list[Tensor]:
+        """Return the initial weights of all teachers."""
+        number, _, pixels = self.images.shape
+        units = 2 * width * (side_of(pixels) // 4) ** 2
+        return [
+            0.02 * torch.randn(number, width, 25),
+            torch.zeros(number, width),
+            0.02 * torch.randn(number, 2 * width, 25 * width),
+            torch.zeros(number, 2 * width),
+            0.02 * torch.randn(number, classes, units),
+            torch.zeros(number, classes),
+        ]
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the second hidden layer, (teachers, count, units)."""
+        side = side_of(images.shape[2])
+        x = images.unflatten(2, (1, side, side))
+        for weight, bias in (self.weights[:2], self.weights[2:4]):
+            x = F.leaky_relu(_convolve(x, weight, bias), 0.2)
+        return x.flatten(2)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Convolve images (teachers, count, channels, side, side) with each teacher's 5 x 5 kernels.
+
+    The stride is 2. `weight` is (teachers, channels out, 25 channels).
+    """
+    teachers, count, _, side, _ = x.shape
+    patches = F.unfold(x.flatten(0, 1), kernel_size=5, padding=2, stride=2)
+    patches = patches.unflatten(0, (teachers, count))
+    out = weight[:, None] @ patches + bias[:, None, :, None]
+    return out.unflatten(3, (side // 2, side // 2))
+
+
+class Committee:
+    """Groups of teachers that compute one after the other, so that activations fit in memory."""
+
+    def __init__(self, groups: list[Teachers]) -> None:
+        self.groups = groups
+
+    def __len__(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    def learn(self, images: Tensor, labels: Tensor) -> None:
+        """See `Teachers.learn`."""
+        for group in self.groups:
+            group.learn(images, labels)
+
+    def wishes(self, images: Tensor, labels: Tensor) -> Tensor:
+        """See `Teachers.wishes`."""
+        return torch.cat([group.wishes(images, labels) for group in self.groups])
 
 
 def classifier(pixels: int, classes: int, width: int = 128) -> nn.Sequential:

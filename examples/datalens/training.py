@@ -1,10 +1,14 @@
 """DataLens: a generator that learns from the noisy votes of teachers on all ranks.
 
 "DataLens: Scalable Privacy Preserving Training via Gradient Compression and Aggregation" (Wang,
-Wu, Long, Rimanic, Zhang & Li, CCS 2021). Ours: small perceptrons instead of convolutions, and no
-votes of teachers on classes of which they have no image. Records are assigned to teachers by their
-number: an assignment by class would move other records when the class of one record changes (and
-the released code uses records twice if a class runs out).
+Wu, Long, Rimanic, Zhang & Li, CCS 2021). The defaults are ours, for two cores: no threshold, long
+steps, few votes, many steps of the generator after each, and small perceptrons. The settings of the
+paper are `configs/datalens_mnist_published.yaml` (epsilon = 1) and
+`configs/datalens_mnist_published_10.yaml` (epsilon = 10).
+
+Always ours: no votes of teachers on classes of which they have no image, and small networks.
+Records are assigned to teachers by their number: an assignment by class would move other records
+when the class of one record changes (and the released code uses records twice if a class runs out).
 """
 
 from __future__ import annotations
@@ -44,10 +48,13 @@ class Settings:
         epsilons: privacy budgets; one generator is trained for each, and one without privacy.
         delta: delta of all budgets, well below 1 / (number of images).
         teachers: number of teachers on all ranks; each has its own part of the images.
-        teacher_width: hidden units of a teacher.
+        network: networks of generator and teachers; those of the paper are convolutional.
+        teacher_width: hidden units of a teacher, or channels of its first convolution.
         teacher_steps: steps of the teachers before each vote.
         pretrain: steps of the teachers before the first vote.
         k: number of pixels of an image that a teacher votes on.
+        sigma: standard deviation of the noise, in votes; null: the least for `steps` votes in each
+            budget. With a number, training ends early if a budget is spent.
         clip: bound of a teacher's gradient for a pixel (the authors' max_grad, so small that votes
             are not random); null: the teacher's largest gradient.
         threshold: fraction of the teachers, in [0, 1), that a vote must exceed; null: the generator
@@ -57,11 +64,11 @@ class Settings:
         batch: images of a vote; each image is a release.
         step_size: distance that a unanimous vote moves a pixel.
         student_steps: steps of the generator after each vote.
-        width: hidden units of the generator.
+        width: hidden units of the generator, or channels before its last layer.
         noise: dimensions of the generator's noise.
         shade: mean pixel value of the initial images, in (-1, 1); a dark ground (-1) is not secret
             and saves votes.
-        lr: learning rate of the generator.
+        lr: learning rate of the generator and of convolutional teachers.
         baselines: also train a classifier and a generator (DP-GAN) by DP-SGD.
         dp_steps: steps of the baselines.
         seed: seed of weights and of the generator's noise; never of the private noise.
@@ -77,10 +84,12 @@ class Settings:
     epsilons: list[float] = field(default_factory=lambda: [1.0, 10.0])
     delta: float = 1e-4
     teachers: int = 400
+    network: Literal["perceptron", "convolutional"] = "perceptron"
     teacher_width: int = 16
     teacher_steps: int = 20
     pretrain: int = 60
     k: int = 48
+    sigma: float | None = None
     clip: float | None = 1e-5
     threshold: float | None = None
     steps: int = 4
@@ -119,7 +128,8 @@ class Settings:
             if not check.is_number(epsilon) or not epsilon > 0:
                 check.refuse(who, "epsilons", self.epsilons, "numbers above 0")
             PrivacyBudget(epsilon, self.delta)
-        TopAgg(self.k, self.clip, 1.0, self.threshold)
+        check.one_of(who, "network", self.network, ("perceptron", "convolutional"))
+        TopAgg(self.k, self.clip, 1.0 if self.sigma is None else self.sigma, self.threshold)
         if not re.fullmatch(r"[\w.+-]+", self.name) or set(self.name) == {"."}:
             check.refuse(who, "name", self.name, "made of letters, digits and . _ + -")
 
@@ -128,9 +138,12 @@ class Settings:
         options: dict[str, Any] = {"unit": "teacher", "contributors": self.teachers}
         if math.isinf(epsilon):
             return TopAgg(self.k, self.clip, 0.0, self.threshold, unprotected=True, **options)
-        noise = multiplier_for(epsilon, self.delta, self.steps * self.batch)
+        sigma = self.sigma
+        if sigma is None:
+            noise = multiplier_for(epsilon, self.delta, self.steps * self.batch)
+            sigma = noise * 2 * self.k**0.5
         options["budget"] = PrivacyBudget(epsilon, self.delta)
-        return TopAgg(self.k, self.clip, noise * 2 * self.k**0.5, self.threshold, **options)
+        return TopAgg(self.k, self.clip, sigma, self.threshold, **options)
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -180,7 +193,10 @@ def _title(epsilon: float) -> str:
 
 
 # ------------------------------------------------------------------------------------ the generator
-def my_teachers(settings: Settings, train: Images, classes: int) -> gan.Teachers:
+GROUP = 250  # convolutional teachers that compute together: 250 of them need about 1 GB
+
+
+def my_teachers(settings: Settings, train: Images, classes: int) -> gan.Teachers | gan.Committee:
     """Return the teachers of this rank.
 
     Teacher t is on rank t modulo ranks, and record i belongs to teacher i modulo N. All teachers
@@ -189,7 +205,12 @@ def my_teachers(settings: Settings, train: Images, classes: int) -> gan.Teachers
     number, share = settings.teachers, len(train[0]) // settings.teachers
     torch.manual_seed(settings.seed * 1000 + hvd.rank())
     index = torch.arange(number * share).reshape(share, number).t()[hvd.rank() :: hvd.size()]
-    return gan.Teachers(train[0][index], train[1][index], classes, settings.teacher_width)
+    images, labels, width = train[0][index], train[1][index], settings.teacher_width
+    if settings.network == "perceptron":
+        return gan.Teachers(images, labels, classes, width)
+    kind, lr = gan.ConvolutionalTeachers, settings.lr
+    parts = zip(images.split(GROUP), labels.split(GROUP), strict=True)
+    return gan.Committee([kind(*part, classes, width, lr) for part in parts])
 
 
 def _generator(
@@ -234,8 +255,9 @@ def _generator(
 
 
 def _new_generator(settings: Settings, train: Images, classes: int) -> gan.Generator:
-    pixels = train[0].shape[1]
-    return gan.Generator(pixels, classes, settings.noise, settings.width, settings.shade)
+    convolutional = settings.network == "convolutional"
+    kind = gan.ConvolutionalGenerator if convolutional else gan.Generator
+    return kind(train[0].shape[1], classes, settings.noise, settings.width, settings.shade)
 
 
 class Student:
@@ -261,7 +283,7 @@ class Student:
         """Return a batch of generated images on which teachers train."""
         return self.draw(self.settings.batch)
 
-    def follow(self, teachers: gan.Teachers, ballot: Ballot) -> None:
+    def follow(self, teachers: gan.Teachers | gan.Committee, ballot: Ballot) -> None:
         """Let the teachers vote on a batch of images, and train on the resulting images."""
         z, labels = self.generator.draw(self.settings.batch, self.random)
         images = self.generator(z, labels).detach()

@@ -36,6 +36,8 @@ def settings(**more: Any) -> Any:
         ({"threshold": 1.0}, "threshold is 1.0"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"lr": 0}, "lr is 0"),
+        ({"sigma": 0.0}, "sigma is 0.0"),
+        ({"network": "residual"}, "network is 'residual'"),
         ({"shade": -1}, "shade is -1"),
         ({"name": "../x"}, "name is '../x'"),
     ],
@@ -132,6 +134,157 @@ def test_wishes_make_images_more_real() -> None:
     before = teachers.judge(fake.expand(2, 4, 16), named)[:, :3]
     after = teachers.judge((fake + wishes), named)[:, :3]
     assert (after > before).all()
+
+
+def ballot_without_noise(teachers: int, **more: Any) -> Any:
+    from accordion_hvd import TopAgg
+    from accordion_hvd.privacy.ballot import Ballot
+    from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
+
+    method = TopAgg(sigma=0.0, unprotected=True, unit="teacher", contributors=teachers, **more)
+    return Ballot(method, SimulatedCommunicator(Hub(1), 0, TORCH.xp))
+
+
+PUBLISHED = {"threshold": 0.7, "step_size": 1e-3, "lr": 1e-3, "student_steps": 1, "shade": 0.0}
+OURS: dict[str, Any] = {"threshold": None}
+
+
+class Painters:
+    """Teachers who all want one image: the wish is the way from an image to it."""
+
+    def __init__(self, wanted: Any) -> None:
+        self.wanted = wanted
+
+    def wishes(self, images: Any, labels: Any) -> Any:
+        return (self.wanted - images).expand(10, *images.shape)
+
+
+@pytest.mark.parametrize("network", ["perceptron", "convolutional"])
+@pytest.mark.parametrize("chosen", [PUBLISHED, OURS])
+def test_votes_move_images_as_teachers_ask(network: str, chosen: dict[str, Any]) -> None:
+    """Without noise, each vote moves the pixels that were voted on, and with the vote's sign."""
+    import torch
+
+    told = settings(network=network, batch=15, k=20, width=16, noise=4, **chosen)
+    from examples.datalens.training import Student, _new_generator
+
+    torch.manual_seed(0)
+    wanted = 0.9 * torch.sign(torch.randn(64))
+    student = Student(told, _new_generator(told, (torch.zeros(1, 64), torch.zeros(1)), 10))
+    ballot = ballot_without_noise(10, k=told.k, clip=told.clip, threshold=told.threshold)
+    for _ in range(3):
+        random = torch.Generator()
+        random.set_state(student.random.get_state())
+        z, labels = student.generator.draw(told.batch, random)  # those of the coming vote
+        with torch.no_grad():
+            before = student.generator(z, labels)
+            student_wish = wanted - before
+        student.follow(Painters(wanted), ballot)
+        with torch.no_grad():
+            moved = student.generator(z, labels) - before
+        voted = torch.zeros(before.shape, dtype=torch.bool)
+        voted.scatter_(1, student_wish.abs().topk(told.k, 1).indices, True)
+        along = (moved * torch.sign(student_wish))[voted]
+        assert along.mean() > 0.3 * moved[voted].abs().mean() > 0
+        assert along.mean() > 1e-4
+
+
+def test_a_vote_is_a_step_of_the_published_length() -> None:
+    """Targets differ from images by step_size on the k pixels of each, and by nothing elsewhere."""
+    import torch
+
+    wishes = torch.randn(1, 15, 64, generator=torch.Generator().manual_seed(0)).expand(10, 15, 64)
+    vote = ballot_without_noise(10, k=20, clip=1e-5, threshold=0.7).vote(wishes)
+    assert ((vote != 0).sum(1) == 20).all() and (vote * wishes[0] >= 0).all()
+    assert set(vote.unique().tolist()) == {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize("network", ["perceptron", "convolutional"])
+def test_images_become_more_real_to_their_teachers(
+    network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without noise, all images of the generator, after several votes."""
+    import torch
+
+    told = settings(
+        network=network, teachers=8, teacher_width=4, width=16, noise=4, k=20, threshold=0.5,
+        step_size=0.1, student_steps=5, batch=20, lr=2e-3, shade=0.0,
+    )  # fmt: skip
+    from examples.datalens import training as datalens
+
+    torch.manual_seed(0)
+    labels = torch.arange(160) // 8 % 2  # each teacher has both classes
+    images = (0.8 * torch.sign(torch.randn(2, 64)))[labels] + 0.1 * torch.randn(160, 64)
+    monkeypatch.setattr(datalens.hvd, "rank", lambda: 0)
+    monkeypatch.setattr(datalens.hvd, "size", lambda: 1)
+    teachers = datalens.my_teachers(told, (images, labels), 2)
+    student = datalens.Student(told, datalens._new_generator(told, (images, labels), 2))
+    for _ in range(60):
+        teachers.learn(*student.show())
+    z, named = student.generator.draw(40, torch.Generator().manual_seed(1))
+    groups = getattr(teachers, "groups", [teachers])
+
+    def judged() -> torch.Tensor:
+        with torch.no_grad():
+            fake = student.generator(z, named)
+            return torch.cat([g.judge(fake.expand(len(g), *fake.shape), named) for g in groups])
+
+    before = judged()
+    ballot = ballot_without_noise(8, k=told.k, clip=told.clip, threshold=told.threshold)
+    for _ in range(10):
+        student.follow(teachers, ballot)
+    assert (judged() > before).float().mean() > 0.9
+
+
+def test_groups_of_teachers_wish_as_each_would_alone() -> None:
+    """A stacked convolution is each teacher's own, and groups change nothing."""
+    import torch
+
+    from examples.datalens.gan import ConvolutionalTeachers
+
+    torch.manual_seed(0)
+    images, labels = torch.randn(3, 4, 64), torch.arange(12).reshape(3, 4) % 2
+    teachers = ConvolutionalTeachers(images, labels, 2, 3)
+    with torch.no_grad():
+        for weight in teachers.weights:
+            weight.copy_(torch.randn(weight.shape))
+    fake, named = torch.randn(5, 64), torch.arange(5) % 2
+    found = teachers.judge(fake.expand(3, 5, 64), named)
+    for t in range(3):
+        one, bias, two, offset, chosen, last = (weight[t].detach() for weight in teachers.weights)
+        conv = torch.nn.functional.conv2d
+        x = conv(fake.reshape(5, 1, 8, 8), one.reshape(3, 1, 5, 5), bias, stride=2, padding=2)
+        x = torch.where(x > 0, x, 0.2 * x)
+        x = conv(x, two.reshape(6, 3, 5, 5), offset, stride=2, padding=2)
+        x = torch.where(x > 0, x, 0.2 * x).reshape(5, -1)
+        wanted = (x * chosen[named]).sum(1) + last[named]
+        torch.testing.assert_close(found[t].detach(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "epsilon", "images"),
+    [("datalens_mnist_published", 1.0, 1300), ("datalens_mnist_published_10", 10.0, 1643)],
+)
+def test_the_published_settings(name: str, epsilon: float, images: int) -> None:
+    """As many votes as the authors' accounting allows (orders and conversion of their code)."""
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("horovod")
+    from examples import config
+    from examples.datalens.training import Settings
+
+    path = ROOT / "configs" / f"{name}.yaml"
+    found = config.parse_settings("Train.", ["--config", str(path)], Settings)
+    assert (found.name, found.network, found.epsilons) == (name, "convolutional", [epsilon])
+    assert (found.student_steps, found.teacher_steps, found.step_size) == (1, 2, 1e-3)
+    assert images - found.batch < found.steps * found.batch <= images
+    method = found.method(epsilon)
+    published = {1.0: (200, 5000, 0.7), 10.0: (300, 800, 0.2)}[epsilon]
+    assert (method.k, method.sigma, method.threshold) == published
+    assert (method.contributors, method.clip, found.delta) == (4000, 1e-5, 1e-5)
+    orders = np.array([1.1, *range(2, 200)])
+    renyi = found.steps * found.batch * 2 * found.k * orders / found.sigma**2
+    assert (renyi + math.log(1e5) / (orders - 1)).min() <= epsilon
+    assert method.budget.left(method.mechanism) >= found.steps * found.batch
 
 
 def test_the_script_refuses_in_a_sentence() -> None:

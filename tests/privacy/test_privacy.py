@@ -7,15 +7,20 @@ import importlib.util
 import json
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, installed
-from scipy import special, stats
+from scipy import optimize, special, stats
+from threads import Threaded
 
 from accordion_hvd import BudgetSpent, PrivacyBudget, TopAgg
+from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.engine import checkpoint
+from accordion_hvd.ops import secret
 from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
 from accordion_hvd.privacy.ballot import Ballot
 from accordion_hvd.privacy.budget import epsilon_of
@@ -109,6 +114,125 @@ def test_published_settings(k: int, sigma: float, epsilon: float, published: int
     assert theirs(published) <= epsilon < theirs(published + 1)
     method = TopAgg(k, None, sigma, unit="teacher", contributors=4000)
     assert published <= PrivacyBudget(epsilon, DELTA).left(method.mechanism) < 1.6 * published
+
+
+# ------------------------------------------------------------------- privacy loss distributions
+SAMPLED = Release(0.7, 0.001, "add or remove")
+
+
+def test_reference_figures_of_both_accountings() -> None:
+    assert epsilon_of({SAMPLED: 2000}, DELTA) == pytest.approx(1.816, abs=5e-4)
+    assert epsilon_of({SAMPLED: 2000}, DELTA, "pld") == pytest.approx(0.743, abs=5e-4)
+
+
+def loss_bounds(z: float, q: float, count: int, step: float = 1e-5) -> list[float]:
+    """Bounds of epsilon for removal: losses rounded down and up to a grid, then convolved.
+
+    The loss at x is log((1 - q) + q exp((2x - 1) / (2 z^2))), x distributed as N(0, z^2), or
+    N(1, z^2) with probability q. It increases with x, so cells of the grid are intervals of x.
+    """
+    cells = 1 << 21
+    low = math.floor(math.log1p(-q) / step)  # the infimum of the loss
+    losses = (low + np.arange(1, cells)) * step
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x = 0.5 + z**2 * np.log((np.exp(losses) - (1 - q)) / q)
+    x = np.concatenate([[-np.inf], np.where(np.isnan(x), -np.inf, x), [np.inf]])
+    below = (1 - q) * stats.norm.cdf(x / z) + q * stats.norm.cdf((x - 1) / z)
+    composed = np.fft.irfft(np.fft.rfft(np.diff(below)) ** count, cells)
+    found = []
+    for offset in (0, 1):
+        # the mean of the sum is far above its start: the distribution wraps around the grid
+        total = (low + offset) * count + np.arange(cells)
+        total = np.where(total * step < -cells * step / 4, total + cells, total) * step
+        gains = lambda e, total=total: (composed * np.maximum(-np.expm1(e - total), 0)).sum()  # noqa: E731
+        found.append(optimize.brentq(lambda e, gains=gains: gains(e) - DELTA, 0, 4))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("z", "q", "count"), [(0.7, 0.001, 1), (0.7, 0.001, 300), (2.0, 0.05, 100)]
+)
+def test_sampled_losses_are_never_understated(z: float, q: float, count: int) -> None:
+    low, high = loss_bounds(z, q, count)
+    assert high - low < 0.01
+    found = epsilon_of({Release(z, q, "add or remove"): count}, DELTA, "pld")
+    assert low <= found <= high + 1e-3
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-8, 3e-10, 1e-11, 1e-14])
+@pytest.mark.parametrize("rate", [1.0, 1 - 1e-12])
+def test_rounding_errors_are_never_in_favour(delta: float, rate: float) -> None:
+    """Exact: one Gaussian with mu = sqrt(T) / z (Balle & Wang 2018); the rates differ by 1e-12."""
+    release = Release(5000 / 2 / math.sqrt(200), rate, "add or remove")
+    mu = math.sqrt(1300) / release.noise_multiplier
+
+    def delta_of(e: float) -> float:
+        tails = stats.norm.cdf([mu / 2 - e / mu, -mu / 2 - e / mu])
+        return float(tails[0] - math.exp(e) * tails[1])
+
+    exact = optimize.brentq(lambda e: delta_of(e) / delta - 1, 0, 5)
+    found = epsilon_of({release: 1300}, delta, "pld")
+    assert exact * (1 - 1e-9) <= found <= epsilon_of({release: 1300}, delta)
+    assert found < 1.001 * exact or delta < 1e-9
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {SAMPLED: 3},
+        {Release(20.0, 0.01, "add or remove"): 2_000_000},
+        {SAMPLED: 50, Release(9.0, 1.0, "add or remove"): 5},
+    ],
+)
+def test_losses_never_exceed_renyi(counts: dict[Release, int]) -> None:
+    assert 0 < epsilon_of(counts, DELTA, "pld") <= epsilon_of(counts, DELTA)
+
+
+def test_kinds_of_releases_add_up_as_losses() -> None:
+    """Releases in two kinds that differ by nothing cost as much as in one."""
+    other = Release(0.7 * (1 + 1e-12), 0.001, "add or remove")
+    one, two = ({SAMPLED: 400}, {SAMPLED: 150, other: 250})
+    assert epsilon_of(two, DELTA, "pld") == pytest.approx(epsilon_of(one, DELTA, "pld"), rel=1e-5)
+
+
+def test_a_budget_of_losses() -> None:
+    """It ends at its own epsilon, beyond that of Renyi, and its ledger says which it is."""
+    budget, release = PrivacyBudget(0.6, DELTA, "pld"), Release(2.0, 0.01, "add or remove")
+    room = budget.left(release)
+    assert room > 1.1 * PrivacyBudget(0.6, DELTA).left(release)
+    budget.spend(release, room)
+    assert budget.spent() <= 0.6 < epsilon_of({release: room + 1}, DELTA, "pld")
+    with pytest.raises(BudgetSpent, match="accounting='pld'"):
+        budget.spend(release)
+    saved = json.loads(json.dumps(budget.state_dict()))
+    assert saved["privacy"]["accounting"] == "pld"
+    fresh = PrivacyBudget(0.6, DELTA, accounting="pld")
+    fresh.load_state_dict(saved)
+    assert fresh.left(release) == 0 and fresh.spent() == budget.spent()
+    plain = PrivacyBudget(0.6, DELTA)
+    assert "accounting" not in repr(plain)  # as in older checkpoints
+    with pytest.raises(ValueError, match="accounting is 'gdp', but must be"):
+        PrivacyBudget(1.0, DELTA, "gdp")
+
+
+def test_losses_need_less_noise() -> None:
+    arguments = (1.0, DELTA, 50, 0.01, "add or remove")
+    noise = multiplier_for(*arguments, accounting="pld")
+    assert noise < multiplier_for(*arguments)
+    release = Release(noise, 0.01, "add or remove")
+    assert epsilon_of({release: 50}, DELTA, "pld") <= 1.0
+
+
+def test_a_checkpoint_of_the_other_accounting_is_refused() -> None:
+    worlds = [
+        simulate(TopAgg(5, None, 120.0, budget=PrivacyBudget(1.0, DELTA, name)), 1)
+        for name in ("rdp", "pld")
+    ]
+    for world in worlds:
+        world.step(gradients(1))
+    saved = checkpoint.snapshot(worlds[0].exchanges[0])
+    with pytest.raises(ValueError, match="accounting='pld'.*but was .* when saved"):
+        checkpoint.adopt(worlds[1].exchanges[0], saved)
 
 
 # --------------------------------------------------------------------------------------- the ledger
@@ -264,6 +388,16 @@ def test_lots_are_drawn_record_by_record() -> None:
     assert samplers[0].expected == 100 and len(list(samplers[0])) == 10
 
 
+@pytest.mark.parametrize("rate", [1e-19, 1e-8, 1e-7, 0.1, 0.3, 1 - 2**-53, 1.0])
+def test_the_true_rate_never_exceeds_the_rate(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 2^64 words, floor(2^64 rate) draw a record: exactly those below that number."""
+    most = math.floor(Fraction(rate) * 2**64)
+    words = sorted({0, most // 2, max(most - 1, 0), min(most, 2**64 - 1), 2**63, 2**64 - 1})
+    monkeypatch.setattr(secret.os, "urandom", lambda n: np.array(words, np.uint64).tobytes())
+    drawn = PoissonSampler(len(words), rate).draw()
+    assert [words[i] for i in drawn] == [word for word in words if word < most]
+
+
 def test_lots_do_not_repeat() -> None:
     found = []
     for _ in range(2):
@@ -316,6 +450,23 @@ def test_images_are_voted_on_apart() -> None:
     for image in range(5):
         alone = ballot(method).vote(signs[:, image : image + 1])
         np.testing.assert_array_equal(together[image], alone[0])
+
+
+def test_ranks_of_a_ballot_agree_on_the_accounting() -> None:
+    """Else one rank would stop while the others wait for its vote."""
+    hub = Hub(2)
+
+    def vote(rank: int) -> str:
+        budget = PrivacyBudget(1.0, DELTA, ("rdp", "pld")[rank])
+        method = TopAgg(4, None, 100.0, unit="teacher", contributors=20, budget=budget)
+        with pytest.raises(RanksDisagree) as refusal:
+            Ballot(method, Threaded(hub, rank, NUMPY.xp)).vote(np.ones((10, 1, 64), np.float32))
+        assert not budget.releases
+        return str(refusal.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for message in pool.map(vote, range(2)):
+            assert "accounting='pld'" in message and "rank 1" in message
 
 
 def test_ballots_refuse() -> None:
