@@ -161,7 +161,9 @@ def test_the_default_bin_is_that_of_the_layer_s_type(
 
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize(
-    "wrapped", [lambda c: c, Gathered, EF21, ErrorFeedback, Momentum, TwoLevel], ids=str
+    "wrapped",
+    [lambda c: c, Gathered, EF21, ErrorFeedback, Momentum, TwoLevel],
+    ids=lambda kind: kind.__name__,
 )
 def test_layers_of_both_types_in_one_job(wrapped: Any, framework: Framework) -> None:
     """As with the paper's bins written by hand; small tensors share calls, but not their bins."""
