@@ -484,7 +484,7 @@ class WaitAvoidingJob:
             self._models[rank] = self._agents[rank].published.copy()
         else:
             mine = self._models[rank].copy()
-            combine(total, mine, len(self._groups.of(rank, version)), label == version)
+            combine(total.copy(), mine, len(self._groups.of(rank, version)), label == version)
             self._models[rank] = mine
         self._waiting[rank] = None
         self._finish_step(now, rank, step)

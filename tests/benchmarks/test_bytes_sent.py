@@ -19,7 +19,8 @@ def test_formulas_are_what_is_counted(row: CatalogRow) -> None:
         sent, received = bytes_sent.counted(row, ranks)
         assert sent == pytest.approx(received, rel=0.01) or not row.moved
         if row.moved:
-            assert bytes_sent.by_formula(row, ranks) == pytest.approx(sent, rel=0.01)
+            flag = 2 * (ranks - 1) / ranks * 8  # of an allreduce; formulas exclude it
+            assert bytes_sent.by_formula(row, ranks) == pytest.approx(sent, rel=0.01, abs=flag)
 
 
 def test_a_wrong_formula_is_noticed() -> None:
