@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import harness
+import numpy as np
 
 SETTINGS = {
     "nodes": 240, "sizes": [20, 40], "epochs": 10, "batch_size": 8, "dropout": 0.0, "evaluate": 3,
@@ -53,7 +54,8 @@ def check_rows_over_tensorflow() -> None:
 
 def check_torch() -> None:
     remote, received = train("torch")
-    assert received == [rows * (4 * ROW + 4) for rows in remote], "rows, and numbers of nodes"
+    due = [rows * (4 * ROW + 4) for rows in remote]  # rows, and numbers of nodes
+    np.testing.assert_allclose(received, due, rtol=1e-12)
 
 
 def check_keras_fetches_what_torch_does() -> None:
@@ -68,7 +70,8 @@ OTHER = {
 
 def check_other_ways_in_torch() -> None:
     remote, received = train("torch-other", **OTHER)
-    assert received == [rows * (ROW + 4 + 4) for rows in remote], "codes, a scale, and a number"
+    due = [rows * (ROW + 4 + 4) for rows in remote]  # codes, a scale, and a number
+    np.testing.assert_allclose(received, due, rtol=1e-12)
 
 
 def check_other_ways_in_keras() -> None:
