@@ -23,10 +23,8 @@ _ORDERS = [*range(2, 65), *range(72, 257, 8), 512, 1024]
 _MOST = 1 << 40  # largest number of releases
 _INTERVAL = 1e-4  # of discrete privacy losses
 _ROUNDING = 1e-10  # part of delta reserved for rounding errors of the PLD's Fourier transforms
-_LARGE, _MANY = (
-    100.0,
-    10**6,
-)  # largest epsilon and number of sampled releases for which PLDs are fast
+_LARGE = 100.0  # largest epsilon for which PLDs are computed
+_MANY = 10**6  # largest number of sampled releases for which PLDs are fast
 
 
 class BudgetSpent(RuntimeError):
