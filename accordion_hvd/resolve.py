@@ -172,8 +172,7 @@ def _instance(compression: Any) -> Any:
 
 
 def _is_none(compression: Any) -> bool:
-    """Return whether `compression` is `hvd.Compression.none` of one of Horovod's modules."""
+    """Return whether `compression` is `hvd.Compression.none` of an engine's module."""
     module = str(getattr(compression, "__module__", ""))
-    return (
-        module.startswith("horovod.") and getattr(compression, "__name__", "") == "NoneCompressor"
-    )
+    of_engine = module.startswith(("horovod.", "accordion_hvd.comm."))
+    return of_engine and getattr(compression, "__name__", "") == "NoneCompressor"

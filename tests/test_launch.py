@@ -21,9 +21,20 @@ AMONG_MORE = (
 )
 """Keras' checks that are more than repeated by more ranks, which take minutes for all of them."""
 
+OF_HOROVOD = (
+    "check_names_are_complete",
+    "check_elastic_state",
+    "check_dense_equals_stock_horovod",
+    "check_stock_wrapper_refuses_ours",
+)
+"""PyTorch's checks that need Horovod."""
+
+WITHOUT_HOROVOD = tuple(x for x in checks_of("torch_checks.py") if x not in OF_HOROVOD)
+
 SUITES: dict[str, list[Any]] = {
-    "core_checks.py": BOTH,
-    "torch_checks.py": BOTH,
+    "core_checks.py": [*BOTH, ("torchrun", 2), ("torchrun", 4), ("carried", 2)],
+    "torch_checks.py": [*BOTH, ("torchrun", 2, WITHOUT_HOROVOD), ("carried", 4, WITHOUT_HOROVOD)],
+    "engine_checks.py": [("torchrun", 2), ("torchrun", 4)],
     "old_checkpoints_checks.py": BOTH[:1],
     "optimizer_checks.py": BOTH,
     "tf_checks.py": BOTH,

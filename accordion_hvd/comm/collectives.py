@@ -23,6 +23,8 @@ class Collectives(abc.ABC):
             `fp16_reduction.choose_reduction` decides; the engine does not add fp16 until then.
         hosts: ranks of each host; () until `hosts.discover_hosts` has found them.
         extensible: whether `register` can add groups that the engine does not know.
+        ordered: whether the engine matches the operations of all ranks by their order instead of
+            their names. Ranks must then start all operations in the same order.
         scratch: scratch memory that is reused in the next step, by name; None if memory cannot be
             reused.
     """
@@ -33,6 +35,7 @@ class Collectives(abc.ABC):
     native_fp16_allreduce: bool | None = None
     hosts: Hosts = ()
     extensible: bool = True
+    ordered: bool = False
     scratch: dict[str, Tensor] | None = None
 
     # ------------------------------------------ asynchronous operations, each returning a handle
@@ -41,8 +44,13 @@ class Collectives(abc.ABC):
         """Start one reduction of several tensors, which it may overwrite."""
 
     @abc.abstractmethod
-    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
-        """Start one concatenation of the ranks' vectors, whose lengths may differ."""
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
+        """Start one concatenation of the ranks' vectors.
+
+        Vectors of different lengths need `lengths`: the lengths of all members' vectors.
+        """
 
     @abc.abstractmethod
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:

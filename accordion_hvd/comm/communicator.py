@@ -87,9 +87,16 @@ class Pending:
             self._move(members, Running(program))
 
     def ready(self) -> bool:
-        """Return whether all results have arrived; start the operations that can follow."""
+        """Return whether all results have arrived; start the operations that can follow.
+
+        If the engine matches operations by their order (`Collectives.ordered`), wait for the
+        present operation of each program, so that all ranks start the following ones in the same
+        order.
+        """
         running, self._running = self._running, []
         for members, program in running:
+            if self._communicator.ordered:
+                program.send(self._communicator.wait(program.asked))
             self._move(members, program)
         return not self._running
 
@@ -124,11 +131,12 @@ class Pending:
 
     def _move(self, members: list[int], program: Running) -> None:
         """Advance a program until it waits for a pending operation."""
+        communicator = self._communicator
         while not program.done:
-            if not self._communicator.poll(program.asked):
+            if communicator.ordered or not communicator.poll(program.asked):
                 self._running.append((members, program))
                 return
-            program.send(self._communicator.wait(program.asked))
+            program.send(communicator.wait(program.asked))
         for member, result in zip(members, program.result, strict=True):
             self._results[member] = result
 

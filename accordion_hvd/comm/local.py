@@ -32,7 +32,9 @@ class LocalCommunicator(Communicator):
         """Return the mean, sum or maximum over ranks with equal tensors."""
         return [reference.repeated(self.xp, x, op, self.ranks(group)) for x in tensors]
 
-    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
         """Return one copy of the vector per rank, concatenated."""
         return self.xp.concat([tensor] * self.ranks(group))
 

@@ -206,8 +206,9 @@ def _gather_uneven(
     table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(row), group)
     table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(sizes))))
     _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
-    flat = yield communicator.allgather(name, sent, group)
-    _compare_sizes(xp, flat, int(table.sum()), name)
+    lengths = [int(length) for length in table.sum(1)]
+    flat = yield communicator.allgather(name, sent, group, lengths)
+    _compare_sizes(xp, flat, sum(lengths), name)
     pieces = xp.split(flat, [int(size) for size in table.reshape(-1)])
     return _by_request(xp, pieces, requests)
 

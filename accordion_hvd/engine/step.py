@@ -83,6 +83,7 @@ class Step:
         self._exchanges: dict[int, BatchExchange] = {}
         self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}
         self._missing = [len(members) for members in groups]
+        self._next = 0  # first group that has not been launched, if groups are launched in order
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
         self._bad: list[Tensor] = []  # one flag per group
@@ -125,11 +126,17 @@ class Step:
             self._flags[group].append(self._xp.nonfinite(exchange.requests[0].tensor))
         exchange.seconds = time.perf_counter() - began
         self._missing[group] -= 1
-        if not self._missing[group]:
-            self._launch(group, 0)
+        if not self._communicator.ordered:
+            if not self._missing[group]:
+                self._launch(group, 0)
+        else:  # gradients become ready in an order that differs between ranks
+            while self._next < len(self._groups) and not self._missing[self._next]:
+                self._next += 1
+                self._launch(self._next - 1, 0)
         self.seconds["encode"] += time.perf_counter() - began
-        for _, pending in self._pending.values():
-            pending.ready()  # lets requests progress while backward runs
+        if not self._communicator.ordered:
+            for _, pending in self._pending.values():
+                pending.ready()  # lets requests progress while backward runs
 
     def advance(self) -> bool:
         """Continue the generators whose requests are complete, without waiting.

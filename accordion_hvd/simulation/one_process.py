@@ -93,7 +93,9 @@ class SimulatedCommunicator(Communicator):
 
         return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
 
-    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
         """Concatenate the tensors of all members, in rank order."""
         return self._put(name, group, self.xp.copy(tensor), self.xp.concat)
 

@@ -15,16 +15,17 @@ optimizer = hvd.DistributedOptimizer(
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from accordion_hvd.comm.horovod.torch import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
-from accordion_hvd.torch import elastic
+from accordion_hvd.torch import engines as _engines
 from accordion_hvd.torch.batches import AccordionBatchSampler
 from accordion_hvd.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
     init,
+    shutdown,
 )
 from accordion_hvd.torch.optimizer import DistributedOptimizer
 from accordion_hvd.torch.optimizers import NATIVE
@@ -34,20 +35,25 @@ _OURS = {
     "DistributedOptimizer": DistributedOptimizer,
     "broadcast_optimizer_state": broadcast_optimizer_state,
     "broadcast_parameters": broadcast_parameters,
-    "elastic": elastic,
     "init": init,
     "load_state": load_state,
     "save_state": save_state,
+    "shutdown": shutdown,
     **NATIVE,
 }
 globals().update(NATIVE)
-__all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from `horovod.torch`."""
-    return getattr(_horovod, name)
+    """Return any other name from the engine, such as `horovod.torch`."""
+    engine = _engines.interface()
+    if name == "elastic" and _engines.coordinator() == "horovod":
+        return importlib.import_module("accordion_hvd.torch.elastic")
+    if name == "__all__":
+        return __dir__()
+    return getattr(engine, name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    engine = {name for name in dir(_engines.interface()) if not name.startswith("_")}
+    return sorted(engine | set(_OURS))

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.comm.horovod.torch import HorovodCommunicator
-from accordion_hvd.comm.local import connect
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.torch import engines
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -77,7 +76,7 @@ def averager(
 
     Raises the errors of `wrap`.
     """
-    communicator = connect(process_set, HorovodCommunicator, xp)
+    communicator = engines.connect(process_set)
     result = ModelAverager(
         method, parameters(named), communicator, guard, process_set.process_set_id, alternation
     )

@@ -1,4 +1,4 @@
-"""Initialization of Horovod, and broadcasts before training."""
+"""Initialization of the engine, and broadcasts before training."""
 
 from __future__ import annotations
 
@@ -6,17 +6,45 @@ from typing import Any
 
 import torch
 
-from accordion_hvd.comm.horovod import process_sets
-from accordion_hvd.comm.horovod.torch import hvd
+from accordion_hvd.comm.torch_distributed.start import start_under
+from accordion_hvd.torch import engines
+from accordion_hvd.torch.engines import hvd
 
 
-def init(*args: Any, **kwargs: Any) -> Any:
-    """Initialize Horovod; takes the arguments of `horovod.torch.init`.
+def init(*args: Any, engine: str | None = None, **kwargs: Any) -> Any:
+    """Connect the ranks; takes the arguments of `horovod.torch.init`, and `engine`.
 
-    If MPI started the ranks, process sets can be added later.
+    Ranks that horovodrun or mpirun has started are connected by Horovod. If MPI started them,
+    process sets can be added later. Ranks that torchrun has started, or for which the script has
+    called `torch.distributed.init_process_group`, are connected by torch.distributed; Horovod is
+    not needed then.
+
+    Args:
+        args: positional arguments of `horovod.torch.init`.
+        engine: engine that carries compressed gradients, "horovod" or "torch". With "torch",
+            Horovod starts and coordinates the ranks of horovodrun and mpirun, but
+            torch.distributed carries their gradients. Default: the environment variable
+            ACCORDION_HVD_ENGINE if set, else the engine that connects the ranks.
+        kwargs: keyword arguments of `horovod.torch.init`.
+
+    Raises:
+        ValueError: if `engine` is unknown or does not suit the launcher.
+        RuntimeError: if Horovod is needed and not installed.
     """
-    process_sets.let_add()
-    return hvd.init(*args, **kwargs)
+    engines.choose(engine)
+    if engines.coordinator() == "torch":
+        return hvd.init(*args, **kwargs)
+    engines.let_add_process_sets()
+    result = hvd.init(*args, **kwargs)
+    if engines.carrier() == "torch":
+        start_under(hvd)
+    return result
+
+
+def shutdown() -> None:
+    """Disconnect the ranks."""
+    hvd.shutdown()
+    engines.forget()
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

@@ -13,14 +13,13 @@ import torch
 
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
-from accordion_hvd.comm.horovod import process_sets
-from accordion_hvd.comm.horovod.torch import hvd
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.resolve import default_guard, resolve
-from accordion_hvd.torch import averaging, validation
+from accordion_hvd.torch import averaging, engines, validation
+from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.reducer import Reducer
 from accordion_hvd.validate import check_adasum, check_arguments, check_passes, validate
 
@@ -30,14 +29,14 @@ Named = Sequence[tuple[str, torch.Tensor]]
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: torch.optim.Optimizer,
     named_parameters: Any = None,
-    compression: Any = hvd.Compression.none,
+    compression: Any = None,
     backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
+    op: Any = None,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: Any = hvd.global_process_set,
+    process_set: Any = None,
     *,
     skip: Sequence[str] = (),
     guard: str | None = None,
@@ -46,9 +45,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
-    The signature is Horovod's, with a few more keyword arguments. Gradients are compressed and
-    exchanged while the backward pass still runs, and `step()` waits for the averages before it
-    updates the parameters.
+    The signature is Horovod's, with a few more keyword arguments; None means Horovod's default.
+    Gradients are compressed and exchanged while the backward pass still runs, and `step()` waits
+    for the averages before it updates the parameters.
 
     ```python
     optimizer = hvd.DistributedOptimizer(
@@ -117,6 +116,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         TypeError: if `compression` is none of the above.
         RuntimeError: if `compression` needs wait-avoiding averaging and this job cannot provide it.
     """
+    op = hvd.Average if op is None else op
+    compression = hvd.Compression.none if compression is None else compression
+    process_set = hvd.global_process_set if process_set is None else process_set
     check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
     check_passes(backward_passes_per_step)
     validation.check_groups(groups)
@@ -126,7 +128,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     if op == hvd.Adasum:
         check_adasum(compression)
-        return hvd.DistributedOptimizer(
+        return engines.adasum()(
             optimizer, named_parameters, compression, backward_passes_per_step, op,
             gradient_predivide_factor, 0, groups, sparse_as_dense, process_set,
         )  # fmt: skip
@@ -472,7 +474,7 @@ def _rebuild(
     base: Any, attributes: dict[str, Any], names: Named, options: dict[str, Any], ranks: Any
 ) -> Any:
     options = {**options, "policy": copy.deepcopy(options["policy"]), "scaler": None}
-    return _wrap(base, attributes, names, {**options, "process_set": process_sets.of_ranks(ranks)})
+    return _wrap(base, attributes, names, {**options, "process_set": engines.process_set_of(ranks)})
 
 
 @contextmanager

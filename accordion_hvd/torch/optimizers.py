@@ -19,7 +19,6 @@ from typing import Any, ClassVar, cast
 import torch
 
 from accordion_hvd import check, optimizers
-from accordion_hvd.comm.horovod.torch import hvd
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
@@ -27,6 +26,7 @@ from accordion_hvd.optimizers import UpdateRule
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.torch import validation
+from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.optimizer import _Distributed
 from accordion_hvd.torch.reducer import Reducer
 
@@ -85,7 +85,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         policy: Policy | None = None,
         named_parameters: Any = None,
-        process_set: Any = hvd.global_process_set,
+        process_set: Any = None,
         skip: Sequence[str] = (),
         guard: str | None = None,
         guard_every: int | None = None,
@@ -99,6 +99,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         if max_grad_norm is not None and not (check.is_number(max_grad_norm) and max_grad_norm > 0):
             check.refuse(self, "max_grad_norm", max_grad_norm, "a number above 0, or None")
         self._max_norm = max_grad_norm
+        process_set = hvd.global_process_set if process_set is None else process_set
         options = {
             "policy": staged(self.rule, policy), "process_set": process_set,
             "skip": tuple(skip), "guard": Guard(guard, guard_every), "passes": 1, "total": False,

@@ -12,8 +12,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.horovod.torch import HorovodCommunicator
-from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
@@ -23,6 +21,7 @@ from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
+from accordion_hvd.torch import engines
 
 _hooks: Any = WeakTensorKeyDictionary()  # from parameters to the handles of their hooks
 
@@ -123,8 +122,8 @@ class Reducer(GradientAverager[Exchange]):
                 _add_hook(parameter, weakref.ref(self))
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set over Horovod."""
-        return connect(self.process_set, HorovodCommunicator, xp)
+        """Connect to the ranks of the process set over the engine."""
+        return engines.connect(self.process_set)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
         """Return an exchange that reuses its buffers in each step."""

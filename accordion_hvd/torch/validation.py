@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from accordion_hvd import check
-from accordion_hvd.comm.horovod.torch import hvd
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import Serving
+from accordion_hvd.torch.engines import hvd
 from accordion_hvd.validate import OWNER, Use, growth_of, method_of
 
 

@@ -1,4 +1,4 @@
-"""Requests over real wires: what the communicator of PyTorch brings is what NumPy expects."""
+"""Requests over real wires: what each engine's communicator brings is what NumPy expects."""
 
 import harness
 import numpy as np
@@ -7,15 +7,16 @@ HALVES = {"float16": 2**-10, "bfloat16": 2**-7}
 
 
 def INIT() -> None:
-    import horovod.torch as hvd
+    import accordion_hvd.torch as hvd
 
     hvd.init()
 
 
 def communicator():
-    from accordion_hvd.comm.horovod.torch import HorovodCommunicator
+    import accordion_hvd.torch as hvd
+    from accordion_hvd.torch import engines
 
-    return HorovodCommunicator()
+    return engines.connect(hvd.global_process_set)
 
 
 def values(rank: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -34,6 +34,7 @@ RANK = int(
     os.environ.get("OMPI_COMM_WORLD_RANK")
     or os.environ.get("HOROVOD_RANK")
     or os.environ.get("PMI_RANK")
+    or os.environ.get("RANK")
     or 0
 )
 """This process' number, known before any framework is loaded."""

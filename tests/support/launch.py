@@ -22,7 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = ROOT / "tests" / "ranks"
 BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
 END = "(end)"
-LAUNCHERS = {"gloo": "horovodrun", "mpirun": "mpirun"}
+LAUNCHERS = {
+    "gloo": "horovodrun",
+    "mpirun": "mpirun",
+    "torchrun": "torchrun",
+    "carried": "horovodrun",  # torch.distributed carries the gradients of Horovod's ranks
+}
 _TAIL = 4000
 
 
@@ -115,7 +120,8 @@ def available(launcher: str) -> bool:
     """Whether the launcher and Horovod are installed."""
     import importlib.util
 
-    return _find(launcher) is not None and importlib.util.find_spec("horovod") is not None
+    package = "torch" if launcher == "torchrun" else "horovod"
+    return _find(launcher) is not None and importlib.util.find_spec(package) is not None
 
 
 @functools.cache
@@ -131,7 +137,7 @@ def launch(
 
     Args:
         script: its file name.
-        launcher: "gloo" (horovodrun --gloo) or "mpirun".
+        launcher: a key of `LAUNCHERS`.
         ranks: how many.
         limit: seconds after which everything that was started is killed.
         check_limit: seconds that a check may take on a rank.
@@ -140,7 +146,8 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         command = command_for(launcher, ranks, [sys.executable, str(RANKS / script), *checks])
         report = Report(command, ranks)
-        _run(report, folder, limit, {"CHECK_LIMIT": str(check_limit)})
+        more = {"ACCORDION_HVD_ENGINE": "torch"} if launcher == "carried" else {}
+        _run(report, folder, limit, {"CHECK_LIMIT": str(check_limit)} | more)
         _read(report, Path(folder))
         return report
 
@@ -215,8 +222,11 @@ def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
     path = _find(launcher)
     if path is None:
         raise FileNotFoundError(f"{LAUNCHERS[launcher]} is neither in {BIN} nor on PATH")
-    if launcher == "gloo":
+    if launcher in ("gloo", "carried"):
         return [path, "--gloo", "-np", str(ranks), *program]
+    if launcher == "torchrun":
+        python, script, *words = program
+        return [python, path, "--standalone", "--nproc-per-node", str(ranks), script, *words]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     passed = ["PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CHECK_FOLDER"]
     passed += ["CHECK_LIMIT", "TF_CPP_MIN_LOG_LEVEL"]

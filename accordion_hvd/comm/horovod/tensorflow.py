@@ -50,7 +50,9 @@ class HorovodCommunicator(Communicator):
             tensors,
         )
 
-    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
         """Start one allgather along the first dimension."""
         options = self._options(name, group)
         return self._call(

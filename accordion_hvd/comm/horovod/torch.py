@@ -10,8 +10,11 @@ import torch
 
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.ops import torch as xp
+
+__all__ = ["HorovodCommunicator", "hvd", "process_sets"]
 
 Tensor: TypeAlias = torch.Tensor
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
@@ -40,7 +43,9 @@ class HorovodCommunicator(Communicator):
             tensors, name=name, op=_OPS[op], process_set=self.members.subset(group)
         )
 
-    def allgather(self, name: str, tensor: Tensor, group: Group) -> Any:
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
         """Start one allgather."""
         return hvd.allgather_async(tensor, name=name, process_set=self.members.subset(group))
 

@@ -1,0 +1,1 @@
+"""Communicator and Horovod's interface over torch.distributed, with any of its backends."""

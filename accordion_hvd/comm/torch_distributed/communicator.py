@@ -1,0 +1,152 @@
+"""A communicator over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.torch_distributed.process_sets import Members
+from accordion_hvd.ops import torch as xp
+
+Tensor: TypeAlias = torch.Tensor
+_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name
+
+
+class ConnectionLost(RuntimeError):
+    """Raised if a collective fails, most likely because another rank has ended."""
+
+
+@dataclass(slots=True)
+class Handle:
+    """Operations that have been started, and the function that returns their result."""
+
+    works: list[Any]
+    result: Callable[[], Any]
+
+
+class TorchCommunicator(Communicator):
+    """A communicator that connects the ranks of a process set, numbered from 0 within it.
+
+    torch.distributed matches the operations of the ranks by their order (`ordered`). Its waits do
+    not spin, and with NCCL they do not block the process at all.
+
+    Args:
+        process_set: the process set; None: all ranks.
+    """
+
+    ordered = True
+
+    def __init__(self, process_set: Any = None) -> None:
+        self.members = Members(process_set)
+        self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
+        self._averages = dist.get_backend(self.members.group(None)) == "nccl"
+        self.native_fp16_allreduce = True if self._averages else None
+        self.scratch = {}
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """Start one reduction per tensor, in place."""
+        within, divisor = self.members.group(group), self.ranks(group)
+        tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
+        kind = dist.ReduceOp.AVG if op == "mean" and self._averages else _OPS[op]
+        divides = op == "mean" and not self._averages
+
+        def result() -> list[Tensor]:
+            return [_divided(x, divisor) for x in tensors] if divides else tensors
+
+        calls = [partial(dist.all_reduce, x, kind, within, async_op=True) for x in tensors]
+        return self._start(name, calls, result)
+
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
+        """Start one allgather; vectors of different `lengths` are padded to the longest one."""
+        within, ranks = self.members.group(group), self.ranks(group)
+        length = tensor.shape[0] if lengths is None else max(lengths)
+        sent = tensor.contiguous()
+        if length > tensor.shape[0]:
+            sent = torch.cat([sent, sent.new_zeros(length - tensor.shape[0])])
+        gathered = sent.new_empty(ranks * length)
+
+        def result() -> Tensor:
+            if lengths is None or min(lengths) == length:
+                return gathered
+            rows = gathered.view(ranks, length)
+            return torch.cat([row[:count] for row, count in zip(rows, lengths, strict=True)])
+
+        call = partial(_GATHER, gathered, sent, within, async_op=True)
+        return self._start(name, [call], result)
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """Start one broadcast from member `root` of the process set."""
+        value, source = tensor.clone(), self.members.globally(root)
+        within = self.members.group(group)
+        call = partial(dist.broadcast, value, source, within, async_op=True)
+        return self._start(name, [call], lambda: value)
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """Start one alltoall; with `splits`, exchange the numbers of rows first, and wait."""
+        within, tensor = self.members.group(group), tensor.contiguous()
+        counts: list[int] | None = None
+        if splits is not None:
+            sent = torch.tensor(splits, device=tensor.device)
+            numbers = torch.empty_like(sent)
+            call = partial(dist.all_to_all_single, numbers, sent, group=within, async_op=True)
+            counts = self.wait(self._start(name, [call], numbers.tolist))
+        rows = tensor.shape[0] if counts is None else sum(counts)
+        received = tensor.new_empty((rows, *tensor.shape[1:]))
+        parts = None if splits is None else list(splits)
+        exchange = dist.all_to_all_single
+        call = partial(exchange, received, tensor, counts, parts, group=within, async_op=True)
+        return self._start(name, [call], lambda: received if counts is None else (received, counts))
+
+    def register(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Create the process groups of `groups` of which this rank is a member."""
+        self.members.register(groups)
+
+    def pause(self, waited: float) -> None:
+        """Return at once, because operations of an ordered engine are waited for, not polled."""
+
+    def poll(self, handle: Any) -> bool:
+        """Return whether all operations have finished."""
+        return all(work.is_completed() for work in handle.works)
+
+    def wait(self, handle: Any) -> Any:
+        """Wait for the operations and return their result.
+
+        Raises:
+            ConnectionLost: if an operation fails.
+        """
+        try:
+            for work in handle.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost("a collective", error) from error
+        return handle.result()
+
+    def _start(self, name: str, calls: Sequence[Callable[[], Any]], result: Any) -> Handle:
+        try:
+            return Handle([call() for call in calls], result)
+        except RuntimeError as error:
+            raise self._lost(repr(name), error) from error
+
+    def _lost(self, name: str, error: RuntimeError) -> ConnectionLost:
+        return ConnectionLost(
+            f"{name} of rank {self.rank} of {self.size} failed: a rank has ended, cannot be "
+            f"reached, or runs other collectives ({str(error).splitlines()[0]})"
+        )
+
+
+def _divided(x: Tensor, divisor: int) -> Tensor:
+    if x.is_floating_point():
+        return x.div_(divisor)
+    return x.copy_(x / divisor)

@@ -1,0 +1,317 @@
+"""Horovod's operations over torch.distributed: `allreduce`, `allgather`, `broadcast`, ..."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from accordion_hvd.comm.torch_distributed import process_sets
+from accordion_hvd.comm.torch_distributed.communicator import Handle, TorchCommunicator
+from accordion_hvd.comm.torch_distributed.compression import Compression
+
+Tensor: TypeAlias = torch.Tensor
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+"""Reductions, with Horovod's values."""
+
+_KINDS = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+_pending: dict[int, Callable[[], Any]] = {}
+_started: dict[int, Handle] = {}
+_numbers = itertools.count()
+
+
+def _communicator(process_set: Any) -> TorchCommunicator:
+    """Return a communicator of the ranks of a process set.
+
+    Raises:
+        ValueError: if this process is not a member.
+    """
+    communicator = TorchCommunicator(process_set)
+    if communicator.rank < 0:
+        raise ValueError(f"this rank is not a member of {process_set!r}.")
+    return communicator
+
+
+def _start(communicator: TorchCommunicator, handle: Handle, finish: Callable[[Any], Any]) -> int:
+    number = next(_numbers)
+    _started[number] = handle
+    _pending[number] = lambda: finish(communicator.wait(handle))
+    return number
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize` would return at once."""
+    return all(work.is_completed() for work in _started[handle].works)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result."""
+    _started.pop(handle)
+    return _pending.pop(handle)()
+
+
+_WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32, torch.bool: torch.int32}
+"""Dtypes that not all backends can reduce, and dtypes that can take their place."""
+
+
+def _reducible(tensor: Tensor) -> Tensor:
+    """Return the tensor, contiguous, in a dtype that every backend can reduce."""
+    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's bytes, which every backend can transfer."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------- reductions
+def _operation(average: bool | None, op: int | None) -> int:
+    if average is not None and op is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    chosen = op if op is not None else Sum if average is False else Average
+    if chosen == Adasum:
+        raise ValueError("op is hvd.Adasum, which torch.distributed does not have; use Horovod.")
+    if chosen not in _KINDS:
+        raise ValueError(f"op is {op!r}, but must be hvd.Average, Sum, Min, Max or Product.")
+    return chosen
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> int:
+    """Start a reduction of several tensors in place; return a handle."""
+    chosen, communicator = _operation(average, op), _communicator(process_set)
+    group, size = communicator.members.group(None), communicator.size
+    sent = [_reducible(x.detach()) for x in tensors]
+    if prescale_factor != 1.0:
+        sent = [x * prescale_factor for x in sent]
+    works = [dist.all_reduce(x, _KINDS[chosen], group, async_op=True) for x in sent]
+
+    def finish(_: Any) -> list[Tensor]:
+        factor = postscale_factor / size if chosen == Average else postscale_factor
+        for tensor, total in zip(tensors, sent, strict=True):
+            if factor != 1.0:
+                total = total * factor
+            with torch.no_grad():
+                tensor.copy_(total)
+        return list(tensors)
+
+    return _start(communicator, Handle(works, lambda: None), finish)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> int:  # fmt: skip
+    """Start a reduction of several tensors; return a handle."""
+    copies = [x.detach().clone() for x in tensors]
+    return grouped_allreduce_async_(
+        copies, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: Any = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the reductions of several tensors; without gradients for autograd."""
+    small, contexts = zip(*(compression.compress(x) for x in tensors), strict=True)
+    handle = grouped_allreduce_async(
+        small, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    results = zip(synchronize(handle), contexts, strict=True)
+    return [compression.decompress(x, context) for x, context in results]
+
+
+def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Reduce several tensors in place and return them."""
+    return synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))
+
+
+def _single(handle: int) -> int:
+    inner = _pending[handle]
+    _pending[handle] = lambda: inner()[0]
+    return handle
+
+
+def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Start a reduction; return a handle."""
+    return _single(grouped_allreduce_async([tensor], *args, **kwargs))
+
+
+def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Start a reduction in place; return a handle."""
+    return _single(grouped_allreduce_async_([tensor], *args, **kwargs))
+
+
+def allreduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the reduction of a tensor; arguments as in `grouped_allreduce`."""
+    return grouped_allreduce([tensor], *args, **kwargs)[0]
+
+
+def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Reduce a tensor in place and return it."""
+    return grouped_allreduce_([tensor], *args, **kwargs)[0]
+
+
+# ------------------------------------------------------------------------------ other collectives
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> int:
+    """Start an allgather along the first dimension, which may differ; return a handle."""
+    communicator = _communicator(process_set)
+    sent = _bytes(tensor)
+    size = torch.tensor([sent.numel()], device=tensor.device)
+    lengths = communicator.wait(communicator.allgather("sizes", size, None)).tolist()
+    handle = communicator.allgather("gather", sent, None, lengths)
+    return _start(
+        communicator, handle, lambda flat: flat.view(tensor.dtype).view(-1, *tensor.shape[1:])
+    )
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
+    """Return all ranks' tensors, concatenated along the first dimension."""
+    return synchronize(allgather_async(tensor, name, process_set))
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None
+) -> list[Tensor]:
+    """Return the allgather of each tensor."""
+    handles = [allgather_async(x, name, process_set) for x in tensors]
+    return [synchronize(handle) for handle in handles]
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> int:
+    """Start a broadcast from the global rank `root_rank` in place; return a handle."""
+    communicator = _communicator(process_set)
+    value = _bytes(tensor)
+    group = communicator.members.group(None)
+    works = [dist.broadcast(value, root_rank, group, async_op=True)]
+
+    def finish(_: Any) -> Tensor:
+        with torch.no_grad():
+            return tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+
+    return _start(communicator, Handle(works, lambda: None), finish)
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> int:
+    """Start a broadcast from the global rank `root_rank`; return a handle."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> Tensor:
+    """Broadcast from the global rank `root_rank` in place; return the tensor."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> Tensor:
+    """Return the tensor of the global rank `root_rank`."""
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+def alltoall_async(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
+) -> int:
+    """Start an alltoall of rows; return a handle.
+
+    With `splits`, the result is the received rows and the number of rows from each rank.
+    """
+    communicator = _communicator(process_set)
+    counts = None if splits is None else [int(count) for count in splits]
+    width = tensor.element_size() * math.prod(tensor.shape[1:])
+    rows = _bytes(tensor).view(tensor.shape[0], width)
+    handle = communicator.alltoall("alltoall", rows, None, counts)
+
+    def finish(result: Any) -> Any:
+        received = result if counts is None else result[0]
+        received = received.view(tensor.dtype).view(-1, *tensor.shape[1:])
+        return received if counts is None else (received, torch.tensor(result[1]))
+
+    return _start(communicator, handle, finish)
+
+
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
+) -> Any:
+    """Return the rows that all ranks send to this rank; see `alltoall_async`."""
+    return synchronize(alltoall_async(tensor, splits, name, process_set))
+
+
+def reducescatter(
+    tensor: Tensor, name: str | None = None, compression: Any = Compression.none,
+    op: int = Average, process_set: Any = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Return this rank's rows of the reduced tensor; the first ranks get one row more."""
+    communicator = _communicator(process_set)
+    total = allreduce(
+        tensor, name=name, compression=compression, op=op, prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor, process_set=process_set,
+    )  # fmt: skip
+    return torch.tensor_split(total, communicator.size)[communicator.rank]
+
+
+def barrier(process_set: Any = None) -> None:
+    """Wait until all ranks have called this function."""
+    communicator = _communicator(process_set)
+    communicator.wait(communicator.allreduce("barrier", [torch.zeros(1)], "sum", None))
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None
+) -> Any:
+    """Return the object of the global rank `root_rank`, which travels pickled."""
+    values = [obj]
+    group = _communicator(process_set).members.group(None)
+    dist.broadcast_object_list(values, root_rank, group)
+    return values[0]
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
+    """Return the objects of all ranks, which travel pickled."""
+    communicator = _communicator(process_set)
+    values: list[Any] = [None] * communicator.size
+    dist.all_gather_object(values, obj, communicator.members.group(None))
+    return values
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Broadcast the tensors of a dict, or of (name, tensor) pairs, from a rank in place."""
+    pairs = sorted(params.items()) if isinstance(params, dict) else params
+    tensors = [x for _, x in pairs if x is not None]
+    for handle in [broadcast_async_(x, root_rank) for x in tensors]:
+        synchronize(handle)
+
+
+def clear() -> None:
+    """Forget all pending operations."""
+    _pending.clear()
+    _started.clear()
+    process_sets.stop()

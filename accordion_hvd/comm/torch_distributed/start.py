@@ -1,0 +1,80 @@
+"""Initialization of torch.distributed: for torchrun, for Horovod's launchers, for a single rank."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables from which torch.distributed learns the ranks."""
+
+TIMEOUT = datetime.timedelta(seconds=900)
+"""Time after which a collective fails; longer than an evaluation on one rank should last."""
+
+_starts = itertools.count()
+
+
+def launched() -> bool:
+    """Return whether torchrun, or a launcher with its variables, has started this process."""
+    return all(os.environ.get(name) for name in _TORCHRUN)
+
+
+def backend() -> str:
+    """Return the default backend: NCCL for CUDA tensors if each rank has a GPU of its own."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    has_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_gpus and torch.cuda.device_count() >= local else "gloo"
+
+
+def start_alone_or_launched() -> bool:
+    """Initialize torch.distributed if nobody has done so; return whether this call did."""
+    if dist.is_initialized():
+        return False
+    if launched():
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # The launcher's store may still hold the addresses of an earlier initialization.
+        store = dist.PrefixStore(f"accordion.{next(_starts)}", store)
+        dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def start_under(hvd: Any) -> None:
+    """Initialize torch.distributed for the ranks that Horovod connects; collective.
+
+    Args:
+        hvd: `horovod.torch`, initialized.
+
+    Raises:
+        RuntimeError: if torch.distributed is initialized with other ranks.
+    """
+    rank, size = hvd.rank(), hvd.size()
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+            raise RuntimeError(
+                f"torch.distributed knows this process as rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, but Horovod as rank {rank} of {size}."
+            )
+        return
+    interface = os.environ.get("HOROVOD_GLOO_IFACE")
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = port = None
+    if rank == 0:
+        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        port = store.port
+    address = hvd.broadcast_object((_host(), port), name="accordion.store")
+    store = store or dist.TCPStore(*address, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def _host() -> str:
+    """Return an address of this host that the other ranks can reach."""
+    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()

@@ -1,0 +1,125 @@
+"""Ranks of torch.distributed: one that dies, other launchers, engines that do not suit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DYING = """
+import os, torch, accordion_hvd.torch as hvd
+from accordion_hvd import TopK
+hvd.init()
+net = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(4)])
+hvd.broadcast_parameters(net.state_dict(), 0)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), TopK(0.1))
+for step in range(1000):
+    if step == 5 and hvd.rank() == 1:
+        os._exit(9)
+    optimizer.zero_grad()
+    net(torch.randn(8, 200)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    launchers = ("OMPI_", "PMI", "HOROVOD_", "RANK", "WORLD_SIZE", "MASTER_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def start(program: str, ranks: int) -> list[subprocess.Popen[str]]:
+    """Start ranks without a launcher, which would end all of them if one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", program], text=True, stderr=subprocess.PIPE,
+            env=environment(
+                RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+            ),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def test_a_rank_that_dies_is_noticed_by_all() -> None:
+    processes = start(DYING, 3)
+    try:
+        processes[1].wait(120)
+        died = time.monotonic()
+        for rank in (0, 2):
+            _, text = processes[rank].communicate(timeout=30)
+            assert f"rank {rank} of 3 failed: a rank has ended" in text
+        assert time.monotonic() - died < 30
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run(program: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import accordion_hvd.torch as hvd\n" + program]
+    return subprocess.run(
+        command, env=environment(**more), capture_output=True, text=True, timeout=120
+    )
+
+
+def test_engines_that_do_not_suit_are_refused() -> None:
+    done = run("hvd.init()", ACCORDION_HVD_ENGINE="mpi")
+    assert "ACCORDION_HVD_ENGINE is 'mpi', but must be 'horovod' or 'torch'" in done.stderr
+    done = run("hvd.init(engine='nccl')")
+    assert "engine is 'nccl', but must be" in done.stderr
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = run("hvd.init(engine='horovod')", **launched)
+    assert "engine is 'horovod', but torchrun" in done.stderr
+
+
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "horovod" else find(name)
+"""
+
+
+def test_a_single_rank_needs_no_horovod() -> None:
+    program = """
+import torch
+hvd.init()
+net = torch.nn.Linear(40, 50)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))
+net(torch.randn(4, 40)).sum().backward()
+optimizer.step()
+print(hvd.rank(), hvd.size(), hvd.local_size(), "horovod" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HIDE}\nimport accordion_hvd.torch as hvd\n{program}"],
+        env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "1", "1", "False"], done.stderr
+
+
+def test_ranks_of_other_launchers_need_horovod() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HIDE}\nimport accordion_hvd.torch as hvd\nhvd.init()"],
+        env=environment(HOROVOD_RANK="0"), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "Horovod is not installed" in done.stderr
