@@ -35,6 +35,8 @@ SUITES: dict[str, list[Any]] = {
     "core_checks.py": [*BOTH, ("torchrun", 2), ("torchrun", 4), ("carried", 2)],
     "torch_checks.py": [*BOTH, ("torchrun", 2, WITHOUT_HOROVOD), ("carried", 4, WITHOUT_HOROVOD)],
     "engine_checks.py": [("torchrun", 2), ("torchrun", 4)],
+    "ddp_checks.py": [("torchrun", 2), ("torchrun", 4)],
+    "fsdp_checks.py": [("torchrun", 4)],
     "old_checkpoints_checks.py": BOTH[:1],
     "optimizer_checks.py": BOTH,
     "tf_checks.py": BOTH,

@@ -59,6 +59,7 @@ class Reducer(GradientAverager[Exchange]):
             tensors of different groups then never share a bucket. None: no settings.
 
     Attributes:
+        hooked: whether hooks of the parameters announce gradients.
         finite: whether the gradients of the last exchange were finite on all ranks.
         listening: whether exchanges start during the backward pass. If False, `finish` starts them.
         pending: whether some gradient has not been exchanged yet.
@@ -66,6 +67,7 @@ class Reducer(GradientAverager[Exchange]):
     """
 
     framework = "torch"
+    hooked = True
     finite = True
     pending = finished = False
 
@@ -84,7 +86,7 @@ class Reducer(GradientAverager[Exchange]):
         scaler: Any = None,
         settings: Sequence[str] | None = None,
     ) -> None:
-        self.settings, self.listening = settings, settings is None
+        self.settings, self.listening = settings, settings is None and self.hooked
         self.scaler, self.groups, self.passes = scaler, groups, passes
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
@@ -312,20 +314,30 @@ class Reducer(GradientAverager[Exchange]):
             factor = factor * self._scale()
         for index, batch in enumerate(self.exchange.bucket_batches.plan.batches):
             parameters = [self.keys[m] for m in batch.members]
-            if not finite:
-                for parameter in parameters:
-                    _set_gradient(
-                        parameter, torch.full_like(parameter, float("nan")), exclusive=True
-                    )
-                continue
-            means = self.exchange.bucket_batches.unpack(index)
-            if self.total or self.scaler is not None:
-                means = [mean.mul_(factor) for mean in means]
-            exclusive = not self.exchange.bucket_batches.shares(index)
-            if exclusive or not _copy_all(parameters, means):
-                for parameter, mean in zip(parameters, means, strict=True):
-                    _set_gradient(parameter, mean, exclusive)
+            if finite:
+                means = self.exchange.bucket_batches.unpack(index)
+                if self.total or self.scaler is not None:
+                    means = [mean.mul_(factor) for mean in means]
+                exclusive = not self.exchange.bucket_batches.shares(index)
+            else:
+                means = [torch.full_like(parameter, float("nan")) for parameter in parameters]
+                exclusive = True
+            self._put(parameters, means, exclusive)
         self.exchange.results.clear()  # free the memory before the next step
+
+    def _put(
+        self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
+    ) -> None:
+        """Set the gradients of parameters to their means.
+
+        Args:
+            parameters: the parameters.
+            means: their averaged gradients.
+            exclusive: whether no other tensor shares the memory of a mean.
+        """
+        if exclusive or not _copy_all(parameters, means):
+            for parameter, mean in zip(parameters, means, strict=True):
+                _set_gradient(parameter, mean, exclusive)
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:

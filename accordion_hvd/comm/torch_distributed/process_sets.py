@@ -108,6 +108,22 @@ def of_ranks(ranks: list[int] | None) -> ProcessSet:
     return matching[0] if matching else global_process_set
 
 
+def of_group(group: Any) -> ProcessSet:
+    """Return a process set of the ranks of a process group, whose collectives use that group.
+
+    Args:
+        group: the process group; None: all ranks.
+    """
+    if group is None or group == dist.group.WORLD:
+        ranks = tuple(range(dist.get_world_size()))
+    else:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _groups.setdefault(ranks, group)
+    process_set = ProcessSet(ranks)
+    process_set.process_set_id = 0
+    return process_set
+
+
 def group_of(ranks: tuple[int, ...]) -> Any:
     """Return the process group of `ranks`, of which this process is a member.
 

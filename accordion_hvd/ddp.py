@@ -1,0 +1,261 @@
+"""A communication hook for `DistributedDataParallel`, with every compressor and policy.
+
+```python
+import torch
+from accordion_hvd import Accordion, PowerSGD, ddp
+
+torch.distributed.init_process_group()
+model = torch.nn.parallel.DistributedDataParallel(network)
+state = ddp.register(model, Accordion(low=PowerSGD(4), high=PowerSGD(1), window=steps_per_epoch))
+```
+The training loop does not change: DDP averages gradients during the backward pass, so they can be
+clipped right after it, and `no_sync()` accumulates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+from accordion_hvd.comm.torch_distributed.process_sets import of_group
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.guard import Guard
+from accordion_hvd.ops import torch as xp
+from accordion_hvd.policies.privacy_accountant import per_sample
+from accordion_hvd.resolve import default_guard, resolve
+from accordion_hvd.torch import validation
+from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.validate import Use, validate
+
+OWNER = "ddp.register"
+
+Future: TypeAlias = Any  # torch.futures.Future[torch.Tensor]
+
+
+def register(model: Any, compression: Any, **options: Any) -> State:
+    """Register a hook that averages the gradients of `model` with compression.
+
+    Args:
+        model: the `DistributedDataParallel`. It must not have a hook yet.
+        compression: compressor, policy or spec string, as for `DistributedOptimizer`.
+        options: further arguments of `State`.
+
+    Returns:
+        The state of the hook, with `exchange.stats()`, `end_window()` and `state_dict()`.
+
+    Raises:
+        TypeError: if `model` is not a `DistributedDataParallel`.
+        ValueError: if `compression` does not suit a hook.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"{OWNER}: model is a {type(model).__name__}, but must be a DistributedDataParallel."
+        )
+    state = State(compression, model.module, process_group=model.process_group, **options)
+    state.connect()
+    model.register_comm_hook(state, hook)
+    return state
+
+
+def hook(state: State, bucket: Any) -> Future:
+    """Average the gradients of one of DDP's buckets; pass it to DDP together with a `State`.
+
+    Args:
+        state: the state.
+        bucket: the `torch.distributed.GradBucket`.
+
+    Returns:
+        A future of the bucket's buffer, with the averages. Futures complete with the last bucket.
+    """
+    return state.connect().average(bucket)
+
+
+# DDP compares the annotations, which must not be strings.
+hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+class State:
+    """State of the hook: policy, compressors, residuals.
+
+    `register` makes one. Frameworks that register hooks themselves take a state and `hook`. Its
+    collectives begin with the first backward pass, so it can be made before
+    `init_process_group`.
+
+    Args:
+        compression: compressor, policy or spec string, as for `DistributedOptimizer`.
+        model: the module that is, or will be, wrapped; it names the parameters.
+        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
+            constant learning rate.
+        skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
+        guard: reaction to replicas that differ, as for `DistributedOptimizer`.
+        guard_every: number of steps between comparisons of the replicas.
+        grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
+        process_group: ranks that average. Default: all ranks.
+
+    Raises:
+        ValueError: if `compression` does not suit a hook.
+        TypeError: if `compression` is no compressor, policy or spec string.
+    """
+
+    def __init__(
+        self,
+        compression: Any,
+        model: torch.nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        skip: Sequence[str] = (),
+        guard: str | None = None,
+        guard_every: int | None = None,
+        grad_scaler: Any = None,
+        process_group: Any = None,
+    ) -> None:
+        self.policy = _suitable(compression, optimizer, skip)
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        validation.check_parameters(self._named)
+        self._group, self._optimizer = process_group, optimizer
+        self._options = {
+            "skip": tuple(skip), "scaler": grad_scaler,
+            "guard": Guard(guard, guard_every, default_guard(compression)),
+        }  # fmt: skip
+        self._reducer: BucketReducer | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def connect(self) -> BucketReducer:
+        """Return the reducer; the first call, after `init_process_group`, makes it."""
+        if self._reducer is None:
+            optimizer = self._optimizer
+            self._reducer = BucketReducer(
+                self._named, self.policy, of_group(self._group),
+                lambda: optimizer.param_groups if optimizer else [], **self._options,
+            )  # fmt: skip
+            if self._loaded is not None:
+                self._reducer.adopt(self._loaded)
+        return self._reducer
+
+    @property
+    def exchange(self) -> Any:
+        """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
+        return self.connect().exchange
+
+    @property
+    def exchange_owner(self) -> Any:
+        """Return the object that `hvd.save_state(only=[state])` saves."""
+        return self.connect()
+
+    def end_window(self) -> None:
+        """End a window of the policy (normally an epoch); call it on every rank."""
+        self.policy.end_window()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals, levels and policy of this rank; each rank must save its own.
+
+        `hvd.save_state` saves all ranks' states, for any number of ranks.
+        """
+        begun = self._reducer is not None and self._reducer.exchange.steps > 0
+        return {"exchange": checkpoint.snapshot(self.exchange) if begun else None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict()` of this rank.
+
+        If ranks load the state of another rank, all ranks discard their residuals.
+
+        Raises:
+            ValueError: if the state belongs to another model or policy.
+        """
+        self._loaded = state_dict["exchange"]
+        if self._reducer is not None:
+            self._reducer.adopt(self._loaded)
+
+
+class BucketReducer(Reducer):
+    """A reducer whose gradients are in DDP's buckets.
+
+    DDP hands over bucket after bucket during the backward pass. The exchange of a bucket batch
+    starts as soon as its gradients are there; the last bucket waits for all of them. The bucket
+    batches do not depend on DDP's buckets, which DDP arranges anew after the first step.
+    """
+
+    hooked = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._views: dict[torch.Tensor, torch.Tensor] = {}  # gradients in DDP's buckets
+        self._futures: list[tuple[Future, torch.Tensor]] = []
+
+    def connect(self) -> Communicator:
+        """Connect to the ranks over torch.distributed."""
+        if self.process_set.size() == 1:
+            return LocalCommunicator(xp)
+        return TorchCommunicator(self.process_set)
+
+    def average(self, bucket: Any) -> Future:
+        """Start the exchange of a bucket's gradients; with the last bucket, finish the exchange.
+
+        Raises:
+            ValueError: if a gradient is sparse.
+        """
+        future: Future = torch.futures.Future()
+        if self.idle:
+            future.set_result(bucket.buffer())
+            return future
+        if bucket.buffer().is_sparse:
+            raise ValueError(f"{OWNER}: a gradient is sparse, but must be dense; set sparse=False.")
+        self._futures.append((future, bucket.buffer()))
+        parameters = bucket.parameters()
+        self._views |= dict(zip(parameters, bucket.gradients(), strict=True))
+        for parameter in parameters:
+            self.arrived(parameter)
+        if bucket.is_last():
+            self._close()
+        return future
+
+    def _close(self) -> None:
+        """Finish the exchange and complete the futures of all buckets."""
+        try:
+            self.finish()
+            self.compare_if_due()
+        finally:
+            futures, self._futures = self._futures, []
+            self._views.clear()
+        for future, buffer in futures:
+            future.set_result(buffer)
+
+    def compare_if_due(self) -> None:
+        """Compare the weights before this step with those of the other ranks; collective."""
+        step = self.exchange.steps
+        if self.comparison_due(step):
+            self.compare(step, self.checksums())
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._views[parameter]
+
+    def _put(
+        self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
+    ) -> None:
+        torch._foreach_copy_([self._views[parameter] for parameter in parameters], means)
+
+
+def _suitable(
+    compression: Any, optimizer: torch.optim.Optimizer | None, skip: Sequence[str]
+) -> Any:
+    """Return the policy that `compression` means, after a check that a hook can serve it."""
+    policy = resolve(compression)
+    plain = optimizer is not None and validation.is_plain(optimizer)
+    use = Use(
+        module="accordion_hvd.torch", ranks=dist.get_world_size() if dist.is_initialized() else 1,
+        members=1, optimizer=type(optimizer).__name__, plain=plain, skip=tuple(skip), owner=OWNER,
+        takes_steps=False,
+    )  # fmt: skip
+    validate(policy, use)
+    if isinstance(policy, Averaging) or per_sample(policy):
+        allowed = "one that averages whole gradients; use DistributedOptimizer"
+        check.refuse(OWNER, "compression", policy, allowed)
+    return policy

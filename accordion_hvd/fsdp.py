@@ -1,0 +1,228 @@
+"""Compression between replicas of a sharded model (FSDP2, hybrid sharding).
+
+```python
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from accordion_hvd import PowerSGD, fsdp
+
+mesh = init_device_mesh("cuda", (hosts, ranks_per_host), mesh_dim_names=("replicas", "shards"))
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh["shards"])
+fully_shard(model, mesh=mesh["shards"])
+state = fsdp.between(model, mesh["replicas"], PowerSGD(4))
+```
+FSDP shards parameters and averages gradients over the inner mesh, which normally is a host with
+quick links. The averages between the replicas of a shard, over slower links, are compressed. The
+training loop does not change: after `backward()`, the gradients are averaged over all ranks.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+from accordion_hvd.comm.torch_distributed.process_sets import of_group
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.guard import Guard
+from accordion_hvd.ops import torch as xp
+from accordion_hvd.policies.privacy_accountant import per_sample
+from accordion_hvd.resolve import default_guard, resolve
+from accordion_hvd.torch import validation
+from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.validate import Use, check_passes, validate
+
+OWNER = "fsdp.between"
+
+
+def between(
+    model: torch.nn.Module,
+    mesh: Any,
+    compression: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    passes: int = 1,
+    skip: Sequence[str] = (),
+    guard: str | None = None,
+    guard_every: int | None = None,
+    grad_scaler: Any = None,
+) -> State:
+    """Average the gradients of a sharded model between its replicas, with compression.
+
+    The shards of the first replica are broadcast to the others. Collective.
+
+    Args:
+        model: the model, all of whose parameters `fully_shard` has sharded.
+        mesh: the device mesh of the replicas of this rank's shards. Of a mesh with two dimensions,
+            the first one counts.
+        compression: compressor, policy or spec string, as for `DistributedOptimizer`. Compressors
+            see a shard of each parameter, some of its rows. A policy decides for these.
+        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
+            constant learning rate.
+        passes: number of backward passes whose gradients are summed before replicas exchange them.
+        skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
+        guard: reaction to replicas that differ, as for `DistributedOptimizer`.
+        guard_every: number of steps between comparisons of the replicas.
+        grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
+
+    Returns:
+        The state, with `exchange.stats()`, `end_window()` and `state_dict()`.
+
+    Raises:
+        ValueError: if a parameter is not sharded, or `compression` does not suit.
+        TypeError: if `compression` is no compressor, policy or spec string.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in named:
+        if not hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"{OWNER}: parameter {name!r} is not sharded; call fully_shard on the model first."
+            )
+    check_passes(passes)
+    policy = _suitable(compression, optimizer, skip, passes)
+    group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
+    shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
+    reducer = ShardReducer(
+        shards, policy, of_group(group), lambda: optimizer.param_groups if optimizer else [],
+        passes=passes, skip=tuple(skip), scaler=grad_scaler,
+        guard=Guard(guard, guard_every, default_guard(compression)),
+    )  # fmt: skip
+    source = dist.get_process_group_ranks(group)[0]
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(_local(tensor), source, group)
+    return State(reducer)
+
+
+class State:
+    """State of the exchange between replicas; made by `between`.
+
+    It can be part of a checkpoint of `torch.distributed.checkpoint`: `dcp.save({"model": ...,
+    "compression": state})` saves the residuals of each rank. Load it on as many ranks.
+    """
+
+    def __init__(self, reducer: ShardReducer) -> None:
+        self._reducer = reducer
+
+    @property
+    def exchange(self) -> Any:
+        """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
+        return self._reducer.exchange
+
+    @property
+    def policy(self) -> Any:
+        """Return the policy."""
+        return self._reducer.policy
+
+    def end_window(self) -> None:
+        """End a window of the policy (normally an epoch); call it on every rank."""
+        self.policy.end_window()
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return residuals, levels and policy of this rank, as bytes under the rank's name."""
+        begun = self.exchange.steps > 0
+        file = io.BytesIO()
+        torch.save(checkpoint.snapshot(self.exchange) if begun else None, file)
+        return {f"rank{dist.get_rank()}": file.getvalue()}
+
+    def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
+        """Load a `state_dict()` of this rank.
+
+        Raises:
+            ValueError: if the state is that of another rank, model or policy.
+        """
+        key = f"rank{dist.get_rank()}"
+        if key not in state_dict:
+            check.refuse("fsdp.State", "state_dict", sorted(state_dict), f"one with {key!r}")
+        self._reducer.adopt(torch.load(io.BytesIO(state_dict[key]), weights_only=True))
+
+
+class ShardReducer(Reducer):
+    """A reducer of this rank's shards, which exchanges them between the replicas of a shard.
+
+    FSDP runs the hooks of a sharded parameter when its gradient has been reduced. The exchange is
+    finished at the end of the backward pass.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._queued, self._passed = False, 0
+        super().__init__(*args, **options)
+
+    def connect(self) -> Communicator:
+        """Connect to the replicas over torch.distributed."""
+        if self.process_set.size() == 1:
+            return LocalCommunicator(xp)
+        return TorchCommunicator(self.process_set)
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Count a backward pass of `parameter`, and see to it that the exchange is finished."""
+        if not self._queued:
+            self._queued = True
+            # Callbacks run in the order in which they are queued, and FSDP's comes first.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        super().arrived(parameter)
+
+    def _end(self) -> None:
+        """Finish the exchange at the end of the last backward pass before a step."""
+        self._queued = False
+        self._passed += 1
+        if self._passed < self.passes:
+            return
+        self._passed = 0
+        self.finish()
+        step = self.exchange.steps
+        if self.comparison_due(step):
+            self.compare(step, self.checksums())
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        """Return the shards of all parameters."""
+        return {name: _local(parameter) for parameter, name in self._names.items()}
+
+    def _tensor_infos(self, parameters: Sequence[torch.Tensor]) -> dict[Any, TensorInfo]:
+        return {
+            p: TensorInfo(self._names[p], tuple(_local(p).shape), xp.dtype(p), str(p.device))
+            for p in parameters
+        }
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        grad = parameter.grad
+        return torch.zeros_like(_local(parameter)) if grad is None else _local(grad)
+
+    def _put(
+        self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
+    ) -> None:
+        for parameter, mean in zip(parameters, means, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _local(parameter.grad).copy_(_local(mean))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a distributed tensor, or another tensor, detached."""
+    detached = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+def _suitable(
+    compression: Any, optimizer: torch.optim.Optimizer | None, skip: Sequence[str], passes: int
+) -> Any:
+    """Return the policy that `compression` means, after a check that replicas can use it."""
+    policy = resolve(compression)
+    plain = optimizer is not None and validation.is_plain(optimizer)
+    use = Use(
+        module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
+        plain=plain, skip=tuple(skip), passes=passes, owner=OWNER, takes_steps=False,
+    )  # fmt: skip
+    validate(policy, use)
+    if isinstance(policy, Averaging) or per_sample(policy):
+        check.refuse(OWNER, "compression", policy, "one that averages whole gradients")
+    return policy

@@ -1,0 +1,291 @@
+"""The communication hook of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from harness import refused
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+
+import accordion_hvd.torch as hvd
+from accordion_hvd import (
+    FP16,
+    WAGMA,
+    Accordion,
+    AdaComp,
+    Dense,
+    Int8,
+    PowerSGD,
+    ScaleCom,
+    TopK,
+    ddp,
+)
+from accordion_hvd.optimizers import OnebitAdam
+
+torch.set_num_threads(1)
+
+
+def INIT() -> None:
+    dist.init_process_group("gloo")
+    hvd.init()
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU(),
+        torch.nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x = torch.randn(8, 32, generator=generator)
+    return x, torch.randint(0, 10, (8,), generator=generator)
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def wrapped(net: torch.nn.Module, compression: Any = None, **options: Any) -> Any:
+    """A DDP of several buckets, and the hook's state."""
+    of_state = ("optimizer", "grad_scaler", "skip", "guard")
+    mine = {key: options.pop(key) for key in of_state if key in options}
+    model = DDP(net, bucket_cap_mb=options.pop("cap", 0.01), **options)
+    return model, None if compression is None else ddp.register(model, compression, **mine)
+
+
+def train(
+    model: Any, steps: int = 6, first: int = 0, after: Callable[[], None] | None = None
+) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if after is not None:
+            after()
+    return losses
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def assert_same(model: Any) -> None:
+    every = hvd.allgather(weights(model).reshape(1, -1))
+    assert all(torch.equal(row, every[0]) for row in every), "ranks differ"
+
+
+def check_no_compression_equals_ddp() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        theirs, _ = wrapped(network(), **options)
+        ours, state = wrapped(network(), Dense(), **options)
+        expected, losses = train(theirs), train(ours)
+        torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+        assert_same(ours)
+        assert state.exchange.steps == 6
+
+
+def check_compressors_equal_the_wrapper() -> None:
+    """The same weights, to the bit, as with `DistributedOptimizer` on the same engine."""
+    for level in (TopK(0.1), PowerSGD(2), FP16(), AdaComp(), ScaleCom(0.05, beta=0.3), Int8()):
+        hooked, _ = wrapped(network(), level)
+        plain = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
+            plain.named_parameters(), level,
+        )  # fmt: skip
+        train(hooked)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(plain, step).backward()
+            optimizer.step()
+        assert_same(hooked)
+        assert torch.equal(weights(hooked), weights(plain)), level
+
+
+def check_losses_equal_those_of_ddps_own_hook() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    theirs, _ = wrapped(network())
+    theirs.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    ours, _ = wrapped(network(), FP16())
+    torch.testing.assert_close(train(ours), train(theirs), atol=2e-3, rtol=2e-3)
+
+
+def levels(state: Any) -> set[str]:
+    return set(state.exchange.levels().values()) - {"Dense()"}
+
+
+def check_accordion_switches_by_windows() -> None:
+    policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1, threshold=1e9)
+    net = network()
+    model, state = wrapped(net, policy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    train(model, 8)
+    assert_same(model)
+    assert levels(state) == {"PowerSGD(rank=1)"}
+    by_hand = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=None, interval=1, threshold=1e9)
+    model, state = wrapped(network(), by_hand)
+    train(model, 3)
+    assert levels(state) == {"PowerSGD(rank=2)"}
+    train(model, 3, after=state.end_window)
+    assert levels(state) == {"PowerSGD(rank=1)"}
+
+
+def check_accumulation_and_clipping() -> None:
+    results = []
+    for compression in (None, Dense(), TopK(0.2)):
+        model, state = wrapped(network(), compression)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(3):
+                with model.no_sync() if part < 2 else nullcontext():
+                    loss_of(model, 10 * step + part).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            norms = hvd.allgather(norm.reshape(1))
+            assert (norms == norms[0]).all(), "norms are taken before the average"
+            optimizer.step()
+        assert_same(model)
+        assert state is None or state.exchange.steps == 4
+        results.append(weights(model))
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
+
+
+class Branches(torch.nn.Module):
+    """A network one of whose layers only some ranks use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = network(), torch.nn.Linear(10, 10)
+        self.odd, self.idle = torch.nn.Linear(10, 200), torch.nn.Linear(10, 200)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x) + (self.odd(x)[:, :10] if odd else 0)
+
+
+def check_parameters_without_gradients() -> None:
+    results = []
+    for compression in (None, Dense(), PowerSGD(2)):
+        torch.manual_seed(0)
+        model, _ = wrapped(Branches(), compression, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            odd = dist.get_rank() == 1 and step % 2 == 0
+            torch.nn.functional.cross_entropy(model(x, odd), y).backward()
+            assert model.module.idle.weight.grad is None
+            optimizer.step()
+        assert_same(model)
+        results.append(weights(model))
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
+
+
+def check_loss_scaling() -> None:
+    for compression in (None, TopK(0.2)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        options = {} if compression is None else {"grad_scaler": scaler}
+        model, state = wrapped(network(), compression, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            if step == 4 and dist.get_rank() == 1:
+                loss = loss * float("inf")
+            before = weights(model)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, weights(model)) == (step == 4)
+        assert_same(model)
+        assert state is None or state.exchange.skipped == 1
+        assert scaler.get_scale() == 2 * 1024
+
+
+def check_compiled_models() -> None:
+    model, _ = wrapped(network(), PowerSGD(2), cap=1)  # torch.compile takes whole megabytes
+    compiled = torch.compile(model, backend="eager")
+    plain, _ = wrapped(network(), PowerSGD(2))
+    torch.testing.assert_close(train(compiled), train(plain))
+    assert_same(model)
+
+
+def check_resuming_equals_not_stopping() -> None:
+    whole, _ = wrapped(network(), TopK(0.1))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+
+    def run(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+
+    run(whole, optimizer, range(8))
+    for by_file in (False, True):
+        first, state = wrapped(network(), TopK(0.1))
+        run(first, torch.optim.SGD(first.parameters(), lr=0.1), range(4))
+        folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), 0))
+        saved = state.state_dict()
+        if by_file:
+            hvd.save_state(folder, only=[state])
+        second = network()
+        second.load_state_dict(first.module.state_dict())
+        model, state = wrapped(second, TopK(0.1))
+        if by_file:
+            hvd.load_state(folder, only=[state])
+        else:
+            state.load_state_dict(saved)
+        run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(4, 8))
+        assert torch.equal(weights(model), weights(whole)), by_file
+
+
+def check_a_group_of_some_ranks() -> None:
+    members = list(range(1, dist.get_world_size()))
+    group = dist.new_group(members)
+    if dist.get_rank() in members:
+        model, _ = wrapped(network(dist.get_rank()), TopK(0.1), process_group=group)
+        train(model)
+        table = [torch.empty_like(weights(model)) for _ in members]
+        dist.all_gather(table, weights(model), group)
+        assert all(torch.equal(row, table[0]) for row in table)
+    dist.barrier()
+
+
+def check_refusals() -> None:
+    net = network()
+    with refused(TypeError, "model is a Sequential", "DistributedDataParallel"):
+        ddp.register(net, TopK(0.1))
+    model = DDP(net)
+    with refused(ValueError, "WAGMA", "DistributedOptimizer"):
+        ddp.register(model, WAGMA())
+    with refused(ValueError, "batch_size"):
+        ddp.register(model, Accordion(batch_size=(64, 512)))
+    with refused(ValueError, "OnebitAdam"):
+        ddp.register(model, OnebitAdam())
+    ddp.register(model, TopK(0.1))
+    with refused(RuntimeError, "register_comm_hook"):
+        ddp.register(model, TopK(0.1))
+    sparse = DDP(torch.nn.Embedding(100, 20, sparse=True))
+    ddp.register(sparse, TopK(0.1))
+    with refused(ValueError, "a gradient is sparse"):
+        sparse(torch.arange(5)).sum().backward()
+
+
+if __name__ == "__main__":
+    harness.main(globals())

@@ -1,0 +1,225 @@
+"""Compression between the replicas of sharded models."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import refused
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from accordion_hvd import WAGMA, Accordion, AdaComp, Dense, PowerSGD, TopK, fsdp
+
+torch.set_num_threads(1)
+
+
+def INIT() -> None:
+    dist.init_process_group("gloo")
+
+
+class Meshes:
+    """The mesh of two replicas, each of half of the ranks; made once."""
+
+    found: Any = None
+
+
+def mesh() -> Any:
+    if Meshes.found is None:
+        shape = (2, dist.get_world_size() // 2)
+        Meshes.found = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    return Meshes.found
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 65), torch.nn.ReLU(), torch.nn.Linear(65, 64), torch.nn.ReLU(),
+        torch.nn.Linear(64, 3),
+    )  # fmt: skip
+
+
+def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 32, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    return torch.nn.functional.cross_entropy(model(x).float(), y)
+
+
+def sharded(
+    net: torch.nn.Module, compression: Any = None, native: bool = False, **options: Any
+) -> Any:
+    """A model, sharded layer by layer, and the state of its replicas' exchange."""
+    over = mesh() if native else mesh()["shards"]
+    mixed = options.pop("mp_policy", None)
+    more = {} if mixed is None else {"mp_policy": mixed}
+    for layer in net:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=over, **more)
+    fully_shard(net, mesh=over, **more)
+    if compression is None:
+        return net, None
+    return net, fsdp.between(net, mesh()["replicas"], compression, **options)
+
+
+def train(model: Any, steps: range = range(6), parts: int = 1) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(parts):
+            loss = loss_of(model, step + 100 * part)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+
+
+def assert_same(model: Any) -> None:
+    mine = weights(model)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(row, mine) for row in every), "ranks differ"
+
+
+def check_no_compression_equals_hybrid_sharding() -> None:
+    theirs, _ = sharded(network(), native=True)
+    ours, _ = sharded(network(), Dense())
+    torch.testing.assert_close(train(ours), train(theirs), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-6, rtol=1e-5)
+    assert_same(ours)
+
+
+def check_replicas_receive_the_first_ones_weights() -> None:
+    model, _ = sharded(network(seed=dist.get_rank()), TopK(0.1))
+    assert_same_replicas(model)
+
+
+def assert_same_replicas(model: Any) -> None:
+    group = mesh()["replicas"].get_group()
+    for parameter in model.parameters():
+        mine = parameter.to_local().detach()
+        every = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(every, mine, group)
+        assert torch.equal(every[0], every[1]), "replicas differ"
+
+
+def check_replicas_are_equal() -> None:
+    for level in (TopK(0.1), PowerSGD(2), AdaComp()):
+        model, state = sharded(network(), level)
+        train(model, range(20))
+        assert_same(model)
+        stats = state.exchange.stats()
+        assert stats["steps"] == 20 and stats["sent"] < stats["dense_sent"]
+
+
+def check_accordion_switches() -> None:
+    policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1, threshold=1e9)
+    model, state = sharded(network(), policy)
+    train(model, range(8))
+    assert_same(model)
+    assert "PowerSGD(rank=1)" in state.exchange.levels().values()
+    state.end_window()
+
+
+def check_accumulation() -> None:
+    """Gradients of several passes are summed before the replicas exchange them."""
+    theirs, _ = sharded(network(), native=True)
+    expected = train(theirs, parts=2)
+    ours, state = sharded(network(), Dense(), passes=2)
+    torch.testing.assert_close(train(ours, parts=2), expected, atol=1e-6, rtol=1e-5)
+    assert state.exchange.steps == 6
+    local, state = sharded(network(), TopK(0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(3):
+            local.set_requires_gradient_sync(part == 2)
+            loss_of(local, 10 * step + part).backward()
+        optimizer.step()
+    assert state.exchange.steps == 4
+    assert_same(local)
+
+
+def check_mixed_precision() -> None:
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _ = sharded(network(), PowerSGD(2), mp_policy=mixed)
+    losses = train(model, range(20))
+    assert_same(model)
+    assert next(model.parameters()).grad.dtype == torch.float32
+    assert all(loss == loss for loss in losses)
+
+
+def check_infinite_gradients_are_skipped() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    model, state = sharded(network(), TopK(0.1), grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        if step == 2 and dist.get_rank() == 0:
+            loss = loss * float("inf")
+        before = weights(model)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, weights(model)) == (step == 2)
+    assert_same(model)
+    assert state.exchange.skipped == 1
+
+
+def check_resuming_equals_not_stopping() -> None:
+    def run(model: Any, steps: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+
+    whole, _ = sharded(network(), TopK(0.1))
+    run(whole, range(8))
+    first, state = sharded(network(), TopK(0.1))
+    run(first, range(4))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": first.state_dict(), "compression": state}, checkpoint_id=folder[0])
+    second, state = sharded(network(seed=5), TopK(0.1))
+    target = {"model": second.state_dict(), "compression": state}
+    dcp.load(target, checkpoint_id=folder[0])
+    second.load_state_dict(target["model"])
+    run(second, range(4, 8))
+    assert torch.equal(weights(second), weights(whole))
+    with refused(ValueError, "state_dict", f"rank{dist.get_rank()}"):
+        state.load_state_dict({"rank99": b""})
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+
+
+def check_refusals() -> None:
+    plain = network()
+    with refused(ValueError, "'0.weight' is not sharded"):
+        fsdp.between(plain, mesh(), TopK(0.1))
+    model, _ = sharded(copy.deepcopy(plain))
+    with refused(ValueError, "WAGMA"):
+        fsdp.between(model, mesh(), WAGMA())
+    with refused(ValueError, "backward_passes_per_step is 0"):
+        fsdp.between(model, mesh(), TopK(0.1), passes=0)
+
+
+if __name__ == "__main__":
+    harness.main(globals())
