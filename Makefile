@@ -66,10 +66,12 @@ check: setup ## ruff, mypy and the layers of imports
 bench: setup ## measure against plain Horovod
 	@$(IN_VENV) $(RUN) scripts/bench.py
 
-bench-network: setup ## measure on limited links, for docs/performance.md (root; half an hour)
-	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework torch --output $(NETBENCH)/torch.json
+bench-network: setup ## measure on limited links, for docs/performance.md (root; two hours)
+	@for model in vgg resnet gpt; do $(IN_VENV) $(RUN) scripts/netbench.py bench \
+		--framework torch --model $$model --output $(NETBENCH)/$$model.json || exit 1; done
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
-	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/torch.json $(NETBENCH)/keras.json
+	@$(IN_VENV) $(RUN) scripts/netbench.py report \
+		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json keras.json)
 
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json

@@ -76,6 +76,22 @@ def spread(
     return f"{form(middle(values))} ({form(min(values))}{to}{form(max(values))})"
 
 
+def interval(values: Sequence[float], form: Callable[[float], str] = significant) -> str:
+    """Format the median of `values` and its bootstrap interval at 95 %; a dash if there are none.
+
+    Args:
+        values: one value per repetition; fewer than three have no interval.
+        form: function that formats a number.
+    """
+    if len(values) < 3 or len(set(values)) == 1:
+        return spread(values, form)
+    from scipy.stats import bootstrap
+
+    found = bootstrap((values,), statistics.median, vectorized=False, method="percentile", rng=0)
+    low, high = found.confidence_interval
+    return f"{form(statistics.median(values))} [{form(low)}, {form(high)}]"
+
+
 # -------------------------------------------------------------------------------- the environment
 def machine(found: Row) -> dict[str, object]:
     """Return the placeholders that describe the machine: date, cores, CPU, kernel, versions."""

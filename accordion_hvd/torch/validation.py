@@ -73,7 +73,7 @@ def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
         ):
             raise ValueError(
                 f"{OWNER}: parameter {name!r} is sharded ({kind}: FSDP or DTensor). Its framework "
-                "exchanges gradients itself; accordion_hvd needs full tensors on every rank."
+                "exchanges gradients itself; accordion_hvd.fsdp compresses between replicas."
             )
         if not (parameter.is_floating_point() or parameter.is_complex()):
             continue  # it never has a gradient, as quantized weights

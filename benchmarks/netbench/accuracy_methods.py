@@ -89,7 +89,7 @@ class Accuracy:
         torch.manual_seed(seed)
         self._net = network(self._name)
         spelled = accuracy_tasks.spelled(method, self._task.window)
-        self._wrapped, self._optimizer = torch_methods.contestant(spelled, self._net)
+        self._wrapped, self._optimizer, _ = torch_methods.contestant(spelled, self._net)
         part = (self._data, self.rank, self.size, self._batch, seed, "NCHW", self._task.shift)
         self._shard = Shard(*part)
         self._tests = [_tensors(*batch) for batch in self._shard.test_batches()]

@@ -19,7 +19,7 @@ from benchmarks.netbench.network import Network, parse_rate
 from examples import results
 
 FORMAT = 1
-MODELS = {"torch": ("vgg", "resnet", "transformer"), "keras": ("vgg",)}
+MODELS = {"torch": ("vgg", "resnet", "gpt"), "keras": ("vgg",)}
 WARM_UP = 12
 """Steps of each method on unlimited links before measurements. Each step ends a window, and
 Accordion decides again after 10 windows."""
@@ -36,7 +36,7 @@ BEFORE = 2
 SLOW = 1.0
 """Seconds of a step above which one unmeasured step is enough."""
 
-USUAL = {"rates": ["50mbit", "200mbit", "1gbit"], "repetitions": 3, "turn": 2.0}
+USUAL = {"rates": ["50mbit", "200mbit", "1gbit"], "repetitions": 5, "turn": 2.0}
 QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
 """Default options."""
 
@@ -44,14 +44,14 @@ QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `netbench.py bench`."""
     parser.add_argument("--framework", choices=tuple(contestants.METHODS), default="torch")
-    parser.add_argument("--model", default="vgg", help="vgg (default), resnet or transformer")
+    parser.add_argument("--model", default="vgg", help="vgg (default), resnet or gpt")
     parser.add_argument("--batch", type=int, default=16, help="examples per rank and step")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="default: 50mbit 200mbit 1gbit")
     parser.add_argument(
         "--methods", nargs="+", default=[], metavar="METHOD",
         help="names or regular expressions; 'ours SPEC' accepts any compression",
     )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, help="of each method at each rate (3)")
+    parser.add_argument("--repetitions", type=int, help="of each method at each rate (5)")
     parser.add_argument("--turn", type=float, help="seconds of a repetition (2)")
     parser.add_argument("--quick", action="store_true", help="200mbit, one short repetition")
     parser.add_argument("--output", help="file for the results (in runs/netbench)")

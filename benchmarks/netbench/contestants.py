@@ -1,9 +1,10 @@
 """Names of the methods to exchange gradients that the benchmark compares.
 
-`ours SPEC` is this package with a spec string of `accordion_hvd.parse`, and `optimizer NAME` is one
-of its optimizers; the other names are listed below. Two launches hold the methods, one with Horovod
-and one without, because Horovod's threads communicate even when idle and would slow down the
-others.
+`ours SPEC` is this package over Horovod with a spec string of `accordion_hvd.parse`, `ours over
+torch.distributed SPEC` is the same without Horovod, `DDP + our hook SPEC` is its communication
+hook, and `optimizer NAME` is one of its optimizers; the other names are listed below. Two launches
+hold the methods, one with Horovod and one without, because Horovod's threads communicate even when
+idle and would slow down the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from accordion_hvd.resolve import parse
 
 COMPUTE = "compute only"
 STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
+OVER, HOOK = "ours over torch.distributed ", "DDP + our hook "
 FP16 = " fp16"
 ACCORDION = "accordion"
 STEADY = "Accordion(low=PowerSGD(4), high=PowerSGD(1), threshold=1e9)"
@@ -28,12 +30,14 @@ CAUTIOUS = "Fixed(PowerSGD(1), gate='auto')"
 """Policy of `ours gate`."""
 
 GROUPED, SILENT = "grouped allreduce in the graph", "Horovod (averages nothing)"
+_PLAIN = ("fp16", "powersgd:1", "powersgd:4", "powersgd:4,alternate", "topk:0.01")
 _OURS = ("dense", "fp16", "powersgd:1", "powersgd:2", "powersgd:4", "topk:0.01", "topk:0.001")
 METHODS = {
     "torch": (
         COMPUTE, STOCK, STOCK + FP16, DDP, DDP + FP16,
         *(f"{DDP} powersgd:{rank}" for rank in (1, 2, 4)),
         *(OURS + word for word in (*_OURS, ACCORDION, GATED)),
+        *(prefix + word for prefix in (OVER, HOOK) for word in _PLAIN),
     ),
     "keras": (
         COMPUTE, SILENT, GROUPED,
@@ -63,7 +67,12 @@ HOROVOD, PLAIN = "horovod", "plain"
 
 def group(method: str) -> str:
     """Return the launch that holds a method: HOROVOD or PLAIN."""
-    return PLAIN if method == COMPUTE or method.startswith(DDP) else HOROVOD
+    return PLAIN if method == COMPUTE or method.startswith((DDP, OVER)) else HOROVOD
+
+
+def is_ours(method: str) -> bool:
+    """Return whether this package exchanges the gradients, over any engine."""
+    return method.startswith((OURS, HOOK))
 
 
 def compression(method: str) -> Any:
@@ -72,23 +81,26 @@ def compression(method: str) -> Any:
     Raises:
         ValueError: if the spec string is invalid.
     """
-    word = method.removeprefix(OURS)
+    for prefix in (OVER, HOOK, OURS):
+        if method.startswith(prefix):
+            break
+    word = method.removeprefix(prefix)
     return parse({ACCORDION: STEADY, GATED: CAUTIOUS}.get(word, word))
 
 
 def gated(method: str) -> bool:
     """Return whether a gate decides how the method exchanges gradients."""
-    return method.startswith(OURS) and getattr(compression(method), "gate", None) is not None
+    return is_ours(method) and getattr(compression(method), "gate", None) is not None
 
 
 def reduces_fp16(method: str) -> bool:
     """Return whether the method's fp16 reduction depends on the link."""
-    return method.startswith(OURS) and compression(method).fp16_reduction
+    return is_ours(method) and compression(method).fp16_reduction
 
 
 def adapts(method: str) -> bool:
     """Return whether the method's levels depend on the gradients."""
-    return method.startswith(OURS) and isinstance(compression(method), Accordion)
+    return is_ours(method) and isinstance(compression(method), Accordion)
 
 
 def check_level(method: str, levels: Mapping[str, int]) -> None:
@@ -116,7 +128,7 @@ def choose(framework: str, wanted: Sequence[str]) -> list[str]:
     for pattern in wanted:
         if pattern in known:
             found = [pattern]
-        elif pattern.startswith(OURS) and not _matching(pattern, known):
+        elif is_ours(pattern) and not _matching(pattern, known):
             compression(pattern)
             found = [pattern]
         else:

@@ -22,6 +22,7 @@ START_LIMIT, ANSWER_LIMIT = 180.0, 300.0
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # huge pages, for all methods
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "2",  # one for an operation of this package, one for its callees
     "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -10,9 +10,12 @@ from benchmarks.netbench.contestants import (
     ACCORDION,
     CAUTIOUS,
     DDP,
+    FP16,
     GATED,
     GROUPED,
+    HOOK,
     OURS,
+    OVER,
     SILENT,
     STEADY,
     STOCK,
@@ -52,9 +55,32 @@ def section(found: Row) -> str:
         ),
         notes=report.render("performance/silent", grouped=GROUPED) if silent else "",
         comparison=as_markdown(tables.comparison(found, pairs(framework, methods))),
+        excess=on_excess(found, methods) if framework == "torch" else "",
         limits=as_markdown(tables.limits(found)),
         rates=report.join([at_rate(found, rate) for rate in settings["rates"]]),
     )
+
+
+def on_excess(found: Row, methods: Sequence[str]) -> str:
+    """Return the section that compares excesses over computing alone with DDP's own hooks."""
+    rows = tables.excess(found, excess_pairs(methods))
+    return report.render("performance/excess", table=as_markdown(rows)) if len(rows) > 1 else ""
+
+
+def excess_pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each method of this package with DDP's own hook of the same compression.
+
+    `PowerSGD(4, alternate=True)` sends the bytes of PowerSGD(2) and is compared with DDP's
+    PowerSGD(4), at whose accuracy it aims.
+    """
+    pairs = []
+    for method in methods:
+        for prefix in (OVER, HOOK, OURS):
+            if method.startswith(prefix):
+                word = method.removeprefix(prefix).removesuffix(",alternate")
+                pairs.append((method, f"{DDP}{FP16}" if word == "fp16" else f"{DDP} {word}"))
+                break
+    return pairs
 
 
 def at_rate(found: Row, rate: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.netbench import tables
-from benchmarks.netbench.contestants import COMPUTE, DDP, OURS
+from benchmarks.netbench.contestants import COMPUTE, DDP, is_ours
 from examples.pictures import figure
 from examples.report import FRAMEWORKS
 from examples.results import Row
@@ -25,7 +25,7 @@ def kind(method: str) -> str:
     """Return the key in `KINDS` of a method's implementation."""
     if method == COMPUTE:
         return "computation alone"
-    if method.startswith(OURS):
+    if is_ours(method):
         return "accordion_hvd"
     return "PyTorch DDP" if method.startswith(DDP) else "Horovod"
 

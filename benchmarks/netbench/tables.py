@@ -81,6 +81,51 @@ def ratios(found: Row, method: str, other: str, rate: str) -> list[float]:
     return [ms[other][number] / ms[method][number] for number in ms[method] if number in ms[other]]
 
 
+def excesses(
+    found: Row, method: str, other: str, rate: str, value: Callable[[Row], float] | None = None
+) -> list[float]:
+    """Return the excess of a method as a multiple of that of `other`, for each repetition.
+
+    The excess of a step is its time minus that of computing alone, in the same repetition.
+
+    Args:
+        found: results.
+        method: the method.
+        other: the method to compare with.
+        rate: rate of the links.
+        value: function that returns the time of a row. Default: that of the slowest rank.
+    """
+    value = value or slowest
+    times: dict[str, dict[int, float]] = {}
+    for name in (method, other, COMPUTE):
+        own = [row for row in repetitions(found, name) if row["rate"] == rate]
+        times[name] = {row["repetition"]: value(row) for row in own}
+    alone = times[COMPUTE]
+    numbers = [n for n in times[method] if n in times[other] and n in alone]
+    pairs = [(times[method][n] - alone[n], times[other][n] - alone[n]) for n in numbers]
+    return [mine / theirs for mine, theirs in pairs if theirs > 0]
+
+
+def cpu(row: Row) -> float:
+    """Return the processor milliseconds per step, the mean over ranks."""
+    return statistics.mean(row["cpu_ms"])
+
+
+def excess(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """Return a header and rows: ratio of the excesses of each (method, other) pair at each rate.
+
+    The last column compares processor times, over all rates.
+    """
+    rates = found["settings"]["rates"]
+    rows = [["method", "compared with", *rates, "processor time"]]
+    for method, other in pairs:
+        if method in found["equal"] and other in found["equal"]:
+            cells = [report.interval(excesses(found, method, other, rate)) for rate in rates]
+            busy = [x for rate in rates for x in excesses(found, method, other, rate, cpu)]
+            rows.append([method, other, *cells, report.interval(busy)])
+    return rows
+
+
 def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
     """Return a header and rows: speedup of each (method, other) pair at each rate."""
     rates = found["settings"]["rates"]

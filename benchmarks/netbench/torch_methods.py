@@ -11,7 +11,16 @@ import torch
 
 from accordion_hvd.engine import fp16_reduction
 from benchmarks.netbench import contestants
-from benchmarks.netbench.contestants import COMPUTE, DDP, FP16, HOROVOD, OPTIMIZER, OURS
+from benchmarks.netbench.contestants import (
+    COMPUTE,
+    DDP,
+    FP16,
+    HOOK,
+    HOROVOD,
+    OPTIMIZER,
+    OURS,
+    OVER,
+)
 from benchmarks.netbench.torch_models import MODELS, describe
 
 BATCHES = 32
@@ -40,13 +49,17 @@ class Torch:
             hvd.init()
             self.rank = hvd.rank()
         else:
+            import accordion_hvd.torch as ours
+
             torch.distributed.init_process_group("gloo")
-            self.rank = torch.distributed.get_rank()
+            ours.init()
+            self.rank = ours.rank()
         make, batches = MODELS[model]
-        self._nets, self._optimizers = {}, {}
+        self._nets, self._optimizers, self._states = {}, {}, {}
         for method in methods:
             torch.manual_seed(1)
-            self._nets[method], self._optimizers[method] = contestant(method, make())
+            made = contestant(method, make())
+            self._nets[method], self._optimizers[method], self._states[method] = made
         torch.manual_seed(100 + self.rank)
         self._batches = [batches(batch) for _ in range(BATCHES)]
         self._next = 0
@@ -79,13 +92,13 @@ class Torch:
 
     def warm(self, method: str, count: int) -> None:
         """End a window after each step, so that Accordion leaves its initial critical regime."""
-        optimizer = self._optimizers[method]
+        state = self._states[method]
         for _ in range(count):
             self.steps(method, 1)
-            if method.startswith(OURS):
-                optimizer.end_window()
+            if contestants.is_ours(method):
+                state.end_window()
         if contestants.adapts(method):
-            contestants.check_level(method, optimizer.exchange.policy.current)
+            contestants.check_level(method, state.exchange.policy.current)
 
     def restart_gate(self, method: str, count: int) -> str:
         """Restart the method's gate on the current link; return its verdict.
@@ -97,7 +110,7 @@ class Torch:
         Raises:
             RuntimeError: if the gate has not decided.
         """
-        gate = self._optimizers[method].exchange.policy.gate
+        gate = self._states[method].exchange.policy.gate
         gate.restart()
         for _ in range(count):
             self.steps(method, 1)
@@ -107,7 +120,7 @@ class Torch:
 
     def judge(self, method: str, count: int) -> None:
         """Measure again whether the engine should add 16-bit floats itself."""
-        exchange = self._optimizers[method].exchange
+        exchange = self._states[method].exchange
         exchange.communicator.native_fp16_allreduce = None
         fp16_reduction.choose_reduction(exchange.communicator, exchange.policy)
 
@@ -119,29 +132,42 @@ class Torch:
         return digest.hexdigest()
 
 
-def contestant(method: str, net: Any) -> tuple[Any, Any]:
-    """Return (network, optimizer) of a method."""
+def contestant(method: str, net: Any) -> tuple[Any, Any, Any]:
+    """Return (network, optimizer, state) of a method; the state has our `exchange`."""
+    if method.startswith(HOOK):
+        return _hooked(method, net)
     if method.startswith(DDP):
         net = _ddp(method.removeprefix(DDP).strip(), net)
     plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     if method == COMPUTE or method.startswith(DDP):
-        return net, plain
+        return net, plain, None
     named = [(f"{method}.{name}", parameter) for name, parameter in net.named_parameters()]
-    if method.startswith(OURS):
+    if method.startswith((OURS, OVER)):
         import accordion_hvd.torch as ours
 
         compression = contestants.compression(method)
-        return net, ours.DistributedOptimizer(plain, named, compression=compression, guard="off")
+        made = ours.DistributedOptimizer(plain, named, compression=compression, guard="off")
+        return net, made, made
     if method.startswith(OPTIMIZER):
         import accordion_hvd.torch as ours
 
         name = method.removeprefix(OPTIMIZER)
         optimizer = getattr(ours, name.partition(",")[0])
-        return net, optimizer(named, lr=1e-4, guard="off", **contestants.RULES[name])
+        made = optimizer(named, lr=1e-4, guard="off", **contestants.RULES[name])
+        return net, made, made
     import horovod.torch as hvd
 
     wire = hvd.Compression.fp16 if method.endswith(FP16) else hvd.Compression.none
-    return net, hvd.DistributedOptimizer(plain, named, compression=wire)
+    return net, hvd.DistributedOptimizer(plain, named, compression=wire), None
+
+
+def _hooked(method: str, net: Any) -> tuple[Any, Any, Any]:
+    """Return (network, optimizer, state) with our hook in a DistributedDataParallel."""
+    from accordion_hvd import ddp
+
+    wrapped = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+    state = ddp.register(wrapped, contestants.compression(method), guard="off")
+    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9), state
 
 
 def _ddp(hook: str, net: Any) -> Any:

@@ -47,7 +47,7 @@ def test_ways_are_chosen_by_name_pattern_or_word() -> None:
     choose = contestants.choose
     assert choose("torch", []) == list(METHODS["torch"])
     assert choose("torch", ["Horovod"]) == [COMPUTE, "Horovod"]
-    assert choose("torch", ["DDP powersgd:.*", "DDP.*:1"]) == [
+    assert choose("torch", ["DDP powersgd:.*", "DDP power.*:1"]) == [
         COMPUTE, *(f"DDP powersgd:{rank}" for rank in (1, 2, 4)),
     ]  # fmt: skip
     assert choose("keras", ["ours randomk:0.1"]) == [COMPUTE, "ours randomk:0.1"]
@@ -64,7 +64,7 @@ def test_every_way_is_understood() -> None:
     for methods in METHODS.values():
         for method in methods:
             assert contestants.group(method) in (contestants.HOROVOD, contestants.PLAIN)
-            if method.startswith(OURS):
+            if contestants.is_ours(method):
                 assert contestants.compression(method) is not None
     assert contestants.adapts(OURS + ACCORDION) and not contestants.adapts(f"{OURS}powersgd:1")
 
@@ -96,6 +96,32 @@ def made(framework: str, methods: tuple[str, ...]) -> dict[str, Any]:
         "equal": {method: method not in (COMPUTE, SILENT) for method in methods},
         "turns": turns,
     }  # fmt: skip
+
+
+def test_engines_are_told_from_names() -> None:
+    over, hook = "ours over torch.distributed topk:0.01", "DDP + our hook topk:0.01"
+    assert [contestants.group(name) for name in (over, hook, "ours topk:0.01")] == [
+        contestants.PLAIN, contestants.PLAIN, contestants.HOROVOD,
+    ]  # fmt: skip
+    kinds = {repr(contestants.compression(name)) for name in (over, hook, "ours topk:0.01")}
+    assert len(kinds) == 1
+    assert contestants.choose("torch", ["DDP . our hook topk:0.01", "DDP + our hook topk:0.3"]) == [
+        COMPUTE, hook, "DDP + our hook topk:0.3",
+    ]  # fmt: skip
+    assert not contestants.is_ours("DDP powersgd:1")
+
+
+def test_excesses_are_over_computing_alone() -> None:
+    over = "ours over torch.distributed powersgd:4"
+    found = made("torch", (COMPUTE, over, "DDP powersgd:4"))
+    # 10 ms more than computing alone against 20 ms more, in each repetition
+    assert tables.excesses(found, over, "DDP powersgd:4", "50mbit") == pytest.approx([0.5] * 3)
+    rows = tables.excess(found, page.excess_pairs(list(found["equal"])))
+    assert rows[1][:3] == [over, "DDP powersgd:4", "0.50 (0.50-0.50)"]
+    assert page.excess_pairs([f"{OURS}fp16", "DDP + our hook powersgd:4,alternate"]) == [
+        (f"{OURS}fp16", "DDP fp16"), ("DDP + our hook powersgd:4,alternate", "DDP powersgd:4"),
+    ]  # fmt: skip
+    assert "Excess over computing alone" in page.text([found])
 
 
 def test_summary() -> None:
