@@ -170,12 +170,25 @@ def matrix(shape: Shape) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (shape[0], 1)
 
 
-def powersgd(rank: int) -> Case:
+@dataclass(frozen=True)
+class InTurn(Case):
+    """PowerSGD that averages one factor a step: `rounds` has both, of which a step takes one."""
+
+    def moves(
+        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
+    ) -> list[tuple[str, int, int]]:
+        return [super().moves(shape, itemsize, ranks, step)[step % 2]]
+
+
+def powersgd(rank: int, alternate: bool = False) -> Case:
     def rounds(shape: Shape, itemsize: int) -> Rounds:
         n, m = matrix(shape)
         used = min(rank, n, m)
         return [("allreduce", 4 * used * n), ("allreduce", 4 * used * m)]
 
+    if alternate:  # of no rank is it exact: P is of n rows, within a random basis at first
+        used = PowerSGD(rank, alternate=True)
+        return InTurn(used, rounds, feedback=True, bitwise=False, close=1e-4)
     full = PowerSGD(10_000)
     return Case(PowerSGD(rank), rounds, feedback=True, full=full, bitwise=False, close=1e-4)
 
@@ -383,6 +396,8 @@ CASES = [
     sketched(0.1, rows=5, columns=10),  # not worth a sketch
     powersgd(1),
     powersgd(4),
+    powersgd(1, alternate=True),
+    powersgd(4, alternate=True),
     qsgd(4),
     qsgd(8, bucket=100),
     qsgd(3, bucket=7),
@@ -465,6 +480,7 @@ REFUSED = [
     *[(LGC, "training", bad) for bad in (0, 2.5, None)],
     *[(LGC, name, bad) for name in ("innovation", "rate") for bad in (0, 2, math.nan, "a")],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
+    *[(PowerSGD, "alternate", bad) for bad in (2, "P", math.nan, None)],
     *[
         (kind, "codec", bad)
         for kind in (EF21, Diana, ErrorFeedback, Gathered)
