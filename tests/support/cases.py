@@ -77,6 +77,7 @@ class Case:
         momentum: what comes back is an update with momentum.
         forgets: of what is sent, the error of decoding is lost; what is not sent is not.
         slope: least and largest slope of the means over the exact means.
+        in_turn: a step takes one of the `rounds`, the next step the next.
     """
 
     compressor: Compressor
@@ -96,6 +97,7 @@ class Case:
     momentum: bool = False
     forgets: bool = False
     slope: tuple[float, float] = (0.002, 1.1)
+    in_turn: bool = False
 
     @property
     def name(self) -> str:
@@ -105,8 +107,13 @@ class Case:
         self, shape: Shape, itemsize: int, ranks: int, step: int = 0
     ) -> list[tuple[str, int, int]]:
         """The rounds of a step, and how many ranks take part in each."""
+        return [(kind, size, ranks) for kind, size in self.taken(shape, itemsize, step)]
+
+    def taken(self, shape: Shape, itemsize: int, step: int) -> Rounds:
+        """Those of the `rounds` that a step takes."""
         assert self.rounds is not None
-        return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
+        rounds = self.rounds(shape, itemsize)
+        return [rounds[step % len(rounds)]] if self.in_turn else rounds
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,7 @@ class BetweenMachines(Case):
             return super().moves(shape, itemsize, ranks, step)
         rows, width = matrix(shape)
         part = (-(-rows // local), width)
-        assert self.rounds is not None
-        inner = self.rounds(part, 4)
+        inner = self.taken(part, 4, step)
         size = math.prod(part)
         near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
         return [near[0], *[(kind, sent, ranks // local) for kind, sent in inner], near[1]]
@@ -170,27 +176,21 @@ def matrix(shape: Shape) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (shape[0], 1)
 
 
-@dataclass(frozen=True)
-class InTurn(Case):
-    """PowerSGD that averages one factor a step: `rounds` has both, of which a step takes one."""
-
-    def moves(
-        self, shape: Shape, itemsize: int, ranks: int, step: int = 0
-    ) -> list[tuple[str, int, int]]:
-        return [super().moves(shape, itemsize, ranks, step)[step % 2]]
-
-
 def powersgd(rank: int, alternate: bool = False) -> Case:
     def rounds(shape: Shape, itemsize: int) -> Rounds:
         n, m = matrix(shape)
         used = min(rank, n, m)
         return [("allreduce", 4 * used * n), ("allreduce", 4 * used * m)]
 
-    if alternate:  # of no rank is it exact: P is of n rows, within a random basis at first
-        used = PowerSGD(rank, alternate=True)
-        return InTurn(used, rounds, feedback=True, bitwise=False, close=1e-4)
-    full = PowerSGD(10_000)
-    return Case(PowerSGD(rank), rounds, feedback=True, full=full, bitwise=False, close=1e-4)
+    return Case(
+        PowerSGD(rank, alternate),
+        rounds,
+        feedback=True,
+        full=None if alternate else PowerSGD(10_000),  # a P of full rank has no more columns than Q
+        bitwise=False,
+        close=1e-4,
+        in_turn=alternate,
+    )
 
 
 def topk(ratio: float, wire: str = "float32") -> Case:
@@ -416,6 +416,7 @@ CASES = [
     two_level(topk(0.1)),
     two_level(stc(0.1)),
     two_level(powersgd(1)),
+    two_level(powersgd(2, alternate=True)),
     two_level(int8()),
     threshold(1.0),
     threshold(100.0),
