@@ -186,7 +186,7 @@ def powersgd(rank: int, alternate: bool = False) -> Case:
         PowerSGD(rank, alternate),
         rounds,
         feedback=True,
-        full=None if alternate else PowerSGD(10_000),  # a P of full rank has no more columns than Q
+        full=None if alternate else PowerSGD(10_000),  # of n < m columns, Q misses some of M
         bitwise=False,
         close=1e-4,
         in_turn=alternate,
