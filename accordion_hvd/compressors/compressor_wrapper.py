@@ -31,6 +31,11 @@ class CompressorWrapper(Compressor):
         return self.compressor.phases
 
     @property
+    def period(self) -> int:
+        """Return the period of the inner compressor's phases."""
+        return self.compressor.period
+
+    @property
     def startup_steps(self) -> int:
         """Return the inner compressor's number of startup steps."""
         return self.compressor.startup_steps

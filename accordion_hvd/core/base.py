@@ -309,7 +309,8 @@ class Compressor(NotForStockHorovod):
     def variant(self, step: int) -> int:
         """Return the phase of the algorithm, such as 0 in a warm-up and 1 after it.
 
-        `exchange` receives the phase as `info.phase`, and graphs are traced anew when it changes.
+        `exchange` receives the phase as `info.phase`, and graphs are traced anew when it changes
+        (but see `period`).
 
         Args:
             step: number of exchanges that this level has served for the tensor, without those
@@ -329,6 +330,15 @@ class Compressor(NotForStockHorovod):
     def phases(self) -> bool:
         """Return whether `variant` ever changes."""
         return type(self).variant is not Compressor.variant
+
+    @property
+    def period(self) -> int:
+        """Return the number of steps after which the phases repeat; 0 if they do not.
+
+        If it is positive, `variant(step)` must equal `variant(step % period)`. Graphs then contain
+        all phases, and are not traced anew when the phase changes.
+        """
+        return 0 if self.phases else 1
 
     @property
     def startup_steps(self) -> int:

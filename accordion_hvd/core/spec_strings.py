@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,8 @@ def parse(text: str, names: Names) -> Any:
 
     A spec string is `name`, `name:argument,key=value,...`, or a call in Python's syntax whose
     arguments are literals, lists, dicts and further calls. `name:name:...` is a call within a
-    call. Names are case-insensitive. Nothing else is evaluated.
+    call. Names are case-insensitive. The name of an argument whose default is False, on its own,
+    sets it to True: `powersgd:4,alternate`. Nothing else is evaluated.
 
     Args:
         text: the spec string.
@@ -72,9 +74,18 @@ def _call(node: ast.Call, name: str, text: str, names: Names) -> Any:
     if factory is None:
         allowed = ", ".join(sorted(names))
         raise ValueError(f"compression {text!r}: {name!r} is not known; allowed are {allowed}.")
-    arguments = [_value(argument, text, names) for argument in node.args]
-    options = {key.arg: _value(key.value, text, names) for key in node.keywords if key.arg}
+    flags = [x.id for x in node.args if isinstance(x, ast.Name) and _is_flag(factory, x.id)]
+    values = [x for x in node.args if not (isinstance(x, ast.Name) and x.id in flags)]
+    arguments = [_value(argument, text, names) for argument in values]
+    options = dict.fromkeys(flags, True)
+    options |= {key.arg: _value(key.value, text, names) for key in node.keywords if key.arg}
     try:
         return factory(*arguments, **options)
     except TypeError as error:
         raise ValueError(f"compression {text!r}: {error}.") from None
+
+
+def _is_flag(factory: Callable[..., Any], name: str) -> bool:
+    """Return whether `factory` has an argument of this name whose default is False."""
+    argument = inspect.signature(factory).parameters.get(name)
+    return argument is not None and argument.default is False

@@ -25,11 +25,13 @@ class BucketBatches:
         keep_buffers: whether the means of a step are no longer needed when the next step begins, so
             that the next gradients may be packed into the same memory.
         memory: state of each bucket batch.
+        period: number of steps after which all phases that repeat do so together.
     """
 
     def __init__(self, exchange: Any, limit: float | None = None) -> None:
         self.keep_buffers = False
         self.memory: list[BatchState] = []
+        self.period = 1
         self._exchange, self._limit = exchange, limit
         self._plan: Plan | None = None
         self._number = 0  # of the plan
@@ -56,7 +58,8 @@ class BucketBatches:
                 for batch in self._plan.batches
             ]
             self._phased = [entry for entry in entries if entry.compressor.phases]
-            self._phases = [exchange.phase(entry) for entry in self._phased]
+            self._phases = [exchange.lasting_phase(entry) for entry in self._phased]
+            self.period = math.lcm(*(entry.compressor.period or 1 for entry in self._phased))
             levels = [(s.bucket.name, s.bucket.shape, s.level) for s in entries]
             self._number = fingerprint(levels, self._phases, self._plan.batches, self._plan.groups)
         return self._plan
@@ -77,7 +80,7 @@ class BucketBatches:
     def refresh(self) -> Plan:
         """Return the plan for the step that begins, remade if phases or payloads have changed."""
         if self._outdated or self._phases != [
-            self._exchange.phase(entry) for entry in self._phased
+            self._exchange.lasting_phase(entry) for entry in self._phased
         ]:
             self._plan, self._outdated = None, False
         return self.plan
@@ -85,7 +88,7 @@ class BucketBatches:
     def _common(self, entry: BucketState) -> Hashable:
         """Return the key that is equal for buckets that may share a bucket batch."""
         bucket = entry.bucket
-        kind = repr(entry.compressor), self._exchange.phase(entry)
+        kind = repr(entry.compressor), self._exchange.lasting_phase(entry)
         return *kind, bucket.dtype, str(entry.spec.device), bucket.group, bucket.compress
 
     def _sizes(self) -> list[float]:

@@ -148,7 +148,10 @@ class Exchange:
             s.compressor.batching != "any" or s.carried is not None for s in self.bucket_states
         )
         plan, number = self.bucket_batches.refresh(), self.bucket_batches.number()
-        step = Step(self.communicator, plan.groups, self.name, number, guarded)
+        name = self.name
+        if self.bucket_batches.period > 1:  # messages of one name have one size
+            name = f"{name}.{self.turn}"
+        step = Step(self.communicator, plan.groups, name, number, guarded)
         step.measuring = observers.any("measures")
         self.running = step
         return step
@@ -286,6 +289,18 @@ class Exchange:
         """Return the phase of a bucket's compressor (`Compressor.variant`)."""
         compressor = entry.compressor
         return compressor.variant(self.counted - entry.served_from) if compressor.phases else 0
+
+    def lasting_phase(self, entry: BucketState) -> int:
+        """Return the phase of a bucket; if phases repeat, that in the first step of the period."""
+        compressor = entry.compressor
+        if compressor.period > 1:
+            return compressor.variant(-entry.served_from % compressor.period)
+        return self.phase(entry)
+
+    @property
+    def turn(self) -> int:
+        """Return the position of the present step within `BucketBatches.period`."""
+        return self.counted % self.bucket_batches.period
 
     def rates(self, lr: float | Mapping[str, float]) -> dict[str, float]:
         """Return each bucket's learning rate, given one rate for all buckets or one per bucket."""

@@ -235,17 +235,27 @@ def swap_leading(x: Array) -> Array:
     return np.ascontiguousarray(np.swapaxes(x, 0, 1))
 
 
-def project(error: Array, grad: Array, p: Array, q: Array) -> tuple[Array, Array]:
-    """Return total = error - p^T q + grad, (n, m), and q total^T, (r, n). Consumes `error`.
+def project(
+    error: Array, grad: Array, p: Array, q: Array, basis: Array, left: bool = False
+) -> tuple[Array, Array]:
+    """Return total = error - p^T q + grad, (n, m), and its projection. Consumes `error`.
 
-    `p` is (r, n) and `q` is (r, m). The operation takes one pass over memory where the framework
-    allows. If `grad` is not finite, neither is the second result, and the first is meaningless.
-    All arguments may have a leading batch dimension.
+    The operation takes one pass over memory where the framework allows. If `grad` is not finite,
+    neither is the projection, and the total is meaningless. All arguments may have a leading batch
+    dimension.
+
+    Args:
+        error: (n, m).
+        grad: (n, m).
+        p: (r, n).
+        q: (r, m).
+        basis: (r, m); (r, n) if `left`.
+        left: whether the projection is basis total, (r, m), instead of basis total^T, (r, n).
     """
     if nonfinite(grad)[0]:
-        return error, np.full_like(p, np.nan)
+        return error, np.full_like(q if left else p, np.nan)
     total = accumulate(subtract(error, transpose(p) @ q), grad)
-    return total, q @ transpose(total)
+    return total, basis @ (total if left else transpose(total))
 
 
 def expand(p: Array, q: Array, like: Array) -> Array:

@@ -213,10 +213,12 @@ def swap_leading(x: Tensor) -> Tensor:
     return tf.transpose(x, order)
 
 
-def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return total = error - p^T q + grad, and q total^T; see `accordion_hvd.ops.numpy`."""
+def project(
+    error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
     total = accumulate(deflate(error, p, q), grad)
-    return total, tf.matmul(q, total, transpose_b=True)
+    return total, tf.matmul(basis, total, transpose_b=not left)
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:

@@ -245,21 +245,27 @@ def swap_leading(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
-def project(error: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return total = error - p^T q + grad, and q total^T; see `accordion_hvd.ops.numpy`."""
+def project(
+    error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
     if not _by_blocks(error) or not _by_blocks(grad):
         bad = nonfinite(grad)
         journal.record(lambda: error.add_(p.mT @ q))
         total = accumulate(_deflated(error, p, q), zero_if_nonfinite(grad, bad))
-        return total, torch.where(bad == 0, q @ total.mT, float("nan"))
-    projected = torch.empty_like(p)
+        projected = basis @ (total if left else total.mT)
+        return total, torch.where(bad == 0, projected, float("nan"))
+    projected = torch.zeros_like(q) if left else torch.empty_like(p)
     for rows in _blocks(error):
         fresh = grad[rows]
         if not math.isfinite(fresh.sum().item()):
             _unproject(error[: rows.start], grad, p, q)
             return error, projected.fill_(float("nan"))
         total = _minus(error[rows], p[:, rows], q).add_(fresh)
-        torch.mm(q, total.t(), out=projected[:, rows])
+        if left:
+            projected.addmm_(basis[:, rows], total)
+        else:
+            torch.mm(basis, total.t(), out=projected[:, rows])
     journal.record(lambda: _unproject(error, grad, p, q))
     return error, projected
 
@@ -285,8 +291,11 @@ def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 def _deflated(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """Subtract p^T q from `error` in place."""
+    if error.dim() == 3 and p.shape[-2] == 1:  # several times as fast for small matrices
+        return error.sub_(p.mT * q)
     if not _by_blocks(error):
-        return error.sub_(expand(p, q, error))
+        product = error.baddbmm_ if error.dim() == 3 else error.addmm_
+        return product(p.mT, q, alpha=-1)
     for rows in _blocks(error):
         _minus(error[rows], p[:, rows], q)
     return error

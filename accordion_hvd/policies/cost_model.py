@@ -24,20 +24,23 @@ elements of the sample model."""
 def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks: int) -> float:
     """Return the bytes that a rank sends for a tensor per step, after the start-up steps.
 
-    The gradient has normally distributed values, and each rank counts as a host of its own.
+    If phases repeat, the result is the mean over a period. The gradient has normally distributed
+    values, and each rank counts as a host of its own.
     """
     if ranks == 1:
         return 0.0
     dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has no bfloat16
-    phase = compressor.variant(compressor.startup_steps) if compressor.phases else 0
     step = -(-compressor.startup_steps // ranks) * ranks  # rank 0 leads, if leaders rotate
-    info = Info(step=step, size=ranks, name="price", phase=phase, shape=shape)
     spec, traffic = Spec(shape, dtype, xp), Traffic()
-    grad = xp.cast(xp.asarray(normal(shape, "price")), dtype)
-    with np.errstate(all="ignore"):
-        exchange = compressor.exchange(grad, compressor.init(spec, info), info)
-        LocalCommunicator(xp, ranks).run("price", exchange, traffic)
-    return traffic.sent
+    period = compressor.period or 1
+    for number in range(compressor.startup_steps, compressor.startup_steps + period):
+        phase = compressor.variant(number) if compressor.phases else 0
+        info = Info(step=step, size=ranks, name="price", phase=phase, shape=shape)
+        grad = xp.cast(xp.asarray(normal(shape, "price")), dtype)
+        with np.errstate(all="ignore"):
+            exchange = compressor.exchange(grad, compressor.init(spec, info), info)
+            LocalCommunicator(xp, ranks).run("price", exchange, traffic)
+    return traffic.sent / period
 
 
 def averaging_share(method: Averaging, ranks: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -10,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd.comm.traffic import Traffic
-from accordion_hvd.core.base import Info, Tensor
+from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
@@ -19,12 +20,16 @@ from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 
+Traced = tuple[list[Tensor], list[tuple[State, State]], Any]
+"""Means by tensor, the new state and evidence of each bucket, and whether the step is bad."""
+
 
 class TensorFlowExchange(Exchange):
     """Exchange that runs the same exchange generators eagerly or as part of a graph (`traced`).
 
     Python does not observe the execution of a graph. Therefore the step count is a variable, and
     the bytes of a step are recorded during tracing and multiplied by the number of executed steps.
+    If phases repeat, a graph contains the step once for each turn (`Exchange.turn`).
 
     Attributes:
         version: number that changes when existing graphs are out of date, because a level or a
@@ -41,7 +46,8 @@ class TensorFlowExchange(Exchange):
         self._counted = 0  # steps whose bytes have been counted
         self._ticked = 0  # steps that the policy has counted
         self._now: Tensor | None = None  # step count within the step that is being traced
-        self._per_step: tuple[Traffic, float] = (Traffic(), 0.0)
+        self._turn: int | None = None  # turn that is being traced
+        self._per_step: dict[int, tuple[Traffic, float]] = {}  # turn -> bytes of a traced step
         self._rates: dict[str, float] = {}
         self._variables: dict[Any, tf.Variable] = {}
         self._outline: Any = None
@@ -88,10 +94,22 @@ class TensorFlowExchange(Exchange):
     def switching(self) -> bool:
         """Return whether levels or phases may change during training."""
         compressors = [level for entry in self.bucket_states for level in entry.levels]
-        phases = any(compressor.phases for compressor in compressors)
+        phases = any(compressor.phases and not compressor.period for compressor in compressors)
         policy_decides = type(self.policy).due is not Policy.due
         observer_decides = any(type(x).due is not Observer.due for x in self.policy.observers)
         return phases or policy_decides or observer_decides
+
+    @property
+    def turn(self) -> int:
+        """Return the turn of the present step, or the turn that is being traced."""
+        return super().turn if self._turn is None else self._turn
+
+    def phase(self, entry: BucketState) -> int:
+        """Return the phase of a bucket's compressor, in the turn that is being traced if any."""
+        period = entry.compressor.period
+        if self._turn is None or period <= 1:
+            return super().phase(entry)
+        return entry.compressor.variant((self._turn - entry.served_from) % period)
 
     # ---------------------------------------------------------------------------- between the steps
     def prepare_trace(self) -> None:
@@ -103,7 +121,7 @@ class TensorFlowExchange(Exchange):
             for index in range(len(self.bucket_states)):
                 self._store_in_variables(index)
             buckets = [
-                (s.level, self.phase(s), sorted(s.evidence), s.carried is None)
+                (s.level, self.lasting_phase(s), sorted(s.evidence), s.carried is None)
                 for s in self.bucket_states
             ]
             outline = [self.policy.observers.weight, *buckets]
@@ -178,21 +196,23 @@ class TensorFlowExchange(Exchange):
         """Trace one exchange into a graph, after `prepare_trace`; return the means by tensor."""
         assert self._clock is not None and self._lost is not None
         variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
-        self._now = self._clock.read_value()
+        self._now, lost = self._clock.read_value(), self._lost.read_value()
         with tf.control_dependencies([self._now]):  # after the previous step
             grads = [tf.identity(grad) for grad in grads]
+        self.bucket_batches.refresh()
+        self._per_step = {}
+        period = self.bucket_batches.period
         try:
-            for entry in self.bucket_states:
-                entry.state = {
-                    key: tf.identity(value) for key, value in (entry.state or {}).items()
-                }
-                entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
-                entry.carried = None if entry.carried is None else tf.identity(entry.carried)
-            bad = self._trace_step(grads, lr, weights)
-            means = self.bucket_batches.means()
+            if period == 1:
+                means, changed, bad = self._trace_step(grads, lr, weights)
+            else:
+                turns = [functools.partial(self._trace_turn, i, grads, lr, weights)
+                         for i in range(period)]  # fmt: skip
+                turn = tf.cast((self._now - lost) % period, tf.int32)
+                means, changed, bad = tf.switch_case(turn, turns)
             with tf.control_dependencies(means):  # an invalid payload must not change the state
-                for entry, stored in zip(self.bucket_states, variables, strict=True):
-                    _store(entry, *stored, bad)
+                for new, stored in zip(changed, variables, strict=True):
+                    _store(*new, *stored, bad)
             with tf.control_dependencies(means):  # before the next step
                 self._clock.assign(self._now + 1)
                 if bad is not False:
@@ -201,16 +221,39 @@ class TensorFlowExchange(Exchange):
         finally:
             self._now = None
             self.abort()
-            for entry, stored in zip(self.bucket_states, variables, strict=True):
-                entry.state, entry.evidence, entry.carried = stored
+            self._put_back(variables)
 
-    def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Any:
+    def _put_back(self, variables: Sequence[tuple[Any, Any, Any]]) -> None:
+        for entry, stored in zip(self.bucket_states, variables, strict=True):
+            entry.state, entry.evidence, entry.carried = stored
+
+    def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Traced:
+        """Trace a step; return the means, each bucket's new state and evidence, and the flag."""
+        for entry in self.bucket_states:
+            entry.state = {key: tf.identity(value) for key, value in (entry.state or {}).items()}
+            entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
+            entry.carried = None if entry.carried is None else tf.identity(entry.carried)
         step = self.open(self.rates(lr))
         self.bucket_batches.give(grads, weights)
         while not self.advance():
             pass
         self.close()
-        return step.bad
+        changed = [(dict(entry.state or {}), dict(entry.evidence)) for entry in self.bucket_states]
+        return self.bucket_batches.means(), changed, step.bad
+
+    def _trace_turn(
+        self, turn: int, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]
+    ) -> Traced:
+        """Trace a step of a turn, from the variables, which remain in place."""
+        variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
+        self._turn = turn
+        try:
+            means, changed, bad = self._trace_step(grads, lr, weights)
+            return means, changed, tf.convert_to_tensor(bad)
+        finally:
+            self._turn = None
+            self.abort()
+            self._put_back(variables)
 
     def _tick(self, rates: dict[str, float]) -> None:
         if self._now is None:
@@ -222,17 +265,18 @@ class TensorFlowExchange(Exchange):
         if self._now is None:
             super()._count(step)
         else:
-            self._per_step = (step.traffic, self.accounts.each_step)
+            self._per_step[self.turn] = step.traffic, self.accounts.each_step
 
     # ---------------------------------------------------------------------------------- accounting
     def account(self) -> None:
         """Count the bytes of the steps that graphs have executed."""
-        steps = self.steps
-        traffic, dense = self._per_step
+        steps, first = self.steps, self._counted - self.skipped
         executed = steps - self._counted
-        totals = [executed * bytes_ for bytes_ in astuple(traffic)]
-        self.accounts.traffic.add(Traffic(*totals))
-        self.accounts.dense_bytes += dense * executed
+        for turn, (traffic, dense) in self._per_step.items():
+            period = len(self._per_step)
+            times = (executed + period - 1 - (turn - first) % period) // period
+            self.accounts.traffic.add(Traffic(*(times * bytes_ for bytes_ in astuple(traffic))))
+            self.accounts.dense_bytes += dense * times
         self._counted = steps
 
     def stats(self) -> dict[str, Any]:
@@ -241,13 +285,14 @@ class TensorFlowExchange(Exchange):
         return super().stats()
 
 
-def _store(entry: BucketState, state: Any, evidence: Any, carried: Any, bad: Any) -> None:
+def _store(
+    state: State, evidence: State, variables: Any, followed: Any, carried: Any, bad: Any
+) -> None:
     """Assign a bucket's new state to its variables; after a bad step, keep old evidence."""
-    assert entry.state is not None
-    for key, variable in state.items():
-        variable.assign(entry.state[key])
-    for key, variable in evidence.items():
-        new = entry.evidence[key]
+    for key, variable in variables.items():
+        variable.assign(state[key])
+    for key, variable in followed.items():
+        new = evidence[key]
         variable.assign(new if bad is False else xp.where(bad, variable, new))
     if carried is not None:
         zeros = tf.zeros_like(carried)

@@ -28,15 +28,20 @@ RANKS = (2, 4, 16, 64)
 
 @functools.cache
 def counted(row: CatalogRow, ranks: int) -> tuple[float, float]:
-    """Return the bytes that `stats()` counts in a step, sent and received: means over ranks."""
+    """Return the bytes that `stats()` counts in a step, sent and received: means over ranks.
+
+    If phases repeat, they are means over a period, too.
+    """
+    period = row.compressor.period or 1
     world = simulate(row.compressor, ranks, local_size=row.local)
     draw = np.random.default_rng(0)
     totals = [(0.0, 0.0)]
-    for _ in range(row.after + 1):
+    for _ in range(row.after + period):
         world.step([{"w": draw.standard_normal(SHAPE, np.float32)} for _ in range(ranks)], lr=0.1)
         stats = [exchange.stats() for exchange in world.exchanges]
         totals.append((_mean(stats, "sent"), _mean(stats, "received")))
-    return totals[-1][0] - totals[-2][0], totals[-1][1] - totals[-2][1]
+    (sent, received), (sent_before, received_before) = totals[-1], totals[-1 - period]
+    return (sent - sent_before) / period, (received - received_before) / period
 
 
 def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:

@@ -84,7 +84,7 @@ class Bench:
         state_size = sum(_bytes(self.xp, x) for x in state.values()) / self.values.nbytes
         copies, encodes, decodes, peak = [], [], [], math.nan
         for step in range(self.rounds + 2):
-            rank, phase = step % RANKS, compressor.variant(LATE)
+            rank, phase = step % RANKS, compressor.variant(LATE + step)
             info = Info(step, rank, RANKS, "w", 0.1, hosts, phase, shape=spec.shape)
             gradient = self.xp.asarray(self.values)
             before = forget_peak()

@@ -117,6 +117,7 @@ METHODS = (
     Method("FP16()"),
     Method("BF16()"),
     Method("PowerSGD(4)"),
+    Method("PowerSGD(4, alternate=True)"),
     Method("PowerSGD(1)"),
     Method("TopK(0.01)"),
     Method("STC(0.05)"),

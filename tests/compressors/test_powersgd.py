@@ -7,11 +7,17 @@ import math
 import laws
 import numpy as np
 import pytest
-from frameworks import Ranks, normals
+from frameworks import TENSORFLOW, Ranks, installed, normals
 
 from accordion_hvd import PowerSGD, StepSchedule
 from accordion_hvd.compressors.powersgd import matrix_shape
-from accordion_hvd.simulation.one_process import simulate
+from accordion_hvd.core.base import Info
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.ops import numpy as xp
+from accordion_hvd.ops.spec import Spec
+from accordion_hvd.policies.cost_model import bytes_sent
+from accordion_hvd.resolve import as_policy
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
 
 Q = np.random.default_rng(1).normal(size=(2, 64)).astype(np.float32)
 
@@ -91,6 +97,184 @@ def test_powersgd_follows_the_paper() -> None:
         errors = [total - p @ q.T for total in totals]
 
 
+def gram_schmidt(x: np.ndarray) -> np.ndarray:
+    """Orthonormal columns that span those of x, in their order."""
+    columns: list[np.ndarray] = []
+    for column in x.T:
+        for done in columns:
+            column = column - (done @ column) * done
+        columns.append(column / np.linalg.norm(column))
+    return np.stack(columns, 1)
+
+
+def test_alternation_follows_the_paper() -> None:
+    """Algorithm 2 of ACP-SGD with plain matrices (n, r); errors are of each rank's own factor."""
+    rank, ranks, (n, m) = 3, 4, laws.SHAPE
+    world = Ranks(PowerSGD(rank, alternate=True), ranks)
+    world.states = world.init(np.zeros(laws.SHAPE, np.float32))
+    q = world.states[0]["q_mean"].T.astype(np.float64)  # (m, r)
+    p, errors = np.zeros((n, rank)), [np.zeros((n, m)) for _ in range(ranks)]
+    for step, gradients in enumerate(normals(laws.SHAPE, ranks, steps=9)):
+        totals = [g + e for g, e in zip(gradients, errors, strict=True)]
+        if step % 2 == 0:
+            q = gram_schmidt(q)
+            own = [total @ q for total in totals]
+            p = np.mean(own, 0)
+            errors = [total - mine @ q.T for total, mine in zip(totals, own, strict=True)]
+        else:
+            p = gram_schmidt(p)
+            own = [total.T @ p for total in totals]
+            q = np.mean(own, 0)
+            errors = [total - p @ mine.T for total, mine in zip(totals, own, strict=True)]
+        for mean in world.step(gradients):
+            np.testing.assert_allclose(mean, p @ q.T, atol=1e-4)
+        for residual, error in zip(world.residuals(), errors, strict=True):
+            assert residual is not None
+            np.testing.assert_allclose(residual.reshape(n, m), error, atol=1e-4)
+
+
+def test_a_skipped_step_does_not_change_the_turn() -> None:
+    world, twin = (simulate(PowerSGD(2, alternate=True), 2) for _ in "ab")
+    for step, rows in enumerate(normals(laws.SHAPE, 2, steps=5)):
+        if step == 3:
+            bad = [{"w": row * np.float32(np.nan if rank else 1)} for rank, row in enumerate(rows)]
+            assert world.step(bad) == [None, None]
+        ours = world.step([{"w": row.copy()} for row in rows])
+        theirs = twin.step([{"w": row.copy()} for row in rows])
+        assert ours[0] is not None and theirs[0] is not None
+        np.testing.assert_allclose(ours[0]["w"], theirs[0]["w"], atol=1e-5)
+
+
+TURNS = PowerSGD(4, alternate=True), PowerSGD(1, alternate=True), PowerSGD(3)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_levels_that_alternate_switch_without_loss(batched: bool) -> None:
+    """After any number of steps, with layers in different turns; what is sent and waits is all."""
+    shapes = {"a": (24, 50), "b": (24, 50), "c": (40, 30)} if batched else {"a": (24, 50)}
+    schedule = {0: 0, 1: 1, 4: 0, 6: 2, 7: 0, 8: 1, 9: 2}
+    policies = [
+        StepSchedule({at: TURNS[level] for at, level in schedule.items()}, window=1),
+        StepSchedule({0: TURNS[0]}, window=1),
+    ]
+    for policy in policies:
+        world, draw = simulate(policy, 2), np.random.default_rng(0)
+        sent = {name: np.zeros(shape) for name, shape in shapes.items()}
+        given = {name: np.zeros(shape) for name, shape in shapes.items()}
+        for _ in range(12):
+            grads = [{k: draw.normal(size=s).astype("f") for k, s in shapes.items()} for _ in "ab"]
+            for name in shapes:
+                given[name] += (grads[0][name] + grads[1][name]) / 2
+            means = world.step(grads)
+            assert means[0] is not None and means[1] is not None
+            for name in shapes:
+                np.testing.assert_array_equal(means[0][name], means[1][name])
+                sent[name] += means[0][name]
+        for number, name in enumerate(shapes):
+            entries = [exchange.bucket_states[number] for exchange in world.exchanges]
+            waiting = [
+                entry.residual(exchange.info(entry))
+                for entry, exchange in zip(entries, world.exchanges, strict=True)
+            ]
+            mean = (waiting[0] + waiting[1]).reshape(shapes[name]) / 2
+            np.testing.assert_allclose(sent[name] + mean, given[name], atol=1e-4)
+
+
+def test_a_level_that_alternates_takes_over_both_factors() -> None:
+    spec = Spec((24, 50), "float32", xp)
+    for old in TURNS:
+        world = Ranks(old, 2)
+        for rows in normals(laws.SHAPE, 2, steps=4):
+            world.step(rows)
+        for new in TURNS:
+            state = new.warm_start(new.init(spec, Info(name="w")), old, world.states[0])
+            keys = ("q_mean", "p_mean") if new.alternate else ("q",)
+            for key in keys:
+                theirs = world.states[0][key if old.alternate else key[0]]
+                if old.alternate and not new.alternate:
+                    theirs = world.states[0]["q_mean"]
+                same = min(old.rank, new.rank)
+                assert state[key].shape[0] == new.rank
+                np.testing.assert_array_equal(state[key][:same], theirs[:same])
+            kept = new.deactivate(state)
+            assert set(kept) == set(keys)
+
+
+def test_prices_are_means_over_both_turns() -> None:
+    for shape in ((24, 50), (500, 400)):
+        both, one = (bytes_sent(PowerSGD(4, turn), shape, "float32", 4) for turn in (False, True))
+        assert one == both / 2
+
+
+def test_batches_survive_the_turns() -> None:
+    """States of small layers are stacked once; a turn makes no new plan and copies no state."""
+    world = simulate(PowerSGD(2, alternate=True), 2)
+    plans, memories = [], []
+    for rows in zip(*(normals((40, 30), 2, seed, steps=6) for seed in range(3)), strict=True):
+        world.step([{str(i): row[rank] for i, row in enumerate(rows)} for rank in range(2)])
+        batches = world.exchanges[0].bucket_batches
+        plans.append(batches.plan)
+        memories.append(batches.memory[0])
+    assert len(plans[-1].batches[0].buckets) == 3
+    assert all(plan is plans[2] for plan in plans[2:])
+    assert all(memory is memories[2] for memory in memories[2:])
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+def test_a_graph_contains_both_turns() -> None:
+    """One trace serves all steps: skipped ones, several in one call, and bytes of each turn."""
+    import tensorflow as tf
+
+    from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+
+    compressor, shapes = PowerSGD(2, alternate=True), {"v": (40, 50), "w": (30, 50)}
+    link = SimulatedCommunicator(Hub(1), 0, TENSORFLOW.xp)
+    tensors = [TensorInfo(name, shape, "float32") for name, shape in shapes.items()]
+    exchange = TensorFlowExchange(link, as_policy(compressor), tensors)
+    oracle = simulate(compressor, 1)
+    exchange.prepare_trace()
+    version, run = exchange.version, tf.function(exchange.traced, autograph=False)
+    assert not exchange.switching
+    streams = [
+        [x[0] for x in normals(s, 1, seed, steps=9)] for seed, s in enumerate(shapes.values())
+    ]
+    streams[1][3] = streams[1][3] * np.nan
+    for gradients in zip(*streams, strict=True):
+        means = run([tf.constant(x) for x in gradients], tf.constant(0.1))
+        rows = dict(zip(shapes, (x.copy() for x in gradients), strict=True))
+        wanted = oracle.step([rows])[0]
+        for name, mean in zip(shapes, means, strict=True):
+            if wanted is None:
+                assert np.isnan(mean.numpy()).all()
+            else:
+                np.testing.assert_allclose(mean.numpy(), wanted[name], atol=1e-4)
+        exchange.prepare_trace()
+        assert exchange.version == version
+    assert run.experimental_get_tracing_count() == 1
+    assert (exchange.steps, exchange.skipped) == (9, 1)
+    assert exchange.stats()["dense"] == oracle.exchanges[0].stats()["dense"]
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@pytest.mark.parametrize("calls", [1, 4])
+def test_bytes_of_both_turns_are_counted(calls: int) -> None:
+    import tensorflow as tf
+
+    from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+
+    link = SimulatedCommunicator(Hub(1), 0, TENSORFLOW.xp)
+    tensors = [TensorInfo("w", (40, 50), "float32")]
+    policy = as_policy(PowerSGD(2, alternate=True))
+    exchange, gradient = TensorFlowExchange(link, policy, tensors), tf.ones((40, 50))
+    exchange.prepare_trace()
+    run = tf.function(exchange.traced, autograph=False)
+    for step in range(7):
+        run([gradient], tf.constant(0.1))
+        if step % calls == 0:
+            exchange.account()
+    assert exchange.stats()["payload"] == 4 * (8 + 4 * 2 * 40) + 3 * (8 + 4 * 2 * 50)
+
+
 def test_powersgd_finds_a_low_rank_gradient() -> None:
     """A gradient of rank 2 is exact after a few steps: the power iteration is warm-started."""
     rng = np.random.default_rng(0)
@@ -99,3 +283,8 @@ def test_powersgd_finds_a_low_rank_gradient() -> None:
     for _ in range(4):
         mean = world.step([low, low])[0]
     np.testing.assert_allclose(mean, low, atol=1e-4)
+    world = Ranks(PowerSGD(2, alternate=True), 2)
+    for _ in range(3):  # P is averaged first, and Q is then of its span: nothing is left
+        sent = world.step([low, low])[0] + world.step([low, low])[0]
+        np.testing.assert_allclose(sent, 2 * low, atol=1e-4)
+        np.testing.assert_allclose(world.mean_residual(low.size), 0, atol=1e-4)

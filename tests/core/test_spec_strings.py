@@ -10,7 +10,7 @@ from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accordion_hvd import Accordion, Dense, Fixed, Policy, PowerSGD, RandomK, TopK, parse
+from accordion_hvd import Accordion, Dense, Fixed, Policy, PowerSGD, RandomK, TopK, TwoLevel, parse
 from accordion_hvd.resolve import as_policy
 
 
@@ -55,6 +55,10 @@ def test_arguments_read_back(ratio: float, rank: int) -> None:
         ("PowerSGD:4", PowerSGD(4)),
         ("powersgd(rank=4)", PowerSGD(4)),
         ("powersgd:", PowerSGD()),
+        ("powersgd:4,alternate", PowerSGD(4, alternate=True)),
+        ("powersgd(alternate)", PowerSGD(alternate=True)),
+        ("powersgd:4,alternate=False", PowerSGD(4)),
+        ("twolevel:powersgd:1,alternate", TwoLevel(PowerSGD(1, alternate=True))),
     ],
 )
 def test_words(word: str, meant: Any) -> None:
@@ -76,6 +80,9 @@ def test_a_policy_in_a_word() -> None:
         ("topk:0.1,0.2", "TopK: wire is 0.2"),
         ("topk:0.1,'float16',3", "topk:0.1,'float16',3"),
         ("topk:rank=3", "rank"),
+        ("topk:alternate", "'alternate' is not known"),
+        ("powersgd:4,rank", "'rank' is not known"),
+        ("powersgd:4,True,alternate", "alternate"),
         ("topk:(", "is not understood"),
         ("", "is not understood"),
         ("topk:__import__('os').getcwd()", "not"),

@@ -163,10 +163,19 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("zeros_reusing", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
     *[("unpack_index", (indices.pack(INDEX, size), 4, size), 0) for size in (40, 70_000, 2**30)],
-    *[("project", (X, Y, X.T[:rank, :5].copy(), X[:rank]), 1e-5) for rank in (1, 3)],
-    ("project", (X, Y.astype(np.float16), X[:1, :5], X[:1]), 1e-5),
-    ("project", (CUBE, CUBE + 1, CUBE[:, :2, :4], CUBE[:, :2]), 1e-5),
-    *[("project", (LARGE, LARGE[::-1].copy(), TALL[:r], WIDE[:r]), 1e-3) for r in (1, 3, 8)],
+    *[("project", (X, Y, X.T[:rank, :5].copy(), X[:rank], Y[:rank]), 1e-5) for rank in (1, 3)],
+    ("project", (X, Y, X[:2, :5], X[:2], Y[:2, 2:], True), 1e-5),
+    ("project", (X, Y.astype(np.float16), X[:1, :5], X[:1], X[:1]), 1e-5),
+    ("project", (CUBE, CUBE + 1, CUBE[:, :2, :4], CUBE[:, :2], CUBE[:, 1:3]), 1e-5),
+    ("project", (CUBE, CUBE + 1, CUBE[:, :1, :4], CUBE[:, :1], CUBE[:, 1:2, 3:], True), 1e-5),
+    *[
+        ("project", (LARGE, LARGE[::-1].copy(), TALL[:r], WIDE[:r], WIDE[9 : 9 + r]), 1e-3)
+        for r in (1, 3, 8)
+    ],
+    *[
+        ("project", (LARGE, LARGE[::-1].copy(), TALL[:r], WIDE[:r], TALL[9 : 9 + r], True), 1e-3)
+        for r in (1, 3, 8)
+    ],
     *[("expand", (P[:rank], Q[:rank], Y), 1e-5) for rank in (1, 2)],
     ("expand", (CUBE[:, :1], CUBE[:, :1], CUBE_OF_7), 1e-5),
     *[("expand", (TALL[:r], WIDE[:r], LARGE + 1), 1e-3) for r in (1, 3, 8)],
@@ -266,9 +275,10 @@ def test_results(framework: Framework, name: str, arguments: Any, tolerance: flo
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("like", [X, LARGE, LARGE.astype(np.float16), CUBE_OF_7])
+@pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("framework", ALL)
 def test_project_tells_bad_gradients_and_can_be_undone(
-    framework: Framework, like: np.ndarray, bad: float
+    framework: Framework, left: bool, like: np.ndarray, bad: float
 ) -> None:
     xp, grad, undo = framework.xp, like.copy(), []
     grad.reshape(-1)[-3] = bad
@@ -276,7 +286,8 @@ def test_project_tells_bad_gradients_and_can_be_undone(
     p, q = (np.ones((*shape, extent), np.float32) for extent in like.shape[-2:])
     error = framework.tensor(like.astype(np.float32))
     with framework.running(), journal.recording(undo):
-        found = xp.project(error, *[framework.tensor(x) for x in (grad, p, q)])[1]
+        given = (grad, p, q, p if left else q)
+        found = xp.project(error, *[framework.tensor(x) for x in given], left)[1]
     assert not np.isfinite(framework.array(found)).all()
     journal.rewind(undo)
     np.testing.assert_allclose(framework.array(error), like, atol=1e-6)

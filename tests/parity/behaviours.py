@@ -79,6 +79,7 @@ COMPRESSORS = [
     STC(0.05),
     RandomK(0.05),
     PowerSGD(2),
+    PowerSGD(2, alternate=True),
     Threshold(1.5),
     AdaComp(50),
     ScaleCom(0.05, beta=0.3),
@@ -782,6 +783,7 @@ RESUMED: list[tuple[Callable[[], Any], int]] = [
     (lambda: AdaQS(LADDER, window=5, probes=2, drop=1.0), 7),  # between its looks
     (lambda: StepSchedule({0: PowerSGD(2), 4: TopK(0.05), 7: PowerSGD(1)}, window=1), 5),
     (lambda: Fixed(LGC(0.05, dense=1, training=3)), 3),  # within its training
+    (lambda: PowerSGD(2, alternate=True), 5),  # in the second turn
     (lambda: StepSchedule({0: SERVER, 2: Dense(), 4: SERVER}, window=1), 3),
 ]
 """What is saved and goes on, and after how many steps."""

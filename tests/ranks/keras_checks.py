@@ -143,7 +143,8 @@ def check_sparse_methods_in_fit() -> None:
 
 def check_other_methods_in_fit() -> None:
     """One layer each for what may stand side by side; LGC from its training's last step on."""
-    layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit()]
+    turns = PowerSGD(2, alternate=True)
+    layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit(), turns]
     several = Fixed(Dense(), overrides={f"*layer{i}*": c for i, c in enumerate(layers)})
     codes = LGC(0.05, dense=0, training=1)
     for compression in (several, SignSGD(0.9), SketchedSGD(0.02, columns=5), codes):

@@ -77,6 +77,7 @@ class Case:
         momentum: what comes back is an update with momentum.
         forgets: of what is sent, the error of decoding is lost; what is not sent is not.
         slope: least and largest slope of the means over the exact means.
+        in_turn: a step takes one of the `rounds`, the next step the next.
     """
 
     compressor: Compressor
@@ -96,6 +97,7 @@ class Case:
     momentum: bool = False
     forgets: bool = False
     slope: tuple[float, float] = (0.002, 1.1)
+    in_turn: bool = False
 
     @property
     def name(self) -> str:
@@ -105,8 +107,13 @@ class Case:
         self, shape: Shape, itemsize: int, ranks: int, step: int = 0
     ) -> list[tuple[str, int, int]]:
         """The rounds of a step, and how many ranks take part in each."""
+        return [(kind, size, ranks) for kind, size in self.taken(shape, itemsize, step)]
+
+    def taken(self, shape: Shape, itemsize: int, step: int) -> Rounds:
+        """Those of the `rounds` that a step takes."""
         assert self.rounds is not None
-        return [(kind, size, ranks) for kind, size in self.rounds(shape, itemsize)]
+        rounds = self.rounds(shape, itemsize)
+        return [rounds[step % len(rounds)]] if self.in_turn else rounds
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,7 @@ class BetweenMachines(Case):
             return super().moves(shape, itemsize, ranks, step)
         rows, width = matrix(shape)
         part = (-(-rows // local), width)
-        assert self.rounds is not None
-        inner = self.rounds(part, 4)
+        inner = self.taken(part, 4, step)
         size = math.prod(part)
         near = [("alltoall", itemsize * local * size, local), ("allgather", 4 * size, local)]
         return [near[0], *[(kind, sent, ranks // local) for kind, sent in inner], near[1]]
@@ -170,14 +176,21 @@ def matrix(shape: Shape) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (shape[0], 1)
 
 
-def powersgd(rank: int) -> Case:
+def powersgd(rank: int, alternate: bool = False) -> Case:
     def rounds(shape: Shape, itemsize: int) -> Rounds:
         n, m = matrix(shape)
         used = min(rank, n, m)
         return [("allreduce", 4 * used * n), ("allreduce", 4 * used * m)]
 
-    full = PowerSGD(10_000)
-    return Case(PowerSGD(rank), rounds, feedback=True, full=full, bitwise=False, close=1e-4)
+    return Case(
+        PowerSGD(rank, alternate),
+        rounds,
+        feedback=True,
+        full=None if alternate else PowerSGD(10_000),  # of n < m columns, Q misses some of M
+        bitwise=False,
+        close=1e-4,
+        in_turn=alternate,
+    )
 
 
 def topk(ratio: float, wire: str = "float32") -> Case:
@@ -383,6 +396,8 @@ CASES = [
     sketched(0.1, rows=5, columns=10),  # not worth a sketch
     powersgd(1),
     powersgd(4),
+    powersgd(1, alternate=True),
+    powersgd(4, alternate=True),
     qsgd(4),
     qsgd(8, bucket=100),
     qsgd(3, bucket=7),
@@ -401,6 +416,7 @@ CASES = [
     two_level(topk(0.1)),
     two_level(stc(0.1)),
     two_level(powersgd(1)),
+    two_level(powersgd(2, alternate=True)),
     two_level(int8()),
     threshold(1.0),
     threshold(100.0),
@@ -465,6 +481,7 @@ REFUSED = [
     *[(LGC, "training", bad) for bad in (0, 2.5, None)],
     *[(LGC, name, bad) for name in ("innovation", "rate") for bad in (0, 2, math.nan, "a")],
     *[(PowerSGD, "rank", bad) for bad in (0, -2, 1.5, math.nan, "a", True, None)],
+    *[(PowerSGD, "alternate", bad) for bad in (2, "P", math.nan, None)],
     *[
         (kind, "codec", bad)
         for kind in (EF21, Diana, ErrorFeedback, Gathered)
