@@ -254,6 +254,8 @@ def project(
         journal.record(lambda: error.add_(p.mT @ q))
         total = accumulate(_deflated(error, p, q), zero_if_nonfinite(grad, bad))
         projected = basis @ (total if left else total.mT)
+        if bad.device.type == "cpu":
+            return total, projected.fill_(float("nan")) if bool(bad != 0) else projected
         return total, torch.where(bad == 0, projected, float("nan"))
     projected = torch.zeros_like(q) if left else torch.empty_like(p)
     for rows in _blocks(error):
@@ -278,7 +280,9 @@ def _unproject(total: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> None:
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
     """Return p^T q; see `accordion_hvd.ops.numpy`."""
     if not _by_blocks(like):
-        return p.mT * q if p.shape[-2] == 1 else p.mT @ q
+        fits = like.is_contiguous() and like.dtype == p.dtype and not like.requires_grad
+        out = like if fits else None  # saves an allocation
+        return torch.mul(p.mT, q, out=out) if p.shape[-2] == 1 else torch.matmul(p.mT, q, out=out)
     for rows in _blocks(like):
         _product(p[:, rows], q, out=like[rows])
     return like

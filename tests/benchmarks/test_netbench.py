@@ -183,7 +183,7 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
         ("run --per-host 0 -- true", "--per-host is 0"),
         ("bench --hosts 1", "--hosts is 1"),
         ("bench --rates 1gb", "rate '1gb'"),
-        ("bench --model bert", "--model is 'bert'; torch has vgg, resnet, transformer"),
+        ("bench --model bert", "--model is 'bert'; torch has vgg, resnet, gpt"),
         ("bench --framework keras --model resnet", "--model is 'resnet'; keras has vgg"),
         ("bench --turn 0", "--turn is 0"),
         ("bench --methods zip", "--methods 'zip' matches none"),
