@@ -69,9 +69,11 @@ bench: setup ## measure against plain Horovod
 bench-network: setup ## measure on limited links, for docs/performance.md (root; two hours)
 	@for model in vgg resnet gpt; do $(IN_VENV) $(RUN) scripts/netbench.py bench \
 		--framework torch --model $$model --output $(NETBENCH)/$$model.json || exit 1; done
+	@$(IN_VENV) $(RUN) scripts/netbench.py bench --hosts 2 --per-host 2 --model gpt \
+		--methods 'HSDP.*' --rates 200mbit --output $(NETBENCH)/sharded.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report \
-		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json keras.json)
+		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json sharded.json keras.json)
 
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json

@@ -2,9 +2,10 @@
 
 `ours SPEC` is this package over Horovod with a spec string of `accordion_hvd.parse`, `ours over
 torch.distributed SPEC` is the same without Horovod, `DDP + our hook SPEC` is its communication
-hook, and `optimizer NAME` is one of its optimizers; the other names are listed below. Two launches
-hold the methods, one with Horovod and one without, because Horovod's threads communicate even when
-idle and would slow down the others.
+hook, `HSDP + ours SPEC` compresses between the replicas of a sharded model, and `optimizer NAME` is
+one of its optimizers; the other names are listed below. Two launches hold the methods, one with
+Horovod and one without, because Horovod's threads communicate even when idle and would slow down
+the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from accordion_hvd.resolve import parse
 COMPUTE = "compute only"
 STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
 OVER, HOOK = "ours over torch.distributed ", "DDP + our hook "
+SHARDED, BETWEEN = "HSDP", "HSDP + ours "
 FP16 = " fp16"
 ACCORDION = "accordion"
 STEADY = "Accordion(low=PowerSGD(4), high=PowerSGD(1), threshold=1e9)"
@@ -62,17 +64,22 @@ The part of a name after a comma distinguishes settings of one optimizer; two bi
 batches. The exact stage ends before measurements begin.
 """
 
+REPLICAS = (SHARDED, *(BETWEEN + word for word in ("fp16", "powersgd:4", "topk:0.01")))
+"""Models that are sharded within each host, with replicas on the others; measured on request, with
+two or more processes per host."""
+
 HOROVOD, PLAIN = "horovod", "plain"
 
 
 def group(method: str) -> str:
     """Return the launch that holds a method: HOROVOD or PLAIN."""
-    return PLAIN if method == COMPUTE or method.startswith((DDP, OVER)) else HOROVOD
+    plain = method == COMPUTE or method.startswith((DDP, OVER, SHARDED))
+    return PLAIN if plain else HOROVOD
 
 
 def is_ours(method: str) -> bool:
     """Return whether this package exchanges the gradients, over any engine."""
-    return method.startswith((OURS, HOOK))
+    return method.startswith((OURS, HOOK, BETWEEN))
 
 
 def compression(method: str) -> Any:
@@ -81,7 +88,7 @@ def compression(method: str) -> Any:
     Raises:
         ValueError: if the spec string is invalid.
     """
-    for prefix in (OVER, HOOK, OURS):
+    for prefix in (OVER, HOOK, BETWEEN, OURS):
         if method.startswith(prefix):
             break
     word = method.removeprefix(prefix)
@@ -124,7 +131,7 @@ def choose(framework: str, wanted: Sequence[str]) -> list[str]:
     known = METHODS[framework]
     chosen = [COMPUTE] if wanted else list(known)
     if framework == "torch":
-        known = (*known, *(OPTIMIZER + name for name in RULES))
+        known = (*known, *(OPTIMIZER + name for name in RULES), *REPLICAS)
     for pattern in wanted:
         if pattern in known:
             found = [pattern]

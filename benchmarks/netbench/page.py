@@ -8,6 +8,7 @@ from benchmarks import report
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import (
     ACCORDION,
+    BETWEEN,
     CAUTIOUS,
     DDP,
     FP16,
@@ -16,6 +17,7 @@ from benchmarks.netbench.contestants import (
     HOOK,
     OURS,
     OVER,
+    SHARDED,
     SILENT,
     STEADY,
     STOCK,
@@ -111,6 +113,7 @@ def pairs(framework: str, methods: Sequence[str]) -> list[tuple[str, str]]:
     if framework == "keras":
         return [(method, GROUPED) for method in ours]
     found = [(method, STOCK) for method in ours]
+    found += [(method, SHARDED) for method in methods if method.startswith(BETWEEN)]
     peers = {f"{OURS}fp16": [f"{STOCK} fp16", f"{DDP} fp16"], f"{OURS}dense": [DDP]}
     peers |= {
         f"{OURS}{word}": [f"{DDP} {word}"] for word in ("powersgd:1", "powersgd:2", "powersgd:4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from accordion_hvd.engine import fp16_reduction
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import (
+    BETWEEN,
     COMPUTE,
     DDP,
     FP16,
@@ -20,8 +22,9 @@ from benchmarks.netbench.contestants import (
     OPTIMIZER,
     OURS,
     OVER,
+    SHARDED,
 )
-from benchmarks.netbench.torch_models import MODELS, describe
+from benchmarks.netbench.torch_models import MODELS, UNITS, describe
 
 BATCHES = 32
 ONE_BUCKET_MB = 1000
@@ -128,7 +131,8 @@ class Torch:
         """Return a hash that is equal on two ranks if their weights are bitwise equal."""
         digest = hashlib.sha256()
         for parameter in self._nets[method].parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            digest.update(whole.detach().numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -136,6 +140,8 @@ def contestant(method: str, net: Any) -> tuple[Any, Any, Any]:
     """Return (network, optimizer, state) of a method; the state has our `exchange`."""
     if method.startswith(HOOK):
         return _hooked(method, net)
+    if method.startswith(SHARDED):
+        return _sharded(method, net)
     if method.startswith(DDP):
         net = _ddp(method.removeprefix(DDP).strip(), net)
     plain = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
@@ -168,6 +174,34 @@ def _hooked(method: str, net: Any) -> tuple[Any, Any, Any]:
     wrapped = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     state = ddp.register(wrapped, contestants.compression(method), guard="off")
     return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9), state
+
+
+def _sharded(method: str, net: Any) -> tuple[Any, Any, Any]:
+    """Return (network, optimizer, state) of a model that is sharded within each host.
+
+    Raises:
+        ValueError: if there is only one process per host.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from accordion_hvd import fsdp
+
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    if per_host < 2:
+        raise ValueError(f"{method!r} needs --per-host 2 or more, since hosts shard the model.")
+    shape = (torch.distributed.get_world_size() // per_host, per_host)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    ours = method.startswith(BETWEEN)
+    over = mesh["shards"] if ours else mesh
+    for module in [x for x in net.modules() if isinstance(x, UNITS)]:
+        fully_shard(module, mesh=over)
+    fully_shard(net, mesh=over)
+    state = None
+    if ours:
+        compression = contestants.compression(method)
+        state = fsdp.between(net, mesh["replicas"], compression, guard="off")
+    return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), state
 
 
 def _ddp(hook: str, net: Any) -> Any:

@@ -94,6 +94,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 }
 """Name -> (network, batch of a size)."""
 
+UNITS = (nn.TransformerEncoderLayer, _Residual)
+"""Modules that are sharded one by one."""
+
 
 def describe(model: Any) -> dict[str, int]:
     """Return the numbers of parameters and tensors."""

@@ -108,7 +108,12 @@ def test_engines_are_told_from_names() -> None:
     assert contestants.choose("torch", ["DDP . our hook topk:0.01", "DDP + our hook topk:0.3"]) == [
         COMPUTE, hook, "DDP + our hook topk:0.3",
     ]  # fmt: skip
-    assert not contestants.is_ours("DDP powersgd:1")
+    assert not contestants.is_ours("DDP powersgd:1") and not contestants.is_ours("HSDP")
+    assert contestants.choose("torch", ["HSDP.*"]) == [COMPUTE, *contestants.REPLICAS]
+    assert {contestants.group(name) for name in contestants.REPLICAS} == {contestants.PLAIN}
+    assert page.pairs("torch", ["HSDP", "HSDP + ours powersgd:4"]) == [
+        ("HSDP + ours powersgd:4", "HSDP"),
+    ]  # fmt: skip
 
 
 def test_excesses_are_over_computing_alone() -> None:
