@@ -17,11 +17,12 @@ class Method:
     Attributes:
         optimizer: name in `accordion_hvd.optimizers` and in its frameworks' modules.
         beside: uncompressed method to compare with; empty for uncompressed methods.
-        lr: highest learning rate by task, unless tuning has found one.
+        lr: highest learning rate by task, unless tuning has found one; a method is only trained on
+            these tasks.
         grid: learning rates to try.
         settings: arguments that differ from the defaults.
         tasks: further arguments by task.
-        warm: fraction of all steps that are exact at the start.
+        warm: fraction of all steps that are exact at the start; 0 leaves it to the optimizer.
     """
 
     optimizer: str
@@ -45,10 +46,6 @@ class Method:
             return None
         return StepSchedule({0: rule.dense(), round(self.warm * steps): rule}, window=1)
 
-    def exact(self, task: str, steps: int) -> int:
-        """Return the number of uncompressed first steps."""
-        return round(self.warm * steps)
-
     def describe(self, task: str, steps: int) -> str:
         """Describe all settings that are not defaults, without the learning rate."""
         parts = [f"{key}={value!r}" for key, value in self.arguments(task, steps).items()]
@@ -63,30 +60,64 @@ class Method:
 
 GRID = (4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
 LOWER = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+LOWEST = (2.5e-4, 5e-4, *LOWER)
+WIDE = (*LOWEST, 32e-3, 64e-3)
+
+OURS = ", ours"
+"""End of the name of a method with our settings; without it, a method is as published."""
 
 METHODS = {
     "Adam": Method("Adam", "", {"convex": 8e-3, "digits": 32e-3, "characters": 16e-3}, GRID),
     "AMSGrad": Method("AMSGrad", "", {"convex": 16e-3, "digits": 32e-3, "characters": 16e-3}, GRID),
+    "Lamb": Method("Lamb", "", {"convex": 16e-3, "digits": 16e-3}, GRID),
     "OnebitAdam": Method(
+        "OnebitAdam", "Adam", {"convex": 2.5e-4, "digits": 1e-3, "characters": 16e-3}, WIDE,
+        warm=0.2,
+    ),
+    "OnebitAdam, ours": Method(
         "OnebitAdam", "Adam", {"convex": 16e-3, "digits": 32e-3, "characters": 16e-3}, GRID,
         {"floor": 0.01}, warm=0.2,
     ),
     "Birder": Method(
+        "Birder", "Adam", {"convex": 1e-3, "digits": 4e-3, "characters": 8e-3}, LOWEST
+    ),
+    "Birder, ours": Method(
         "Birder", "Adam", {"convex": 2e-3, "digits": 4e-3, "characters": 16e-3}, LOWER,
         {"feedback": True}, {"characters": {"beta": 0.9, "beta_b": 0.99, "bits": 1.9}},
     ),
+    "Birder, within hosts": Method(
+        "Birder", "Adam", {"convex": 1e-3, "digits": 4e-3}, LOWEST, {"within": "half"}
+    ),
     "SketchedAMSGrad": Method(
+        "SketchedAMSGrad", "AMSGrad", {"convex": 1e-3, "digits": 1e-3, "characters": 1e-3}, LOWEST
+    ),
+    "SketchedAMSGrad, ours": Method(
         "SketchedAMSGrad", "AMSGrad", {"convex": 2.5e-3, "digits": 8e-3, "characters": 8e-3},
         (*LOWER, 2.5e-3),
         {"betas": (0.9, 0.999), "ratio": 0.011, "rows": 3, "columns": 1.0, "candidates": 1,
          "bounded": True}, {"convex": {"eps": 1e-6, "ratio": 0.0202, "rows": 1}}, warm=0.2,
     ),
     "CDAdam": Method(
+        "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 2e-3}, LOWER
+    ),
+    "CDAdam, ours": Method(
         "CDAdam", "AMSGrad", {"convex": 2e-3, "digits": 2e-3, "characters": 16e-3}, LOWER,
         {"preconditioned": True}, {"characters": {"bits": 1.9, "replica_lr": 0.1}}, warm=0.2,
     ),
+    "OnebitLamb": Method("OnebitLamb", "Lamb", {"convex": 1e-3, "digits": 1e-3}, WIDE, warm=0.2),
+    "OnebitLamb, ours": Method(
+        "OnebitLamb", "Lamb", {"convex": 16e-3, "digits": 16e-3}, GRID, {"eps": 1e-3}, warm=0.2
+    ),
+    "ZeroOneAdam": Method("ZeroOneAdam", "Adam", {"convex": 8e-3, "digits": 1e-3}, WIDE),
+    "ZeroOneAdam, ours": Method(
+        "ZeroOneAdam", "Adam", {"convex": 16e-3, "digits": 32e-3}, GRID,
+        {"eps": 1e-3, "var_freeze_step": 240, "local_step_scaler": 240, "local_step_clipper": 4},
+    ),
 }  # fmt: skip
 """Methods by their name on the page."""
+
+ON_ONE_HOST = [name for name, method in METHODS.items() if "within" not in method.settings]
+"""Methods that make sense on one host."""
 
 SEEDS = (1, 2, 3)
 """Seeds of reported trainings."""

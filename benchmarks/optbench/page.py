@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,29 @@ from benchmarks import report
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import OPTIMIZER
 from benchmarks.netbench.picture import words
-from benchmarks.optbench.methods import METHODS
-from benchmarks.report import digits, spread
+from benchmarks.optbench.methods import METHODS, OURS
+from benchmarks.report import digits, significant, spread
 from examples.pictures import figure
 from examples.report import as_markdown
 from examples.results import Row
 
-GOAL, BYTES = 1.03, 16
-"""Goal: largest multiple of the uncompressed loss, and smallest factor of bytes saved."""
+GOAL = 0.97
+"""Goal: least share of the uncompressed optimizer's further reduction of the loss."""
 
 COLOURS = {
-    "Adam": ("#000000", "-"),
-    "AMSGrad": ("#7f7f7f", "--"),
-    "OnebitAdam": ("#0072B2", "-"),
-    "Birder": ("#E69F00", "-"),
-    "SketchedAMSGrad": ("#CC79A7", "-"),
-    "CDAdam": ("#009E73", "-"),
+    "Adam": "#000000",
+    "AMSGrad": "#999999",
+    "Lamb": "#8B5A2B",
+    "OnebitAdam": "#0072B2",
+    "Birder": "#E69F00",
+    "SketchedAMSGrad": "#CC79A7",
+    "CDAdam": "#009E73",
+    "OnebitLamb": "#D55E00",
+    "ZeroOneAdam": "#56B4E9",
 }
-"""Colour and line, distinguishable by colour-blind readers (Okabe & Ito)."""
+"""Colours of the optimizers, distinguishable by colour-blind readers (Okabe & Ito)."""
+
+DIVERGED = "diverged"
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -45,113 +50,114 @@ def methods(found: Row, task: str) -> list[str]:
 
 
 def final(run: Row) -> float:
-    """Return the last loss; infinite if training diverged."""
-    return _number(run["loss"][-1])
+    """Return the last loss; infinite if it is not finite or above the loss at the start."""
+    last = _number(run["loss"][-1])
+    return last if last <= _number(run["loss"][0]) else math.inf
 
 
 def _number(loss: float | None) -> float:
     return math.inf if loss is None else loss
 
 
-def pairs(found: Row, task: str, method: str, least: float = 0.0) -> list[float]:
-    """Return the loss as a multiple of the uncompressed method's, for each common seed.
+def twins(found: Row, task: str, method: str) -> list[tuple[Row, Row]]:
+    """Return the trainings of a method, each with the uncompressed training of the same seed."""
+    dense = {run["seed"]: run for run in runs(found, task, METHODS[method].beside)}
+    mine = runs(found, task, method)
+    return [(run, dense[run["seed"]]) for run in mine if run["seed"] in dense]
 
-    `least` is subtracted from both losses.
+
+def kept(run: Row, dense: Row) -> float:
+    """Return the share of the uncompressed training's further reduction of the loss that is kept.
+
+    The reduction begins at the last evaluation before compression begins.
     """
-    dense = {run["seed"]: final(run) for run in runs(found, task, METHODS[method].beside)}
-    return [
-        (final(run) - least) / (dense[run["seed"]] - least)
-        for run in runs(found, task, method)
-        if run["seed"] in dense
-    ]
+    begins = dense["steps"].index(begin(run))
+    return (dense["loss"][begins] - final(run)) / (dense["loss"][begins] - final(dense))
+
+
+def excess(run: Row, dense: Row, least: float) -> float:
+    """Return the excess over the least loss as a multiple of the uncompressed training's."""
+    return (final(run) - least) / (final(dense) - least)
+
+
+def begin(run: Row) -> int:
+    """Return the step of the last evaluation before compression begins; 0 if it never does."""
+    return max(step for step in run["steps"] if step <= (run["begins"] or 0))
 
 
 def saved(run: Row) -> float:
-    """Return uncompressed bytes / bytes sent after the warm-up.
+    """Return uncompressed bytes / bytes sent, over the whole training."""
+    return run["dense"][-1] / run["sent"][-1]
 
-    Bytes are counted from the first evaluation after the warm-up.
-    """
-    start = next(i for i, step in enumerate(run["steps"]) if step >= run["warm"])
+
+def saved_later(run: Row) -> float:
+    """Return uncompressed bytes / bytes sent after the first evaluation in the compressed part."""
+    start = next(i for i, step in enumerate(run["steps"]) if step >= (run["begins"] or 0))
     return (run["dense"][-1] - run["dense"][start]) / (run["sent"][-1] - run["sent"][start])
 
 
-def target(found: Row, task: str) -> float | None:
-    """Return the target loss: `GOAL` times Adam's final loss; None if Adam was not trained."""
-    losses = [final(run) for run in runs(found, task, "Adam")]
-    return GOAL * statistics.median(losses) if losses else None
-
-
-def until(run: Row, loss: float) -> tuple[float, float] | None:
-    """Return steps and bytes sent until the first evaluation at a loss; None if not reached."""
-    for step, sent, now in zip(run["steps"], run["sent"], run["loss"], strict=True):
-        if _number(now) <= loss:
-            return step, sent
-    return None
-
-
-def reached(trainings: Sequence[Row], loss: float) -> list[tuple[float, float]] | None:
-    """Return steps and bytes until a loss; None unless most seeds reach the loss."""
-    pairs = [pair for run in trainings if (pair := until(run, loss))]
-    return pairs if 2 * len(pairs) > len(trainings) else None
+def told(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """Format the median and the range of values, which are infinite where training diverged."""
+    if values and not any(map(math.isfinite, values)):
+        return DIVERGED
+    return spread(
+        values, lambda value: form(value) if math.isfinite(value) else DIVERGED, to=" to "
+    )
 
 
 # ------------------------------------------------------------------------------------------- tables
 def overview(found: Row) -> list[list[str]]:
-    """Return a header and rows: whether each compressed method meets the goal on each task."""
-    rows = [["optimizer", "task", "loss / uncompressed loss", "bytes saved after warm-up", "goal"]]
-    for task in found["tasks"]:
-        for name in methods(found, task):
-            mine, ratios = (
-                runs(found, task, name),
-                METHODS[name].beside and pairs(found, task, name),
-            )
-            if not ratios:
-                continue
-            factors = [saved(run) for run in mine]
-            parts = [
-                "met" if statistics.median(ratios) <= GOAL else "loss missed",
-                *(["bytes missed"] if statistics.median(factors) < BYTES else []),
-            ]
-            rows.append(
-                [
-                    f"`{name}`",
-                    found["tasks"][task]["title"],
-                    spread(ratios, digits(3)),
-                    f"{statistics.median(factors):.1f} x",
-                    parts[-1] if len(parts) == 1 or parts[0] == "met" else ", ".join(parts),
-                ]
-            )
+    """Return a header and rows: goal, kept share and bytes saved of each compressed method."""
+    rows = [["optimizer", *(found["tasks"][task]["title"] for task in found["tasks"])]]
+    for name in METHODS:
+        cells = [verdict(found, task, name) for task in found["tasks"]]
+        if METHODS[name].beside and any(cell != "-" for cell in cells):
+            rows.append([f"`{name}`", *cells])
     return rows
+
+
+def verdict(found: Row, task: str, method: str) -> str:
+    """Return whether a method meets the goal on a task, with the numbers; a dash if not trained."""
+    pairs = twins(found, task, method)
+    if not pairs:
+        return "-"
+    share = statistics.median(kept(*pair) for pair in pairs)
+    if not math.isfinite(share):
+        return f"missed: {DIVERGED}"
+    factor = statistics.median(saved(run) for run, _ in pairs)
+    return f"{_goal(share)}: {100 * share:.1f} %, {factor:.1f} x"
+
+
+def _goal(share: float) -> str:
+    return "met" if share >= GOAL else "missed"
 
 
 def table(found: Row, task: str) -> list[list[str]]:
     """Return a header and a row for each method of a task."""
-    least, goal = found["tasks"][task]["least"], target(found, task)
+    least = found["tasks"][task]["least"]
     graded = any(run["accuracy"] is not None for run in found["runs"] if run["task"] == task)
-    head = ["optimizer", "lr", "final loss", "/ uncompressed loss"]
-    head += ["excess loss / uncompressed"] if least is not None else []
+    head = ["optimizer", "lr", "seeds", "final loss"]
     head += ["test accuracy (%)"] if graded else []
-    head += ["steps to target", "MB to target", "MB in total", "bytes saved after warm-up"]
-    rows = [head]
+    head += ["from step", "reduction kept (%)"]
+    head += ["excess"] if least is not None else []
+    rows = [[*head, "bytes saved", "later", "goal"]]
     for name in methods(found, task):
-        mine, method = runs(found, task, name), METHODS[name]
-        to_goal = reached(mine, goal) if goal is not None else None
-        row = [
-            name,
-            f"{mine[0]['lr']:g}",
-            spread([final(run) for run in mine], digits(4)),
-        ]
-        row.append(spread(pairs(found, task, name), digits(3)) if method.beside else "-")
-        if least is not None:
-            row.append(spread(pairs(found, task, name, least), digits(2)) if method.beside else "-")
+        mine, pairs = runs(found, task, name), twins(found, task, name)
+        row = [name, f"{mine[0]['lr']:g}", str(len(mine))]
+        row.append(told([final(run) for run in mine], digits(5)))
         if graded:
-            row.append(spread([100 * run["accuracy"] for run in mine], digits(1)))
-        for column, form in ((0, digits(0)), (1, lambda sent: f"{sent / 1e6:.2f}")):
-            values = [pair[column] for pair in to_goal or ()]
-            row.append(spread(values, form) if values else "not reached")
-        row.append(f"{statistics.median(run['sent'][-1] for run in mine) / 1e6:.2f}")
+            row.append(spread([100 * run["accuracy"] for run in mine], digits(1), to=" to "))
+        if not pairs:
+            rows.append([*row, *["-"] * (len(rows[0]) - len(row))])
+            continue
+        shares = [kept(*pair) for pair in pairs]
+        begins = statistics.median(run["begins"] or 0 for run in mine)
+        row += [f"{begins:.0f}", told([100 * share for share in shares], digits(1))]
+        if least is not None:
+            row.append(told([excess(*pair, least) for pair in pairs], significant))
         row.append(f"{statistics.median(map(saved, mine)):.1f} x")
-        rows.append(row)
+        row.append(f"{statistics.median(map(saved_later, mine)):.1f} x")
+        rows.append([*row, _goal(statistics.median(shares))])
     return rows
 
 
@@ -159,23 +165,28 @@ def states(found: Row) -> list[list[str]]:
     """Return a header and rows: bytes of state per parameter."""
     tasks = list(found["tasks"])
     rows = [["optimizer", "state", *(found["tasks"][task]["title"] for task in tasks)]]
-    for name in METHODS:
+    for name, method in METHODS.items():
         cells = []
         for task in tasks:
             mine = runs(found, task, name)
             cells.append(f"{mine[0]['state'] / mine[0]['parameters']:.1f}" if mine else "-")
-        rows.append([f"`{name}`", STATE[name], *cells])
+        if any(cell != "-" for cell in cells):
+            rows.append([f"`{name}`", STATE[method.optimizer], *cells])
     return rows
 
 
 STATE = {
     "Adam": "m, v",
     "AMSGrad": "m, v, vmax",
+    "Lamb": "m, v",
     "OnebitAdam": "m, v, error, this rank's part of the server error",
-    "Birder": "m, b, error, this rank's part of the owners' error (only m, b without `feedback`)",
+    "Birder": "m, b; with `feedback` also error, this rank's part of the owners' error",
     "SketchedAMSGrad": "m, v, vmax, error",
     "CDAdam": "m, v, vmax, estimate, replica, this rank's part of the server's difference; "
     "with `replica_lr` also errors",
+    "OnebitLamb": "m, v, the fresh v, error, this rank's part of the server error",
+    "ZeroOneAdam": "m, v, error, steps since the last synchronization, weights at it, this rank's "
+    "part of the server error",
 }
 
 
@@ -193,7 +204,7 @@ def rates(tuning: Row, task: str) -> list[list[str]]:
     rows = [["optimizer", "best", *(f"{lr:g}" for lr in grid)]]
     for name in methods(tuning, task):
         losses = tried(tuning, task, name)
-        cells = [f"{losses[lr]:.4f}" if lr in losses else "-" for lr in grid]
+        cells = [told([losses[lr]], digits(4)) if lr in losses else "-" for lr in grid]
         rows.append([name, f"{min(losses, key=lambda lr: losses[lr]):g}", *cells])
     return rows
 
@@ -227,29 +238,38 @@ def draw(found: Row, path: Path) -> None:
             for row, key in enumerate(("steps", "sent")):
                 _panel(axes[row][column], found, task, key)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+        canvas.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
+
+
+def style(method: str) -> tuple[str, str]:
+    """Return a method's colour and line: dashed as published, solid for all others."""
+    plain = METHODS[method].beside and not method.endswith(OURS)
+    return COLOURS[METHODS[method].optimizer], "--" if plain else "-"
 
 
 def _panel(axis: Any, found: Row, task: str, key: str) -> None:
     least = found["tasks"][task]["least"] or 0.0
     scale = 1e6 if key == "sent" else 1
+    first = 0.0
     for name in methods(found, task):
         mine = runs(found, task, name)
         curves = list(
             zip(*([_number(x) - least for x in run["loss"]] for run in mine), strict=True)
         )
         x = [value / scale for value in mine[0][key]]
-        colour, line = COLOURS[name]
+        colour, line = style(name)
         middle = [statistics.median(values) for values in curves]
+        first = max(first, middle[0])
         start = 1 if key == "sent" else 0  # nothing has been sent before the first step
-        axis.plot(x[start:], middle[start:], line, color=colour, lw=1.6, label=name)
+        axis.plot(x[start:], middle[start:], line, color=colour, lw=1.4, label=name)
         axis.fill_between(
             x[start:], [min(v) for v in curves][start:], [max(v) for v in curves][start:],
-            color=colour, alpha=0.15, lw=0,
+            color=colour, alpha=0.1, lw=0,
         )  # fmt: skip
     given = found["tasks"][task]
     above = " above the least" if given["least"] is not None else ""
     axis.set(yscale="log", title=given["title"])
+    axis.set_ylim(top=1.5 * first)  # losses of trainings that diverge are far above it
     axis.set_ylabel(f"loss{above} (logarithmic)")
     axis.set_xlabel("steps" if key == "steps" else "MB sent by a rank (logarithmic)")
     if key == "sent":
@@ -272,7 +292,8 @@ def write(files: Sequence[Row], folder: Path) -> list[Path]:
     if "run" not in by_action or not by_action["run"]["runs"]:
         raise ValueError("no file has results of `run`, which the page needs.")
     page, picture = folder / "optimizers.md", folder / "optimizers.png"
-    report.write_page(page, text(by_action["run"], by_action.get("tune"), by_action.get("links")))
+    parts = (by_action.get(part) for part in ("tune", "links"))
+    report.write_page(page, text(by_action["run"], *parts))
     draw(by_action["run"], picture)
     return [page, picture]
 
@@ -284,17 +305,19 @@ def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
         "optimizers/page",
         ranks=found["ranks"],
         trainings=len(found["runs"]),
-        equality=f"in **{unequal} trainings ranks ended with different weights**"
+        kind="simulated " if found["simulated"] else "",
+        equality=""
+        if found["simulated"]
+        else f", in **{unequal} trainings ranks ended with different weights**"
         if unequal
-        else "all ranks ended with bitwise equal weights",
-        seeds=len({run["seed"] for run in found["runs"]}),
-        goal=f"{GOAL:g}",
-        bytes=BYTES,
+        else ", all ranks ended with bitwise equal weights",
+        goal=f"{100 * GOAL:g}",
         overview=as_markdown(overview(found)),
         tasks=report.join([section(found, task) for task in found["tasks"]]),
         links=on_links(timing) if timing else "",
         states=as_markdown(states(found)),
         settings=as_markdown(settings(found)),
+        real=report.render("optimizers/" + ("simulated" if found["simulated"] else "real")),
         rates=tuned(tuning) if tuning else report.render("optimizers/untuned"),
         **report.machine(found["machine"]),
     )
@@ -302,7 +325,7 @@ def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
 
 def section(found: Row, task: str) -> str:
     """Return the section of a task."""
-    given, goal = found["tasks"][task], target(found, task)
+    given = found["tasks"][task]
     return report.render(
         "optimizers/task",
         title=f"{given['title'][0].upper()}{given['title'][1:]}",
@@ -310,7 +333,6 @@ def section(found: Row, task: str) -> str:
         ranks=found["ranks"],
         **{key: given[key] for key in ("what", "tensors", "steps", "batch", "loss")},
         least=f" The minimum of the loss is {given['least']:.5f}." if given["least"] else "",
-        aim=f" The target is a loss of {goal:.4f}." if goal is not None else "",
         table=as_markdown(table(found, task)),
     )
 

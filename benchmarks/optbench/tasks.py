@@ -221,19 +221,19 @@ TASKS = {
         title="a convex problem",
         what=f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, "
         f"with an L2 penalty of {DECAY:g} / 2; L-BFGS in fp64 found the optimum.",
-        loss="training loss, all examples", problem=convex, steps=1200, batch=256, every=60,
+        loss="training loss, all examples", problem=convex, steps=1200, batch=256, every=20,
     ),
     "digits": StepTask(
         title="digits",
         what=f"Scikit-learn's digits, two hidden layers of {WIDTH}, labels smoothed by "
         f"{SMOOTHING}, so that the minimum of the loss is not 0.",
-        loss="training loss, all examples", problem=digits, steps=1200, batch=128, every=60,
+        loss="training loss, all examples", problem=digits, steps=1200, batch=128, every=20,
     ),
     "characters": StepTask(
         title="a Transformer on characters",
         what="Tiny Shakespeare, character by character: two layers of width 64, four heads, "
         f"a context of {LENGTH} characters.",
-        loss="test loss (nats per character)", problem=characters, steps=1200, batch=16, every=60,
+        loss="test loss (nats per character)", problem=characters, steps=1200, batch=16, every=20,
     ),
 }  # fmt: skip
 """Tasks by name."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +21,11 @@ from benchmarks.optbench.tasks import TASKS, Batch, Problem
 from examples.results import Row
 
 RANKS = 4
+
+COUNTS = ("sent", "between", "dense_sent")
+
+LESS = 0.9
+"""Fraction of the bytes of an uncompressed step below which a step counts as compressed."""
 
 
 @functools.cache
@@ -90,14 +97,24 @@ class Real:
 
 
 class Simulated:
-    """Team of ranks that are simulated in this process."""
+    """Team of ranks that are simulated in this process.
+
+    The ranks share one network, unless the rule returns weights, which may differ between ranks.
+    For an optimizer with an exchange within hosts, there are two hosts.
+    """
 
     def __init__(self, task: str, method: str, lr: float, seed: int) -> None:
         self.net, self._name = _network(task, seed), task
         chosen, length = METHODS[method], TASKS[task].steps
-        policy = staged(chosen.rule(task, length), chosen.policy(task, length))
-        self._world = simulate(policy, RANKS)
+        rule = chosen.rule(task, length)
+        self._reads = rule.needs_weights
+        local_size = RANKS // 2 if "within" in chosen.settings else 1
+        policy = staged(rule, chosen.policy(task, length))
+        self._world = simulate(policy, RANKS, local_size=local_size)
         self._batches = [batches(task, seed, rank) for rank in range(RANKS)]
+        self._nets = [self.net] * RANKS
+        if rule.returns_weights:
+            self._nets = [self.net, *(copy.deepcopy(self.net) for _ in range(1, RANKS))]
 
     @property
     def exchange(self) -> Exchange:
@@ -106,16 +123,26 @@ class Simulated:
 
     def step(self, lr: float) -> None:
         """Compute the gradients of all ranks and take the step."""
-        parameters, gradients = dict(self.net.named_parameters()), []
-        for rank_batches in self._batches:
-            self.net.zero_grad()
-            problem(self._name).loss(self.net, next(rank_batches)).backward()
-            gradients.append({name: x.grad.clone() for name, x in parameters.items()})
-        directions = self._world.step(gradients, lr)[0]
-        assert directions is not None, "a gradient is not finite"
-        with torch.no_grad():
-            for name, x in parameters.items():
-                x -= lr * directions[name]
+        gradients = []
+        for net, rank_batches in zip(self._nets, self._batches, strict=True):
+            net.zero_grad()
+            problem(self._name).loss(net, next(rank_batches)).backward()
+            gradients.append({name: x.grad.clone() for name, x in net.named_parameters()})
+        weights = [{name: x.detach() for name, x in net.named_parameters()} for net in self._nets]
+        results = self._world.step(gradients, lr, weights if self._reads else None)
+        for net, result in zip(dict.fromkeys(self._nets), results, strict=False):
+            if result is not None:  # else a gradient is not finite, and no rank takes the step
+                self._apply(net, result, lr)
+
+    @torch.no_grad()
+    def _apply(self, net: Any, result: Mapping[str, torch.Tensor], lr: float) -> None:
+        parameters = dict(net.named_parameters())
+        for number, tensor in enumerate(self.exchange.tensors):
+            x, new = parameters[tensor.name], result[tensor.name]
+            if getattr(self.exchange.entry_of[number].compressor, "returns_weights", False):
+                x.copy_(new)
+            else:
+                x -= lr * new
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Return the numbers, which already cover all ranks."""
@@ -136,27 +163,49 @@ def train(team: Team, task: str, lr: float) -> Row:
 
     Returns:
         At each evaluation (the first before any step): `steps`, `loss`, bytes `sent` so far by this
-        rank, and the bytes `dense` of an uncompressed exchange. At the end: `accuracy` (None if the
-        task has none), bytes of `state`, `parameters`, a digest of the `weights`, and `seconds`.
+        rank, those sent `between` hosts, and the bytes `dense` of an uncompressed exchange. At the
+        end: `begins`, the number of steps before the first step that sends fewer bytes than an
+        uncompressed exchange (None if there is none); `accuracy` (None if the task has none), bytes
+        of `state`, `parameters`, a digest of the `weights`, `seconds`, and `wire`, the bytes that
+        the interfaces of this host's network have sent.
     """
-    plan, began = TASKS[task], time.monotonic()
-    row: Row = {"steps": [], "loss": [], "sent": [], "dense": []}
+    plan, start, already = TASKS[task], time.monotonic(), wire()
+    row: Row = {key: [] for key in ("steps", "loss", "sent", "between", "dense")}
+    begins, counts = None, dict.fromkeys(COUNTS, 0.0)
     for step in range(plan.steps + 1):
+        before, counts = counts, traffic(team.exchange) if step else counts
+        fresh = {key: counts[key] - before[key] for key in COUNTS}
+        if begins is None and fresh["sent"] < LESS * fresh["dense_sent"]:
+            begins = step - 1
         if step % plan.every == 0 or step == plan.steps:
-            stats = team.exchange.stats() if step else {"sent": 0.0, "dense_sent": 0.0}
             row["steps"].append(step)
             row["loss"].append(evaluate(team, task))
-            row["sent"].append(stats["sent"])
-            row["dense"].append(stats["dense_sent"])
+            row["sent"].append(counts["sent"])
+            row["between"].append(counts["between"])
+            row["dense"].append(counts["dense_sent"])
         if step < plan.steps:
             team.step(plan.lr_at(lr, step, plan.steps))
     return row | {
+        "begins": begins,
         "accuracy": accuracy(team, task),
         "state": state_bytes(team.exchange),
         "parameters": sum(x.numel() for x in team.net.parameters()),
         "weights": digest(team.net),
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - start,
+        "wire": wire() - already,
     }
+
+
+def wire() -> int:
+    """Return the bytes that all network interfaces but the loopback have sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    counts = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in lines}
+    return sum(int(values[8]) for name, values in counts.items() if name != "lo")
+
+
+def traffic(exchange: Exchange) -> dict[str, float]:
+    """Return the bytes of `exchange.stats()`, without its more expensive entries."""
+    return exchange.accounts.stats(exchange.communicator.size)
 
 
 def evaluate(team: Team, task: str) -> float:
