@@ -95,10 +95,10 @@ class OnebitAdam(Adam):
         if several and self.floor < QUIET and not isinstance(other, OnebitAdam):
             if _has_quiet_elements(state["v"]):
                 warnings.warn(
-                    "OnebitAdam: some elements have had hardly any gradient so far. Their variance "
-                    "is below 1e-6 of their tensor's mean, so that they move by more than 1000 "
-                    "learning rates in a step, and training may diverge. Pass floor=0.01, which "
-                    "bounds the variance from below.",
+                    f"{type(self).__name__}: some elements have had hardly any gradient so far. "
+                    "Their variance is below 1e-6 of their tensor's mean, so that they move by "
+                    "more than 1000 learning rates in a step, and training may diverge. Pass "
+                    "floor=0.01, which bounds the variance from below.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -141,11 +141,14 @@ def _has_quiet_elements(v: Tensor) -> bool:
     return bool(xp.to_numpy(lacks).any())
 
 
-def floored(v: Tensor, floor: float) -> Tensor:
-    """Return `v`, raised to at least `floor` times the mean of its vector (the last dimension)."""
+def floored(v: Tensor, floor: float, reference: Tensor = None) -> Tensor:
+    """Return `v`, raised to at least `floor` times the mean of a vector (the last dimension).
+
+    The vector is that of `reference`, by default of `v` itself.
+    """
     if not floor:
         return v
-    xp = namespace(v)
+    xp, reference = namespace(v), v if reference is None else reference
     *front, width = xp.shape(v)
-    means = xp.reshape(norms(v, "l1"), (*front, 1)) * (1 / width)
+    means = xp.reshape(norms(reference, "l1"), (*front, 1)) * (1 / width)
     return xp.maximum(v, xp.cast(means * floor, xp.dtype(v)))

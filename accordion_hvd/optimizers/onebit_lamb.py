@@ -13,7 +13,7 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
 from accordion_hvd.optimizers.base import shaped
-from accordion_hvd.optimizers.onebit_adam import OnebitAdam
+from accordion_hvd.optimizers.onebit_adam import OnebitAdam, floored
 from accordion_hvd.optimizers.signs import advanced, norms
 
 
@@ -110,6 +110,8 @@ class OnebitLamb(OnebitAdam, Lamb):
         coeff_beta: decay rate of the moving average of trust ratios, in [0, 1).
         warmup_steps: number of steps of stage 1, at least 1, or "auto": see `policies.WarmUp`.
         scale: "l2" or "l1": see `OnebitAdam`.
+        floor: least v and v~ of an element in steps 3 and 4, as a multiple of its tensor's mean v,
+            in [0, 1] (ours; the reference has 0).
         factor_min: smallest r, above 0.
         factor_max: largest r, at least `factor_min`.
         factor_threshold: largest relative change of r in a step, in (0, 1).
@@ -155,18 +157,25 @@ class OnebitLamb(OnebitAdam, Lamb):
         fresh = betas[1] * state["fresh"] + (1 - betas[1]) * mean * mean
         own |= {"m": m, "fresh": fresh, "since": state["since"] + 1}
         state = {**state, **own, "count": advanced(state["count"])}
-        direction = xp.mask_where_zero(self.direction(state, info, room), state["v"])
+        v, fresh = state["v"], state["fresh"]
+        if info.size > 1:
+            v, fresh = (floored(x, self.floor, state["v"]) for x in (v, fresh))
+        direction = self.direction({**state, "v": v}, info, room)
+        direction = xp.mask_where_zero(direction, state["v"])
         with_decay = decayed(direction, self.decay(info), info)
-        factor = self._factor(direction, with_decay, state, info)
+        factor = self._factor(direction, with_decay, v, fresh, state, info)
         scale = spread(factor * self._coeff(state), info.sizes)
         return xp.reshape(scale * with_decay, xp.shape(grad)), {**state, "factor": factor}
 
-    def _factor(self, direction: Tensor, with_decay: Tensor, state: State, info: Info) -> Tensor:
-        """Return r, given the direction without and with weight decay."""
+    def _factor(
+        self, direction: Tensor, with_decay: Tensor, v: Tensor, fresh: Tensor, state: State,
+        info: Info,
+    ) -> Tensor:  # fmt: skip
+        """Return r, given the direction without and with weight decay, and v and v~."""
         xp, eps = namespace(direction), self.setting(info, "eps")
         _, rate = self.rates(state["count"], self.setting(info, "betas"), xp.dtype(with_decay))
-        below = (state["fresh"] * self._fresh_rate(state, info)) ** 0.5 + eps
-        quotient = xp.mask_where_zero(((state["v"] * rate) ** 0.5 + eps) / below, state["v"])
+        below = (fresh * self._fresh_rate(state, info)) ** 0.5 + eps
+        quotient = xp.mask_where_zero(((v * rate) ** 0.5 + eps) / below, state["v"])
         factor = each(quotient, info.sizes, "max")
         if self.decay(info):
             size = each(with_decay, info.sizes, "l2")

@@ -319,16 +319,17 @@ class LambOracle(OnebitOracle):
         self.m = (self.average(local) if self.ranks > 1 else local[0]) / self.equal
         guess = (self.m - self.betas[0] * before) / (1 - self.betas[0])
         self.fresh = self.betas[1] * self.fresh + (1 - self.betas[1]) * guess**2
-        part = np.where(self.v > 0, self.direction(self.v), 0.0)
+        least = self.floor * self.v.mean() if self.ranks > 1 else 0.0
+        part = np.where(self.v > 0, self.direction(np.maximum(self.v, least)), 0.0)
         whole = part + self.decay * x
         share = min(1.0, np.linalg.norm(part) / np.linalg.norm(whole)) if self.decay else 1.0
-        r = self.largest() * share + 1 - share
+        r = self.largest(least) * share + 1 - share
         r = min(max(r, 0.5), 4.0)
         self.last = min(max(r, 0.9 * self.last), 1.1 * self.last)
         return (self.k / self.known if self.correct else self.k) * self.last * whole
 
-    def largest(self) -> float:
-        old, new = self.v, self.fresh
+    def largest(self, least: float) -> float:
+        old, new = np.maximum(self.v, least), np.maximum(self.fresh, least)
         if self.correct:
             old = old / (1 - self.betas[1] ** self.frozen)
             new = new / (1 - self.betas[1] ** self.steps)
@@ -620,7 +621,7 @@ def sketched(**options: Any) -> Row:
 def lamb(**options: Any) -> Row:
     def oracle(ranks: int, size: int) -> Any:
         made = LambOracle(ranks, size, correct=options.get("bias_correction", True))
-        made.scale = options.get("scale", "l2")
+        made.scale, made.floor = options.get("scale", "l2"), options.get("floor", 0.0)
         return made
 
     moments = ("m", "v", "count", "coeff", "weight")
@@ -676,6 +677,7 @@ ROWS = [
     ),
     lamb(),
     lamb(bias_correction=False, scale="l1"),
+    lamb(floor=0.7),
     zero_one(),
     zero_one(bias_correction=False, scale="l1"),
 ]
