@@ -317,7 +317,9 @@ def text(found: Row, tuning: Row | None, timing: Row | None) -> str:
         links=on_links(timing) if timing else "",
         states=as_markdown(states(found)),
         settings=as_markdown(settings(found)),
-        real=report.render("optimizers/" + ("simulated" if found["simulated"] else "real")),
+        real=report.render("optimizers/simulated")
+        if found["simulated"]
+        else report.render("optimizers/real"),
         rates=tuned(tuning) if tuning else report.render("optimizers/untuned"),
         **report.machine(found["machine"]),
     )
