@@ -20,20 +20,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.ops import torch as xp
-from accordion_hvd.policies.privacy_accountant import per_sample
-from accordion_hvd.resolve import default_guard, resolve
+from accordion_hvd.resolve import default_guard
 from accordion_hvd.torch import validation
-from accordion_hvd.torch.reducer import Reducer
-from accordion_hvd.validate import Use, validate
+from accordion_hvd.torch.hooked import HookedReducer, suitable
 
 OWNER = "ddp.register"
 
@@ -117,7 +109,7 @@ class State:
         grad_scaler: Any = None,
         process_group: Any = None,
     ) -> None:
-        self.policy = _suitable(compression, optimizer, skip)
+        self.policy = suitable(OWNER, compression, optimizer, skip)
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         validation.check_parameters(self._named)
         self._group, self._optimizer = process_group, optimizer
@@ -175,7 +167,7 @@ class State:
             self._reducer.adopt(self._loaded)
 
 
-class BucketReducer(Reducer):
+class BucketReducer(HookedReducer):
     """A reducer whose gradients are in DDP's buckets.
 
     DDP hands over bucket after bucket during the backward pass. The exchange of a bucket batch
@@ -189,12 +181,6 @@ class BucketReducer(Reducer):
         super().__init__(*args, **options)
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # gradients in DDP's buckets
         self._futures: list[tuple[Future, torch.Tensor]] = []
-
-    def connect(self) -> Communicator:
-        """Connect to the ranks over torch.distributed."""
-        if self.process_set.size() == 1:
-            return LocalCommunicator(xp)
-        return TorchCommunicator(self.process_set)
 
     def average(self, bucket: Any) -> Future:
         """Start the exchange of a bucket's gradients; with the last bucket, finish the exchange.
@@ -221,18 +207,11 @@ class BucketReducer(Reducer):
         """Finish the exchange and complete the futures of all buckets."""
         try:
             self.finish()
-            self.compare_if_due()
         finally:
             futures, self._futures = self._futures, []
             self._views.clear()
         for future, buffer in futures:
             future.set_result(buffer)
-
-    def compare_if_due(self) -> None:
-        """Compare the weights before this step with those of the other ranks; collective."""
-        step = self.exchange.steps
-        if self.comparison_due(step):
-            self.compare(step, self.checksums())
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._views[parameter]
@@ -241,21 +220,3 @@ class BucketReducer(Reducer):
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
     ) -> None:
         torch._foreach_copy_([self._views[parameter] for parameter in parameters], means)
-
-
-def _suitable(
-    compression: Any, optimizer: torch.optim.Optimizer | None, skip: Sequence[str]
-) -> Any:
-    """Return the policy that `compression` means, after a check that a hook can serve it."""
-    policy = resolve(compression)
-    plain = optimizer is not None and validation.is_plain(optimizer)
-    use = Use(
-        module="accordion_hvd.torch", ranks=dist.get_world_size() if dist.is_initialized() else 1,
-        members=1, optimizer=type(optimizer).__name__, plain=plain, skip=tuple(skip), owner=OWNER,
-        takes_steps=False,
-    )  # fmt: skip
-    validate(policy, use)
-    if isinstance(policy, Averaging) or per_sample(policy):
-        allowed = "one that averages whole gradients; use DistributedOptimizer"
-        check.refuse(OWNER, "compression", policy, allowed)
-    return policy

@@ -27,20 +27,14 @@ import torch
 import torch.distributed as dist
 
 from accordion_hvd import check
-from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policies.privacy_accountant import per_sample
-from accordion_hvd.resolve import default_guard, resolve
-from accordion_hvd.torch import validation
-from accordion_hvd.torch.reducer import Reducer
-from accordion_hvd.validate import Use, check_passes, validate
+from accordion_hvd.resolve import default_guard
+from accordion_hvd.torch.hooked import HookedReducer, suitable
+from accordion_hvd.validate import check_passes
 
 OWNER = "fsdp.between"
 
@@ -89,7 +83,7 @@ def between(
                 f"{OWNER}: parameter {name!r} is not sharded; call fully_shard on the model first."
             )
     check_passes(passes)
-    policy = _suitable(compression, optimizer, skip, passes)
+    policy = suitable(OWNER, compression, optimizer, skip, passes)
     group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
     shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
     reducer = ShardReducer(
@@ -146,7 +140,7 @@ class State:
         self._reducer.adopt(torch.load(io.BytesIO(state_dict[key]), weights_only=True))
 
 
-class ShardReducer(Reducer):
+class ShardReducer(HookedReducer):
     """A reducer of this rank's shards, which exchanges them between the replicas of a shard.
 
     FSDP runs the hooks of a sharded parameter when its gradient has been reduced. The exchange is
@@ -156,12 +150,6 @@ class ShardReducer(Reducer):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._queued, self._passed = False, 0
         super().__init__(*args, **options)
-
-    def connect(self) -> Communicator:
-        """Connect to the replicas over torch.distributed."""
-        if self.process_set.size() == 1:
-            return LocalCommunicator(xp)
-        return TorchCommunicator(self.process_set)
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Count a backward pass of `parameter`, and see to it that the exchange is finished."""
@@ -179,9 +167,6 @@ class ShardReducer(Reducer):
             return
         self._passed = 0
         self.finish()
-        step = self.exchange.steps
-        if self.comparison_due(step):
-            self.compare(step, self.checksums())
 
     def replicas(self) -> dict[str, torch.Tensor]:
         """Return the shards of all parameters."""
@@ -210,19 +195,3 @@ def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a distributed tensor, or another tensor, detached."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
-
-
-def _suitable(
-    compression: Any, optimizer: torch.optim.Optimizer | None, skip: Sequence[str], passes: int
-) -> Any:
-    """Return the policy that `compression` means, after a check that replicas can use it."""
-    policy = resolve(compression)
-    plain = optimizer is not None and validation.is_plain(optimizer)
-    use = Use(
-        module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
-        plain=plain, skip=tuple(skip), passes=passes, owner=OWNER, takes_steps=False,
-    )  # fmt: skip
-    validate(policy, use)
-    if isinstance(policy, Averaging) or per_sample(policy):
-        check.refuse(OWNER, "compression", policy, "one that averages whole gradients")
-    return policy

@@ -1,0 +1,70 @@
+"""The common part of `accordion_hvd.ddp` and `accordion_hvd.fsdp`, which take no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+from accordion_hvd.ops import torch as xp
+from accordion_hvd.policies.privacy_accountant import per_sample
+from accordion_hvd.resolve import resolve
+from accordion_hvd.torch import validation
+from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.validate import Use, validate
+
+
+class HookedReducer(Reducer):
+    """A reducer over torch.distributed that averages gradients before the backward pass ends."""
+
+    def connect(self) -> Communicator:
+        """Connect to the ranks of the process set."""
+        if self.process_set.size() == 1:
+            return LocalCommunicator(xp)
+        return TorchCommunicator(self.process_set)
+
+    def finish(self) -> None:
+        """Finish the exchange; compare the weights before this step if that is due."""
+        super().finish()
+        step = self.exchange.steps
+        if not self.idle and self.comparison_due(step):
+            self.compare(step, self.checksums())
+
+
+def suitable(
+    owner: str,
+    compression: Any,
+    optimizer: torch.optim.Optimizer | None,
+    skip: Sequence[str],
+    passes: int = 1,
+) -> Any:
+    """Return the policy that `compression` means, after a check that a hook can serve it.
+
+    Args:
+        owner: name of the function in error messages.
+        compression: compressor, policy or spec string.
+        optimizer: the optimizer, if it is known.
+        skip: patterns of the names of parameters that are sent uncompressed.
+        passes: number of backward passes per exchange.
+
+    Raises:
+        TypeError: if `compression` is none of these.
+        ValueError: if a hook cannot serve the policy.
+    """
+    policy = resolve(compression)
+    plain = optimizer is not None and validation.is_plain(optimizer)
+    use = Use(
+        module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
+        plain=plain, skip=tuple(skip), passes=passes, owner=owner, takes_steps=False,
+    )  # fmt: skip
+    validate(policy, use)
+    if isinstance(policy, Averaging) or per_sample(policy):
+        allowed = "one that averages whole gradients; use DistributedOptimizer"
+        check.refuse(owner, "compression", policy, allowed)
+    return policy
