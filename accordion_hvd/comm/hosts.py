@@ -48,12 +48,18 @@ def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None)
 
 
 def _key(rank: int) -> int:
-    """Return a number that identifies the host, derived from its name as Horovod knows it."""
+    """Return a number that identifies the host, derived from its name as the launcher knows it."""
     local_size = os.environ.get(VARIABLE)
     if local_size:
         if not local_size.isdecimal() or int(local_size) == 0:
             raise ValueError(f"{VARIABLE} is {local_size!r}, but must be an integer of at least 1.")
         return rank // int(local_size)
-    name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    name = os.environ.get("HOROVOD_HOSTNAME") or host_name()
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def host_name() -> str:
+    """Return this host's name, with torchrun's number of the host if there is one."""
+    group = os.environ.get("GROUP_RANK")
+    return f"{socket.gethostname()}.{group}" if group else socket.gethostname()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from accordion_hvd.comm.hosts import host_name
 from accordion_hvd.comm.torch_distributed import operations, start
 from accordion_hvd.comm.torch_distributed import process_sets as _sets
 from accordion_hvd.comm.torch_distributed.communicator import (
@@ -158,12 +157,6 @@ def _place() -> tuple[int, int, int, int]:
     hosts = list(dict.fromkeys(names))
     alike = [host for host in hosts if names.count(host) > position]
     return position, len(local), alike.index(names[own]), len(alike)
-
-
-def host_name() -> str:
-    """Return a name of this host: torchrun's number of the host if there is one."""
-    group = os.environ.get("GROUP_RANK")
-    return f"{socket.gethostname()}.{group}" if group else socket.gethostname()
 
 
 def join(device: int = -1) -> int:
