@@ -16,7 +16,6 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,28 +189,12 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
     Raises:
         ValueError: if the snapshot does not fit; the message has the reason.
     """
-    _compare(exchange, saved["about"])
+    compare(exchange, saved["about"])
     arrays = {key: exchange.xp.to_numpy(value) for key, value in saved["tensors"].items()}
     mine, link = read_named(arrays, saved["about"]), exchange.communicator
     own = (saved["rank"], saved["ranks"]) == (link.rank, link.size)
     restore(exchange, mine if own else _from_one(exchange, mine), saved["about"])
     return own
-
-
-def shared(exchange: Exchange) -> dict[str, Any]:
-    """Return this rank's state for a rank that joins, as NumPy arrays and plain values."""
-    buckets = [replace(saved.scaled(0), evidence={}) for saved in saved_of(exchange)]
-    return {"ranks": exchange.communicator.size, "about": describe(exchange), "buckets": buckets}
-
-
-def join(exchange: Exchange, saved: dict[str, Any]) -> None:
-    """Take over the state that another rank returned from `shared`; residuals are zero.
-
-    Raises:
-        ValueError: if the state does not fit; the message has the reason.
-    """
-    _compare(exchange, saved["about"])
-    restore(exchange, _from_one(exchange, saved["buckets"]), saved["about"])
 
 
 def move(exchange: Exchange, link: Communicator) -> None:
@@ -222,9 +205,7 @@ def move(exchange: Exchange, link: Communicator) -> None:
     """
     exchange.abort()
     before, about = exchange.communicator, describe(exchange)
-    mine = _expanded(
-        exchange, saved_of(exchange), _info_when_saved(about, before.rank, before.size)
-    )
+    mine = expanded(exchange, about)
     exchange.communicator = link
     exchange.bucket_batches.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
@@ -347,7 +328,7 @@ def _read(directory: Path, chosen: Sequence[Any]) -> None:
         if isinstance(owner.exchange, Keeper):
             owner.exchange.restore(row, load, ranks)
             continue
-        _compare(owner.exchange, row)
+        compare(owner.exchange, row)
         restore(owner.exchange, _for_this_rank(owner.exchange, row, load, ranks), row)
         if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
             _report_rescaling(owner.exchange, ranks)
@@ -396,7 +377,19 @@ def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> li
         for other in range(ranks)
     ]
     buckets = zip(exchange.bucket_states, *all_saved, strict=True)
-    return [rescaled(all_, *_kind(exchange, entry)) for entry, *all_ in buckets]
+    return [merged(exchange, entry, all_) for entry, *all_ in buckets]
+
+
+def merged(exchange: Exchange, entry: BucketState, saved: Sequence[SavedState]) -> SavedState:
+    """Return this rank's state of a bucket, made from the states of all previous ranks."""
+    return rescaled(saved, *_kind(exchange, entry))
+
+
+def expanded(exchange: Exchange, about: dict[str, Any]) -> list[SavedState]:
+    """Return this rank's state of each bucket in NumPy, with residuals of full tensors."""
+    link = exchange.communicator
+    made = _info_when_saved(about, link.rank, link.size)
+    return _expanded(exchange, saved_of(exchange), made)
 
 
 def _from_one(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState]:
@@ -426,7 +419,8 @@ def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.n
         return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
 
 
-def _compare(exchange: Exchange, saved: dict[str, Any]) -> None:
+def compare(exchange: Exchange, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless a result of `describe` fits the exchange."""
     if "buckets" not in saved:
         method = saved.get("averaging")
         raise ValueError(f"the compression is {exchange.policy!r}, but was {method} when saved")

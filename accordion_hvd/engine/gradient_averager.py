@@ -7,7 +7,7 @@ import copy
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from accordion_hvd.comm import hosts
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
-from accordion_hvd.engine import checkpoint, drift, fp16_reduction
+from accordion_hvd.engine import checkpoint, drift, fp16_reduction, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import Guard
@@ -88,6 +88,9 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.agreed = False
         self._own_state = True  # whether the adopted state was saved by this rank
         self._compared = 0  # number of the last step with a comparison
+        self._committed: dict[str, Any] | None = None  # state of the last commit
+        self._part: rank_changes.Part | None = None  # state from before the last change of ranks
+        self._handed_over = False
 
     # ----------------------------------------------------------------- supplied by the adapter
     @abc.abstractmethod
@@ -214,33 +217,78 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.agreed = False
 
     # -------------------------------------------------------------------------- elastic jobs
+    def commit(self) -> None:
+        """Copy the state, to return to it after a failure (`roll_back`)."""
+        self._committed = None
+        if self._exchange is not None and self._exchange.steps:
+            saved = checkpoint.snapshot(self._exchange)
+            self._committed = {**saved, "about": copy.deepcopy(saved["about"])}
+
+    def committed_norm(self) -> float:
+        """Return the norm of the residuals that the last commit holds."""
+        if self._committed is None:
+            return 0.0
+        saved, to_numpy = self._committed, self.exchange.xp.to_numpy
+        tensors = {name: to_numpy(value) for name, value in saved["tensors"].items()}
+        return rank_changes.residual_norm(checkpoint.read_named(tensors, saved["about"]))
+
+    def roll_back(self) -> None:
+        """Return to the state of the last commit, after a failure; nothing is exchanged."""
+        if self._exchange is not None:
+            self._exchange.abort()
+        if self._committed is not None:
+            saved = {**self._committed, "about": copy.deepcopy(self._committed["about"])}
+            checkpoint.adopt(self.exchange, saved)
+        elif self._exchange is not None:
+            self.adopt(None)
+        self._handed_over = False
+        self.doubt()
+
+    def hand_over(self, gather: rank_changes.Gather) -> None:
+        """Give every rank an equal part of all residuals, before ranks leave; collective."""
+        if self._exchange is not None and self._exchange.steps:
+            rank_changes.hand_over(self._exchange, gather)
+            self._handed_over = True
+
     def ranks_changed(self) -> None:
         """Connect to the present ranks after Horovod has been initialized again."""
-        self.communicator = self.connect()
+        link = self.connect()
         if self._exchange is not None:
-            checkpoint.move(self._exchange, self.communicator)
-        self._own_state = False
+            self._exchange.abort()
+            self._part = rank_changes.part(self._exchange, self._handed_over)
+            checkpoint.move(self._exchange, link)
+        self.communicator = link
+        self._own_state = self._handed_over = False
         self.doubt()
 
-    def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
-        """Take over policy, levels and step counts of rank 0, if this rank is new; collective.
+    def prepare_regroup(self, gather: rank_changes.Gather) -> None:
+        """Do nothing: weights are equal on all ranks, so those of rank 0 can be broadcast."""
 
-        A rank that has taken part in as many steps as rank 0 retains its state. Any other rank
-        begins without a residual.
+    def regroup(self, gather: rank_changes.Gather) -> rank_changes.Group | None:
+        """Take over name, policy and steps of rank 0, and a part of all residuals; collective.
 
         Args:
-            broadcast: function that returns rank 0's object on all ranks.
+            gather: function that gathers objects from all present ranks.
+
+        Returns:
+            The group; None if rank 0 has taken no step.
         """
         begun = self._exchange is not None and self._exchange.steps > 0
-        leads = self.communicator.rank == 0
-        state = checkpoint.shared(self.exchange) if leads and begun else None
-        self.name, saved = broadcast((self.name, state))
-        if saved is not None and not (begun and self.exchange.steps == saved["about"]["steps"]):
-            self.expect(saved["about"]["tensors"])
-            checkpoint.join(self.exchange, saved)
+        own, self._part = self._part, None
+        if not begun:
+            own = None
+        elif own is None:
+            own = rank_changes.part(self.exchange, False)
+        self.name = gather(self.name)[0]
+        group = rank_changes.find_group(own, self.communicator.rank == 0, gather)
+        if group is not None and not group.unchanged:
+            self.expect(group.lead.about["tensors"])
+            rank_changes.regroup(self.exchange, own, group, gather)
         if self._exchange is not None:
-            self._exchange.name = self.name
+            self._exchange.name, self._compared = self.name, self._exchange.steps
+        self._own_state = True
         self.doubt()
+        return group
 
     # -------------------------------------------------------------------------------- checkpoints
     def expect(self, names: Sequence[str]) -> None:
@@ -299,16 +347,6 @@ class GradientAverager(abc.ABC, Generic[E]):
         """
         names = [*self.replicas(), "compression levels"]
         self.guard.compare(self.communicator, step, names, checksums)
-
-
-def gradient_averagers(optimizers: Iterable[Any] | None = None) -> list[GradientAverager[Any]]:
-    """Return the gradient averagers of these optimizers, in order; None: of all optimizers."""
-    if optimizers is None:
-        owners = checkpoint.owners()
-    else:
-        values = [getattr(item, "exchange_owner", None) for item in optimizers]
-        owners = [owner for x in values for owner in (x if isinstance(x, tuple) else (x,))]
-    return [owner for owner in owners if isinstance(owner, GradientAverager)]
 
 
 def _largest(flags: Tensor) -> ExchangeGenerator:

@@ -23,6 +23,7 @@ from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, T
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.rank_changes import Gather
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.policies.alternation import Alternation
 
@@ -95,26 +96,39 @@ class ModelAverager(checkpoint.Keeper):
         self._states: list[State] = []
         self._engine: WaitAvoiding | None = None
         self._saved: dict[str, Any] | None = None  # state to continue from
+        self._committed: dict[str, Any] = {}  # state of the last commit
+        self._apart = False  # whether models differed before the last change of ranks
         self._name = f"accordion.averaging.{number}.{_numbers[number]}"
         _numbers[number] += 1
 
+    def connect(self) -> Communicator:
+        """Return a new communicator of the present ranks, for elastic jobs.
+
+        Raises:
+            NotImplementedError: if the adapter of the framework does not support elastic jobs.
+        """
+        raise NotImplementedError
+
     # ------------------------------------------------------------------------------------- set-up
+    def set_up_early(self) -> None:
+        """Set up before the first step, except in elastic jobs, which ranks join at any time.
+
+        Raises the errors of `set_up`.
+        """
+        if os.environ.get("HOROVOD_ELASTIC") != "1":
+            self.set_up()
+
     def set_up(self) -> None:
         """Choose between wait-avoiding averages and averages that wait; register all groups.
 
         Raises:
             ValueError: if the method does not support this number of ranks, or if groups cannot be
                 registered.
-            RuntimeError: if wait-avoiding averaging was requested but is not possible, if the job
-                is elastic, or if the set-ups of the ranks differ.
+            RuntimeError: if wait-avoiding averaging was requested but is not possible, or if the
+                set-ups of the ranks differ.
         """
         if self.single_rank or self._is_set_up:
             return
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise RuntimeError(
-                f"{self.method!r}: elastic jobs, in which ranks change, do not support model "
-                "averaging; start the job with a fixed number of ranks."
-            )
         groups = self.method.groups(self.communicator.size)
         self._agree()
         self.without_waiting = isinstance(self.method, WAGMA) and self._choose(self.method)
@@ -361,6 +375,69 @@ class ModelAverager(checkpoint.Keeper):
             names = [row.name for row in self._agreed]
             sums = self.xp.stack([self.xp.checksum(value) for value in values])
             self.guard.compare(self.communicator, step, names, sums)
+
+    # -------------------------------------------------------------------------------- elastic jobs
+    def commit(self) -> None:
+        """Copy the state, to return to it after a failure (`roll_back`)."""
+        self._committed = {**self.state(), "apart": not self.equal}
+
+    def committed_norm(self) -> float:
+        """Return 0: local progress of models is lost with a rank that dies, but no residual."""
+        return 0.0
+
+    def roll_back(self) -> None:
+        """Return to the state of the last commit, after a failure."""
+        saved = dict(self._committed)
+        self._apart = saved.pop("apart", False)
+        self.load(saved)
+        self.equal = not self._apart
+
+    def hand_over(self, gather: Gather) -> None:
+        """Average the models, so that the progress of ranks that leave is kept; collective."""
+        if not self.equal:
+            self.average_now()
+
+    def ranks_changed(self) -> None:
+        """Connect to the present ranks after Horovod has been initialized again."""
+        self._apart = not self.equal
+        self.load(self._shared_state())
+        self.communicator = self.connect()
+        self.single_rank = self.communicator.size == 1
+        self._is_set_up = self._by_shares = False
+        self._neighbourhood = None
+
+    def prepare_regroup(self, gather: Gather) -> None:
+        """Set the models to the average over the ranks with models of the present step; collective.
+
+        Ranks that join then receive this average from rank 0.
+        """
+        rows = gather((self.steps, self._apart))
+        present = [steps == rows[0][0] for steps, _ in rows]
+        if self.single_rank or not any(apart for _, apart in rows):
+            return
+        values = self.parameters.read()
+        if not present[self.communicator.rank]:
+            values = [value * 0 for value in values]
+        means = self.communicator.run(f"{self._name}.regroup", _means(self.xp, values))
+        factor = len(present) / sum(present)
+        pairs = zip(means, values, strict=True)
+        self.parameters.write(
+            [self.xp.cast(mean * factor, self.xp.dtype(old)) for mean, old in pairs]
+        )
+
+    def regroup(self, gather: Gather) -> None:
+        """Take over the steps of rank 0, and the state that is equal on all ranks; collective."""
+        leads = self.communicator.rank == 0
+        self._name, saved = gather((self._name, self._shared_state()) if leads else None)[0]
+        self._apart = False
+        self.load(saved)
+
+    def _shared_state(self) -> dict[str, Any]:
+        """Return the part of the state that is equal on all ranks."""
+        state = self.state()
+        shared = [{k: v for k, v in row.items() if k in self.method.shared}
+                  for row in state["states"]]  # fmt: skip
+        return {**state, "states": shared} if self.steps else {}
 
     # --------------------------------------------------------------------------------- statistics
     def stats(self) -> dict[str, Any]:

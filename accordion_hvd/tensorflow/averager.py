@@ -19,6 +19,7 @@ from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.drift import drifting
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.rank_changes import Gather, Group
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
@@ -138,9 +139,15 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         super().ranks_changed()
         self._retrace()
 
-    def follow_rank_zero(self, broadcast: Callable[[Any], Any]) -> None:
-        """Adopt policy, levels and step count of rank 0; see `GradientAverager`."""
-        super().follow_rank_zero(broadcast)
+    def regroup(self, gather: Gather) -> Group | None:
+        """Take over the state of the job, and have graphs traced again; see `GradientAverager`."""
+        group = super().regroup(gather)
+        self._retrace()
+        return group
+
+    def roll_back(self) -> None:
+        """Return to the last commit, and have graphs traced again."""
+        super().roll_back()
         self._retrace()
 
     def _retrace(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
@@ -88,12 +89,13 @@ class TensorFlowModelAverager(ModelAverager):
         alternation: Alternation | None = None,
     ) -> None:
         self.local: set[int] = set()
+        self._process_set = process_set
         averaged = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
         number = getattr(process_set, "process_set_id", None) or 0
         super().__init__(
             method,
             averaged,
-            connect(process_set, HorovodCommunicator, xp),
+            self.connect(),
             guard,
             number,
             alternation,
@@ -117,8 +119,9 @@ class TensorFlowModelAverager(ModelAverager):
             raise RuntimeError("local variables must be registered before the first step.")
         self.local.add(key_of(variable))
 
-    def renew(self) -> None:
-        """Do nothing: elastic jobs are not supported, so the ranks do not change."""
+    def connect(self) -> Communicator:
+        """Connect to the present ranks of the process set over Horovod."""
+        return connect(self._process_set, HorovodCommunicator, xp)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Load a state as `ModelAverager.load` does; existing graphs call `prepare` again."""

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.elastic as _horovod
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from accordion_hvd.engine.gradient_averager import gradient_averagers
+from accordion_hvd.engine.elastic import FollowsRanks
 from accordion_hvd.tensorflow.functions import broadcast_variables
 
 
-class TensorFlowKerasState(ObjectState):
-    """State of a Keras model and its optimizer for elastic training: commit, restore, synchronize.
+class _ModelState(ObjectState):
+    """State of a Keras model and its optimizer, without the state of compression."""
 
-    Args:
-        model: a model that is built.
-        optimizer: the optimizer. Default: the one with which the model was compiled.
-        backend: accepted for compatibility with Horovod; not used.
-        kwargs: further values to synchronize; they become attributes.
-
-    Raises:
-        ValueError: if the model is not built.
-    """
-
-    def __init__(
-        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
-    ) -> None:
-        if not getattr(model, "built", True):
-            raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
-        self.model, self.optimizer = model, optimizer or model.optimizer
+    def __init__(self, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.model, self.optimizer = model, optimizer
         self._store()
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
 
@@ -47,19 +35,11 @@ class TensorFlowKerasState(ObjectState):
             variable.assign(value)
         super().restore()
 
-    def reset(self) -> None:
-        """Connect the optimizers to the present ranks."""
-        for averager in gradient_averagers():
-            averager.ranks_changed()
-        super().reset()
-
     def sync(self) -> None:
-        """Broadcast the state of rank 0 to all ranks; each rank keeps its own residuals."""
+        """Broadcast the values of rank 0 to all ranks."""
         broadcast_variables(self._variables(), 0)
         self._store()
         super().sync()
-        for averager in gradient_averagers([self.optimizer]):
-            averager.follow_rank_zero(hvd.broadcast_object)
 
     def _variables(self) -> list[Any]:
         if not self.optimizer.built:
@@ -68,6 +48,35 @@ class TensorFlowKerasState(ObjectState):
 
     def _store(self) -> None:
         self._stored = [tf.identity(variable) for variable in self._variables()]
+
+
+class TensorFlowKerasState(FollowsRanks, _ModelState):
+    """State of a Keras model and its optimizer for elastic training: commit, restore, synchronize.
+
+    Args:
+        model: a model that is built.
+        optimizer: the optimizer. Default: the one with which the model was compiled.
+        backend: accepted for compatibility with Horovod; not used.
+        kwargs: further values to synchronize; they become attributes.
+
+    Raises:
+        ValueError: if the model is not built.
+    """
+
+    interrupt = HostsUpdatedInterrupt
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        if not getattr(model, "built", True):
+            raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
+        super().__init__(model, optimizer or model.optimizer, **kwargs)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return hvd.allgather_object(value, name="accordion.elastic")
+
+    def _optimizers(self) -> Iterable[Any]:
+        return [self.optimizer]
 
 
 __all__ = sorted({*_horovod.__all__, "TensorFlowKerasState"})

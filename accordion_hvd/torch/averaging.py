@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
@@ -76,11 +77,8 @@ def averager(
 
     Raises the errors of `wrap`.
     """
-    communicator = engines.connect(process_set)
-    result = ModelAverager(
-        method, parameters(named), communicator, guard, process_set.process_set_id, alternation
-    )
-    result.set_up()
+    result = TorchModelAverager(method, named, process_set, guard, alternation)
+    result.set_up_early()
     checkpoint.register(result)
     return result
 
@@ -88,6 +86,26 @@ def averager(
 def parameters(named: Named) -> Parameters:
     """Return the floating-point tensors of `named` for a model averager."""
     return _Tensors(named)
+
+
+class TorchModelAverager(ModelAverager):
+    """Averages PyTorch parameters; see `ModelAverager`."""
+
+    def __init__(
+        self,
+        method: Averaging,
+        named: Named,
+        process_set: Any,
+        guard: Guard,
+        alternation: Alternation | None,
+    ) -> None:
+        self._process_set = process_set
+        number = process_set.process_set_id
+        super().__init__(method, parameters(named), self.connect(), guard, number, alternation)
+
+    def connect(self) -> Communicator:
+        """Connect to the present ranks of the process set over the engine."""
+        return engines.connect(self._process_set)
 
 
 class _ModelAveraging:

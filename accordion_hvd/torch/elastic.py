@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
 import horovod.torch.elastic as _horovod
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
-from accordion_hvd.engine.gradient_averager import gradient_averagers
+from accordion_hvd.engine.elastic import FollowsRanks
+from accordion_hvd.torch import engines
 from accordion_hvd.torch.functions import broadcast_optimizer_state
 
 
-class TorchState(_horovod.TorchState):
-    """Horovod's `TorchState`, extended by the state of compression: residuals, levels, policy."""
+class TorchState(FollowsRanks, _horovod.TorchState):
+    """Horovod's `TorchState`, extended by the state of compression and of model averaging.
 
-    def reset(self) -> None:
-        """Connect the optimizers to the present ranks."""
-        for averager in gradient_averagers():
-            averager.ranks_changed()
-        super().reset()
+    Raises:
+        RuntimeError: if torch.distributed carries the gradients.
+    """
+
+    interrupt = HostsUpdatedInterrupt
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        if engines.carrier() == "torch":
+            raise RuntimeError(
+                "TorchState: the engine is 'torch', but elastic jobs need engine='horovod'; unset "
+                f"{engines.VARIABLE}."
+            )
+        super().__init__(model, optimizer, **kwargs)
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0 to all ranks; each rank keeps its own residuals."""
+        """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""
         # Horovod's function takes an optimizer step, which changes weights under weight decay.
         original = _state.broadcast_optimizer_state
         _state.broadcast_optimizer_state = broadcast_optimizer_state
@@ -31,8 +42,12 @@ class TorchState(_horovod.TorchState):
             super().sync()
         finally:
             _state.broadcast_optimizer_state = original
-        for averager in gradient_averagers(h.value for h in self._handlers.values()):
-            averager.follow_rank_zero(hvd.broadcast_object)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return hvd.allgather_object(value, name="accordion.elastic")
+
+    def _optimizers(self) -> Iterable[Any]:
+        return [handler.value for handler in self._handlers.values()]
 
 
 def __getattr__(name: str) -> Any:

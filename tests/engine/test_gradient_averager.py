@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from threads import Threaded
 
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK
 from accordion_hvd.comm.agreement import RanksDisagree
-from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import checkpoint, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
@@ -154,22 +155,121 @@ def test_a_snapshot_goes_on_where_it_was() -> None:
     assert ranks[0].exchange.steps == 0 and not ranks[0].agreed
 
 
-def test_more_ranks() -> None:
-    """Whoever stays connects anew, and agrees with whoever came."""
-    ranks = averagers(Hub(2), Dense())
+class Gathering:
+    """Gathers objects over ranks in threads."""
+
+    def __init__(self, size: int) -> None:
+        self.rows: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self.rows[rank] = value
+            self.barrier.wait()
+            rows = list(self.rows)
+            self.barrier.wait()
+            return rows
+
+        return gather
+
+
+def residuals(ranks: Sequence[NumPyAverager]) -> np.ndarray:
+    """The sum of all ranks' residuals, as one vector."""
+    parts = [rank_changes.part(one.exchange, False).buckets for one in ranks]
+    return np.sum([[_residual(saved) for saved in buckets] for buckets in parts], 0)
+
+
+def _residual(saved: Any) -> np.ndarray:
+    rows = [
+        np.ravel(value)
+        for name, value in saved.tensors().items()
+        if name == "owed" or name.endswith("/error")
+    ]
+    return np.pad(np.sum(rows, 0) if rows else np.zeros(0), (0, 2000))[:2000]
+
+
+def change(
+    ranks: list[NumPyAverager], stay: Sequence[int], joined: int, compression: Any
+) -> tuple[list[NumPyAverager], list[Any]]:
+    """Continue with the ranks `stay` and `joined` new ones; return these ranks and their groups."""
+    new = [ranks[rank] for rank in stay]
+    size = len(new) + joined
+    hub = Hub(size)
+    new += averagers(Hub(size), compression, guard=Guard())[len(new) :]
+    gathering = Gathering(size)
+    for rank, one in enumerate(new):
+        one.link = lambda rank=rank: Threaded(hub, rank, NUMPY.xp)
+        if rank < len(stay):
+            one.ranks_changed()
+        else:  # Horovod broadcasts the weights
+            one.communicator, one.weights = one.connect(), dict(new[0].weights)
+    groups = on_all(new, lambda one, rank: one.regroup(gathering.of(rank)))
+    return new, groups
+
+
+@pytest.mark.parametrize(
+    "compression", ["dense", "topk:0.05", "powersgd:2", "dgc:0.1", "scalecom:0.05", "onebit"]
+)
+@pytest.mark.parametrize(
+    "stay, joined", [((0, 1, 2), 2), ((1, 2), 0), ((2, 0), 2), ((1,), 0), ((2, 0, 1), 0)]
+)
+def test_the_sum_of_residuals_outlives_changes_of_ranks(
+    compression: str, stay: tuple[int, ...], joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that leave hand their residuals over; ranks that join take a share of them."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    ranks = averagers(Hub(3), compression, guard=Guard())
+    for step in range(3):
+        on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))
+    before = residuals(ranks)
+    if len(stay) < 3:
+        gathering = Gathering(3)
+        on_all(ranks, lambda one, rank: one.hand_over(gathering.of(rank)))
+        np.testing.assert_allclose(residuals(ranks), before, rtol=1e-5, atol=1e-5)
+    ranks, groups = change(ranks, stay, joined, compression)
+    assert all(group.lost == [] for group in groups), groups
+    np.testing.assert_allclose(residuals(ranks), before, rtol=1e-5, atol=1e-5)
+    means = on_all(ranks, lambda one, rank: one.step(gradients(rank, 3)))
+    assert {one.exchange.steps for one in ranks} == {4}
+    for mean in means:
+        assert all((mean[name] == means[0][name]).all() for name in SHAPES)
+
+
+def test_a_rank_that_dies_loses_its_last_commit_only() -> None:
+    ranks = averagers(Hub(3), "topk:0.05", guard=Guard())
     on_all(ranks, lambda one, rank: one.step(gradients(rank, 0)))
-    larger = Hub(3)
-    ranks.append(averagers(Hub(3), Dense())[2])
-    ranks[2].weights = {name: w.copy() for name, w in ranks[0].weights.items()}
-    for rank, one in enumerate(ranks):
-        one.link = lambda rank=rank: Threaded(larger, rank, NUMPY.xp)
-        one.ranks_changed()
-        one.exchange.steps = 1
-    means = on_all(ranks, lambda one, rank: one.step(gradients(rank, 1)))
+    for one in ranks:
+        one.commit()
+    kept, norm = residuals([ranks[0], ranks[2]]), ranks[1].committed_norm()
+    assert norm == pytest.approx(float(np.linalg.norm(residuals([ranks[1]]))), rel=1e-5)
+    on_all(ranks, lambda one, rank: one.step(gradients(rank, 1)))
+    for one in (ranks[0], ranks[2]):
+        one.roll_back()
+        assert one.exchange.steps == 1
+    ranks, groups = change(ranks, (0, 2), 1, "topk:0.05")
+    assert all(group.lost == [1] and group.joined == 1 for group in groups)
+    np.testing.assert_allclose(residuals(ranks), kept, rtol=1e-5, atol=1e-5)
+
+
+def test_a_failure_before_the_first_commit_returns_to_the_start() -> None:
+    (one,) = averagers(Hub(1), "dgc:0.1")
+    one.step(gradients(0, 0))
+    one.roll_back()
+    assert one.exchange.steps == 0 and not one.agreed
+
+
+def test_comparisons_of_replicas_fall_on_the_same_steps_after_a_change() -> None:
+    """A rank that joins would otherwise compare at its first step, and wait for the others."""
+    ranks = averagers(Hub(2), Dense(), guard=Guard())
+    for step in range(4):
+        on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))
+    ranks, _ = change(ranks, (0, 1), 1, Dense())
+    due = [one.comparison_due(step) for one in ranks for step in (5,)]
+    assert len(set(due)) == 1
+    means = on_all(ranks, lambda one, rank: one.step(gradients(rank, 4)))
     for name in SHAPES:
-        expected = np.mean([gradients(rank, 1)[name] for rank in range(3)], 0)
+        expected = np.mean([gradients(rank, 4)[name] for rank in range(3)], 0)
         np.testing.assert_allclose(means[2][name], expected, rtol=1e-5, atol=1e-6)
-        assert (means[0][name] == means[2][name]).all()
 
 
 def test_a_rank_alone_is_idle_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             serving, process_set, Guard(guard, guard_every), passes, average_aggregated_gradients
         )
         wrapped = wrap(optimizer, averaging_settings, _ModelAveraging)
-        wrapped.averaging.set_up()
+        wrapped.averaging.set_up_early()
         return wrapped
     guard = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
@@ -146,7 +146,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )  # fmt: skip
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
-        wrapped.averaging.set_up()
+        wrapped.averaging.set_up_early()
     return wrapped
 
 

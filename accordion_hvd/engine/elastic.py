@@ -1,0 +1,136 @@
+"""Elastic jobs: the state of compression follows the ranks that come and go."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol
+
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.rank_changes import Gather, Group
+
+
+class Member(Protocol):
+    """An averager whose state follows the ranks of an elastic job."""
+
+    def commit(self) -> None:
+        """Copy the state."""
+
+    def committed_norm(self) -> float:
+        """Return the norm of the residuals that the last commit holds."""
+
+    def roll_back(self) -> None:
+        """Return to the last commit."""
+
+    def hand_over(self, gather: Gather) -> None:
+        """Give every rank an equal part of the per-rank state; collective."""
+
+    def ranks_changed(self) -> None:
+        """Connect to the present ranks."""
+
+    def prepare_regroup(self, gather: Gather) -> None:
+        """Prepare the weights for a broadcast from rank 0; collective."""
+
+    def regroup(self, gather: Gather) -> Group | None:
+        """Take over the state of the job and a part of the per-rank state; collective."""
+
+
+class FollowsRanks:
+    """Mixin for the states of `horovod.elastic`, placed before Horovod's class.
+
+    Commits contain residuals, levels, policies and the state of model averaging. Before ranks
+    leave in order, they hand their residuals over to the others. After a change of the ranks, all
+    ranks share the residuals equally. If a rank died, rank 0 reports the loss, which is the
+    residual that the rank's last commit held.
+
+    Attributes:
+        interrupt: Horovod's exception for changed hosts.
+    """
+
+    interrupt: ClassVar[type[Exception]]
+    _norms: tuple[list[float], ...] = ()  # norms of the committed residuals, by rank and member
+    _skips_sync = False  # whether Horovod omits `sync` after the present change
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order; collective."""
+        raise NotImplementedError
+
+    def _optimizers(self) -> Iterable[Any]:
+        """Return the optimizers of this state, in an order that is equal on all ranks."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Commit all values."""
+        for member in self._members():
+            member.commit()
+        super().save()  # type: ignore[misc]
+
+    def restore(self) -> None:
+        """Return to the values of the last commit."""
+        for member in self._members():
+            member.roll_back()
+        super().restore()  # type: ignore[misc]
+
+    def check_host_updates(self) -> None:
+        """Raise Horovod's interrupt if hosts have changed; collective.
+
+        Before the interrupt, ranks hand over their residuals.
+        """
+        members = self._members()
+        if members:
+            self._norms = tuple(self._gather([member.committed_norm() for member in members]))
+        try:
+            super().check_host_updates()  # type: ignore[misc]
+        except self.interrupt as change:
+            for member in members:
+                member.hand_over(self._gather)
+            self._skips_sync = bool(getattr(change, "skip_sync", False))
+            raise
+
+    def reset(self) -> None:
+        """Connect all optimizers of this process to the present ranks."""
+        for owner in checkpoint.owners():
+            if hasattr(owner, "ranks_changed"):
+                owner.ranks_changed()
+        super().reset()  # type: ignore[misc]
+        if self._skips_sync:  # there are only ranks that were present before
+            self._skips_sync = False
+            self._regroup()
+
+    def sync(self) -> None:
+        """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""
+        for member in self._members():
+            member.prepare_regroup(self._gather)
+        super().sync()  # type: ignore[misc]
+        self._regroup()
+
+    def _regroup(self) -> None:
+        norms, self._norms = self._norms, ()
+        begun = False
+        for number, member in enumerate(self._members()):
+            group = member.regroup(self._gather)
+            begun |= group is not None
+            if group is not None and group.lost and self._rank() == 0:  # type: ignore[attr-defined]
+                _report(group, [row[number] for row in norms])
+        if begun:
+            self.save()
+
+    def _members(self) -> list[Any]:
+        values = [getattr(item, "exchange_owner", None) for item in self._optimizers()]
+        owners = [owner for x in values for owner in (x if isinstance(x, tuple) else (x,))]
+        return [owner for owner in owners if hasattr(owner, "regroup")]
+
+
+def _report(group: Group, norms: list[float]) -> None:
+    """Print which ranks died and the norm of the residuals that are lost with them."""
+    if len(norms) != group.lead.ranks:  # they died before the first commit
+        return
+    lost = math.hypot(*(norms[rank] for rank in group.lost))
+    if lost:
+        print(
+            f"accordion_hvd: ranks {group.lost} of {group.lead.ranks} ended without a handover. "
+            f"Their residuals at the last commit (norm {lost:.3g} of {math.hypot(*norms):.3g}) are "
+            "lost.",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
