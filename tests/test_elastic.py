@@ -13,7 +13,6 @@ CASES = [
     ("torch", "powersgd:2", ["join", "kill"]),
     ("torch", "local", ["join", "leave"]),
     ("keras", "topk:0.1", ["join", "leave"]),
-    ("keras", "local", ["join", "kill"]),
 ]
 
 

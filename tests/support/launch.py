@@ -174,8 +174,7 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         command = [path, "--gloo", "--network-interface", "lo", "-np", "2", "--min-np", "1"]
         command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
         report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
-        more = {"ELASTIC_HOSTS": str(hosts), "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
-        _run(report, folder, limit, more)
+        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts)})
         told = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told*"))]
         return report, told
 
