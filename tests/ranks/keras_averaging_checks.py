@@ -432,11 +432,6 @@ def check_what_is_refused() -> None:
     raises(RuntimeError, "jit_compile=False", compiled)
     raises(RuntimeError, "was not started by an MPI launcher", wrapped(
         WAGMA(2, wait_avoiding=True)))  # fmt: skip
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        raises(RuntimeError, "elastic", wrapped(LocalSGD()))
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
 
 
 if __name__ == "__main__":
