@@ -63,6 +63,9 @@ MOVED = {
 }
 """Old name of a module or package, below `accordion_hvd`, and its new name."""
 
+SAME = {"keras": "tensorflow.keras"}
+"""Second name of a module, without a warning: Horovod has `horovod.keras`, too."""
+
 
 class Finder:
     """Finder of modules by their old names, which Python asks before it searches the file system.
@@ -93,8 +96,9 @@ class _Loader:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import and return the module with the new name."""
-        message = f"{spec.name} has moved: import {self._found.name} instead."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        if spec.name.split(".")[1] not in SAME:
+            message = f"{spec.name} has moved: import {self._found.name} instead."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
         return importlib.import_module(self._found.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -108,13 +112,13 @@ class _Loader:
 
 
 def now(name: str) -> str | None:
-    """Return the new name of a module that has moved; None for all other names."""
+    """Return the proper name of a module that has moved or has two; None for all other names."""
     package, _, path = name.partition(".")
     if package != __package__:
         return None
-    parts = path.split(".")
+    names, parts = MOVED | SAME, path.split(".")
     for count in range(len(parts), 0, -1):
-        new = MOVED.get(".".join(parts[:count]))
+        new = names.get(".".join(parts[:count]))
         if new is not None:
             return ".".join([package, new, *parts[count:]])
     return None

@@ -46,6 +46,14 @@ def test_an_old_name_is_the_same_module(old: str, new: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_second_name_is_the_same_module() -> None:
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("horovod")
+    code = "import accordion_hvd.keras as a, accordion_hvd.tensorflow.keras as b; assert a is b"
+    done = run("-W", "default", "-c", code)
+    assert done.returncode == 0 and "has moved" not in done.stderr, done.stderr
+
+
 MEMBERS = """
 import pickle, warnings
 from accordion_hvd import Accordion, Compressor, PowerSGD

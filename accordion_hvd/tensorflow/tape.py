@@ -16,7 +16,7 @@ from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
-from accordion_hvd.tensorflow.variables import key_of
+from accordion_hvd.tensorflow.variables import key_of, weights_of
 from accordion_hvd.validate import check_adasum, check_arguments, validate
 
 
@@ -132,19 +132,14 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
     Raises:
         ValueError: if `local_layers` contains an object that is not a layer.
     """
-    kind = tf.keras.layers.Layer
-    layers = [] if local_layers is None else local_layers
-    layers = [layers] if isinstance(layers, kind) else list(layers)
-    if not all(isinstance(layer, kind) for layer in layers):
-        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    local = weights_of(local_layers)
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
         gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
         **options,
     )  # fmt: skip
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for variable in local:
+        tape.register_local_source(variable)
     return tape
 
 

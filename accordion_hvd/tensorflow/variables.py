@@ -41,3 +41,16 @@ def name_of(variable: Any) -> str:
 def _device(variable: Any) -> str:
     device = getattr(getattr(variable, "value", variable), "device", "") or ""
     return device.rpartition("device:")[2]
+
+
+def weights_of(layers: Any) -> list[Any]:
+    """Return the trainable weights of a layer or of several layers; None: of no layers.
+
+    Raises:
+        ValueError: if `layers` contains an object that is not a layer.
+    """
+    kind = tf.keras.layers.Layer
+    rows = [] if layers is None else [layers] if isinstance(layers, kind) else list(layers)
+    if not all(isinstance(layer, kind) for layer in rows):
+        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    return [variable for layer in rows for variable in layer.trainable_weights]

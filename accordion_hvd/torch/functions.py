@@ -87,7 +87,8 @@ def broadcast_optimizer_state(
     """Broadcast optimizer state and settings from `root_rank` to all ranks.
 
     The weights do not change. (Horovod's function first takes an optimizer step with zero
-    gradients, which changes the weights if there is weight decay.)
+    gradients, which changes the weights if there is weight decay.) As with Horovod's function, the
+    gradients of an optimizer without state are zeros afterwards, not None.
 
     Args:
         optimizer: plain or distributed optimizer.
@@ -100,7 +101,10 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     tensors: list[torch.Tensor] = []
-    outline = _outline(optimizer.state_dict(), tensors)
+    state_dict = optimizer.state_dict()
+    if not state_dict["state"]:
+        _fill_gradients(optimizer)
+    outline = _outline(state_dict, tensors)
     outline = hvd.broadcast_object(outline, root_rank, name="accordion.optimizer_state")
     is_root = hvd.rank() == root_rank
     state = _fill(outline, tensors if is_root else None, root_rank)
@@ -108,6 +112,14 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(state)
     elif hasattr(optimizer, "doubt"):
         optimizer.doubt()  # the other ranks loaded this rank's state, so ranks must agree again
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set gradients that are None to zeros, which scripts written for Horovod rely on."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class _Placeholder:

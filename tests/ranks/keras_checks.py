@@ -378,6 +378,20 @@ def check_missing_and_local_gradients() -> None:
     assert (d.numpy() == 0).all()
 
 
+def check_layers_that_are_local() -> None:
+    model = make_model(0)
+    first, last = model.layers[0], model.layers[-1]
+    before = [variable.numpy() for variable in last.trainable_weights]
+    opt = hvd.PartialDistributedOptimizer(SGD(1.0), local_layers=last, scale_local_gradients=False)
+    variables = model.trainable_variables
+    opt.apply([tf.fill(v.shape, float(hvd.rank() + 1)) for v in variables], variables)
+    mean = (hvd.size() + 1) / 2
+    for variable, old in zip(last.trainable_weights, before, strict=True):
+        np.testing.assert_allclose(old - variable.numpy(), hvd.rank() + 1, rtol=1e-5)
+    np.testing.assert_allclose(first.bias.numpy(), -mean, rtol=1e-5)
+    raises(ValueError, "Layer", lambda: hvd.PartialDistributedOptimizer(SGD(1.0), local_layers=[3]))
+
+
 def make_sparse_step(opt: Any, table: Any) -> Any:
     @tf.function
     def step(rows: tf.Tensor) -> None:

@@ -127,6 +127,16 @@ def check_names_are_complete() -> None:
     assert not missing, missing
 
 
+def check_broadcast_of_an_optimizer_without_state() -> None:
+    """Gradients are zeros afterwards, as with Horovod's function."""
+    model = network()
+    model[0].bias.requires_grad_(False)
+    optimizer, before = wrapped(model), weights(model)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert model[0].bias.grad is None
+    assert not model[0].weight.grad.any() and torch.equal(before, weights(model))
+
+
 def check_elastic_state() -> None:
     model, other = network(), network()
     optimizer, stray = wrapped(model, compression=TopK(0.1)), wrapped(other)

@@ -24,11 +24,13 @@ from accordion_hvd.tensorflow.keras import callbacks, elastic
 from accordion_hvd.tensorflow.keras.batches import AccordionDataset
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.keras.optimizers import NATIVE
+from accordion_hvd.tensorflow.keras.partial import PartialDistributedOptimizer
 from accordion_hvd.tensorflow.keras.saving import load_model
 
 _OURS = {
     "AccordionDataset": AccordionDataset,
     "DistributedOptimizer": DistributedOptimizer,
+    "PartialDistributedOptimizer": PartialDistributedOptimizer,
     "broadcast_global_variables": broadcast_global_variables,
     "callbacks": callbacks,
     "elastic": elastic,
