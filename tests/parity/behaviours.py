@@ -823,7 +823,7 @@ def check_a_missing_file_is_named(a: Adapter) -> None:
         a.hvd.save_state(path, only=[job.optimizer])
         a.gather(np.zeros(1))
         if a.hvd.rank() == 0:
-            os.remove(path / f"rank-00001-of-{a.hvd.size():05d}.npz")
+            os.remove(path / "state-00001" / f"rank-00001-of-{a.hvd.size():05d}.npz")
         a.gather(np.zeros(1))
         with refused(RuntimeError, "ranks [1]", "missing"):
             a.hvd.load_state(path, only=[job.optimizer])
