@@ -53,15 +53,16 @@ def require_agreement(communicator: Communicator, description: str, device: Any 
     digests = communicator.run("accordion.agree", gather(communicator, values))
     if all((digest == digests[0]).all() for digest in digests):
         return
-    text = np.frombuffer(description.encode(), np.uint8)
-    texts = communicator.run("accordion.explain", _texts(communicator, text, device))
+    texts = communicator.run("accordion.explain", gather_texts(communicator, description, device))
     raise RanksDisagree(explain_disagreement(texts))
 
 
-def _texts(communicator: Communicator, text: np.ndarray, device: Any) -> ExchangeGenerator:
-    parts = yield Allgather(communicator.xp.asarray(text, device), uneven=True)
-    decoded = [communicator.xp.to_numpy(part).tobytes().decode() for part in parts]
-    return decoded  # type: ignore[return-value]
+def gather_texts(communicator: Communicator, text: str, device: Any = None) -> ExchangeGenerator:
+    """Return all ranks' texts, in rank order; a text must not be empty."""
+    xp = communicator.xp
+    local = xp.asarray(np.frombuffer(text.encode(), np.uint8), device)
+    parts = yield Allgather(local, uneven=True)
+    return [xp.to_numpy(part).tobytes().decode() for part in parts]  # type: ignore[return-value]
 
 
 def explain_disagreement(texts: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
 """Checkpoints of the state that optimizers' own checkpoints omit: residuals, levels, policy.
 
-A checkpoint has one file per rank (NumPy arrays, no pickles) and a manifest. On another number of
-ranks, the sum of the residuals over the ranks stays the same: each new rank gets an equal part.
-For compressed optimizers, the update rule defines the conversion (`Compressor.rescale`). On another
-number of ranks or other hosts, sharded residuals (`TwoLevel`) are carried as residuals of full
-tensors.
+A checkpoint has one file per rank (NumPy arrays, no pickles) and a manifest, written whole or not
+at all (`checkpoint_files`). On another number of ranks, the sum of the residuals over the ranks
+stays the same: each new rank gets an equal part. For compressed optimizers, the update rule defines
+the conversion (`Compressor.rescale`). On another number of ranks or other hosts, sharded residuals
+(`TwoLevel`) are carried as residuals of full tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import numpy as np
 
 import accordion_hvd
 from accordion_hvd._renamed import current
-from accordion_hvd.comm.agreement import gather
+from accordion_hvd.comm.agreement import gather, gather_texts
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info
+from accordion_hvd.core.base import Compressor, Info
+from accordion_hvd.engine import checkpoint_files as files
 from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.saved_state import SavedState, of_parts, rescale_from_one, rescaled
@@ -33,7 +34,6 @@ from accordion_hvd.ops import backend
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule
 
-FORMAT = 1
 Loader = Callable[[int], dict[str, np.ndarray]]
 _live: list[weakref.ref[Any]] = []
 
@@ -85,7 +85,9 @@ def owners() -> list[Any]:
 
 
 def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
-    """Write the state of all exchanges of this job; collective.
+    """Write the state of all exchanges of this job, whole or not at all; collective.
+
+    The directory keeps the last two checkpoints. If this one cannot be written, they are unchanged.
 
     Args:
         directory: directory on a file system that all ranks share; created if it does not exist.
@@ -95,22 +97,24 @@ def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
         RuntimeError: on every rank, if a rank cannot write, or if there is nothing to save.
     """
     chosen = [owner.exchange for owner in _chosen(only)]
-    directory = Path(directory)
-    lead = chosen[0].communicator
-    _on_all_ranks(lead, lambda: _write(directory, chosen), f"writing to {directory}")
-    if lead.rank == 0:
-        manifest = {
-            "format": FORMAT,
-            "version": accordion_hvd.__version__,
-            "ranks": lead.size,
-            "exchanges": [describe(exchange) for exchange in chosen],
-        }
-        _replace(directory / "manifest.json", json.dumps(manifest, indent=1).encode())
-    _on_all_ranks(lead, lambda: None, "")
+    directory, lead = Path(directory), chosen[0].communicator
+    doing = f"writing to {directory}"
+    name = _on_rank_0(lead, lambda: files.new_folder(directory).name, doing)
+    folder = directory / name
+    try:
+        rows = _on_all_ranks(lead, lambda: _write(folder, chosen), doing)
+        _on_rank_0(lead, lambda: _complete(folder, chosen, rows), doing)
+    except RuntimeError:
+        if lead.rank == 0 and not (folder / files.MANIFEST).exists():
+            files.remove(folder)  # of a full disk, perhaps
+        raise
 
 
 def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
     """Restore a state written by `save_state`, on any number of ranks; collective.
+
+    A checkpoint that is incomplete or has changed is skipped, and rank 0 prints why: the one before
+    it is restored.
 
     Args:
         directory: directory of the saved state.
@@ -118,11 +122,15 @@ def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
             of this process.
 
     Raises:
-        RuntimeError: on every rank, if files are missing or do not fit; the message has the reason.
+        RuntimeError: on every rank, if no checkpoint is complete, if the newest complete one does
+            not fit, or if a privacy budget would miss releases; the message has the reason.
     """
     chosen = _chosen(only)
-    lead = chosen[0].communicator
-    _on_all_ranks(lead, lambda: _read(Path(directory), chosen), f"reading from {directory}")
+    directory, lead = Path(directory), chosen[0].communicator
+    doing = f"reading from {directory}"
+    folder, manifest = _newest(lead, directory, doing)
+    _on_all_ranks(lead, lambda: _prepare(manifest, chosen), doing)
+    _on_all_ranks(lead, lambda: _restore(folder, manifest, chosen), doing)
 
 
 def describe(exchange: Any) -> dict[str, Any]:
@@ -284,19 +292,29 @@ def _chosen(only: Sequence[Any]) -> list[Any]:
     return chosen
 
 
-def _file(directory: Path, rank: int, ranks: int) -> Path:
-    return directory / f"rank-{rank:05d}-of-{ranks:05d}.npz"
-
-
-def _write(directory: Path, chosen: Sequence[Exchange]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def _write(folder: Path, chosen: Sequence[Any]) -> dict[str, Any]:
+    """Write this rank's file and return its row in the manifest."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} of rank 0 is not there, but all ranks must share a file system")
     arrays: dict[str, np.ndarray] = {}
     for number, exchange in enumerate(chosen):
         arrays |= _arrays(exchange, f"{number}/")
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     lead = chosen[0].communicator
-    _replace(_file(directory, lead.rank, lead.size), buffer.getvalue())
+    return files.write_file(files.rank_file(folder, lead.rank, lead.size), buffer.getbuffer())
+
+
+def _complete(folder: Path, chosen: Sequence[Any], rows: list[dict[str, Any]]) -> None:
+    """Write the manifest, and remove old checkpoints once it is on the disk."""
+    manifest = {
+        "version": accordion_hvd.__version__,
+        "ranks": len(rows),
+        "files": rows,
+        "exchanges": [describe(exchange) for exchange in chosen],
+    }
+    files.write_manifest(folder, manifest)
+    files.remove_old(folder.parent)
 
 
 def _arrays(exchange: Any, prefix: str) -> dict[str, np.ndarray]:
@@ -305,30 +323,83 @@ def _arrays(exchange: Any, prefix: str) -> dict[str, np.ndarray]:
     return named(saved_of(exchange), prefix)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old file or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)
+def _newest(lead: Communicator, directory: Path, doing: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the manifest of the newest usable checkpoint; collective."""
+    skipped: list[str] = []
+    lost = False
+    for name, finished in _on_rank_0(lead, lambda: files.survey(directory), doing):
+        folder = directory / name
+        manifest, problem = _usable(lead, folder, finished, doing)
+        if not problem:
+            if skipped:
+                _fall_back(lead, folder, manifest, skipped, lost)
+            return folder, manifest
+        skipped.append(f"{folder.name}: {problem}")
+        lost |= finished
+    nothing = f"{files.MANIFEST} is missing, and there is no folder such as state-00001"
+    reason = "; ".join(skipped) or nothing
+    raise RuntimeError(f"state: {doing} failed: {reason}.")
 
 
-def _read(directory: Path, chosen: Sequence[Any]) -> None:
-    manifest = _manifest(directory)
-    saved, ranks = manifest["exchanges"], manifest["ranks"]
+def _usable(
+    lead: Communicator, folder: Path, finished: bool, doing: str
+) -> tuple[dict[str, Any], str]:
+    """Return a checkpoint's manifest, and why it cannot be used, if so; collective.
+
+    Each rank compares the checksums of some of the files.
+    """
+    if not finished:
+        return {}, "was not written to its end"
+    manifest, problem = _on_rank_0(lead, lambda: files.examine(folder), doing)
+    if problem:
+        return manifest, problem
+    mine = range(lead.rank, manifest["ranks"], lead.size)
+    problems = _on_all_ranks(lead, lambda: files.problem_of(folder, manifest, mine), doing)
+    return manifest, next(filter(None, problems), "")
+
+
+def _fall_back(
+    lead: Communicator, folder: Path, manifest: dict[str, Any], skipped: Sequence[str], lost: bool
+) -> None:
+    """Print why the checkpoint `folder` is restored although there are newer ones.
+
+    Raises:
+        RuntimeError: if privacy was spent since, and the record of that is `lost`.
+    """
+    rows, reasons = manifest["exchanges"], "; ".join(skipped)
+    text = f"{folder}, saved after step {rows[0].get('steps')}"
+    if lost and any("privacy" in row.get("policy", ()) for row in rows):
+        raise RuntimeError(
+            f"state: the newest checkpoint cannot be used ({reasons}), and the one before it, "
+            f"{text}, lacks the privacy spent since; to continue from it nevertheless, remove the "
+            "newer one."
+        )
+    if lead.rank == 0:
+        message = f"continuing from {text}, because newer checkpoints cannot be used: {reasons}"
+        print(f"accordion_hvd: {message}.", file=sys.stderr, flush=True)
+
+
+def _prepare(manifest: dict[str, Any], chosen: Sequence[Any]) -> None:
+    """Check that the saved exchanges fit, before any is restored."""
+    saved = manifest["exchanges"]
     if len(saved) != len(chosen):
         raise ValueError(
             f"{len(saved)} optimizers were saved, but there are {len(chosen)} to restore"
         )
-    missing = [r for r in range(ranks) if not _file(directory, r, ranks).exists()]
-    if missing:
-        raise FileNotFoundError(f"the files of ranks {missing} of {ranks} are missing")
-    for number, (owner, row) in enumerate(zip(chosen, saved, strict=True)):
+    for owner, row in zip(chosen, saved, strict=True):
         owner.expect(row["tensors"])
-        load = functools.partial(_load, directory, ranks, f"{number}/")
+    for owner, row in zip(chosen, saved, strict=True):
+        if not isinstance(owner.exchange, Keeper):
+            compare(owner.exchange, row)
+
+
+def _restore(folder: Path, manifest: dict[str, Any], chosen: Sequence[Any]) -> None:
+    ranks = manifest["ranks"]
+    for number, (owner, row) in enumerate(zip(chosen, manifest["exchanges"], strict=True)):
+        load = functools.partial(_load, folder, ranks, f"{number}/")
         if isinstance(owner.exchange, Keeper):
             owner.exchange.restore(row, load, ranks)
             continue
-        compare(owner.exchange, row)
         restore(owner.exchange, _for_this_rank(owner.exchange, row, load, ranks), row)
         if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
             _report_rescaling(owner.exchange, ranks)
@@ -346,18 +417,6 @@ def _report_rescaling(exchange: Exchange, ranks: int) -> None:
         inactive = "; the states of inactive stages are discarded"
         print(f"{name}: saved on {ranks} ranks, continues on {size}: {text}{inactive}.",
               file=sys.stderr, flush=True)  # fmt: skip
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    path = directory / "manifest.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path.name} is missing")
-    manifest = json.loads(path.read_text())
-    if manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"the manifest's format is {manifest.get('format')!r}, but must be {FORMAT}"
-        )
-    return manifest
 
 
 def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[SavedState]:
@@ -414,8 +473,8 @@ def _info_when_saved(row: dict[str, Any], rank: int, ranks: int) -> Info:
     return Info(rank=rank, size=ranks, hosts=hosts)
 
 
-def _load(directory: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.ndarray]:
-    with np.load(_file(directory, rank, ranks), allow_pickle=False) as file:
+def _load(folder: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.ndarray]:
+    with np.load(files.rank_file(folder, rank, ranks), allow_pickle=False) as file:
         return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
 
 
@@ -437,20 +496,27 @@ def compare(exchange: Exchange, saved: dict[str, Any]) -> None:
         )
 
 
-def _on_all_ranks(lead: Communicator, action: Any, doing: str) -> None:
-    """Run `action` on every rank; raise on every rank if it fails on one."""
-    problem = ""
+def _on_rank_0(lead: Communicator, action: Callable[[], Any], doing: str) -> Any:
+    """Run `action` on rank 0 and return its result, which JSON must support, on every rank."""
+    return _on_all_ranks(lead, lambda: action() if lead.rank == 0 else None, doing)[0]
+
+
+def _on_all_ranks(lead: Communicator, action: Callable[[], Any], doing: str) -> list[Any]:
+    """Run `action` on every rank and return all ranks' results, which JSON must support.
+
+    Raises:
+        RuntimeError: on every rank, if the action fails on one; the message has the reason.
+    """
+    result, problem, cause = None, "", None
     try:
-        action()
-    except (OSError, ValueError, KeyError) as error:
-        problem = str(error)
-    any_failed = lead.run("accordion.checkpoint", _failures(lead, bool(problem)))
-    if problem:
-        raise RuntimeError(f"state: {doing} failed on rank {lead.rank}: {problem}.")
-    if any_failed:
-        raise RuntimeError(f"state: {doing} failed on another rank; see that rank's message.")
-
-
-def _failures(lead: Communicator, failed: bool) -> ExchangeGenerator:
-    anywhere = yield Allreduce(lead.xp.asarray(np.array([failed], np.int32)), op="max")
-    return bool(lead.xp.to_numpy(anywhere)[0])  # type: ignore[return-value]
+        result = action()
+    except Exception as error:  # of any kind, because the other ranks wait for this one
+        clear = isinstance(error, (OSError, ValueError)) and str(error)
+        problem = clear or f"{type(error).__name__}: {error}"
+        cause = error
+    texts = lead.run("accordion.checkpoint", gather_texts(lead, json.dumps([result, problem])))
+    answers = [json.loads(text) for text in texts]
+    for rank, (_, problem) in enumerate(answers):
+        if problem:
+            raise RuntimeError(f"state: {doing} failed on rank {rank}: {problem}.") from cause
+    return [result for result, _ in answers]

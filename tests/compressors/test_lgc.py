@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from accordion_hvd.compressors.autoencoder import (
 )
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.checkpoint_files import read_manifest
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
 
@@ -476,16 +476,16 @@ def test_between_machines(form: str) -> None:
 # ------------------------------------------------------------------------------------- checkpoints
 def resumed(folder: Path, world: World, compression: Any, ranks: int, like: Any) -> World:
     """What `save_state` writes and `load_state` reads, without the collectives around them."""
-    rows = [checkpoint.describe(world.exchanges[0])]
-    manifest = {"format": checkpoint.FORMAT, "ranks": len(world.exchanges), "exchanges": rows}
-    for exchange in world.exchanges:
-        checkpoint._write(folder, [exchange])
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    folder.mkdir(exist_ok=True)
+    rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
+    checkpoint._complete(folder, world.exchanges[:1], rows)
     fresh = simulate(compression, ranks)
     fresh._build(like)
+    manifest = read_manifest(folder)
     for exchange in fresh.exchanges:
         owner = SimpleNamespace(exchange=exchange, expect=lambda names: None)
-        checkpoint._read(folder, [owner])
+        checkpoint._prepare(manifest, [owner])
+        checkpoint._restore(folder, manifest, [owner])
     return fresh
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from accordion_hvd.comm.hosts import VARIABLE, discover_hosts
 from accordion_hvd.compressors.two_level import slice_shape
 from accordion_hvd.core.placement import consecutive, groups, place
 from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.checkpoint_files import read_manifest
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
 
@@ -262,19 +262,18 @@ def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
 # ------------------------------------------------------------------------------------ checkpoints
 def save(folder: Path, world: World) -> None:
     """What `save_state` writes, without the collectives around it."""
-    described = [checkpoint.describe(world.exchanges[0])]
-    manifest = {"format": checkpoint.FORMAT, "ranks": len(world.exchanges), "exchanges": described}
-    for exchange in world.exchanges:
-        checkpoint._write(folder, [exchange])
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
+    checkpoint._complete(folder, world.exchanges[:1], rows)
 
 
 def load(folder: Path, compression: Any, ranks: int, local_size: int) -> World:
     world = simulate(compression, ranks, local_size=local_size)
     world._build(several(ranks, 1)[0][0])
+    manifest = read_manifest(folder)
     for exchange in world.exchanges:
         owner = SimpleNamespace(exchange=exchange, expect=lambda names: None)
-        checkpoint._read(folder, [owner])
+        checkpoint._prepare(manifest, [owner])
+        checkpoint._restore(folder, manifest, [owner])
     return world
 
 

@@ -315,7 +315,7 @@ def resumed(kind: Kind, folder: Path, ranks: int = 0) -> World:
 def ranks_files(folder: Path) -> list[Arrays]:
     """What each rank has saved."""
     found = []
-    for path in sorted(folder.glob("rank-*.npz")):
+    for path in sorted(folder.rglob("rank-*.npz")):
         with np.load(path) as file:
             found.append({key: file[key] for key in file})
     return found
@@ -361,7 +361,8 @@ def test_nothing_is_lost_when_it_is_saved_again(kind: Kind, tmp_path: Path) -> N
             name = key.replace("/seen", "/kept/gradients")
             np.testing.assert_array_equal(ours[name], x, err_msg=key)
     ours, theirs = (
-        json.loads((at / "manifest.json").read_text())["exchanges"] for at in (tmp_path, folder)
+        json.loads((at / "manifest.json").read_text())["exchanges"]
+        for at in (tmp_path / "state-00001", folder)
     )
     assert known(ours, theirs, kind.unused) == known(theirs, theirs, kind.unused)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import resource
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -823,12 +824,62 @@ def check_a_missing_file_is_named(a: Adapter) -> None:
         a.hvd.save_state(path, only=[job.optimizer])
         a.gather(np.zeros(1))
         if a.hvd.rank() == 0:
-            os.remove(path / f"rank-00001-of-{a.hvd.size():05d}.npz")
+            os.remove(path / "state-00001" / f"rank-00001-of-{a.hvd.size():05d}.npz")
         a.gather(np.zeros(1))
         with refused(RuntimeError, "ranks [1]", "missing"):
             a.hvd.load_state(path, only=[job.optimizer])
         with refused(RuntimeError, "missing"):
             a.hvd.load_state(path / "nowhere", only=[job.optimizer])
+
+
+@eagerly
+def check_damaged_checkpoints_are_skipped_or_named(a: Adapter) -> None:
+    """On all ranks alike, although only one of them reads the file."""
+    job, resumed = a.job(TopK(0.05)), a.job(TopK(0.05))
+
+    def on_rank_0(action: Callable[[], Any]) -> None:
+        a.gather(np.zeros(1))
+        if a.hvd.rank() == 0:
+            action()
+        a.gather(np.zeros(1))
+
+    with folder(a) as path:
+        train(a, job, 2)
+        a.hvd.save_state(path, only=[job.optimizer])
+        before = residuals(a, job)
+        train(a, job, 1, start=2)
+        a.hvd.save_state(path, only=[job.optimizer])
+        last = f"rank-{a.hvd.size() - 1:05d}-of-{a.hvd.size():05d}.npz"
+        on_rank_0(lambda: os.truncate(path / "state-00002" / last, 100))
+        a.hvd.load_state(path, only=[resumed.optimizer])
+        assert resumed.optimizer.exchange.steps == 2
+        for ours, theirs in zip(residuals(a, resumed), before, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        on_rank_0(lambda: (path / "state-00001" / last).write_bytes(b""))
+        with refused(RuntimeError, f"state-00002: {last} has 100", f"state-00001: {last} has 0"):
+            a.hvd.load_state(path, only=[resumed.optimizer])
+
+
+@eagerly
+def check_a_rank_that_cannot_write_is_named(a: Adapter) -> None:
+    """Nothing of the last checkpoint is lost, and nothing of this one is left."""
+    job, resumed, last = a.job(TopK(0.05)), a.job(TopK(0.05)), a.hvd.size() - 1
+    with folder(a) as path:
+        train(a, job, 2)
+        a.hvd.save_state(path, only=[job.optimizer])
+        train(a, job, 1, start=2)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if a.hvd.rank() == last:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        try:
+            with refused(RuntimeError, f"failed on rank {last}: rank-", "be written: File too"):
+                a.hvd.save_state(path, only=[job.optimizer])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        a.gather(np.zeros(1))  # rank 0 has removed what was written
+        assert [found.name for found in path.iterdir()] == ["state-00001"]
+        a.hvd.load_state(path, only=[resumed.optimizer])
+        assert resumed.optimizer.exchange.steps == 2
 
 
 @eagerly

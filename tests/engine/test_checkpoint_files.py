@@ -1,0 +1,493 @@
+"""Checkpoints are written whole or not at all, and what is loaded is what was saved."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keepers
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+from keepers import load, message, new_ranks, on_all, save
+
+from accordion_hvd.engine import checkpoint_files
+from accordion_hvd.engine.checkpoint import load_state, save_state
+
+RANK_1 = "rank-00001-of-00002.npz"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def saved(folder: Path, count: int, ranks: int = 2) -> Path:
+    """Save states 1, 2, ..., and return the folder of the last."""
+    for number in range(1, count + 1):
+        assert not any(save(folder, number, ranks))
+    return folder / f"state-{count:05d}"
+
+
+def as_format_1(folder: Path) -> None:
+    """Turn a directory's only checkpoint into one of an earlier version."""
+    (state,) = folder.glob("state-*")
+    manifest = json.loads((state / "manifest.json").read_text())
+    del manifest["checksum"], manifest["files"]
+    (state / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    for path in state.iterdir():
+        path.rename(folder / path.name)
+    state.rmdir()
+
+
+# ------------------------------------------------------------------------------ what was saved
+TYPES = st.sampled_from(["float32", "float16", "int64", "uint8", "bool"])
+ARRAYS = st.dictionaries(
+    st.text("abc/", min_size=1, max_size=5).filter(lambda name: ".." not in name),
+    TYPES.flatmap(lambda kind: arrays_of.arrays(kind, arrays_of.array_shapes(min_dims=0))),
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(ARRAYS, min_size=1, max_size=3))
+def test_what_is_loaded_is_what_was_saved(found: list[Mapping[str, np.ndarray]]) -> None:
+    savers, loaders = new_ranks(len(found)), new_ranks(len(found))
+    for saver, arrays in zip(savers, found, strict=True):
+        saver.arrays = arrays
+    with tempfile.TemporaryDirectory() as folder:
+        assert not any(on_all(savers, lambda saver: save_state(folder, only=[saver])))
+        assert not any(on_all(loaders, lambda loader: load_state(folder, only=[loader])))
+    for loader, arrays in zip(loaders, found, strict=True):
+        assert loader.arrays.keys() == arrays.keys()
+        for name, x in arrays.items():
+            np.testing.assert_array_equal(loader.arrays[name], x, strict=True)
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    for number in range(1, 5):
+        saved_so_far = range(max(1, number - 1), number + 1)
+        assert not any(save(folder, number))
+        assert names(folder) == [f"state-{kept:05d}" for kept in saved_so_far]
+        assert load(folder) == number
+    assert load(folder / "state-00003") == 3
+
+
+def test_earlier_formats_are_kept_until_there_are_two_others(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    as_format_1(tmp_path)
+    (tmp_path / "model.pt").write_text("of the user")
+    assert load(tmp_path) == 1
+    assert not any(save(tmp_path, 2))
+    (tmp_path / "state-00001" / RANK_1).unlink()
+    assert load(tmp_path) == 1
+    assert not any(save(tmp_path, 3)) and not any(save(tmp_path, 4))
+    assert load(tmp_path) == 4
+    assert names(tmp_path) == ["model.pt", "state-00002", "state-00003"]
+
+
+def test_incomplete_ones_do_not_push_out_complete_ones(tmp_path: Path) -> None:
+    os.truncate(saved(tmp_path, 2) / RANK_1, 100)
+    assert not any(save(tmp_path, 3))
+    assert names(tmp_path) == ["state-00001", "state-00002", "state-00003"]
+    assert not any(save(tmp_path, 4))
+    assert names(tmp_path) == ["state-00003", "state-00004"]
+
+
+# ------------------------------------------------------------------------------------ what is told
+def changed(path: Path, at: int, into: int) -> None:
+    """Make one byte another."""
+    content = bytearray(path.read_bytes())
+    at %= len(content)
+    content[at] = into if into != content[at] else into ^ 1
+    path.write_bytes(content)
+
+
+def edited(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "cut short": (lambda at: os.truncate(at / RANK_1, 100), (RANK_1, "has 100 bytes", "must have")),
+    "missing": (lambda at: (at / RANK_1).unlink(), ("files of ranks [1] of 2 are missing",)),
+    "changed": (lambda at: changed(at / RANK_1, 500, 7), (RANK_1, "checksum is", "but was")),
+    "another rank's": (
+        lambda at: shutil.copy(at / RANK_1.replace("rank-00001", "rank-00000"), at / RANK_1),
+        (RANK_1, "checksum is", "but was"),
+    ),
+    "no JSON": (
+        lambda at: os.truncate(at / "manifest.json", 50),
+        ("manifest.json is not JSON", "line"),
+    ),
+    "no text": (
+        lambda at: (at / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+        ("manifest.json is not JSON",),
+    ),
+    "a list": (lambda at: (at / "manifest.json").write_text("[]"), ("a list", "an object")),
+    "edited": (
+        lambda at: edited(at / "manifest.json", version="9"),
+        ("manifest.json has changed", "checksum is"),
+    ),
+    "unfinished": (lambda at: (at / "manifest.json").unlink(), ("not written to its end",)),
+}
+by_damage = pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
+
+
+@by_damage
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_damage_is_named_on_all_ranks(
+    damage: Callable[[Path], Any], words: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    damage(saved(tmp_path, 1))
+    told = load(tmp_path, ranks)
+    assert isinstance(told, str)
+    assert told.startswith(f"state: reading from {tmp_path} failed: state-00001: ")
+    assert all(word in told for word in words), told
+
+
+@by_damage
+def test_the_one_before_is_loaded_and_rank_0_says_so(
+    damage: Callable[[Path], Any],
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    damage(saved(tmp_path, 2))
+    assert load(tmp_path) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        f"accordion_hvd: continuing from {tmp_path / 'state-00001'}, saved after"
+    )
+    assert all(word in line for word in ("after step 1,", "state-00002: ", *words)), line
+
+
+def test_other_formats_are_named_and_not_skipped(tmp_path: Path) -> None:
+    edited(saved(tmp_path, 2) / "manifest.json", format=3)
+    told = str(load(tmp_path))
+    assert "manifest.json of state-00002 has format 3, but this version" in told
+    assert "reads formats 1 to 2" in told
+
+
+def test_states_of_other_models_are_refused_and_not_skipped(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    others = new_ranks(2, "letters")
+    raised = on_all(others, lambda other: load_state(tmp_path, only=[other]))
+    assert "letters cannot be restored: numbers were saved" in message(raised)
+    assert not any(other.arrays for other in others)
+
+
+def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
+    assert "manifest.json is missing, and" in str(load(tmp_path))
+    assert f"the directory {tmp_path / 'nowhere'} is missing" in str(load(tmp_path / "nowhere"))
+
+
+def test_manifests_of_format_1_need_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"format": 1, "exchanges": []}')
+    assert "manifest.json has no 'ranks'" in str(load(tmp_path))
+
+
+def test_numbers_of_files_that_do_not_fit_are_no_hang(tmp_path: Path) -> None:
+    """A rank that fails in an unexpected way tells the others."""
+    (tmp_path / "manifest.json").write_text('{"format": 1, "exchanges": [], "ranks": "two"}')
+    assert "TypeError" in str(load(tmp_path))
+
+
+def test_spent_privacy_is_not_forgotten(tmp_path: Path) -> None:
+    for number in (1, 2):
+        savers = new_ranks(2)
+        for saver in savers:
+            saver.arrays, saver.steps = {"x": np.zeros(1)}, number
+            saver.policy = {"privacy": {"releases": []}}
+        assert not any(on_all(savers, lambda saver: save_state(tmp_path, only=[saver])))
+    newest = tmp_path / "state-00002"
+    kept = (newest / RANK_1).read_bytes()
+    os.truncate(newest / RANK_1, 10)
+    told = str(load(tmp_path))
+    assert "state-00001, saved after step 1, lacks the privacy spent since" in told
+    assert "10 bytes" in told and "remove the newer one" in told
+    (newest / RANK_1).write_bytes(kept)
+    (newest / "manifest.json").unlink()  # `save_state` has not returned
+    loaders = new_ranks(2)
+    assert not any(on_all(loaders, lambda loader: load_state(tmp_path, only=[loader])))
+    assert loaders[0].steps == 1
+
+
+class Pickled:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_nothing_is_unpickled(earlier: bool, tmp_path: Path) -> None:
+    trap = tmp_path / "unpickled"
+    (saver,) = new_ranks(1)
+    saver.arrays = {"x": np.array([Pickled(trap)], object)}
+    assert not any(on_all([saver], lambda saver: save_state(tmp_path, only=[saver])))
+    if earlier:
+        as_format_1(tmp_path)
+    assert "allow_pickle=False" in str(load(tmp_path, 1))
+    assert not trap.exists()
+
+
+# -------------------------------------------------------------------------------- any one change
+KINDS = ("byte", "bit", "cut", "longer", "gone", "zeros")
+
+
+def damage_at_random(random: random.Random, folder: Path, kinds: Sequence[str] = KINDS) -> None:
+    """Change one file of a folder in one way."""
+    path = random.choice(sorted(folder.iterdir()))
+    content = path.read_bytes()
+    kind = random.choice(kinds)
+    if kind == "gone":
+        path.unlink()
+    elif kind == "bit":
+        at = random.randrange(len(content))
+        changed(path, at, content[at] ^ 1 << random.randrange(8))
+    elif kind == "byte":
+        changed(path, random.randrange(len(content)), random.choice(b"0123456789 \0\xff"))
+    elif kind == "cut":
+        os.truncate(path, random.randrange(len(content)))
+    elif kind == "longer":
+        path.write_bytes(content + random.randbytes(random.randint(1, 20)))
+    elif kind == "zeros":
+        path.write_bytes(bytes(len(content)))
+    else:
+        path.write_bytes(random.choice(sorted(folder.iterdir())).read_bytes())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    saved(folder, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("earlier")
+    saved(folder, 1)
+    as_format_1(folder)
+    return folder
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 2]))
+def test_after_any_change_a_true_state_is_loaded_or_none(
+    two: Path, random: random.Random, which: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "copy")
+        shutil.copytree(two, folder)
+        damage_at_random(random, folder / f"state-{which:05d}", [*KINDS, "another"])
+        found = load(folder)  # checks the arrays
+    assert found == 2 or which == 2 and (found == 1 or isinstance(found, str)), found
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_after_any_change_of_earlier_files_too(earlier: Path, random: random.Random) -> None:
+    """Whose manifests have no checksums, so that only exchanged files go unnoticed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "copy")
+        shutil.copytree(earlier, folder, ignore=shutil.ignore_patterns("manifest.json"))
+        damage_at_random(random, folder)
+        shutil.copy(earlier / "manifest.json", folder)
+        found = load(folder)
+    assert found == 1 or re.search("rank-0000[01]-of-00002.npz |files of ranks", str(found)), found
+
+
+# ------------------------------------------------------------------------------------- full disks
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(command).returncode:
+        pytest.skip("only root can mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_nothing_is_lost(small_disk: Path) -> None:
+    assert not any(save(small_disk, 1))
+    told = message(save(small_disk, 2, size=12_000))
+    assert told.startswith(f"state: writing to {small_disk} failed on rank ")
+    assert re.search(r"rank-0000\d-of-00002.npz \(96\d+ bytes\) cannot be written: No space", told)
+    assert names(small_disk) == ["state-00001"]
+    assert load(small_disk) == 1
+    assert not any(save(small_disk, 3)) and load(small_disk) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_operation_may_fail(ranks: int, tmp_path: Path) -> None:
+    """Its error is told to all ranks, and the last checkpoint is the one before, or this one."""
+    for number in range(1, 100):
+        folder, left = tmp_path / str(number), number
+        assert not any(save(folder, 1, ranks))
+
+        def fail(name: str, about: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(28, "No space left on device")
+
+        with keepers.counted(fail):
+            raised = save(folder, 2, ranks)
+        if left > 0:
+            assert number > 10
+            return
+        told = message(raised) if any(raised) else ""
+        assert "No space left on device" in told or "unlink" in told or not told
+        found = load(folder, ranks)
+        assert found == 2 if not told else found in (1, 2)
+        assert not any(save(folder, 3, ranks)) and load(folder, ranks) == 3
+    raise AssertionError("there are more operations than were tried")
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert "File exists" in message(save(tmp_path / "file", 1))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+# ---------------------------------------------------------------------------------------- crashes
+def test_killed_in_any_operation(tmp_path: Path) -> None:
+    """Of a process that saves alone; what it was writing is removed by the next save."""
+    for number in range(1, 100):
+        folder = tmp_path / str(number)
+        assert not any(save(folder, 1, 1)) and not any(save(folder, 1, 1))
+        command = [sys.executable, keepers.__file__, str(folder), str(number)]
+        path = os.pathsep.join(sys.path)
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})
+        if done.returncode == 0:
+            assert number > 10
+            return
+        assert done.returncode == -signal.SIGKILL
+        assert load(folder, 1) in (1, 2)
+        assert not any(save(folder, 3, 1)) and load(folder, 1) == 3
+        assert len(names(folder)) == 2 and all(names(x) == ALONE for x in folder.iterdir())
+    raise AssertionError("there are more operations than were tried")
+
+
+ALONE = ["manifest.json", "rank-00000-of-00001.npz"]
+
+
+class Disk:
+    """What a disk may hold after a loss of power: what was forced to it, and any part of the rest.
+
+    It hears of operations by `keepers.counted`. Changes of a directory are on the disk once that is
+    forced there, and what is written to a file once the file is.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log: list[tuple[Any, ...]] = []
+        self._files: dict[Path, int] = {}
+        self._count = 0
+        self._lock = threading.RLock()  # ranks are threads
+        for path in sorted(root.rglob("*")):
+            self("mkdir" if path.is_dir() else "create", (path,))
+            if path.is_file():
+                self.log += [("data", self._files[path], path.read_bytes())]
+                self.log += [("sync", self._files[path])]
+            self.log += [("sync", path.parent)]
+
+    def __call__(self, name: str, about: Any) -> None:
+        with self._lock:
+            self._hear(name, about)
+
+    def _hear(self, name: str, about: Any) -> None:
+        if name == "create":
+            self._count += 1
+            self._files[about[0]] = self._count
+            self.log.append(("entry", about[0].parent, None, about[0], self._count))
+        elif name == "mkdir":
+            self.log.append(("entry", about[0].parent, None, about[0], 0))
+        elif name == "write":
+            self.log.append(("data", self._files[Path(about[0].name)], bytes(about[1])))
+        elif name == "replace":
+            number = self._files[about[1]] = self._files.pop(about[0])
+            self.log.append(("entry", about[0].parent, *about, number))
+        elif name in ("unlink", "rmdir") and about[0].exists():
+            self.log.append(("entry", about[0].parent, about[0], None, 0))
+        elif name == "fsync":
+            path = Path(os.readlink(f"/proc/self/fd/{about[0]}"))
+            self.log.append(("sync", path if path.is_dir() else self._files[path]))
+
+    def after_loss(self, at: int, random: random.Random, into: Path) -> None:
+        """Write what may be on the disk if power was lost after `at` events."""
+        events, there = self.log[:at], {}
+        content: dict[int, bytes] = {}
+        share = random.random()
+        for i, (kind, about, *more) in enumerate(events):
+            forced = ("sync", about) in events[i:]
+            if kind == "data":
+                (data,) = more
+                content[about] = data if forced else data[: random.randint(0, len(data))]
+            elif kind == "entry" and (forced or random.random() < share):
+                before, after, number = more
+                there.pop(before, None)
+                there |= {after: number} if after else {}
+        into.mkdir()
+        for path, number in sorted(there.items()):
+            place = into / path.relative_to(self.root)
+            if place.parent.is_dir():
+                place.write_bytes(content.get(number, b"")) if number else place.mkdir()
+
+
+@functools.cache
+def recorded() -> tuple[Disk, list[int]]:
+    """Three saves after one of an earlier version, and how many events there are after each."""
+    root = Path(tempfile.mkdtemp()).resolve()
+    saved(root, 1)
+    as_format_1(root)
+    disk = Disk(root)
+    ends = [len(disk.log)]
+    for number in (2, 3, 4):
+        with keepers.counted(disk):
+            assert not any(save(root, number))
+        ends.append(len(disk.log))
+    shutil.rmtree(root)
+    return disk, ends
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.randoms(use_true_random=False))
+def test_power_is_lost_at_any_moment(random: random.Random) -> None:
+    disk, ends = recorded()
+    at = random.randint(ends[0], len(disk.log))
+    last = max(number for number, end in enumerate(ends, 1) if end <= at)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "disk")
+        disk.after_loss(at, random, folder)
+        assert load(folder) in (last, last + 1)
+        assert not any(save(folder, 9)) and load(folder) == 9
+
+
+def test_files_are_checked_before_the_manifest_is_written(tmp_path: Path) -> None:
+    """Where ranks do not share a file system, rank 0 does not find the others' files."""
+    with pytest.raises(checkpoint_files.Damaged, match=r"ranks \[0, 1\] of 2 are missing"):
+        checkpoint_files.write_manifest(tmp_path, {"ranks": 2, "files": [], "exchanges": []})
+    assert names(tmp_path) == []

@@ -1,0 +1,159 @@
+"""Ranks, which are threads, that save and load arrays of their own; and a process that is killed.
+
+`python keepers.py FOLDER N` saves state 2 into the folder and kills itself (SIGKILL) in the N-th
+operation on its files, half-way if it writes one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from threads import Threaded
+
+from accordion_hvd.engine import checkpoint, checkpoint_files
+from accordion_hvd.engine.checkpoint import Loader, load_state, save_state
+from accordion_hvd.ops import numpy as xp
+from accordion_hvd.simulation.one_process import Hub
+
+
+class Numbers(checkpoint.Keeper):
+    """One rank's arrays.
+
+    Args:
+        communicator: connects it to the others.
+        kind: saved arrays of another kind do not fit.
+    """
+
+    def __init__(self, communicator: Any, kind: str = "numbers") -> None:
+        self.communicator, self.kind, self.exchange = communicator, kind, self
+        self.arrays: Mapping[str, np.ndarray] = {}
+        self.steps = 0
+        self.policy: dict[str, Any] = {}
+
+    def expect(self, names: Sequence[str]) -> None:
+        assert names == []
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "steps": self.steps, "tensors": [], "policy": self.policy}
+
+    def export(self) -> dict[str, np.ndarray]:
+        return dict(self.arrays)
+
+    def restore(self, row: dict[str, Any], load: Loader, ranks: int) -> None:
+        if row["kind"] != self.kind:
+            raise ValueError(f"{self.kind} cannot be restored: {row['kind']} were saved")
+        self.arrays = load(self.communicator.rank % ranks)
+        self.steps = row["steps"]
+
+
+def new_ranks(count: int, kind: str = "numbers") -> list[Numbers]:
+    hub = Hub(count)
+    return [Numbers(Threaded(hub, rank, xp), kind) for rank in range(count)]
+
+
+def on_all(ranks: Sequence[Numbers], action: Callable[[Numbers], Any]) -> list[Any]:
+    """What an action returns, or raises, on each of the ranks."""
+
+    def outcome(rank: Numbers) -> Any:
+        try:
+            return action(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(outcome, ranks))
+
+
+def save(folder: Path, number: int, ranks: int = 2, size: int = 100) -> list[Any]:
+    """Save state `number` of new ranks."""
+    savers = new_ranks(ranks)
+    for rank, saver in enumerate(savers):
+        saver.arrays, saver.steps = {"x": np.full(size, 10.0 * number + rank)}, number
+    return on_all(savers, lambda saver: save_state(folder, only=[saver]))
+
+
+def load(folder: Path, ranks: int = 2, size: int = 100) -> int | str:
+    """The number of the state that new ranks load, or what all of them are told."""
+    loaders = new_ranks(ranks)
+    raised = on_all(loaders, lambda loader: load_state(folder, only=[loader]))
+    if any(raised):
+        return message(raised)
+    for rank, loader in enumerate(loaders):
+        np.testing.assert_array_equal(loader.arrays["x"], [10.0 * loader.steps + rank] * size)
+    assert len({loader.steps for loader in loaders}) == 1
+    return loaders[0].steps
+
+
+def message(raised: Sequence[Any]) -> str:
+    """What is raised on all ranks: one sentence, the same everywhere."""
+    assert all(isinstance(error, RuntimeError) for error in raised), raised
+    texts = {str(error) for error in raised}
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert text.endswith(".") and "\n" not in text
+    return text
+
+
+@contextmanager
+def counted(tell: Callable[[str, Any], None]) -> Iterator[None]:
+    """Within it, `tell` hears of every operation on checkpoints' files just before it.
+
+    It gets the operation's name and arguments.
+    """
+
+    class Told(io.FileIO):
+        def __init__(self, path: Path, mode: str) -> None:
+            if mode == "wb":
+                tell("create", (path,))
+            super().__init__(path, mode)
+
+        def write(self, content: Any) -> int:
+            tell("write", (self, content))
+            return super().write(content)
+
+    def told(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **more: Any) -> Any:
+            tell(name, args)
+            return real(*args, **more)
+
+        return operation
+
+    names = ("replace", "mkdir", "unlink", "rmdir")
+    kinds = {name: told(name, getattr(Path, name)) for name in names}
+    with (
+        mock.patch.object(checkpoint_files, "open", Told, create=True),
+        mock.patch.object(os, "fsync", told("fsync", os.fsync)),
+        mock.patch.multiple(Path, **kinds),
+    ):
+        yield
+
+
+def main(folder: str, last: str) -> None:
+    left = int(last)
+
+    def kill_at_the_last(name: str, about: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            if name == "write":
+                file, content = about
+                file.write(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with counted(kill_at_the_last):
+        (raised,) = save(Path(folder), 2, ranks=1)
+    assert raised is None, raised
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
