@@ -58,7 +58,7 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def mapping(owner: Any, name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a mapping or None."""
     if value is not None and not isinstance(value, Mapping):
-        refuse(owner, name, value, "a mapping of name patterns to compressors")
+        refuse(owner, name, value, "a mapping with name patterns as keys")
 
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
