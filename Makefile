@@ -28,7 +28,7 @@ COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5'
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test coverage check bench bench-network bench-accuracy bench-optimizers \
+.PHONY: help setup demo test coverage fuzz check bench bench-network bench-accuracy bench-optimizers \
 	bench-kernels bench-compressors bench-graph bench-averaging doctor clean
 .DEFAULT_GOAL := help
 
@@ -56,6 +56,9 @@ coverage: setup ## run the tests and report which lines ran: runs/coverage/index
 	@$(COVERAGE) combine -q
 	@$(COVERAGE) html -q
 	@$(COVERAGE) report
+
+fuzz: setup ## try payloads, spec strings, configurations, checkpoints; FUZZ_INPUTS says how many
+	@FUZZ_INPUTS=$${FUZZ_INPUTS:-1000000} $(IN_VENV) $(RUN) -m pytest -q --timeout 0 tests/fuzz
 
 check: setup ## ruff, mypy and the layers of imports
 	@$(VENV)/bin/ruff check

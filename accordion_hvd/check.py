@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -53,6 +53,12 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         refuse(owner, name, value, "one of " + ", ".join(repr(item) for item in allowed))
+
+
+def mapping(owner: Any, name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a mapping or None."""
+    if value is not None and not isinstance(value, Mapping):
+        refuse(owner, name, value, "a mapping with name patterns as keys")
 
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

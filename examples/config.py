@@ -204,6 +204,8 @@ def parse_settings(
         found = parser.parse_args(None if arguments is None else list(arguments)).as_dict()
     except (ArgumentError, TypeError) as error:
         raise ValueError(_sentence(str(error), kind)) from None
+    except RecursionError:  # a list that contains itself, say
+        raise ValueError("settings: values are nested too deeply.") from None
     found.pop("config", None)
     return kind(**found)
 

@@ -43,7 +43,10 @@ class Topology:
         if isinstance(self.kind, str):
             check.one_of(self, "kind", self.kind, tuple(_GRAPHS))
         else:
-            matrix = np.array(self.kind, np.float64)
+            try:
+                matrix = np.array(self.kind, np.float64)
+            except (TypeError, ValueError):
+                check.refuse(self, "kind", self.kind, "a graph's name or a matrix of weights")
             _check_matrix(self, matrix)
             object.__setattr__(self, "kind", matrix)
 

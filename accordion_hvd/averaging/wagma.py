@@ -52,7 +52,8 @@ class WAGMA(Averaging):
             "auto".
         compressor: compressor of differences within groups. Default: None, no compression.
         timeout: seconds that wait-avoiding averaging waits for a rank before it ends the job; more
-            than the longest pause of one rank, such as an evaluation on rank 0. Default: 600.
+            than the longest pause of one rank, such as an evaluation on rank 0. Default: None, the
+            environment variable ACCORDION_HVD_TIMEOUT if set, else 900.
 
     Traffic: 2 (S - 1) / S models per step for groups of S, as for an allreduce over all ranks. The
     method saves waiting time and communication distance, not bytes.
@@ -64,11 +65,12 @@ class WAGMA(Averaging):
     period: int = 10
     wait_avoiding: bool | str = "auto"
     compressor: Compressor | None = None
-    timeout: float = 600.0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError if an argument is not allowed."""
-        check.at_least(self, "timeout", self.timeout, least=0.1)
+        if self.timeout is not None:
+            check.at_least(self, "timeout", self.timeout, least=0.1)
         if self.group_size is not None:
             check.integer(self, "group_size", self.group_size, least=1)
         periodic(self, self.period)

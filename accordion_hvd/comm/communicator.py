@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.comm import packing
+from accordion_hvd.comm import packing, timeouts
 from accordion_hvd.comm.collectives import Collectives
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
@@ -21,6 +21,13 @@ from accordion_hvd.core.running import Running, drive
 
 _PAUSE = 0.1  # length of a pause, as a part of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
+
+
+_SAFE = 1.0  # seconds; no timeout is shorter
+
+
+class RankLost(RuntimeError):
+    """Raised if other ranks do not take part in an operation within the timeout."""
 
 
 class Communicator(Collectives):
@@ -32,7 +39,15 @@ class Communicator(Collectives):
         The engines' own waits spin, which takes cores from ranks that still compute. Pauses grow
         with the time waited, so that polling costs almost nothing and adds 5 % to the wait on
         average.
+
+        Raises:
+            RankLost: after ACCORDION_HVD_TIMEOUT seconds (default: 900).
         """
+        if waited > _SAFE and waited > timeouts.seconds():
+            raise RankLost(
+                f"rank {self.rank} of {self.size} has waited for {waited:.0f} s: a rank does not "
+                f"answer, or takes more than {timeouts.VARIABLE} seconds before its next exchange."
+            )
         time.sleep(min(max(waited * _PAUSE, _SHORTEST), _LONGEST))
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:

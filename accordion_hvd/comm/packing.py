@@ -150,9 +150,12 @@ def _reduce_half(
     if scratch is not None:
         scratch[name] = flat
     received = yield communicator.alltoall(f"{name}.parts", flat, group)
+    size = xp.shape(flat)[0]
+    _compare_sizes(xp, received, size, name)
     mean = xp.mean_of_wire(received, wire, ranks)
     del received, flat  # frees their memory before the means arrive
     flat = yield communicator.allgather(f"{name}.means", mean, group)
+    _compare_sizes(xp, flat, size, name)
     likes = [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]
     return xp.from_wire(flat, wire, likes)
 
@@ -172,6 +175,7 @@ def _reduce_small(
     flat = xp.concat([xp.reshape(request.tensor, (-1,)) for request in requests])
     flat = xp.to_bytes(xp.pad_last(flat, part * ranks))
     received = yield communicator.alltoall(f"{name}.parts", flat, group)
+    _compare_sizes(xp, received, xp.shape(flat)[0], name)
     rows = xp.unstack(xp.from_bytes(received, kind, (ranks, part)))
     total = sum(rows[1:], rows[0])
     flat = yield communicator.allgather(f"{name}.sums", xp.to_bytes(total), group)
@@ -204,7 +208,12 @@ def _gather_uneven(
     sent, sizes = _as_bytes(xp, requests)
     row = xp.asarray(np.array(sizes, np.int64), xp.device(sent))
     table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(row), group)
+    _compare_sizes(xp, table, 8 * ranks * len(sizes), name)
     table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(sizes))))
+    if (table < 0).any():
+        check.refuse_payload(
+            [int(rank) for rank in np.flatnonzero((table < 0).any(1))], "a size is negative"
+        )
     _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
     lengths = [int(length) for length in table.sum(1)]
     flat = yield communicator.allgather(name, sent, group, lengths)
@@ -213,9 +222,9 @@ def _gather_uneven(
     return _by_request(xp, pieces, requests)
 
 
-def _compare_sizes(xp: ModuleType, flat: Tensor, expected: int, name: str) -> None:
-    size = xp.shape(flat)[0]
-    if size is not None and size != expected:
+def _compare_sizes(xp: ModuleType, flat: Tensor, expected: int | None, name: str) -> None:
+    size = xp.shape(flat)[0]  # None: unknown in a graph
+    if size != expected and None not in (size, expected):
         raise check.PayloadError(
             f"the payloads received in {name!r} have {size} bytes, but {expected} were expected: "
             "the payload of at least one rank has a wrong size."
@@ -253,6 +262,7 @@ def _broadcast(
     xp, first = communicator.xp, requests[0]
     sent, sizes = _as_bytes(xp, requests)
     flat = yield communicator.broadcast(name, sent, first.root, first.group)
+    _compare_sizes(xp, flat, sum(sizes), name)
     pieces = zip(requests, xp.split(flat, sizes), strict=True)
     return [_like(xp, request, piece) for request, piece in pieces]
 
@@ -264,13 +274,16 @@ def _alltoall(
     _count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     if len(requests) == 1:  # without copies, since a single request may be large
-        flat = yield communicator.alltoall(name, xp.to_bytes(requests[0].tensor), group)
+        sent = xp.to_bytes(requests[0].tensor)
+        flat = yield communicator.alltoall(name, sent, group)
+        _compare_sizes(xp, flat, xp.shape(sent)[0], name)
         return [_like(xp, requests[0], flat)]
     ranks = communicator.ranks(group)
     rows = [xp.reshape(xp.to_bytes(request.tensor), (ranks, -1)) for request in requests]
     widths = [xp.shape(row)[1] for row in rows]
     flat = xp.concat([xp.reshape(row[peer], (-1,)) for peer in range(ranks) for row in rows])
     flat = yield communicator.alltoall(name, flat, group)
+    _compare_sizes(xp, flat, sum(widths) * ranks, name)
     pieces = xp.split(flat, widths * ranks)
     return [
         _like(xp, request, xp.concat(pieces[i :: len(rows)])) for i, request in enumerate(requests)

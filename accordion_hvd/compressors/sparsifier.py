@@ -87,14 +87,21 @@ def decode(
     xp, item = namespace(payload), ITEMSIZE[wire]
     if count is None:
         count = _count(xp.shape(payload)[0], size, item)
-    values = xp.from_bytes(payload[: item * count], wire, (count,))
     index, invalid = places(payload[item * count :], count, size)
+    values = xp.from_bytes(payload[: item * count], wire, (count,))
     return (index, values), invalid
 
 
 def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Parse `count` ascending indices below `size`, in the form for `Request.decode`."""
+    """Parse `count` ascending indices below `size`, in the form for `Request.decode`.
+
+    Raises:
+        ValueError: if the length of the payload is wrong.
+    """
     xp = namespace(payload)
+    length = xp.shape(payload)[0]
+    if length not in (None, indices.packed_length(count, size)):  # None: unknown in a graph
+        raise ValueError(f"{count} positions below {size} do not take {length} bytes")
     index = xp.unpack_index(payload, count, size)
     return index, xp.invalid_index(index, size)
 

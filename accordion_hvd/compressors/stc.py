@@ -58,10 +58,12 @@ class STC(Ratio, SparseCodec):
 
         def read(payload: Tensor) -> tuple[Chosen, Tensor]:
             xp = namespace(payload)
-            scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
             index, invalid = places(payload[signs:], count, math.prod(shape))
+            scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
             bits = xp.unpack_bits(payload[4 * rows : signs], 1, count)
-            values = (xp.cast(bits, "float32") * 2 - 1) * xp.take(scale, index // shape[-1])
+            valid = xp.cast(1 - invalid, "int32")  # 0 keeps invalid rows within `scale`
+            row = index * valid // shape[-1]
+            values = (xp.cast(bits, "float32") * 2 - 1) * xp.take(scale, row)
             return (index, values), invalid
 
         return (read,)

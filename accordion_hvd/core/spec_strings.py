@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 Names = Mapping[str, Callable[..., Any]]
+_LONGEST = 2000
+"""Characters of a spec string; longer ones could exhaust the stack of Python's parser."""
 
 
 def table(*modules: ModuleType) -> dict[str, Any]:
@@ -31,14 +33,23 @@ def parse(text: str, names: Names) -> Any:
     Raises:
         ValueError: if the text has another form, a name is unknown, or arguments do not fit.
     """
+    if len(text) > _LONGEST:
+        raise ValueError(
+            f"compression {text[:40]!r}... has {len(text)} characters, but may have {_LONGEST}."
+        )
     try:
         tree = ast.parse(_as_call(text.strip()), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(
             f"compression {text!r} is not understood; write a spec string such as 'topk:0.01' or "
             "'Accordion(low=PowerSGD(4), high=PowerSGD(1))'."
         ) from None
-    return _value(tree, text, names)
+    try:
+        return _value(tree, text, names)
+    except TypeError as error:  # such as a list as a dict's key
+        raise ValueError(f"compression {text!r}: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"compression {text!r} has too many calls within calls.") from None
 
 
 def _as_call(text: str) -> str:
@@ -58,7 +69,7 @@ def _value(node: ast.expr, text: str, names: Names) -> Any:
         if node.id == "inf":
             return float("inf")
         return _call(ast.Call(node, [], []), node.id, text, names)
-    if isinstance(node, ast.Dict):
+    if isinstance(node, ast.Dict) and None not in node.keys:
         keys = [_value(key, text, names) for key in node.keys if key is not None]
         return dict(zip(keys, [_value(v, text, names) for v in node.values], strict=True))
     if isinstance(node, ast.List):
@@ -78,7 +89,10 @@ def _call(node: ast.Call, name: str, text: str, names: Names) -> Any:
     values = [x for x in node.args if not (isinstance(x, ast.Name) and x.id in flags)]
     arguments = [_value(argument, text, names) for argument in values]
     options = dict.fromkeys(flags, True)
-    options |= {key.arg: _value(key.value, text, names) for key in node.keywords if key.arg}
+    for key in node.keywords:
+        if key.arg is None:
+            raise ValueError(f"compression {text!r}: ** is not understood.")
+        options[key.arg] = _value(key.value, text, names)
     try:
         return factory(*arguments, **options)
     except TypeError as error:

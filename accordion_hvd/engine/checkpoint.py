@@ -13,6 +13,7 @@ import abc
 import functools
 import io
 import json
+import numbers
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import accordion_hvd
+from accordion_hvd import check
 from accordion_hvd._renamed import current
 from accordion_hvd.comm.agreement import gather, gather_texts
 from accordion_hvd.comm.communicator import Communicator
@@ -253,7 +255,12 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
 
 
 def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> None:
-    """Restore the exchange from the saved state of each bucket and a result of `describe`."""
+    """Restore the exchange from the saved state of each bucket and a result of `describe`.
+
+    Raises:
+        ValueError: if a value is not of the kind that `describe` returns.
+    """
+    _check_kinds(exchange, about)
     pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
     names = {row["name"]: entry.bucket.name for row, entry in pairs}
     exchange.policy.load_state_dict(_renamed(about["policy"], names))
@@ -267,6 +274,31 @@ def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any
             entry.served_from -= row.get("served", 0)
             entry.served_by_level = dict(row.get("turns", ()))
         exchange.load_bucket_state(entry, saved, made)
+
+
+def _check_kinds(exchange: Exchange, about: dict[str, Any]) -> None:
+    """Check that saved values are of the kinds of present ones, and that levels exist."""
+    ours = describe(exchange)
+    rows = [(about, ours), (about["policy"], ours["policy"])]
+    rows += zip(about["buckets"], ours["buckets"], strict=True)
+    for saved, mine in rows:
+        for key in mine.keys() & saved.keys():
+            if mine[key] is not None and _kind_of(saved[key]) is not _kind_of(mine[key]):
+                check.refuse("state", key, saved[key], f"of the kind of {mine[key]!r}")
+            if key in ("steps", "skipped", "served"):
+                check.integer("state", key, saved[key], least=0)
+    current = about["policy"]["current"]
+    for row, entry in zip(about["buckets"], exchange.bucket_states, strict=True):
+        level = current.get(row["name"], 0)
+        check.integer(
+            "state", f"level of {row['name']}", level, least=0, most=len(entry.levels) - 1
+        )
+
+
+def _kind_of(value: Any) -> type:
+    """Return one of JSON's kinds of values."""
+    kinds: tuple[type, ...] = (bool, numbers.Real, str, Mapping, Sequence)
+    return next((kind for kind in kinds if isinstance(value, kind)), object)
 
 
 def same_name(name: str, other: str) -> bool:

@@ -325,7 +325,15 @@ class Exchange:
             entry: state of the bucket.
             saved: saved state, in NumPy.
             made: the `Info` with which the saved state was made (`BucketState.created_with`).
+
+        Raises:
+            ValueError: if the state does not fit the bucket; the message has the reason.
         """
+        evidence = {x.key: x.zeros(entry) for x in self.policy.evidence if x.follows}
+        info = self.info(entry)
+        if made is not None:
+            info = replace(info, rank=made.rank, size=made.size, hosts=made.hosts)
+        saved.check(entry.levels, entry.spec, info, evidence)
         entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)))
         entry.created_with = made
         self.bucket_batches.outdate()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accordion_hvd import check
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
@@ -60,6 +62,34 @@ class SavedState:
                 saved.evidence[key or "gradients"] = tensor
         return saved
 
+    def check(
+        self, levels: Sequence[Compressor], spec: Spec, info: Info, evidence: Mapping[str, Tensor]
+    ) -> None:
+        """Check that the state is one of a bucket like `spec`.
+
+        Args:
+            levels: levels of the bucket.
+            spec: spec of the bucket.
+            info: the `Info` with which the state was made.
+            evidence: tensors like those of the bucket's evidence, by key.
+
+        Raises:
+            ValueError: if tensors are missing, unknown, or of another shape or kind.
+        """
+        for level in (self.level, *self.states):
+            check.integer("state", "level", level, least=0, most=len(levels) - 1)
+        if self.carried is not None:
+            _compare("residual", self.carried, spec.zeros(spec.shape), spec)
+        for key in self.evidence.keys() & evidence.keys():
+            _compare(key, self.evidence[key], evidence[key], spec)
+        for number, state in self.states.items():
+            made = levels[number].init(spec, info)
+            missing = made.keys() - state.keys() if number == self.level else set()
+            if missing or not state.keys() <= made.keys():
+                check.refuse("state", "list of tensors", sorted(state), f"{sorted(made)}")
+            for key, tensor in state.items():
+                _compare(key, tensor, made[key], spec)
+
     def map(self, convert: Callable[[Any], Any]) -> SavedState:
         """Return a copy of this state with `convert` applied to all tensors."""
         return SavedState.read(self.level, {k: convert(x) for k, x in self.tensors().items()})
@@ -93,6 +123,18 @@ class SavedState:
                 0.0 if carried is None else carried
             )
         return SavedState(self.level, {}, carried, self.evidence)
+
+
+def _compare(name: str, saved: Tensor, made: Tensor, spec: Spec) -> None:
+    """Check that an array has the dtype and the number of elements of a tensor.
+
+    Of matrices, only the dtype is compared: older versions cut kernels into others (PowerSGD).
+    """
+    shape, dtype = spec.xp.shape(made), spec.xp.dtype(made)
+    fits = saved.size == math.prod(shape) or (saved.ndim == len(shape) == 2 and saved.size)
+    if not fits or str(saved.dtype) != dtype:
+        given = f"{saved.dtype} {tuple(saved.shape)}"
+        check.refuse("state", f"tensor {name!r}", given, f"like {dtype} {tuple(shape)}")
 
 
 def of_parts(levels: Sequence[Compressor]) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.groups import Groups, default_size
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.launcher import started_by_mpi
 from accordion_hvd.engine import reduce_scatter
@@ -35,6 +36,7 @@ _ACTIVATE, _READY, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # step numbers are sent modulo this, so that sums of their squares are exact
 _NAP = 1e-4  # seconds between polls of pending messages
 _POLL = 0.1  # seconds between polls of control messages while data is transferred
+_REPORT = 60.0  # seconds between messages of a rank that waits
 _GRACE = 5.0  # seconds in which a live rank answers
 _DTYPES = ("float32", "float64")
 
@@ -126,7 +128,8 @@ class WaitAvoiding:
         group_size: number of ranks of a group; None: near the square root of the number of ranks.
         period: number of steps between averages of all ranks, at least 1.
         comm: an mpi4py communicator; default: COMM_WORLD.
-        timeout: seconds after which a rank that does not take part counts as lost.
+        timeout: seconds after which a rank that does not take part counts as lost. Default: None,
+            the environment variable ACCORDION_HVD_TIMEOUT if set, else 900.
         steps: initial number of steps, equal on all ranks; nonzero to continue earlier averaging.
         version: version of the first average; nonzero to continue earlier averaging.
         log: None, or a list to which the progress thread appends a tuple (version, whether all
@@ -152,7 +155,7 @@ class WaitAvoiding:
         group_size: int | None = None,
         period: int = 10,
         comm: Any = None,
-        timeout: float = 600.0,
+        timeout: float | None = None,
         steps: int = 0,
         version: int = 0,
         log: list[tuple[int, bool, int]] | None = None,
@@ -160,6 +163,7 @@ class WaitAvoiding:
         periodic(self, period)
         check.integer(self, "steps", steps, least=0)
         check.integer(self, "version", version, least=0)
+        timeout = timeouts.seconds() if timeout is None else timeout
         check.at_least(self, "timeout", timeout, least=0.1)
         _check_vectors(model)
         world = comm if comm is not None else _world()
@@ -480,7 +484,7 @@ class WaitAvoiding:
         for rank in round_.members:
             if rank != self.rank:
                 self._send(rank, _READY, round_.version, round_.all_ranks)
-        began = time.monotonic()
+        began = said = time.monotonic()
         while True:
             self._listen()
             with self._changed:
@@ -492,6 +496,9 @@ class WaitAvoiding:
                     self._pool.hold(model)
                     total = self._pool.take()
                     break
+            if time.monotonic() - said > _REPORT:
+                said = time.monotonic()
+                self._say(f"waits for rank {_join_ranks(missing)} (version {round_.version})")
             if time.monotonic() - began > self.timeout:
                 answers = self._inquire(missing)
                 with self._changed:
@@ -605,9 +612,12 @@ class WaitAvoiding:
 
     def _abort(self, why: str) -> None:
         """Abort the job, which cannot end normally without some of its ranks."""
-        sys.stderr.write(f"accordion_hvd: rank {self.rank} ends the job: {why}\n")
-        sys.stderr.flush()
+        self._say(f"ends the job: {why}")
         self._comm.Abort(1)
+
+    def _say(self, what: str) -> None:
+        sys.stderr.write(f"accordion_hvd: rank {self.rank} {what}\n")
+        sys.stderr.flush()
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:

@@ -51,7 +51,9 @@ def unpack(packed: np.ndarray, count: int, size: int) -> np.ndarray:
     tail, bitmap = packed[: low * count], packed[low * count :]
     if low == 4:
         return np.frombuffer(tail.tobytes(), np.int32).copy()
-    bits = np.unpackbits(bitmap, count=bitmap_bits(count, size, low), bitorder="little")
+    bits = np.unpackbits(
+        bitmap, bitorder="little"
+    )  # a bit set beyond the last is an index too large
     high = np.flatnonzero(bits.view(bool)).astype(np.int32)
     if high.size != count:
         raise ValueError(f"there are {high.size} positions instead of {count}")

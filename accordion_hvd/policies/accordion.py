@@ -133,6 +133,7 @@ class Accordion(Windowed):
         self.first: Mapping[str, int] = {}  # bucket -> level at the start, if there is a budget
         self._grows_only = False  # no levels were given: only the batch size changes
         self._changed: set[str] = set()  # buckets whose level changed at the start of the window
+        check.mapping(self, "overrides", overrides)
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
         self.low: Any = None
         self.high: Any = None

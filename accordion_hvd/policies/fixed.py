@@ -34,6 +34,7 @@ class Fixed(Policy):
     ) -> None:
         super().__init__()
         self.compressor = compressor
+        check.mapping(self, "overrides", overrides)
         self.overrides = dict(overrides or {})
         agree(self, [compressor], self.overrides)
         self.gate = as_gate(self, gate)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from accordion_hvd import averaging, compressors
+from accordion_hvd import averaging, check, compressors
 from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import decision
@@ -32,7 +32,10 @@ class Replay(Policy):
 
     def __init__(self, history: Iterable[Any]) -> None:
         super().__init__()
-        rows = [dict(row) for row in history]
+        try:
+            rows = [dict(row) for row in history]
+        except (TypeError, ValueError):
+            check.refuse(self, "history", history, "a list of rows as in Accordion.history")
         for row in rows:
             for key in ("step", "name", "compressor"):
                 if key not in row:

@@ -59,6 +59,7 @@ class ScaleComRecipe(StepSchedule):
         names = isinstance(first, (list, tuple)) and all(isinstance(name, str) for name in first)
         if not names:
             check.refuse(self, "first", first, 'a list of name patterns, such as ["conv1.*"]')
+        check.mapping(self, "flops", flops)
         self.first, self.flops = list(first), dict(flops or {})
         self.large_batch, self.dense = large_batch, dense
         beta = LARGE_BATCH_BETA if large_batch else 1.0

@@ -41,6 +41,8 @@ class WarmUp(Policy):
             check.integer(self, "steps", steps, least=0)
         self.first, self.then, self.steps = first, then, steps
         agree(self, [first, then])
+        if not hasattr(then, "betas"):
+            check.refuse(self, "then", then, "an update rule with betas, such as OnebitAdam()")
         self._span = max(LOOKS, round(1 / (1 - then.betas[1])))
         self._step = 0  # exchanges so far
         self._done = steps == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator, hvd
 from accordion_hvd.core.base import Broadcast, ExchangeGenerator
@@ -18,8 +19,13 @@ _CHUNK = 64 << 20  # largest number of bytes per broadcast of several variables
 def init(*args: Any, **kwargs: Any) -> Any:
     """Initialize Horovod; takes the arguments of `horovod.tensorflow.init`.
 
-    If MPI started the ranks, process sets can be added later.
+    If MPI started the ranks, process sets can be added later. The environment variable
+    ACCORDION_HVD_TIMEOUT has the seconds after which a rank that does not answer ends the job.
+
+    Raises:
+        ValueError: if ACCORDION_HVD_TIMEOUT is no number of seconds.
     """
+    timeouts.limit_horovod()
     process_sets.let_add()
     return hvd.init(*args, **kwargs)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.torch_distributed.start import start_under
 from accordion_hvd.torch import engines
 from accordion_hvd.torch.engines import hvd
@@ -28,12 +29,15 @@ def init(*args: Any, engine: str | None = None, **kwargs: Any) -> Any:
         kwargs: keyword arguments of `horovod.torch.init`.
 
     Raises:
-        ValueError: if `engine` is unknown or does not suit the launcher.
+        ValueError: if `engine` is unknown or does not suit the launcher, or if the environment
+            variable ACCORDION_HVD_TIMEOUT is no number of seconds.
         RuntimeError: if Horovod is needed and not installed.
     """
+    timeouts.seconds()  # before anything starts
     engines.choose(engine)
     if engines.coordinator() == "torch":
         return hvd.init(*args, **kwargs)
+    timeouts.limit_horovod()
     engines.let_add_process_sets()
     result = hvd.init(*args, **kwargs)
     if engines.carrier() == "torch":

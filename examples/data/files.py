@@ -87,8 +87,8 @@ def _mapped(place: Path) -> Splits | None:
     try:
         train, test = (
             Split(
-                np.load(place / f"{kind}-images.npy", mmap_mode="r"),
-                np.load(place / f"{kind}-labels.npy"),
+                np.load(place / f"{kind}-images.npy", mmap_mode="r", allow_pickle=False),
+                np.load(place / f"{kind}-labels.npy", allow_pickle=False),
             )
             for kind in ("train", "test")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.torch_distributed.process_sets import Members
+from accordion_hvd.comm.torch_distributed.watch import watch
 from accordion_hvd.ops import torch as xp
 
 Tensor: TypeAlias = torch.Tensor
@@ -126,11 +128,15 @@ class TorchCommunicator(Communicator):
         Raises:
             ConnectionLost: if an operation fails.
         """
+        watch.count += 1
+        watch.began = time.monotonic()
         try:
             for work in handle.works:
                 work.wait()
         except RuntimeError as error:
             raise self._lost("a collective", error) from error
+        finally:
+            watch.began = None
         return handle.result()
 
     def _start(self, name: str, calls: Sequence[Callable[[], Any]], result: Any) -> Handle:
@@ -142,7 +148,7 @@ class TorchCommunicator(Communicator):
     def _lost(self, name: str, error: RuntimeError) -> ConnectionLost:
         return ConnectionLost(
             f"{name} of rank {self.rank} of {self.size} failed: a rank has ended, cannot be "
-            f"reached, or runs other collectives ({str(error).splitlines()[0]})"
+            f"reached, or runs other collectives ({watch.missing()}; {str(error).splitlines()[0]})"
         )
 
 

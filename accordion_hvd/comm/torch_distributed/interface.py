@@ -53,6 +53,7 @@ from accordion_hvd.comm.torch_distributed.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from accordion_hvd.comm.torch_distributed.watch import watch
 
 __all__ = [
     "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet",
@@ -97,6 +98,7 @@ def shutdown() -> None:
     global _ours
     operations.clear()
     _places.clear()
+    watch.end()
     if _ours and dist.is_initialized():
         dist.destroy_process_group()
     _ours = False

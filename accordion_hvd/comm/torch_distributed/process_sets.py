@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+
+from accordion_hvd.comm import timeouts
 
 _groups: dict[tuple[int, ...], Any] = {}  # process groups by their ranks
 _known: list[ProcessSet] = []  # process sets without the global one
@@ -132,7 +135,9 @@ def group_of(ranks: tuple[int, ...]) -> Any:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        limit = datetime.timedelta(seconds=timeouts.seconds())  # else PyTorch's half an hour
+        members = list(ranks)
+        _groups[ranks] = dist.new_group(members, limit, use_local_synchronization=True)
     return _groups[ranks]
 
 

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accordion_hvd.comm import timeouts
+from accordion_hvd.comm.torch_distributed.watch import watch
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables from which torch.distributed learns the ranks."""
 
-TIMEOUT = datetime.timedelta(seconds=900)
-"""Time after which a collective fails; longer than an evaluation on one rank should last."""
-
 _starts = itertools.count()
+
+
+def timeout() -> datetime.timedelta:
+    """Return the time after which a collective fails."""
+    return datetime.timedelta(seconds=timeouts.seconds())
 
 
 def launched() -> bool:
@@ -37,10 +42,12 @@ def start_alone_or_launched() -> bool:
     if dist.is_initialized():
         return False
     if launched():
-        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        limit = timeout()
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
         # The launcher's store may still hold the addresses of an earlier initialization.
         store = dist.PrefixStore(f"accordion.{next(_starts)}", store)
-        dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
+        watch.start(store, rank, size)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return True
@@ -66,13 +73,14 @@ def start_under(hvd: Any) -> None:
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store = port = None
+    store, port, limit = None, None, timeout()
     if rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
         port = store.port
     address = hvd.broadcast_object((_host(), port), name="accordion.store")
-    store = store or dist.TCPStore(*address, is_master=False, timeout=TIMEOUT)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    store = store or dist.TCPStore(*address, is_master=False, timeout=limit)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
+    watch.start(store, rank, size)
 
 
 def _host() -> str:

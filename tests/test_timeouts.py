@@ -1,0 +1,67 @@
+"""A rank that stalls is noticed after ACCORDION_HVD_TIMEOUT."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import launch
+import pytest
+
+from accordion_hvd import WAGMA
+from accordion_hvd.comm import timeouts
+
+TIMEOUT = 10  # longer than ranks start apart on a busy machine
+
+
+def test_the_default_survives_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(timeouts.VARIABLE, raising=False)
+    assert timeouts.seconds() == 900 and timeouts.interval() == 60
+    assert WAGMA().timeout is None
+    monkeypatch.setenv(timeouts.VARIABLE, "7.5")
+    assert timeouts.seconds() == 7.5 and timeouts.interval() == 1.5
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", "0.5", "1e9", "5 s"])
+def test_a_wrong_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(timeouts.VARIABLE, text)
+    with pytest.raises(ValueError, match=f"ACCORDION_HVD_TIMEOUT is '{text}', but must be a numb"):
+        timeouts.seconds()
+
+
+def test_horovods_setting_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+    monkeypatch.setenv(name, "20")
+    monkeypatch.setenv(timeouts.VARIABLE, "5.5")
+    timeouts.limit_horovod()
+    assert os.environ[name] == "20"
+    monkeypatch.delenv(name)
+    timeouts.limit_horovod()
+    assert os.environ[name] == "6"
+    monkeypatch.delenv(name)
+    monkeypatch.setenv(timeouts.VARIABLE, "100")
+    timeouts.limit_horovod()
+    assert name not in os.environ  # Horovod's own 30 s are less
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+@pytest.mark.parametrize("launcher", ["torchrun", "gloo", "carried"])
+def test_a_stalled_rank_ends_the_others(launcher: str, how: str) -> None:
+    launch.need(launcher)
+    script = [sys.executable, str(launch.RANKS / "stalled.py"), how]
+    report = launch.Report(launch.command_for(launcher, 3, script), 3)
+    more = {timeouts.VARIABLE: str(TIMEOUT)}
+    more |= {"ACCORDION_HVD_ENGINE": "torch"} if launcher == "carried" else {}
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        launch._run(report, folder, 130, more)
+        told = [json.loads(file.read_text()) for file in Path(folder).glob("told*")]
+    assert {row["rank"] for row in told} == {0, 2}, report.output
+    for row in told:
+        assert row["step"] == 3 and row["seconds"] < TIMEOUT + 10, row
+        if launcher != "gloo":  # Horovod does not say which rank it waits for
+            assert "rank 1 " in row["error"]
