@@ -88,10 +88,11 @@ def _count(
     requests: Sequence[Request],
     gathered: Sequence[int] | None = None,
 ) -> None:
+    group = requests[0].group  # requests in one collective share it
+    ranks, within = communicator.ranks(group), communicator.within_host(group)
     for i, request in enumerate(requests):
-        ranks = communicator.ranks(request.group)
         cost = traffic_of(request, ranks, gathered[i] if gathered else None)
-        if communicator.within_host(request.group):
+        if within:
             cost.within = cost.sent
         traffic.add(cost)
 
@@ -111,8 +112,9 @@ def _reduce(
     _count(communicator, traffic, requests)
     xp = communicator.xp
     wired = [_as_wire(xp, request) for request in requests]
-    large = [i for i, x in enumerate(wired) if _elements(xp, x) * 4 >= _LARGE or len(wired) == 1]
-    small = [i for i in range(len(wired)) if i not in set(large)]
+    sizes = [_elements(xp, x) for x in wired]
+    large = [i for i, size in enumerate(sizes) if size * 4 >= _LARGE or len(wired) == 1]
+    small = sorted(set(range(len(wired))) - set(large))
     buffers = [
         wired[i] if requests[i].reuse or requests[i].wire else xp.copy(wired[i]) for i in large
     ]
@@ -122,12 +124,11 @@ def _reduce(
     buffers = yield communicator.allreduce(name, buffers, first.op, first.group)
     results: list[Any] = [None] * len(wired)
     for i, result in zip(large, buffers, strict=False):
-        results[i] = xp.cast(result, xp.dtype(requests[i].tensor))
+        results[i] = _from_wire(xp, requests[i], result)
     if small:
-        parts = xp.split(buffers[-1], [_elements(xp, wired[i]) for i in small])
+        parts = xp.split(buffers[-1], [sizes[i] for i in small])
         for i, part in zip(small, parts, strict=True):
-            shaped = xp.reshape(part, xp.shape(wired[i]))
-            results[i] = xp.cast(shaped, xp.dtype(requests[i].tensor))
+            results[i] = _from_wire(xp, requests[i], xp.reshape(part, xp.shape(wired[i])))
     return results
 
 
@@ -357,3 +358,7 @@ def _elements(xp: ModuleType, tensor: Tensor) -> int:
 
 def _as_wire(xp: ModuleType, request: Allreduce) -> Tensor:
     return xp.cast(request.tensor, request.wire) if request.wire else request.tensor
+
+
+def _from_wire(xp: ModuleType, request: Allreduce, result: Tensor) -> Tensor:
+    return xp.cast(result, xp.dtype(request.tensor)) if request.wire else result

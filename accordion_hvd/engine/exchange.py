@@ -184,7 +184,9 @@ class Exchange:
     ) -> ExchangeGenerator:
         """Collect evidence and return the exchange generator of a bucket batch."""
         first = batch_state.entries[0]
-        info = replace(self.info(first), parameter=parameter)
+        info = self.info(first)
+        if parameter is not None:
+            info = replace(info, parameter=parameter)
         batch_state.open(info, wanted)
         if wanted:
             self.evidence.before(batch_state, wanted, grad)

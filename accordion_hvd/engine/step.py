@@ -82,6 +82,7 @@ class Step:
         self._group_of = {i: g for g, members in enumerate(groups) for i in members}
         self._exchanges: dict[int, BatchExchange] = {}
         self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}
+        self._sent: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}  # to be checked
         self._missing = [len(members) for members in groups]
         self._next = 0  # first group that has not been launched, if groups are launched in order
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
@@ -123,7 +124,7 @@ class Step:
             self._flags[group].append(bad)
         exchange = self._exchanges[index] = BatchExchange(opening, grad)
         if self._guarded and detects_nonfinite:
-            self._flags[group].append(self._xp.nonfinite(exchange.requests[0].tensor))
+            self._sent[group].append(exchange.requests[0].tensor)
         exchange.seconds = time.perf_counter() - began
         self._missing[group] -= 1
         if not self._communicator.ordered:
@@ -213,7 +214,9 @@ class Step:
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
         """Return a request with the non-finite flag and the plan number of the group."""
         xp = self._xp
-        flags = self._flags[group]
+        flags, sent = self._flags.pop(group), self._sent.pop(group)
+        if sent:  # one check of all of them
+            flags.append(xp.nonfinite(xp.concat([xp.reshape(x, (-1,)) for x in sent])))
         bad = xp.reshape(xp.maximum_of(flags), (1,))
         plan = xp.full((1,), float(self._plan), "float32", xp.device(bad))
         both = xp.concat([bad, plan])

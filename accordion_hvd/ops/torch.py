@@ -249,18 +249,22 @@ def project(
     error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
-    if not _by_blocks(error) or not _by_blocks(grad):
+    if error.device.type != "cpu":
         bad = nonfinite(grad)
         journal.record(lambda: error.add_(p.mT @ q))
         total = accumulate(_deflated(error, p, q), zero_if_nonfinite(grad, bad))
         projected = basis @ (total if left else total.mT)
-        if bad.device.type == "cpu":
-            return total, projected.fill_(float("nan")) if bool(bad != 0) else projected
         return total, torch.where(bad == 0, projected, float("nan"))
+    if not _by_blocks(error) or not _by_blocks(grad):
+        if not _all_finite(grad):
+            return error, torch.full_like(q if left else p, float("nan"))
+        journal.record(lambda: error.add_(p.mT @ q))
+        total = accumulate(_deflated(error, p, q), grad)
+        return total, basis @ (total if left else total.mT)
     projected = torch.zeros_like(q) if left else torch.empty_like(p)
     for rows in _blocks(error):
         fresh = grad[rows]
-        if not math.isfinite(fresh.sum().item()):
+        if not _all_finite(fresh):
             _unproject(error[: rows.start], grad, p, q)
             return error, projected.fill_(float("nan"))
         total = _minus(error[rows], p[:, rows], q).add_(fresh)
@@ -319,7 +323,7 @@ _BLOCK = 1 << 19  # elements of a block that fits into a core's cache with its o
 
 def _by_blocks(x: Tensor) -> bool:
     """Return whether `x` is a matrix on the CPU that is worth processing in blocks."""
-    plain = x.device.type == "cpu" and x.dim() == 2 and x.numel() > _BLOCK
+    plain = x.device.type == "cpu" and x.dim() == 2 and x.numel() > 2 * _BLOCK
     return plain and x.dtype == torch.float32 and x.is_contiguous()
 
 
@@ -547,6 +551,10 @@ def overlap_add(x: Tensor, step: int) -> Tensor:
 
 def orthogonalize(p: Tensor) -> Tensor:
     """Return orthonormal rows that span the rows of `p`; see `accordion_hvd.ops.numpy`."""
+    if p.shape[-2] == 1 and p.device.type == "cpu":  # several times as fast as QR
+        norms = torch.linalg.vector_norm(p, dim=-1, keepdim=True, dtype=torch.float64)
+        if norms.min() > 0:
+            return (p / norms).to(p.dtype)
     q, r = torch.linalg.qr(p.mT)
     signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q.dtype)
     return (q * signs[..., None, :]).mT
@@ -561,9 +569,13 @@ def nonfinite(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if all elements of `x` are finite, else 1 (one pass, no copy)."""
     if x.device.type != "cpu" and x.numel():  # extremes cannot overflow, and propagate NaN
         return (~torch.isfinite(torch.stack(torch.aminmax(x)))).any().float().reshape(1)
+    return torch.tensor([0.0 if _all_finite(x) else 1.0])  # ten times as fast as from a tensor
+
+
+def _all_finite(x: Tensor) -> bool:
+    """Return whether all elements are finite; most often after one pass, which adds them up."""
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
-    finite = math.isfinite(total.item()) or bool(torch.isfinite(x).all())
-    return torch.tensor([0.0 if finite else 1.0])  # ten times as fast as from a tensor
+    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
 
 def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:

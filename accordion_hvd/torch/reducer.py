@@ -232,8 +232,9 @@ class Reducer(GradientAverager[Exchange]):
             self._exchange.abort()
         self.pending = False
         self._ready.clear()
+        delay = self.passes * self.batches
         for watched in self._watched.values():
-            watched.delay = self.passes * self.batches
+            watched.delay = delay
 
     def _begin(self) -> None:
         if self.exchange.running is None:
