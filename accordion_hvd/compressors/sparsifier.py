@@ -111,11 +111,9 @@ def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
 
     Consumes `like`.
     """
-    xp, sent = namespace(like), list(parts)
-    shape, mean = xp.shape(like), xp.reshape(xp.zeros_reusing(like), (-1,))
-    for index, values in sent:
-        mean = xp.add_at(mean, index, xp.cast(values, "float32") / len(sent))
-    return xp.reshape(mean, shape)
+    xp = namespace(like)
+    index, values = zip(*parts, strict=True)
+    return xp.sum_sparse(index, [xp.cast(x, "float32") / len(values) for x in values], like)
 
 
 def without(total: Tensor, chosen: Chosen) -> Tensor:

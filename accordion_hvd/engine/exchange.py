@@ -240,7 +240,7 @@ class Exchange:
         """Store state and evidence of a bucket batch; return the mean. `bad` may be symbolic."""
         if bad is not False:
             xp, old = self.xp, batch_state.state
-            mean = xp.where(bad, xp.nans_like(mean), mean)
+            mean = xp.nans_if(bad, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
         batch_state.keep(state)
         self.evidence.after(batch_state, mean, bad)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import _renamed, check
-from accordion_hvd.ops import bins, count_sketch, indices, quantization, secret, selection
+from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
 from accordion_hvd.ops.spec import Spec
 
@@ -300,6 +300,24 @@ def add_at(x: Array, index: Array, values: Array) -> Array:
     return out
 
 
+def sum_sparse(index: Sequence[Array], values: Sequence[Array], like: Array) -> Array:
+    """Return the sum of sparse vectors as fp32, in the shape of `like`.
+
+    Consumes `like` irreversibly.
+
+    Args:
+        index: positions of each vector's elements, without duplicates.
+        values: these elements, fp32.
+        like: tensor of the vectors' size.
+    """
+    total = journal.room(like)
+    flat = total.reshape(-1)
+    flat.fill(0)
+    for positions, elements in zip(index, values, strict=True):
+        flat[positions] += elements
+    return total
+
+
 def take(x: Array, index: Array) -> Array:
     """Return the elements of the vector `x` at `index`."""
     return x[index]
@@ -446,6 +464,11 @@ def where(bad: Any, first: Array, second: Array) -> Array:
 def is_nonfinite(flags: Array) -> Any:
     """Return whether any flag is nonzero: a bool, or a symbolic scalar in a graph."""
     return bool((flags != 0).any())
+
+
+def nans_if(bad: Any, x: Array) -> Array:
+    """Return NaN in the shape of `x` if `bad` (from `is_nonfinite`) is true, else `x`."""
+    return nans_like(x) if bad else x
 
 
 def nans_like(x: Array) -> Array:

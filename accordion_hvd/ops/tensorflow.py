@@ -6,6 +6,7 @@ operations that consume an argument elsewhere return a new tensor here, and need
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,44 @@ from accordion_hvd import _renamed, check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.spec import Spec, Tensor
+
+
+def _compiled(function: Callable[..., Any], eagerly: bool = True) -> Callable[..., Any]:
+    """Compile a function of tensors as one kernel, by XLA, unless there is a GPU.
+
+    On a CPU, each operation of TensorFlow passes over memory by itself, products with a matrix of a
+    few rows take up to ten times as long, and scattered additions a hundred times.
+
+    Args:
+        function: the function.
+        eagerly: whether to compile it outside of graphs, too, where shapes may differ in each step.
+    """
+    whole = tf.function(function, autograph=False, jit_compile=True)
+    kernels: dict[Any, Any] = {}  # by shapes; unlike calls of `whole`, they do not warn of traces
+
+    @functools.wraps(function)
+    def call(*given: Any) -> Any:
+        if _has_gpu() or not (eagerly or symbolic(given[0])):
+            return function(*given)
+        key = tuple(_outline(x) for x in given)
+        if key not in kernels:
+            kernels[key] = whole.get_concrete_function(*key)
+        return kernels[key](*(tf.convert_to_tensor(x) for x in given if tf.is_tensor(x)))
+
+    return call
+
+
+_compiled_in_graphs = functools.partial(_compiled, eagerly=False)
+
+
+def _has_gpu() -> bool:
+    """Return whether TensorFlow uses a GPU, on which a graph that is being traced may run."""
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
+def _outline(x: Any) -> Any:
+    """Return the shape and dtype of a tensor; anything else unchanged."""
+    return tf.TensorSpec(x.shape, x.dtype) if tf.is_tensor(x) else x
 
 
 class UntraceableError(TypeError):
@@ -217,20 +256,31 @@ def project(
     error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
-    total = accumulate(deflate(error, p, q), grad)
+    return _project(error, grad, p, q, basis, left)
+
+
+@_compiled
+def _project(
+    error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool
+) -> tuple[Tensor, Tensor]:
+    total = accumulate(error - tf.matmul(p, q, transpose_a=True), grad)
     return total, tf.matmul(basis, total, transpose_b=not left)
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
     """Return p^T q; see `accordion_hvd.ops.numpy`."""
-    if shape(p)[-2] == 1:
-        return transpose(p) * q  # faster than matmul for one row
+    return _expand(p, q)
+
+
+@_compiled
+def _expand(p: Tensor, q: Tensor) -> Tensor:
     return tf.matmul(p, q, transpose_a=True)
 
 
+@_compiled
 def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """Return error - p^T q; see `accordion_hvd.ops.numpy`."""
-    return error - expand(p, q, error)
+    return error - tf.matmul(p, q, transpose_a=True)
 
 
 def zeros_reusing(x: Tensor) -> Tensor:
@@ -238,15 +288,33 @@ def zeros_reusing(x: Tensor) -> Tensor:
     return tf.zeros(shape(x), tf.float32)
 
 
+@_compiled_in_graphs
 def clear(x: Tensor, index: Tensor) -> Tensor:
     """Return the vector `x` with zeros at `index`."""
     values = tf.zeros(tf.shape(index), x.dtype)
     return tf.tensor_scatter_nd_update(x, index[:, None], values)
 
 
+@_compiled_in_graphs
 def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     """Return the vector `x` with `values` added at `index`, which has no duplicates."""
     return tf.tensor_scatter_nd_add(x, index[:, None], tf.cast(values, x.dtype))
+
+
+def sum_sparse(index: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the sum of sparse vectors as fp32; see `accordion_hvd.ops.numpy`."""
+    return tf.reshape(_sum_sparse(*index, *values, _size(like)), shape(like))
+
+
+@_compiled_in_graphs
+def _sum_sparse(*given: Any) -> Tensor:
+    """Return the sum, given the indices, the values and the size."""
+    *parts, size = given
+    index, values = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    total = tf.zeros((size,), tf.float32)
+    for positions, elements in zip(index, values, strict=True):
+        total = tf.tensor_scatter_nd_add(total, positions[:, None], elements)
+    return total
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -459,6 +527,11 @@ def is_nonfinite(flags: Tensor) -> Any:
     """Return whether any flag is nonzero: a bool, or a symbolic scalar in a graph."""
     bad = tf.reduce_any(tf.not_equal(flags, 0))
     return bool(bad) if tf.executing_eagerly() else bad
+
+
+def nans_if(bad: Any, x: Tensor) -> Tensor:
+    """Return NaN in the shape of `x` if `bad` (from `is_nonfinite`) is true, else `x`."""
+    return tf.cond(bad, lambda: nans_like(x), lambda: tf.identity(x))  # fills memory only if bad
 
 
 def nans_like(x: Tensor) -> Tensor:

@@ -368,6 +368,15 @@ def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     return x.index_add_(0, index, values)
 
 
+def sum_sparse(index: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the sum of sparse vectors as fp32; see `accordion_hvd.ops.numpy`."""
+    total = zeros_reusing(like)
+    flat = total.view(-1)
+    for positions, elements in zip(index, values, strict=True):
+        flat.index_add_(0, positions, elements)
+    return total
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Return the elements of the vector `x` at `index`."""
     return torch.index_select(x, 0, index)
@@ -583,6 +592,11 @@ def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:
     if bad.device.type == "cpu":
         return torch.zeros_like(x) if bool(bad != 0) else x
     return torch.where(bad == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def nans_if(bad: Any, x: Tensor) -> Tensor:
+    """Return NaN in the shape of `x` if `bad` (from `is_nonfinite`) is true, else `x`."""
+    return nans_like(x) if bad else x
 
 
 def nans_like(x: Tensor) -> Tensor:

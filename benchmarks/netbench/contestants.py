@@ -17,7 +17,10 @@ from typing import Any
 from accordion_hvd.policies import Accordion
 from accordion_hvd.resolve import parse
 
-COMPUTE = "compute only"
+COMPUTE, COMPILED = "compute only", "compute only, XLA"
+ALONE = (COMPUTE, COMPILED)
+"""Computation without an exchange."""
+
 STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
 OVER, HOOK = "ours over torch.distributed ", "DDP + our hook "
 SHARDED, BETWEEN = "HSDP", "HSDP + ours "
@@ -42,7 +45,7 @@ METHODS = {
         *(prefix + word for prefix in (OVER, HOOK) for word in _PLAIN),
     ),
     "keras": (
-        COMPUTE, SILENT, GROUPED,
+        *ALONE, SILENT, GROUPED,
         *(OURS + word for word in ("dense", "fp16", "powersgd:1", "powersgd:4", "topk:0.01")),
     ),
 }  # fmt: skip
@@ -73,7 +76,7 @@ HOROVOD, PLAIN = "horovod", "plain"
 
 def group(method: str) -> str:
     """Return the launch that holds a method: HOROVOD or PLAIN."""
-    plain = method == COMPUTE or method.startswith((DDP, OVER, SHARDED))
+    plain = method in ALONE or method.startswith((DDP, OVER, SHARDED))
     return PLAIN if plain else HOROVOD
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from accordion_hvd.engine import fp16_reduction
 from benchmarks.netbench import contestants
-from benchmarks.netbench.contestants import COMPUTE, GROUPED, HOROVOD, OURS
+from benchmarks.netbench.contestants import ALONE, COMPILED, GROUPED, HOROVOD, OURS
 
 BATCHES = 32
 FIRST = 1
@@ -44,7 +44,7 @@ class Keras:
             self._models[method] = MODELS[model]()
             optimizer, self._callbacks[method] = _contestant(method)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            self._models[method].compile(optimizer, loss, jit_compile=False)
+            self._models[method].compile(optimizer, loss, jit_compile=method == COMPILED)
         rng = np.random.default_rng(100 + self.rank)
         inputs = rng.standard_normal((BATCHES * batch, 32, 32, 3), np.float32)
         labels = rng.integers(0, 10, BATCHES * batch)
@@ -131,7 +131,7 @@ MODELS = {"vgg": vgg}
 def _contestant(method: str) -> tuple[Any, list[Any]]:
     """Return (optimizer, callbacks) of a method."""
     plain = keras.optimizers.SGD(0.01, momentum=0.9)
-    if method == COMPUTE:
+    if method in ALONE:
         return plain, []
     if method == GROUPED:
         return _averaging()(0.01, momentum=0.9), []

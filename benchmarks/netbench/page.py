@@ -10,6 +10,8 @@ from benchmarks.netbench.contestants import (
     ACCORDION,
     BETWEEN,
     CAUTIOUS,
+    COMPILED,
+    COMPUTE,
     DDP,
     FP16,
     GATED,
@@ -111,7 +113,8 @@ def pairs(framework: str, methods: Sequence[str]) -> list[tuple[str, str]]:
     """
     ours = [method for method in methods if method.startswith(OURS)]
     if framework == "keras":
-        return [(method, GROUPED) for method in ours]
+        compiled = [(COMPILED, COMPUTE)] if COMPILED in methods else []
+        return compiled + [(method, GROUPED) for method in ours]
     found = [(method, STOCK) for method in ours]
     found += [(method, SHARDED) for method in methods if method.startswith(BETWEEN)]
     peers = {f"{OURS}fp16": [f"{STOCK} fp16", f"{DDP} fp16"], f"{OURS}dense": [DDP]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.netbench import tables
-from benchmarks.netbench.contestants import COMPUTE, DDP, is_ours
+from benchmarks.netbench.contestants import ALONE, DDP, is_ours
 from examples.pictures import figure
 from examples.report import FRAMEWORKS
 from examples.results import Row
@@ -23,7 +23,7 @@ KINDS = {
 
 def kind(method: str) -> str:
     """Return the key in `KINDS` of a method's implementation."""
-    if method == COMPUTE:
+    if method in ALONE:
         return "computation alone"
     if is_ours(method):
         return "accordion_hvd"
@@ -68,7 +68,7 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
             xerr=spread,
             error_kw={"lw": 0.8},
         )
-        if method != COMPUTE:
+        if method not in ALONE:
             axis.plot(row["limit"], place, "|", color="black", ms=13, mew=2)
         axis.annotate(
             f"{row['ms']:.0f}", (max(row["most"], row["limit"]), place), xytext=(5, 0),

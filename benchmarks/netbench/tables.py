@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks import report
-from benchmarks.netbench.contestants import COMPUTE
+from benchmarks.netbench.contestants import ALONE, COMPUTE
 from examples.report import as_text, tabulate
 from examples.results import Row
 
@@ -45,7 +45,7 @@ def summary(found: Row, rate: str) -> dict[str, Row]:
         ms = [slowest(row) for row in own]
         sent = _median(own, lambda row: max(row["sent"]))
         received = _median(own, lambda row: max(row["received"]))
-        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if method != COMPUTE else 0.0
+        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if method not in ALONE else 0.0
         row = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "sent": sent,
                "received": received, "wire": wire, "limit": max(compute, wire),
                "one_by_one": compute + wire}  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -119,6 +122,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("swap_leading", (CUBE,), 0),
     ("clear", (V, INDEX), 0),
     ("add_at", (V, INDEX, V[:4]), 0),
+    ("sum_sparse", ([INDEX, INDEX[:1], INDEX[:0]], [V[:4], V[:1], V[:0]], V.reshape(5, 8)), 0),
+    ("sum_sparse", ([INDEX], [V[:4]], V.astype(np.float16)), 0),
     ("take", (V, INDEX), 0),
     ("concat", ([X, X[:, :2]], 1), 0),
     ("sum_at", (np.int32([3, 0, 3, 6]), np.int32([1, -1, 1, 5]), 8), 0),
@@ -227,6 +232,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("zero_if_nonfinite", (X, GOOD), 0),
     ("zero_if_nonfinite", (X, BAD), 0),
     ("nans_like", (X,), 0),
+    *[("nans_if", (bad, X), 0) for bad in (True, False)],
     *[("to_wire", ([X, V], wire, count), 0) for wire in WIRES for count in (75, 80)],
     *[("mean_of_wire", (NUMPY.xp.to_wire([X, V], w, 76), w, 4), 0) for w in WIRES],
     ("from_wire", (NUMPY.xp.to_wire([X, V], "float16", 80), "float16", [X + 1, V + 1]), 0),
@@ -240,6 +246,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("where", (True, X, Y), 0),
     ("where", (False, X, Y), 0),
 ]
+ON_GPUS = {"project", "expand", "deflate", "clear", "add_at", "sum_sparse"}
 COVERED = {"spec", "shape", "dtype", "device", "asarray", "to_numpy", "symbolic"}
 COVERED |= {"from_bytes", "secret_normal", "secret_uniform"}  # the last two: test_topagg.py
 RESULTS = [row for row in RESULTS if hasattr(NUMPY.xp, row[0])]
@@ -271,6 +278,34 @@ def test_results(framework: Framework, name: str, arguments: Any, tolerance: flo
             np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
         else:
             np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("row", [row for row in RESULTS if row[0] in ON_GPUS])
+def test_tensorflow_operations_for_gpus(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorflow")
+    monkeypatch.setattr(TENSORFLOW.xp, "_has_gpu", lambda: True)
+    test_results(TENSORFLOW, *row)
+
+
+def test_tensorflow_kernels_need_no_thread() -> None:
+    """They run in Python code that occupies the only thread of TensorFlow's graphs."""
+    pytest.importorskip("tensorflow")
+    code = """
+import tensorflow as tf
+from accordion_hvd.ops import tensorflow as xp
+
+def run(x):
+    total, _ = xp.project(x, x, x[:2], x[:2], x[:2])
+    return xp.add_at(xp.reshape(total, (-1,)), tf.constant([3]), tf.constant([1.0]))
+
+print(tf.function(lambda x: tf.py_function(run, [x], tf.float32))(tf.eye(9)).shape)
+"""
+    names = ("TF_NUM_INTEROP_THREADS", "TF_NUM_INTRAOP_THREADS")
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | dict.fromkeys(names, "1"), timeout=100,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == "(81,)", found.stderr
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
