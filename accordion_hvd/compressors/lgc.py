@@ -237,6 +237,12 @@ class LGC(Sparsifier):
         return xp.largest_index(values, max(1, min(count, xp.shape(values)[0])))
 
     # --------------------------------------------------------------------------- the autoencoder
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        """Return this rank's state; in the "server" form, only for the same number of ranks."""
+        if "weights" in states[0]:
+            self._networks(info.size, states[0])
+        return super().rescale(states, spec, info)
+
     @property
     def _innovates(self) -> bool:
         return self.form == "server"
