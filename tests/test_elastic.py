@@ -8,7 +8,6 @@ from launch import launch_elastic, need
 LIMIT = 150
 
 CASES = [
-    ("torch", "dense", ["join"]),
     ("torch", "topk:0.1", ["join", "leave"]),
     ("torch", "powersgd:2", ["join", "kill"]),
     ("torch", "local", ["join", "leave"]),
@@ -34,7 +33,7 @@ def test_ranks_come_and_go(framework: str, compression: str, stages: list[str]) 
     assert len({row["steps"] for row in told}) == 1, found
     assert all(row["weights"] == told[0]["weights"] for row in told), found
     for stage, (norm, drift) in zip(stages, told[0]["changes"], strict=True):
-        assert (norm == 0) == (compression == "dense"), found
+        assert norm > 0, found
         assert drift < (1e-5 if stage != "kill" else 1.5), found
     reported = "ended without a handover" in report.output
     assert reported == ("kill" in stages and compression != "local"), found

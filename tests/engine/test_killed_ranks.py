@@ -9,11 +9,9 @@ from launch import launch, need
 
 LIMIT = 120  # seconds a launch may take
 MOMENTS = {
-    "rank 1 begins its file": ("torchrun", 1, 1),
     "rank 1 writes its file": ("torchrun", 1, 2),
     "rank 1 writes its file, over Horovod": ("gloo", 1, 2),
     "rank 0 writes the manifest": ("torchrun", 0, 9),
-    "rank 0 has renamed the manifest": ("torchrun", 0, 12),
 }
 """Launcher, which rank is killed, and in which of its operations on files."""
 
