@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch import RANKS, command_for, need
 
 pytest.importorskip("torch")
 
@@ -68,6 +70,29 @@ def test_a_rank_that_dies_is_noticed_by_all() -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.launch
+def test_a_restart_by_torchrun_continues_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """The end is that of a training without a death, to the bit."""
+    need("torchrun")
+    ends = []
+    for name, death in (("killed", 12), ("undisturbed", 1000)):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = [sys.executable, str(RANKS / "restarted.py"), str(folder), str(death)]
+        command = command_for("torchrun", 2, script)
+        command[2:2] = ["--max-restarts", "1"]
+        done = subprocess.run(
+            command, env=environment(CHECK_FOLDER=str(folder)), capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+        told = [json.loads(file.read_text()) for file in folder.glob("told*")]
+        assert done.returncode == 0 and len(told) == 2, done.stderr
+        assert all(row == told[0] for row in told)
+        ends.append(told[0])
+    assert [end["begun"] for end in ends] == [10, 0]
+    assert ends[0]["weights"] == ends[1]["weights"]
 
 
 def run(program: str, **more: str) -> subprocess.CompletedProcess[str]:

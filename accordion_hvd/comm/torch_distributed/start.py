@@ -44,8 +44,10 @@ def start_alone_or_launched() -> bool:
     if launched():
         limit = timeout()
         store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        # The launcher's store may still hold the addresses of an earlier initialization.
-        store = dist.PrefixStore(f"accordion.{next(_starts)}", store)
+        # The launcher's store may still hold the addresses of an earlier initialization, or of the
+        # ranks before a restart.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"accordion.{restarts}.{size}.{next(_starts)}", store)
         dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
         watch.start(store, rank, size)
     else:
