@@ -62,6 +62,7 @@ TORCH_ONLY = {
     "check_channels_last": "TensorFlow has no memory formats",
     "check_compiled_models": "Keras': jit_compile is refused, check_refusals",
     "check_copies_and_pickles": "Keras': check_config, check_save_and_load",
+    "check_broadcast_of_an_optimizer_without_state": "Keras does not keep gradients",
     "check_broadcasting_optimizer_state_leaves_weights_alone": "Keras' callback broadcasts both",
     "check_sharded_parameters_are_refused": "Keras': tf.distribute is refused, check_refusals",
 }
@@ -78,6 +79,7 @@ KERAS_ONLY = {
     "check_custom_loops": "PyTorch has no others",
     "check_two_optimizers_in_one_function": "PyTorch traces nothing",
     "check_gradients_of_several_passes_are_averaged": "Horovod's option exists for TensorFlow",
+    "check_layers_that_are_local": "Horovod's function exists for Keras",
     "check_missing_and_local_gradients": "Horovod's register_local_var exists for TensorFlow",
     "check_conversations_that_cannot_be_traced": "PyTorch traces nothing",
     "check_phases_are_traced_anew": "PyTorch traces nothing",

@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -70,7 +71,14 @@ def on_all(ranks: Sequence[Numbers], action: Callable[[Numbers], Any]) -> list[A
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
+    lock, load = threading.Lock(), checkpoint._load
+
+    def load_alone(*args: Any) -> Any:
+        with lock:
+            return load(*args)
+
+    # Threads that parse headers of arrays at a time can make Python 3.11 raise SystemError.
+    with mock.patch.object(checkpoint, "_load", load_alone), ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(outcome, ranks))
 
 
