@@ -193,6 +193,7 @@ def train(device: str) -> None:
         if hvd.rank() == 0:
             print(f"training, {form}: loss {first:.2f} to {last:.2f}, replicas equal", flush=True)
     hvd.shutdown()
+    torch.distributed.destroy_process_group()  # else its threads may outlive Python
 
 
 if __name__ == "__main__":
