@@ -107,14 +107,11 @@ class FollowsRanks:
 
     def _regroup(self) -> None:
         norms, self._norms = self._norms, ()
-        begun = False
         for number, member in enumerate(self._members()):
             group = member.regroup(self._gather)
-            begun |= group is not None
             if group is not None and group.lost and self._rank() == 0:  # type: ignore[attr-defined]
                 _report(group, [row[number] for row in norms])
-        if begun:
-            self.save()
+        self.save()  # a failure must not lead back to a commit of other ranks
 
     def _members(self) -> list[Any]:
         values = [getattr(item, "exchange_owner", None) for item in self._optimizers()]

@@ -147,8 +147,7 @@ def residual_norm(saved: Sequence[SavedState]) -> float:
     squares = [
         float(np.sum(np.square(np.asarray(value, np.float64))))
         for state in saved
-        for name, value in state.tensors().items()
-        if name == "owed" or name.endswith("/error")
+        for value in state.residuals()
     ]
     return float(np.sqrt(sum(squares)))
 

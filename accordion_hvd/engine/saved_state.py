@@ -42,6 +42,11 @@ class SavedState:
             tensors |= {f"{place}/{key}": value for key, value in state.items()}
         return tensors
 
+    def residuals(self) -> list[Tensor]:
+        """Return all residuals: that of each level, and the carried one."""
+        rows = self.tensors().items()
+        return [x for name, x in rows if name == _CARRIED or name.endswith("/error")]
+
     @classmethod
     def read(cls, level: int, tensors: Mapping[str, Tensor]) -> SavedState:
         """Return the state that `tensors` was made from.

@@ -180,11 +180,7 @@ def residuals(ranks: Sequence[NumPyAverager]) -> np.ndarray:
 
 
 def _residual(saved: Any) -> np.ndarray:
-    rows = [
-        np.ravel(value)
-        for name, value in saved.tensors().items()
-        if name == "owed" or name.endswith("/error")
-    ]
+    rows = [np.ravel(value) for value in saved.residuals()]
     return np.pad(np.sum(rows, 0) if rows else np.zeros(0), (0, 2000))[:2000]
 
 

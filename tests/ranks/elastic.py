@@ -84,8 +84,7 @@ def total(
         exchange.bucket_states, rank_changes.part(exchange, False).buckets, strict=True
     ):
         row = np.zeros(int(np.prod(entry.bucket.shape)), "f")
-        for name, value in saved.tensors().items():
-            if name == "owed" or name.endswith("/error"):
-                row += np.ravel(value)
+        for value in saved.residuals():
+            row += np.ravel(value)
         rows.append(row)
     return add(np.concatenate(rows))
