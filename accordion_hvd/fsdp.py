@@ -33,7 +33,7 @@ from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import default_guard
-from accordion_hvd.torch.hooked import HookedReducer, suitable
+from accordion_hvd.torch.hooked import BackwardReducer, suitable
 from accordion_hvd.validate import check_passes
 
 OWNER = "fsdp.between"
@@ -140,33 +140,11 @@ class State:
         self._reducer.adopt(torch.load(io.BytesIO(state_dict[key]), weights_only=True))
 
 
-class ShardReducer(HookedReducer):
+class ShardReducer(BackwardReducer):
     """A reducer of this rank's shards, which exchanges them between the replicas of a shard.
 
-    FSDP runs the hooks of a sharded parameter when its gradient has been reduced. The exchange is
-    finished at the end of the backward pass.
+    FSDP runs the hooks of a sharded parameter when its gradient has been reduced.
     """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._queued, self._passed = False, 0
-        super().__init__(*args, **options)
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Count a backward pass of `parameter`, and see to it that the exchange is finished."""
-        if not self._queued:
-            self._queued = True
-            # Callbacks run in the order in which they are queued, and FSDP's comes first.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        super().arrived(parameter)
-
-    def _end(self) -> None:
-        """Finish the exchange at the end of the last backward pass before a step."""
-        self._queued = False
-        self._passed += 1
-        if self._passed < self.passes:
-            return
-        self._passed = 0
-        self.finish()
 
     def replicas(self) -> dict[str, torch.Tensor]:
         """Return the shards of all parameters."""

@@ -264,14 +264,18 @@ class GradientAverager(abc.ABC, Generic[E]):
     def prepare_regroup(self, gather: rank_changes.Gather) -> None:
         """Do nothing: weights are equal on all ranks, so those of rank 0 can be broadcast."""
 
+    def leads(self, gather: rank_changes.Gather) -> bool:
+        """Return whether the others take over this rank's policy; True on one rank; collective."""
+        return self.communicator.rank == 0
+
     def regroup(self, gather: rank_changes.Gather) -> rank_changes.Group | None:
-        """Take over name, policy and steps of rank 0, and a part of all residuals; collective.
+        """Take over policy and steps of the leading rank, a part of all residuals; collective.
 
         Args:
             gather: function that gathers objects from all present ranks.
 
         Returns:
-            The group; None if rank 0 has taken no step.
+            The group; None if the leading rank has taken no step.
         """
         begun = self._exchange is not None and self._exchange.steps > 0
         own, self._part = self._part, None
@@ -280,7 +284,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         elif own is None:
             own = rank_changes.part(self.exchange, False)
         self.name = gather(self.name)[0]
-        group = rank_changes.find_group(own, self.communicator.rank == 0, gather)
+        group = rank_changes.find_group(own, self.leads(gather), gather)
         if group is not None and not group.unchanged:
             self.expect(group.lead.about["tensors"])
             rank_changes.regroup(self.exchange, own, group, gather)

@@ -52,7 +52,7 @@ class Group:
     """The ranks of a new group that have state, and those that the old group has lost.
 
     Attributes:
-        lead: rank 0's part, without its buckets.
+        lead: the leading rank's part, without its buckets.
         places: old rank numbers of the new ranks with state, in the order of the new ranks.
         joined: number of ranks without state.
     """
@@ -96,19 +96,19 @@ def find_group(own: Part | None, leads: bool, gather: Gather) -> Group | None:
 
     Args:
         own: this rank's part; None for a rank that joins.
-        leads: whether this is rank 0.
+        leads: whether the others follow this rank's state; True on one rank.
         gather: function that gathers objects.
 
     Returns:
-        The group; None if rank 0 has no state yet. Ranks that have taken another number of steps
-        than rank 0 count as joined.
+        The group; None if the leading rank has no state yet. Ranks that have taken another number
+        of steps than the leading rank count as joined.
     """
     row = None
     if own is not None:
         about = own.about if leads else {"steps": own.steps}
         row = Part(own.rank, own.ranks, own.handed_over, about, [])
     rows = gather(row)
-    lead = rows[0]
+    lead = next((row for row in rows if row is not None and "tensors" in row.about), None)
     if lead is None:
         return None
     members = [row for row in rows if row is not None and row.steps == lead.steps]
@@ -116,7 +116,7 @@ def find_group(own: Part | None, leads: bool, gather: Gather) -> Group | None:
 
 
 def regroup(exchange: Exchange, own: Part | None, group: Group, gather: Gather) -> None:
-    """Take over rank 0's policy and this rank's part of all per-rank state; collective.
+    """Take over the leading rank's policy and a part of all per-rank state; collective.
 
     Args:
         exchange: exchange over the new ranks.
@@ -125,7 +125,7 @@ def regroup(exchange: Exchange, own: Part | None, group: Group, gather: Gather) 
         gather: function that gathers objects.
 
     Raises:
-        ValueError: if the tensors or the compression of this rank and rank 0 differ.
+        ValueError: if the tensors or the compression of this rank and the leading one differ.
     """
     checkpoint.compare(exchange, group.lead.about)
     if own is not None and own.steps != group.lead.steps:

@@ -1,4 +1,4 @@
-"""The common part of `accordion_hvd.ddp` and `accordion_hvd.fsdp`, which take no steps."""
+"""The common part of `ddp`, `fsdp` and `torch.torchft`, which take no optimizer steps."""
 
 from __future__ import annotations
 
@@ -35,6 +35,31 @@ class HookedReducer(Reducer):
         step = self.exchange.steps
         if not self.idle and self.comparison_due(step):
             self.compare(step, self.checksums())
+
+
+class BackwardReducer(HookedReducer):
+    """A hooked reducer that finishes the exchange at the end of the backward pass."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._queued, self._passed = False, 0
+        super().__init__(*args, **options)
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Count a backward pass of `parameter`, and see to it that the exchange is finished."""
+        if not self._queued:
+            self._queued = True
+            # Callbacks run in the order in which they are queued, and FSDP's comes first.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        super().arrived(parameter)
+
+    def _end(self) -> None:
+        """Finish the exchange at the end of the last backward pass before a step."""
+        self._queued = False
+        self._passed += 1
+        if self._passed < self.passes:
+            return
+        self._passed = 0
+        self.finish()
 
 
 def suitable(

@@ -118,8 +118,9 @@ class Reducer(GradientAverager[Exchange]):
     def ranks_changed(self) -> None:
         """Connect to the present ranks, and add hooks if this rank was the only one before."""
         self.reset()
+        idle = self.idle
         super().ranks_changed()
-        if self.listening and not self.idle:
+        if idle and self.listening and not self.idle:
             for parameter in self._watched:
                 _add_hook(parameter, weakref.ref(self))
 

@@ -175,8 +175,28 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
         report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
         _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts)})
-        told = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told*"))]
-        return report, told
+        return report, _told(folder)
+
+
+def launch_job(script: str, words: Sequence[str], limit: float) -> tuple[Report, list[dict]]:
+    """Run a script that starts the other processes of its job itself.
+
+    Args:
+        script: a file in `tests/ranks`, whose processes say how they ended with `harness.tell`.
+        words: the script's arguments.
+        limit: seconds after which everything that was started is killed.
+
+    Returns:
+        What came of the launch, and what the processes told at their ends.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        report = Report([sys.executable, str(RANKS / script), *words], 1)
+        _run(report, folder, limit, {})
+        return report, _told(folder)
+
+
+def _told(folder: str) -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("told*"))]
 
 
 def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> None:

@@ -83,14 +83,12 @@ class TorchCommunicator(Communicator):
             rows = gathered.view(ranks, length)
             return torch.cat([row[:count] for row, count in zip(rows, lengths, strict=True)])
 
-        call = partial(_GATHER, gathered, sent, within, async_op=True)
-        return self._start(name, [call], result)
+        return self._start(name, [self.gathering(gathered, sent, within)], result)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
         """Start one broadcast from member `root` of the process set."""
-        value, source = tensor.clone(), self.members.globally(root)
-        within = self.members.group(group)
-        call = partial(dist.broadcast, value, source, within, async_op=True)
+        value = tensor.clone()
+        call = self.broadcasting(value, root, self.members.group(group))
         return self._start(name, [call], lambda: value)
 
     def alltoall(
@@ -110,6 +108,14 @@ class TorchCommunicator(Communicator):
         exchange = dist.all_to_all_single
         call = partial(exchange, received, tensor, counts, parts, group=within, async_op=True)
         return self._start(name, [call], lambda: received if counts is None else (received, counts))
+
+    def gathering(self, gathered: Tensor, sent: Tensor, within: Any) -> Callable[[], Any]:
+        """Return a function that starts an allgather of equally long vectors."""
+        return partial(_GATHER, gathered, sent, within, async_op=True)
+
+    def broadcasting(self, value: Tensor, root: int, within: Any) -> Callable[[], Any]:
+        """Return a function that starts a broadcast from member `root`."""
+        return partial(dist.broadcast, value, self.members.globally(root), within, async_op=True)
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Create the process groups of `groups` of which this rank is a member."""

@@ -1,0 +1,335 @@
+"""Steps as transactions: replicas of torchft come, go, die, and do not always commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch_job
+
+from accordion_hvd import TopK, TwoLevel
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.torch.torchft import average
+
+LIMIT = 150
+SPECS = ["topk:0.1", "powersgd:2"]
+
+numbers = itertools.count(1)
+
+
+class Manager:
+    """A torchft Manager without a lighthouse, whose quorum `connect` sets.
+
+    Attributes:
+        refuses: whether steps do not commit.
+        heals: whether this replica does not take part, as it waits for its weights.
+    """
+
+    _pg: Any = None
+    _quorum_id = -1
+    refuses = heals = False
+    participants = 0
+    error: Any = None
+
+    def start_quorum(self) -> None:
+        self.error = None
+
+    def wait_quorum(self) -> None:
+        assert self._quorum_id >= 0
+
+    def errored(self) -> Any:
+        return self.error
+
+    def report_error(self, error: Exception) -> None:
+        self.error = error
+
+    def is_participating(self) -> bool:
+        return not self.heals
+
+    def num_participants(self) -> int:
+        return self.participants
+
+    def should_commit(self) -> bool:
+        return self.error is None and not self.refuses
+
+
+class Replica:
+    """A model, its manager and its averager."""
+
+    def __init__(self, compression: str) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 4)
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.manager = Manager()
+        self.averager = average(self.manager, self.model, compression)
+
+    def step(self, seed: int) -> None:
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
+        self.averager.start_quorum()
+        self.optimizer.zero_grad()
+        (self.model(x) - x[:, :4]).square().mean().backward()
+        if self.averager.should_commit():
+            self.optimizer.step()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Copies of the policy's state and the compressors' tensors."""
+        exchange = self.averager.exchange
+        tensors = checkpoint.named(checkpoint.saved_of(exchange))
+        return checkpoint.describe(exchange), {key: x.copy() for key, x in tensors.items()}
+
+
+def at_once(actions: Sequence[Callable[[], Any]]) -> None:
+    """Run actions that wait for each other, in threads."""
+    errors: list[BaseException] = []
+
+    def run(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+
+
+def connect(replicas: Sequence[Replica], seconds: float = 30) -> None:
+    """Make these replicas, in this order, the members of a new quorum."""
+    number, store = next(numbers), dist.HashStore()
+    limit = datetime.timedelta(seconds=seconds)
+
+    def join(rank: int, manager: Manager) -> None:
+        group = dist.ProcessGroup(store, rank, len(replicas))
+        kind = dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(kind)
+        gloo = dist.ProcessGroupGloo(store, rank, len(replicas), limit)
+        group._register_backend(torch.device("cpu"), kind, gloo)
+        manager._pg, manager._quorum_id = group, number
+        manager.participants = len(replicas)
+
+    pairs = enumerate(replica.manager for replica in replicas)
+    at_once([lambda i=i, manager=manager: join(i, manager) for i, manager in pairs])
+
+
+def train(replicas: Sequence[Replica], steps: int = 1, seed: int = 0) -> None:
+    for step in range(steps):
+        seeds = [seed + 10 * step + i for i in range(len(replicas))]
+        pairs = zip(replicas, seeds, strict=True)
+        at_once([lambda replica=replica, s=s: replica.step(s) for replica, s in pairs])
+
+
+def total(replicas: Sequence[Replica]) -> np.ndarray:
+    """The sum over replicas of all residuals."""
+    rows = []
+    for replica in replicas:
+        saved = checkpoint.saved_of(replica.averager.exchange)
+        rows.append(np.concatenate([np.ravel(x) for state in saved for x in state.residuals()]))
+    return np.sum(rows, 0)
+
+
+def assert_equal(replicas: Sequence[Replica]) -> None:
+    """The replicas have equal weights and policies."""
+    first = replicas[0]
+    for replica in replicas[1:]:
+        assert torch.equal(replica.weights(), first.weights())
+        assert replica.state()[0] == first.state()[0]
+
+
+def group_of(compression: str, size: int = 2, steps: int = 3) -> list[Replica]:
+    replicas = [Replica(compression) for _ in range(size)]
+    connect(replicas)
+    train(replicas, steps)
+    return replicas
+
+
+@pytest.mark.parametrize("compression", [*SPECS, "accordion(topk(0.2),topk(0.05),window=4)"])
+def test_a_step_without_a_commit_leaves_nothing_behind(compression: str) -> None:
+    replicas = group_of(compression)
+    before, weights = [replica.state() for replica in replicas], replicas[0].weights()
+    for replica in replicas:
+        replica.manager.refuses = True
+    train(replicas, seed=500)
+    assert torch.equal(replicas[0].weights(), weights)
+    for replica, (about, tensors) in zip(replicas, before, strict=True):
+        now, found = replica.state()
+        assert now == about and found.keys() == tensors.keys()
+        assert all(np.array_equal(found[key], value) for key, value in tensors.items())
+        replica.manager.refuses = False
+    connect(replicas)  # as the lighthouse does when a replica has not committed
+    train(replicas)
+    assert_equal(replicas)
+    assert np.linalg.norm(total(replicas)) > 0
+
+
+def test_the_first_step_may_fail() -> None:
+    replicas = [Replica("topk:0.1") for _ in range(2)]
+    for replica in replicas:
+        replica.manager.refuses = True
+    connect(replicas)
+    train(replicas)
+    assert all(replica.averager.exchange.steps == 0 for replica in replicas)
+    for replica in replicas:
+        replica.manager.refuses = False
+    connect(replicas)
+    train(replicas)
+    assert_equal(replicas)
+
+
+@pytest.mark.parametrize("compression", SPECS)
+def test_a_replica_that_joins_takes_over_policy_and_a_share(
+    compression: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    replicas = group_of(compression)
+    new = Replica(compression)
+    new.model.load_state_dict(replicas[0].model.state_dict())  # as the manager does
+    replicas = [new, *replicas]  # the first of the quorum is not one that has state
+    connect(replicas)
+    train(replicas)
+    assert_equal(replicas)
+    assert new.averager.exchange.steps == 4
+    norms = [np.linalg.norm(total([replica])) for replica in replicas]
+    assert min(norms) > 0.2 * max(norms) and "handover" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("compression", SPECS)
+def test_an_orderly_change_keeps_the_sum_of_the_residuals(
+    compression: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    replicas = group_of(compression, 3)
+    before = total(replicas)
+    at_once([replica.averager.hand_over for replica in replicas])
+    np.testing.assert_allclose(total(replicas), before, atol=1e-5)
+    del replicas[1]
+    connect(replicas)
+    for replica in replicas:
+        replica.manager.refuses = True
+    train(replicas)  # a step that fails does not forget the handover
+    for replica in replicas:
+        replica.manager.refuses = False
+        replica.averager._reducer._begun = True
+    connect(replicas)
+    at_once([replica.averager._reducer._join for replica in replicas])
+    np.testing.assert_allclose(total(replicas), before, atol=1e-5)
+    assert "handover" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("compression", SPECS)
+def test_a_replica_that_dies_in_an_exchange(
+    compression: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    replicas = group_of(compression, 3, steps=0)
+    connect(replicas, seconds=1)
+    train(replicas, 3)
+    dead = replicas.pop()
+    before = total(replicas)
+    train(replicas)
+    assert all("a rank has ended" in str(replica.manager.error) for replica in replicas)
+    np.testing.assert_array_equal(total(replicas), before)
+    connect(replicas)
+    train(replicas)
+    assert_equal(replicas)
+    err = capfd.readouterr().err
+    assert err.count("replicas [2] of 3 ended without a handover") == 1, err
+    assert dead.averager.exchange.steps == 3
+
+
+def test_a_replica_that_misses_a_commit_counts_as_new(capfd: pytest.CaptureFixture[str]) -> None:
+    replicas = group_of("topk:0.1")
+    replicas[0].manager.refuses = True
+    train(replicas)
+    replicas[0].manager.refuses = False
+    replicas[0].model.load_state_dict(replicas[1].model.state_dict())  # as the manager does
+    connect(replicas)
+    train(replicas)
+    assert_equal(replicas)
+    assert "replicas [0] of 2" in capfd.readouterr().err
+
+
+def test_a_healing_replica_sends_zeros() -> None:
+    one, two = replicas = [Replica("dense") for _ in range(2)]
+    connect(replicas)
+    two.manager.heals = True
+    one.manager.participants = two.manager.participants = 1
+    train(replicas)
+    alone = Replica("dense")
+    connect([alone])
+    alone.step(0)
+    torch.testing.assert_close(one.weights(), alone.weights())
+    assert_equal(replicas)
+
+
+def test_a_checkpoint_keeps_the_residuals() -> None:
+    replicas = group_of("topk:0.1")
+    before = total(replicas)
+    again = [Replica("topk:0.1") for _ in range(2)]
+    for new, old in zip(again, replicas, strict=True):
+        new.model.load_state_dict(old.model.state_dict())
+        new.averager.load_state_dict(old.averager.state_dict())
+    np.testing.assert_array_equal(total(again), before)
+    for group in (replicas, again):
+        connect(group)
+        train(group, seed=300)
+    np.testing.assert_array_equal(total(again), total(replicas))
+    assert torch.equal(again[1].weights(), replicas[0].weights())
+
+
+def test_the_end_of_a_window_outlives_a_failed_step() -> None:
+    replicas = group_of("accordion(topk(0.2),topk(0.05))")
+    for replica in replicas:
+        replica.averager.end_window()
+        replica.manager.refuses = True
+    before = replicas[0].averager.policy.state_dict()
+    train(replicas)
+    assert replicas[0].averager.policy.state_dict() == before
+
+
+def test_bad_input_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="manager is a int, but must be a torchft.Manager"):
+        average(3, model, TopK(0.1))
+    with pytest.raises(ValueError, match="does not need to know hosts"):
+        average(Manager(), model, TwoLevel(TopK(0.1)))
+    replica = Replica("topk:0.1")
+    connect([replica])
+    replica.model(torch.randn(1, 40)).sum().backward()
+    assert replica.manager.should_commit()
+    with pytest.raises(RuntimeError, match="call should_commit.. of the averager"):
+        replica.model(torch.randn(1, 40)).sum().backward()
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(LIMIT + 30)
+@pytest.mark.parametrize("compression", SPECS)
+def test_a_replica_is_killed_and_heals(compression: str) -> None:
+    """Another one leaves in order afterwards."""
+    if importlib.util.find_spec("torchft") is None:
+        pytest.skip("torchft is not installed")
+    report, told = launch_job("torchft_job.py", [compression], LIMIT)
+    found = f"status {report.status} after {report.seconds:.0f} s; told: {told}\n{report.output}"
+    assert report.status == 0, found
+    assert sorted((row["number"], row["life"]) for row in told) == [(0, 1), (1, 2), (2, 1)], found
+    survivor, healed, left = sorted(told, key=lambda row: row["number"])
+    for key in ("step", "steps", "levels", "weights"):
+        assert survivor[key] == healed[key], found
+    assert survivor["step"] == survivor["steps"] > left["step"] == left["steps"], found
+    assert survivor["restored"] and all(ok for row in told for ok in row["restored"]), found
+    for row in (survivor, left):
+        assert sum(row["losses"][-5:]) < sum(row["losses"][:5]) / 2, found
+    assert "replicas [1] of 3 ended without a handover" in report.output, found
+    assert survivor["paused"] < 60, found
