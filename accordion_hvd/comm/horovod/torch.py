@@ -9,8 +9,8 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd.comm.collectives import Group
-from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.horovod import process_sets
+from accordion_hvd.comm.communicator import Communicator, RankLost
+from accordion_hvd.comm.horovod import ending, process_sets
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.ops import torch as xp
 
@@ -35,6 +35,19 @@ class HorovodCommunicator(Communicator):
             True if hvd.nccl_built() and torch.cuda.is_available() else None
         )
         self.scratch = {}
+        ending.register()
+
+    def pause(self, waited: float) -> None:
+        """Sleep between two polls; after a timeout, let this process end without other ranks.
+
+        Raises:
+            RankLost: after ACCORDION_HVD_TIMEOUT seconds.
+        """
+        try:
+            super().pause(waited)
+        except RankLost:
+            ending.give_up()
+            raise
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """Start one grouped allreduce in place."""
