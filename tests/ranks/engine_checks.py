@@ -10,6 +10,7 @@ from harness import raises, refused
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import PowerSGD, TopK
+from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.torch import engines
 
 INIT = hvd.init
@@ -130,6 +131,14 @@ def check_refusals() -> None:
         hvd.shutdown()
         hvd.init(comm=[0])
     hvd.init()
+
+
+def check_parameters_that_differ_are_not_broadcast() -> None:
+    last = hvd.rank() == hvd.size() - 1
+    for shapes in ([(4,)] * (2 + last), [(4,), (5 + last,)]):
+        parameters = {str(i): torch.zeros(shape) for i, shape in enumerate(shapes)}
+        with refused(RanksDisagree, f"[{hvd.size() - 1}]", "torch.float32"):
+            hvd.broadcast_parameters(parameters, 0)
 
 
 def check_launch_orders_that_differ() -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.torch_distributed import process_sets
 from accordion_hvd.comm.torch_distributed.communicator import Handle, TorchCommunicator
 from accordion_hvd.comm.torch_distributed.compression import Compression
@@ -303,10 +304,18 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Broadcast the tensors of a dict, or of (name, tensor) pairs, from a rank in place."""
-    pairs = sorted(params.items()) if isinstance(params, dict) else params
-    tensors = [x for _, x in pairs if x is not None]
-    for handle in [broadcast_async_(x, root_rank) for x in tensors]:
+    """Broadcast the tensors of a dict, or of (name, tensor) pairs, from a rank in place.
+
+    Raises:
+        RanksDisagree: on every rank, if the names, shapes or dtypes of the tensors differ.
+    """
+    rows = sorted(params.items()) if isinstance(params, dict) else params
+    pairs = [(name, x) for name, x in rows if x is not None]
+    lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in pairs]
+    device = pairs[0][1].device if pairs else None
+    # Ranks with fewer tensors would wait in other collectives, until the timeout.
+    require_agreement(_communicator(None), "\n".join(["parameters to broadcast", *lines]), device)
+    for handle in [broadcast_async_(x, root_rank) for _, x in pairs]:
         synchronize(handle)
 
 
