@@ -1,6 +1,6 @@
 """Train on digits with torchft; replicas may end, and return, at any time.
 
-torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 &
+torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --quorum_tick_ms 10 &
 export TORCHFT_LIGHTHOUSE=http://localhost:29510
 for REPLICA in 0 1; do
     REPLICA=$REPLICA torchrun --standalone --max-restarts 3 scripts/train_torchft.py &
@@ -24,7 +24,7 @@ from accordion_hvd import Accordion, PowerSGD  # noqa: E402
 from accordion_hvd.torch.torchft import average  # noqa: E402
 from examples.data import load  # noqa: E402
 
-STEPS, BATCH, REPORT = 400, 64, 50
+STEPS, BATCH, REPORT = 200, 64, 50
 
 
 def main() -> None:
