@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,6 +12,7 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.tensorflow.elastic import *  # noqa: F403
 
+from accordion_hvd.comm.horovod import connections
 from accordion_hvd.engine.elastic import FollowsRanks
 from accordion_hvd.tensorflow.functions import broadcast_variables
 
@@ -80,6 +81,14 @@ class TensorFlowKerasState(FollowsRanks, _ModelState):
 
 
 __all__ = sorted({*_horovod.__all__, "TensorFlowKerasState"})
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the training function; see `horovod.tensorflow.elastic.run`.
+
+    After a failure, all connections of Horovod are closed, so that other ranks notice the failure.
+    """
+    return connections.decorated(_horovod, hvd, function)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,6 +11,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
+from accordion_hvd.comm.horovod import connections
 from accordion_hvd.engine.elastic import FollowsRanks
 from accordion_hvd.torch import engines
 from accordion_hvd.torch.functions import broadcast_optimizer_state
@@ -48,6 +49,14 @@ class TorchState(FollowsRanks, _horovod.TorchState):
 
     def _optimizers(self) -> Iterable[Any]:
         return [handler.value for handler in self._handlers.values()]
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the training function; see `horovod.torch.elastic.run`.
+
+    After a failure, all connections of Horovod are closed, so that other ranks notice the failure.
+    """
+    return connections.decorated(_horovod, hvd, function)
 
 
 def __getattr__(name: str) -> Any:

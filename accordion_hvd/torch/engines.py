@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -127,9 +128,11 @@ def adasum() -> Any:
     return interface().DistributedOptimizer
 
 
-def let_add_process_sets() -> None:
-    """Allow Horovod, before its start, to add process sets later if that costs nothing."""
-    _horovod().process_sets.let_add()
+def start_horovod(init: Callable[[], Any]) -> Any:
+    """Start Horovod by a function; process sets can be added later if that costs nothing."""
+    adapter = _horovod()
+    adapter.process_sets.let_add()
+    return adapter.connections.start(init)
 
 
 def _torch_connects() -> bool:

@@ -38,8 +38,7 @@ def init(*args: Any, engine: str | None = None, **kwargs: Any) -> Any:
     if engines.coordinator() == "torch":
         return hvd.init(*args, **kwargs)
     timeouts.limit_horovod()
-    engines.let_add_process_sets()
-    result = hvd.init(*args, **kwargs)
+    result = engines.start_horovod(lambda: hvd.init(*args, **kwargs))
     if engines.carrier() == "torch":
         start_under(hvd)
     return result

@@ -8,6 +8,7 @@ import horovod.tensorflow.keras.elastic as _horovod
 from horovod.tensorflow.keras.elastic import *  # noqa: F403
 
 from accordion_hvd.tensorflow.elastic import TensorFlowKerasState
+from accordion_hvd.tensorflow.elastic import run as run
 
 
 class KerasState(TensorFlowKerasState):
