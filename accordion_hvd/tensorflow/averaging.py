@@ -20,7 +20,7 @@ from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.graph import call_back, few_threads, when
-from accordion_hvd.tensorflow.variables import describe, key_of, plain
+from accordion_hvd.tensorflow.variables import create, describe, key_of, plain
 
 
 class Variables(Parameters):
@@ -181,7 +181,7 @@ class TensorFlowModelAverager(ModelAverager):
             return
         with tf.init_scope():
             if self._begun is None:
-                self._begun = tf.Variable(False, trainable=False)
+                self._begun = create(False)
         values = self.parameters.read()
         tf.cond(self._begun, lambda: tf.constant(True), lambda: self._begin_within(values))
 

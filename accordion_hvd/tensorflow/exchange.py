@@ -19,6 +19,7 @@ from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
+from accordion_hvd.tensorflow.variables import create
 
 Traced = tuple[list[Tensor], list[tuple[State, State]], Any]
 """Means by tensor, the new state and evidence of each bucket, and whether the step is bad."""
@@ -116,8 +117,8 @@ class TensorFlowExchange(Exchange):
         """Store all state in variables, eagerly; increase `version` if graphs are out of date."""
         with tf.init_scope():
             if self._clock is None:
-                self._clock = tf.Variable(self._steps, trainable=False, dtype=tf.int64)
-                self._lost = tf.Variable(self._skipped, trainable=False, dtype=tf.int64)
+                self._clock = create(self._steps, tf.int64)
+                self._lost = create(self._skipped, tf.int64)
             for index in range(len(self.bucket_states)):
                 self._store_in_variables(index)
             buckets = [
@@ -186,7 +187,7 @@ class TensorFlowExchange(Exchange):
             known.assign(value)
             return known
         self.version += 1
-        self._variables[key] = tf.Variable(tf.identity(value), trainable=False)
+        self._variables[key] = create(tf.identity(value))
         return self._variables[key]
 
     # ------------------------------------------------------------------------------ within a graph

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd.core.base import Tensor
+from accordion_hvd.tensorflow.variables import create
 
 
 def call_back(function: Callable[..., Any], inputs: list[Tensor], kinds: list[Any]) -> list[Tensor]:
@@ -59,4 +60,4 @@ def few_threads() -> bool:
 def _order() -> tf.Variable:
     """Return the variable whose updates order the operations of graphs."""
     with tf.device("/cpu:0"):
-        return tf.Variable(0, trainable=False, dtype=tf.int64)
+        return create(tf.constant(0, tf.int64))

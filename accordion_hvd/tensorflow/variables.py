@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
 
 from accordion_hvd.engine.buckets import TensorInfo
+
+
+def create(value: Any, dtype: Any = None) -> tf.Variable:
+    """Create a variable that is not trainable, on the device of its value; call this eagerly.
+
+    While TensorFlow traces a function for the second time, it forbids new variables to the thread,
+    even within `tf.init_scope`. Another thread may create them.
+    """
+    value = tf.convert_to_tensor(value, dtype)
+
+    def make() -> tf.Variable:
+        with tf.device(value.device):
+            return tf.Variable(value, trainable=False)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def plain(variable: Any) -> Any:

@@ -150,6 +150,32 @@ def check_tape_averages() -> None:
                 np.testing.assert_allclose(grad.numpy(), want * factor, rtol=1e-2, atol=2e-3)
 
 
+def check_tape_in_a_later_trace_of_a_function() -> None:
+    """The first trace has made its variables already when the tape appears."""
+    for compression in ("none", "topk:0.5", "powersgd:1"):
+        step = step_of_two_traces(tf.Variable(tf.zeros((40, 40))), compression)
+        step(tf.constant(rank_gradient()), everyone=False)
+        mean = step(tf.constant(rank_gradient()), everyone=True)
+        same = hvd.allgather(tf.reshape(mean, (1, -1))).numpy()
+        assert np.abs(same[0]).max() > 0 and (same == same[0]).all(), compression
+
+
+def step_of_two_traces(variable: tf.Variable, compression: str) -> Any:
+    made: list[tf.Variable] = []
+
+    @tf.function
+    def step(grad: tf.Tensor, everyone: bool) -> tf.Tensor:
+        if not made:
+            made.append(tf.Variable(0.0))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * grad)
+        if everyone:
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(loss, [variable])[0]
+
+    return step
+
+
 def check_tape_with_weights_that_were_never_broadcast() -> None:
     """Horovod's own compression warns once, on rank 0, and goes on; ours stops."""
     options: list[dict[str, Any]] = [{}, {"compression": stock.Compression.fp16}]

@@ -24,7 +24,7 @@ from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
 from accordion_hvd.tensorflow.graph import call_back, when
-from accordion_hvd.tensorflow.variables import key_of
+from accordion_hvd.tensorflow.variables import create, key_of
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 
@@ -407,7 +407,7 @@ class _Distributed(Controls):
         if not self._resizes:
             return
         if self._small is None:
-            self._small = tf.Variable(1, trainable=False, dtype=tf.int64)
+            self._small = create(1, tf.int64)
         self._small.assign(self.growth.micro_batches)
 
     def _rate(self: Any) -> Any:
@@ -470,10 +470,8 @@ class _Distributed(Controls):
         if self._passes is not None:
             return
         with tf.init_scope():
-            self._passes = tf.Variable(0, trainable=False, dtype=tf.int64)
-            self._sums = [
-                tf.Variable(tf.zeros(tuple(v.shape), v.dtype), trainable=False) for v in variables
-            ]
+            self._passes = create(0, tf.int64)
+            self._sums = [create(tf.zeros(tuple(v.shape), v.dtype)) for v in variables]
 
 
 class _ModelAveraging(_Distributed):
