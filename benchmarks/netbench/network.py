@@ -46,6 +46,23 @@ def parse_rate(word: str) -> float | None:
     return float(match[1]) * UNITS[match[2]]
 
 
+def set_hostname(name: str, hosts: Sequence[tuple[str, str]], folder: Path) -> None:
+    """Set the hostname of this process's namespace and an /etc/hosts for all its namespaces.
+
+    Gloo connects to the address of the hostname, whichever interface it is configured to use.
+
+    Args:
+        name: the hostname.
+        hosts: addresses and names besides localhost.
+        folder: folder for the file that replaces /etc/hosts.
+    """
+    path = folder / "hosts"
+    pairs = [("127.0.0.1", "localhost"), *hosts]
+    path.write_text("".join(f"{address} {host}\n" for address, host in pairs))
+    call("mount", "--bind", str(path), "/etc/hosts")
+    call("hostname", name)
+
+
 class Network:
     """Hosts on a bridge.
 
@@ -68,24 +85,13 @@ class Network:
         self.names = [f"rig{tag}-{host}" for host in range(hosts)]
         self.addresses = [f"{SUBNET}.{host + 1}" for host in range(hosts)]
         self.address = f"{SUBNET}.254"
-        self._set_hostnames(f"rig{tag}")
+        pairs = zip(self.addresses, self.names, strict=True)
+        set_hostname(f"rig{tag}", [(self.address, f"rig{tag}"), *pairs], folder)
         call("ip", "link", "set", "lo", "up")
         call("ip", "link", "add", "br0", "type", "bridge")
         call("ip", "address", "add", f"{self.address}/24", "dev", "br0")
         call("ip", "link", "set", "br0", "up")
         self.holders = [self._host(host) for host in range(hosts)]
-
-    def _set_hostnames(self, hostname: str) -> None:
-        """Set the hostname of this namespace and an /etc/hosts for all namespaces.
-
-        Gloo connects to the address of the hostname, whichever interface it is configured to use.
-        """
-        pairs = [("127.0.0.1", "localhost"), (self.address, hostname)]
-        pairs += zip(self.addresses, self.names, strict=True)
-        path = self.folder / "hosts"
-        path.write_text("".join(f"{address} {name}\n" for address, name in pairs))
-        call("mount", "--bind", str(path), "/etc/hosts")
-        call("hostname", hostname)
 
     def _host(self, host: int) -> subprocess.Popen[Any]:
         """Create a host; return the process that keeps it alive."""

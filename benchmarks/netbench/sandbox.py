@@ -60,8 +60,8 @@ def obstacle() -> str | None:
 
 
 # ----------------------------------------------------------------------------------------- outside
-def enter(arguments: Sequence[str]) -> int:
-    """Run this program again with `arguments` in new namespaces; return its exit status.
+def enter(arguments: Sequence[str], module: str = __package__ or "") -> int:
+    """Run a module with `arguments` in new namespaces; return its exit status.
 
     SIGINT and SIGTERM end the rig with all its processes; the status is then 128 + signal number.
 
@@ -85,7 +85,7 @@ def enter(arguments: Sequence[str]) -> int:
             TAG: str(os.getpid()),
         }
         process = subprocess.Popen(
-            [*NAMESPACES, "--mount-proc", sys.executable, "-m", __package__, *arguments],
+            [*NAMESPACES, "--mount-proc", sys.executable, "-m", module, *arguments],
             env=environment, pass_fds=[read_end],
         )  # fmt: skip
         os.close(read_end)

@@ -1,18 +1,15 @@
-"""Common part of the elastic trainings: stages, and the sum of all residuals."""
+"""Common part of the elastic trainings: their stages."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from accordion_hvd.engine import rank_changes
-from accordion_hvd.engine.model_averager import ModelAverager
 
 FEW, MANY = "localhost:2\n", "localhost:2\n127.0.0.1:1\n"
 """Hosts with two and three ranks; Horovod never uses a host again on which a rank has died."""
@@ -62,29 +59,3 @@ class Stages:
             Path(os.environ["ELASTIC_HOSTS"]).write_text(MANY if name == "join" else FEW)
         time.sleep(0.1)
         self.waited += 0.1
-
-
-def total(
-    optimizer: Any, weights: Sequence[np.ndarray], size: int, add: Callable[[np.ndarray], Any]
-) -> np.ndarray:
-    """Return what a change of the ranks conserves, as one vector; collective.
-
-    This is the sum over ranks of all residuals, or the average of the models.
-
-    Args:
-        optimizer: a distributed optimizer.
-        weights: the model's weights.
-        size: number of ranks.
-        add: function that returns the sum over ranks of a vector.
-    """
-    if isinstance(getattr(optimizer, "averaging", None), ModelAverager):
-        return add(np.concatenate([np.ravel(weight) for weight in weights])) / size
-    exchange, rows = optimizer.exchange, []
-    for entry, saved in zip(
-        exchange.bucket_states, rank_changes.part(exchange, False).buckets, strict=True
-    ):
-        row = np.zeros(int(np.prod(entry.bucket.shape)), "f")
-        for value in saved.residuals():
-            row += np.ravel(value)
-        rows.append(row)
-    return add(np.concatenate(rows))

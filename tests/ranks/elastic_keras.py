@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import LocalSGD
+from benchmarks.storm.conserved import conserved
 
 hvd.init()
 stages = elastic.Stages(sys.argv[2:])
@@ -45,7 +46,7 @@ def train(state: Any) -> None:
 
     def total() -> np.ndarray:
         weights = [variable.numpy() for variable in model.trainable_variables]
-        return elastic.total(optimizer, weights, hvd.size(), add)
+        return conserved(optimizer, weights, hvd.size(), add)
 
     stages.enter(state, hvd.size(), total())
     while not stages.over(state):

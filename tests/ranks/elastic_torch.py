@@ -16,6 +16,7 @@ import torch
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import LocalSGD
+from benchmarks.storm.conserved import conserved
 
 hvd.init()
 stages = elastic.Stages(sys.argv[2:])
@@ -45,7 +46,7 @@ def train(state: Any) -> None:
 
     def total() -> np.ndarray:
         weights = [p.detach().numpy() for p in model.parameters()]
-        return elastic.total(optimizer, weights, hvd.size(), add)
+        return conserved(optimizer, weights, hvd.size(), add)
 
     stages.enter(state, hvd.size(), total())
     while not stages.over(state):

@@ -1,0 +1,13 @@
+"""Elastic trainings in a storm; see `benchmarks.storm.command`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.storm.command import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

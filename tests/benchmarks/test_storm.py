@@ -1,0 +1,91 @@
+"""The evaluation of storms, from journals with known times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.storm import job, page
+from benchmarks.storm.journal import Journal, evaluate
+
+
+def entry(time: float, event: str, **values: Any) -> dict[str, Any]:
+    return {"time": time, "event": event, **values}
+
+
+CALM = [
+    entry(0.0, "enter", step=0, ranks=4, drift=None),
+    *(entry(float(step), "step", step=step) for step in range(1, 8)),
+    entry(5.1, "commit", step=5),
+]
+"""Seven steps, and a commit after the fifth."""
+
+
+def test_a_kill_loses_the_steps_since_the_commit() -> None:
+    after = [entry(9.0, "enter", step=5, ranks=3, drift=0.2), entry(14.0, "step", step=6)]
+    rows = evaluate([*sorted(CALM, key=lambda e: e["time"]), entry(7.5, "kill"), *after,
+                     entry(16.5, "commit", step=10)])  # fmt: skip
+    assert rows == [
+        {"event": "kill", "seconds": 9.0, "ranks": 3, "lost": 2, "uncommitted": 2, "drift": None}
+    ]
+
+
+def test_an_orderly_change_loses_nothing() -> None:
+    steps = [*CALM, entry(8.1, "commit", step=7)]
+    found = [entry(7.5, "join"), entry(9.0, "enter", step=7, ranks=5, drift=1e-7)]
+    ordered = sorted([*steps, *found], key=lambda e: e["time"])
+    (row,) = evaluate([*ordered, entry(12.0, "commit", step=10)])
+    assert row["lost"] == 0 and row["seconds"] == 4.5 and row["drift"] == 1e-7
+
+
+def test_changes_that_come_together_count_once() -> None:
+    ordered = sorted(CALM, key=lambda e: e["time"])
+    found = [entry(7.5, "join"), entry(8.0, "kill"), entry(9.0, "enter", step=5, ranks=4, drift=0)]
+    assert [row["event"] for row in evaluate([*ordered, *found, entry(9.5, "commit", step=6)])] == [
+        "kill"
+    ]
+    assert evaluate([*ordered, *found]) == []  # no commit followed
+
+
+def test_a_journal_survives_several_writers(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert Journal(path).entries() == []
+    for writer in (Journal(path), Journal(path)):
+        writer.write("step", step=1)
+    assert [row["step"] for row in Journal(path).entries()] == [1, 1]
+
+
+def test_hosts_are_never_used_again(tmp_path: Path) -> None:
+    hosts = job.Hosts(tmp_path, 2)
+    assert (tmp_path / "hosts").read_text() == "127.0.1.1:1\n127.0.1.2:1\n"
+    hosts.forget("127.0.1.2")  # a rank has died there: Horovod learns of it by itself
+    assert "127.0.1.2" in (tmp_path / "hosts").read_text()
+    assert hosts.add() == "127.0.1.3"
+    hosts.remove("127.0.1.1")
+    assert (tmp_path / "hosts").read_text() == "127.0.1.3:1\n"
+
+
+def found(loss: float, changes: list[dict[str, Any]]) -> dict[str, Any]:
+    settings = {"compression": "topk:0.01", "ranks": 8, "steps": 10, "interval": 30}
+    settings |= {"pace": 0.3, "every": 5}
+    result = {"loss": loss, "equal": True}
+    return {
+        "settings": settings,
+        "status": 0,
+        "seconds": 60.0,
+        "changes": changes,
+        "result": result,
+    }
+
+
+def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
+    change = {"seconds": 5.0, "ranks": 8, "lost": 2, "uncommitted": 2, "drift": None}
+    rows = [{"event": "kill", **change}, {"event": "join", **change, "drift": 3e-7}]
+    text = page.section([(found(2.0, []), found(2.01, rows))])
+    assert "| 5.0 | 5.0 | 2 | 3e-07 | 2.0000 | 2.0100 | +0.5 % | yes | 1 |" in text
+    path = tmp_path / "page.md"
+    path.write_text("before\n")
+    with pytest.raises(SystemExit, match="no results"):
+        page.write(tmp_path, path)
