@@ -29,7 +29,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test coverage fuzz check bench bench-network bench-accuracy bench-optimizers \
-	bench-kernels bench-compressors bench-graph bench-averaging doctor clean
+	bench-kernels bench-compressors bench-graph bench-averaging faults doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -107,6 +107,9 @@ bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (r
 
 bench-averaging: setup ## averaging of models when ranks are late, for docs/averaging.md (80 minutes)
 	@$(IN_VENV) $(RUN) scripts/bench_averaging.py
+
+faults: setup ## what ranks do when one of them fails, for docs/reliability.md (40 minutes)
+	@$(IN_VENV) $(RUN) scripts/faults.py
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

@@ -65,5 +65,5 @@ def test_a_stalled_rank_ends_the_others(launcher: str, how: str) -> None:
     assert {row["rank"] for row in told} == {0, 2} and report.status is not None, report.output
     for row in told:
         assert row["step"] == 3 and row["seconds"] < TIMEOUT + 10, row
-        if launcher != "gloo":  # Horovod does not say which rank it waits for
+        if launcher in ("torchrun", "carried"):  # Horovod does not say which rank it waits for
             assert "rank 1 " in row["error"]

@@ -1,0 +1,1 @@
+"""The fault matrix: trainings in which one rank meets a fault; writes docs/reliability.md."""

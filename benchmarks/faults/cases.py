@@ -1,0 +1,205 @@
+"""The cases of the fault matrix: one row per fault, with the expected behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GLOO, MPI, TORCH = "horovodrun", "mpirun", "torchrun"
+LAUNCHERS = (GLOO, MPI, TORCH)
+TIMEOUT = 30
+"""ACCORDION_HVD_TIMEOUT of all runs, in seconds."""
+
+DEAD, SILENT = 30.0, TIMEOUT + 10.0
+"""Seconds within which every rank must know of a dead and of a silent rank."""
+
+STEPS, SAVED = 10, (4, 8)
+"""Steps of a training, and those after which it saves a checkpoint."""
+
+ENDS, REFUSED, GOES_ON, SKIPS, RESTORED = "ends", "refused", "goes on", "skips", "restored"
+SPREADS = "spreads"
+EXPECTED = {
+    ENDS: "all ranks end",
+    REFUSED: "all ranks raise the same error",
+    GOES_ON: "training goes on, as without the fault",
+    SKIPS: "all ranks skip the step",
+    SPREADS: "all ranks get the value, as without compression",
+    RESTORED: "training continues from the last complete checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault that one rank meets, and what must happen.
+
+    Attributes:
+        name: name on the command line.
+        title: name on the page.
+        place: place of the fault, as in `Rank.at`; "settings" if the rank is set up differently,
+            "files" if saved files are damaged between two launches, "" if there is none.
+        action: action there, a key of `actions.ACTIONS`, or the difference or the damage.
+        expected: a key of `EXPECTED`.
+        says: regular expression that the errors of surviving ranks must match.
+        launchers: launchers of the run in PyTorch.
+        keras: launchers of the run in Keras.
+        method: the compression, a key of `training.METHODS`.
+        step: first step at which the fault may happen, from 0.
+        rank: rank that meets the fault.
+        ranks: number of ranks.
+        options: variants of the training: "scaler", "join".
+        resumed_on: number of ranks of a second launch that loads the checkpoint; 0: none.
+        environment: further environment variables.
+    """
+
+    name: str
+    title: str
+    place: str
+    action: str
+    expected: str = ENDS
+    says: str = ""
+    launchers: tuple[str, ...] = LAUNCHERS
+    keras: tuple[str, ...] = ()
+    method: str = "topk"
+    step: int = 6
+    rank: int = 1
+    ranks: int = 2
+    options: tuple[str, ...] = ()
+    resumed_on: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def silent(self) -> bool:
+        """Return whether the rank stays alive and does not answer."""
+        return self.action == "stop"
+
+    @property
+    def limit(self) -> float:
+        """Return the seconds within which every rank must have ended or gone on."""
+        return SILENT if self.silent else DEAD
+
+    def runs(self) -> list[tuple[str, str]]:
+        """Return the pairs of framework and launcher in which the case is tried."""
+        return [("PyTorch", x) for x in self.launchers] + [("Keras", x) for x in self.keras]
+
+
+ONE = (GLOO, TORCH)  # one launcher per engine
+PAYLOAD = "PayloadError: the payload of rank 1 does not decode|not decode; sent by ranks. .1."
+
+# fmt: off
+SECTIONS: dict[str, tuple[Case, ...]] = {
+    "No fault": (
+        Case("none", "no fault", "", "", GOES_ON, keras=(GLOO,)),
+        Case("none-late", "a rank starts 5 s late", "start", "sleep", GOES_ON, step=0,
+             launchers=(TORCH,)),
+        Case("late", "a rank is 5 s late in a step", "step", "sleep", GOES_ON, launchers=ONE),
+        Case("clock", "the clock of a rank is an hour ahead", "start", "clock", GOES_ON, step=0,
+             launchers=(TORCH,)),
+    ),
+    "Dead ranks": (
+        Case("kill-forward", "SIGKILL in forward", "forward", "kill", ranks=3, keras=(GLOO,)),
+        Case("kill-exchange", "SIGKILL in an exchange", "exchange", "kill", ranks=3,
+             keras=(GLOO,)),
+        Case("kill-far", "SIGKILL in an exchange, 4 ranks", "exchange", "kill", ranks=4,
+             launchers=(GLOO,)),
+        Case("kill-rank-0", "SIGKILL of rank 0 in an exchange", "exchange", "kill", rank=0,
+             ranks=3, launchers=(GLOO,)),
+        Case("kill-decision", "SIGKILL of rank 0 in a decision", "decision", "kill", rank=0,
+             method="accordion", step=5, ranks=3, launchers=ONE),
+        Case("kill-checkpoint", "SIGKILL in a checkpoint", "checkpoint", "kill", step=8,
+             resumed_on=2, ranks=3, launchers=ONE),
+        Case("kill-average", "SIGKILL in an average, LocalSGD", "average", "kill",
+             method="local", ranks=3, launchers=(GLOO,)),
+        Case("kill-groups", "SIGKILL in an average, WAGMA", "average", "kill", method="wagma",
+             ranks=4, launchers=(MPI,)),
+        Case("exit", "a rank leaves early: sys.exit(0)", "step", "exit", ranks=3, keras=(GLOO,)),
+        Case("exit-error", "a rank leaves early: sys.exit(3)", "step", "exit 3", ranks=3,
+             launchers=(TORCH,)),
+        Case("fewer-steps", "a rank takes fewer steps", "settings", "steps", ranks=3,
+             launchers=ONE),
+    ),
+    "Silent ranks": (
+        Case("stop-forward", "SIGSTOP in forward", "forward", "stop", ranks=3,
+             keras=(GLOO, MPI)),
+        Case("stop-exchange", "SIGSTOP in an exchange", "exchange", "stop", ranks=3),
+        Case("stop-decision", "SIGSTOP of rank 0 in a decision", "decision", "stop", rank=0,
+             method="accordion", step=5, ranks=3, launchers=(GLOO,)),
+        Case("stop-checkpoint", "SIGSTOP in a checkpoint", "checkpoint", "stop", step=8,
+             ranks=3, launchers=(TORCH,)),
+        Case("stop-average", "SIGSTOP in an average, LocalSGD", "average", "stop",
+             method="local", ranks=3, launchers=(GLOO,)),
+        Case("stop-groups", "SIGSTOP in an average, WAGMA", "average", "stop", method="wagma",
+             ranks=4, launchers=(MPI,)),
+    ),
+    "Gradients that are not finite": (
+        Case("nan", "NaN on one rank", "gradient", "nan", SPREADS, launchers=(TORCH,)),
+        Case("inf", "Inf on one rank", "gradient", "inf", SPREADS, launchers=(), keras=(GLOO,)),
+        Case("nan-scaler", "NaN on one rank, GradScaler", "gradient", "nan", SKIPS,
+             options=("scaler",), launchers=ONE),
+        Case("inf-scaler", "Inf on one rank, GradScaler", "gradient", "inf", SKIPS,
+             options=("scaler",), launchers=(TORCH,)),
+        Case("nan-average", "NaN on one rank, LocalSGD, GradScaler", "gradient", "nan", GOES_ON,
+             method="local", options=("scaler",), launchers=(GLOO,)),
+    ),
+    "Payloads": (
+        Case("payload-nan", "NaN in a payload", "payload", "nan", SPREADS, launchers=(TORCH,)),
+        Case("payload-truncated", "a payload is truncated", "payload", "truncate",
+             launchers=ONE),
+        Case("payload-longer", "a payload is too long", "payload", "lengthen",
+             launchers=(TORCH,)),
+        Case("payload-random", "a payload has random bytes", "payload", "random", REFUSED,
+             PAYLOAD, launchers=ONE, keras=(GLOO,)),
+        Case("payload-method", "a payload of another method", "payload", "dense", REFUSED,
+             PAYLOAD, launchers=(TORCH,)),
+    ),
+    "Ranks that differ": (
+        Case("model-shape", "another model: a wider layer", "settings", "width", REFUSED,
+             "set up differently|Mismatched BROADCAST", launchers=ONE),
+        Case("model-layers", "another model: one layer more", "settings", "layers", REFUSED,
+             "set up differently", launchers=(TORCH,)),
+        Case("compressor", "another compressor", "settings", "compressor", REFUSED,
+             "set up differently.*TopK", launchers=ONE, keras=(GLOO,)),
+        Case("averaging", "another averaging method", "settings", "averaging", REFUSED,
+             "set up differently", method="local", launchers=(GLOO,)),
+        Case("levels", "another level", "settings", "level", method="accordion", launchers=ONE),
+        Case("version", "another version", "settings", "version", REFUSED,
+             "set up differently.*accordion_hvd", launchers=(TORCH,)),
+        Case("weights", "other initial weights", "settings", "weights", REFUSED,
+             "ReplicasDiffer|replicas differ", launchers=(GLOO,)),
+        Case("rate", "another learning rate", "settings", "rate", REFUSED, "replicas differ",
+             launchers=(TORCH,)),
+    ),
+    "Uneven data": (
+        Case("join", "uneven data: hvd.join", "settings", "steps", options=("join",),
+             launchers=(GLOO,)),
+        Case("join-torch", "uneven data: hvd.join", "settings", "steps", options=("join",),
+             says="not available over torch.distributed|ConnectionLost", launchers=(TORCH,)),
+    ),
+    "Files": (
+        Case("full-disk", "full disk while rank 1 saves", "checkpoint", "full", REFUSED,
+             "No space left on device", step=8, resumed_on=2, launchers=(TORCH,), keras=(GLOO,)),
+        Case("unwritable", "checkpoint folder cannot be written", "checkpoint folder",
+             "unwritable", REFUSED, "writing to .* failed", rank=0, step=4, launchers=(GLOO,)),
+        Case("cache", "unwritable cache", "", "", GOES_ON,
+             environment=(("XDG_CACHE_HOME", "/proc/cache"),), launchers=(TORCH,)),
+        Case("cut", "a checkpoint is cut short", "files", "cut", RESTORED, resumed_on=2,
+             launchers=(TORCH,), keras=(GLOO,)),
+        Case("swapped", "files swapped between ranks", "files", "swapped", RESTORED,
+             resumed_on=2, launchers=(TORCH,)),
+        Case("missing", "the file of one rank is missing", "files", "missing", RESTORED,
+             resumed_on=2, launchers=(GLOO,)),
+        Case("fewer-ranks", "a checkpoint of another number of ranks", "files", "", RESTORED,
+             resumed_on=3, launchers=(GLOO,)),
+        Case("no-checkpoint", "all checkpoints are damaged", "files", "all", REFUSED,
+             "has .* bytes, but must have", resumed_on=2, launchers=(TORCH,)),
+    ),
+    "Errors and signals": (
+        Case("memory", "out of memory in an encode", "encode", "memory", launchers=ONE),
+        Case("hook", "exception in backward", "gradient", "raise", launchers=(TORCH,)),
+        Case("forward-error", "exception in forward", "forward", "raise", launchers=(),
+             keras=(GLOO,)),
+        Case("interrupt", "Ctrl-C (SIGINT) to one rank", "step", "interrupt"),
+        Case("interrupt-all", "Ctrl-C (SIGINT) to the launcher", "exchange", "launcher"),
+    ),
+}
+# fmt: on
+
+CASES = {case.name: case for cases in SECTIONS.values() for case in cases}

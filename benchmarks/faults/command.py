@@ -1,0 +1,108 @@
+"""The fault matrix: `make faults` and docs/reliability.md.
+
+faults.py [case ...]   tries these cases, or all that have no result yet, and writes the page
+
+Each case is a small training in which one rank meets a fault, over each launcher and in each
+framework where it applies. Results are kept in a JSON file after each launch, so that an
+interrupted run continues where it ended; cases that are named are tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import launch, page, verdict
+from benchmarks.faults.cases import CASES, Case
+from benchmarks.netbench.bench import machine
+from examples.results import read_json, write_json
+
+Row = dict[str, Any]
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    add = parser.add_argument
+    add("cases", nargs="*", choices=[*CASES, []], default=[], metavar="case", help="cases to try")
+    add("--launchers", nargs="+", help="launchers to use (all)")
+    add("--frameworks", nargs="+", help="PyTorch or Keras (both)")
+    add("--output", type=Path, default=Path("runs/faults/faults.json"), help="file of the results")
+    add("--page", type=Path, default=Path("docs/reliability.md"), help="page to write")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Try the requested cases and write the page once every case has a result."""
+    chosen = options().parse_args(words)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs would ignore it
+    found = read_json(chosen.output) if chosen.output.is_file() else {"rows": {}}
+    found["machine"] = machine()
+    for case in [CASES[name] for name in chosen.cases] or CASES.values():
+        for framework, launcher in case.runs():
+            wanted = chosen.launchers is None or launcher in chosen.launchers
+            wanted &= chosen.frameworks is None or framework in chosen.frameworks
+            key = f"{case.name}/{framework}/{launcher}"
+            if wanted and (chosen.cases or key not in found["rows"]):
+                row = attempt(case, framework, launcher, found["rows"])
+                found["rows"][key] = row
+                write_json(chosen.output, found)
+                print(f"faults.py: {key}: {row['happened']}. {row['problem']}", flush=True)
+    page.write(found, chosen.page)
+
+
+def attempt(case: Case, framework: str, launcher: str, rows: dict[str, Row]) -> Row:
+    """Launch the ranks of a case, twice if they resume, and judge what happened."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults") as name:
+        folder = Path(name)
+        launches = [launch.run(case, framework, launcher, folder)]
+        if case.resumed_on:
+            damage(case.action, folder / "checkpoints")
+            launches.append(launch.run(case, framework, launcher, folder, phase=1))
+    without = rows.get(f"none/{framework}/{launcher}", {}).get("checksums", {})
+    row = verdict.judge(case, launches, without.get(str(case.ranks), []))
+    if not case.place and not row["problem"]:
+        row["checksums"] = {str(case.ranks): verdict.checksums(launches[-1])}
+    if row["problem"]:
+        row["output"] = "\n".join(found.output[-6000:] for found in launches)
+    return {**row, "took": round(time.monotonic() - began, 1)}
+
+
+# ---------------------------------------------------------------------------- damage to checkpoints
+def damage(kind: str, checkpoints: Path) -> None:
+    """Damage the newest checkpoint, or all of them."""
+    folders = sorted(checkpoints.glob("state-*"), reverse=True)
+    for folder in folders if kind == "all" else folders[:1]:
+        files = sorted(folder.glob("rank-*.npz"))
+        DAMAGES.get(kind, _none)(files)
+
+
+def _none(files: list[Path]) -> None:
+    pass
+
+
+def _cut(files: list[Path]) -> None:
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[: len(content) // 2])
+
+
+def _swap(files: list[Path]) -> None:
+    first, second = files[0].read_bytes(), files[1].read_bytes()
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+
+
+DAMAGES: dict[str, Callable[[list[Path]], None]] = {
+    "cut": _cut,
+    "all": _cut,
+    "swapped": _swap,
+    "missing": lambda files: files[1].unlink(),
+}
+"""Damages of a checkpoint, as functions of the ranks' files."""
