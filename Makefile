@@ -29,7 +29,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test coverage fuzz check bench bench-network bench-accuracy bench-optimizers \
-	bench-kernels bench-compressors bench-graph bench-averaging faults doctor clean
+	bench-kernels bench-compressors bench-graph bench-averaging faults storm doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -110,6 +110,10 @@ bench-averaging: setup ## averaging of models when ranks are late, for docs/aver
 
 faults: setup ## what ranks do when one of them fails, for docs/reliability.md (40 minutes)
 	@$(IN_VENV) $(RUN) scripts/faults.py
+
+storm: setup ## elastic trainings while ranks die, leave and join, for docs/reliability.md (root; two hours)
+	@$(IN_VENV) $(RUN) scripts/storm.py
+	@$(IN_VENV) $(RUN) scripts/storm.py report
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor

@@ -57,6 +57,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         hyper: settings of the optimizer, by group, for exchange generators (`Info.hyper`).
 
     Attributes:
+        agrees: whether ranks compare their set-ups before the first exchange.
         managed: whether a callback retraces graphs after a change of levels.
         train_function: the train function of the previous `fit`, stored by a callback, or None.
     """
@@ -78,7 +79,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     ) -> None:
         self.variables, self.scale_local = variables, scale_local
         self.hyper, self.group_of = hyper, _no_group
-        self.managed = False
+        self.agrees, self.managed = True, False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
         self._idle: set[int] = set()  # keys of variables without a gradient on any rank
         self._function: Any = None
@@ -334,8 +335,12 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.expect_sparse([key for key in sparse if key not in self.local])
         infos, present = self.tensors(), {key_of(v) for v, g in pairs if g is not None}
         with tf.init_scope():
+            tensors = self.exchange.tensors
+            if not self.agrees:
+                self.agreed = True
+                return
             self.agree(f"sparse gradients: {[infos[key].name for key in self.sparse]}")
-            if self.exchange.tensors:
+            if tensors:
                 anywhere = self.on_any_rank([key in present for key in self.keys])
                 self._idle = {key for key, i in self.number.items() if not anywhere[i]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -10,9 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.compressors import Dense
+from accordion_hvd.compressors.horovod_compression import HorovodCompression
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.policies import Policy
+from accordion_hvd.policies import Fixed, Policy
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
@@ -214,6 +218,9 @@ def _averager(
     if key not in _averagers:
         use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
         serving = resolve(compression)
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        if elastic:
+            _check_elastic(serving)
         validate(serving, replace(use, owner="DistributedGradientTape", takes_steps=False))
         assert isinstance(serving, Policy)
         references = [weakref.ref(variable) for variable in variables]
@@ -224,14 +231,27 @@ def _averager(
             total=op == hvd.Sum,
             sparse_as_dense=sparse_as_dense,
             skip=skip,
-            guard=Guard(guard, every, default_guard(compression)),
+            guard=Guard("off" if elastic else guard, every, default_guard(compression)),
             scale_local=scale_local,
         )
+        averager.agrees = not elastic  # ranks that join take their first step later than others
         averager.local = set(local)
         _averagers[key] = averager
         for variable in variables[:1]:  # another variable may get the same id later
             weakref.finalize(variable, _averagers.pop, key, None)
     return _averagers[key]
+
+
+def _check_elastic(serving: Any) -> None:
+    """Refuse compression with a state, which cannot follow the ranks of an elastic job in a tape.
+
+    Raises:
+        ValueError: if `serving` is not Horovod's compression or none.
+    """
+    kind = getattr(serving, "compressor", None)
+    if not isinstance(serving, Fixed) or not isinstance(kind, (Dense, HorovodCompression)):
+        allowed = "Horovod's own in elastic jobs; DistributedOptimizer accepts all others"
+        check.refuse("DistributedGradientTape", "compression", serving, allowed)
 
 
 def _adasum(grads: Sequence[Any], arguments: tuple[Any, ...]) -> list[Any]:

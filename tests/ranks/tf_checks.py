@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -17,14 +18,13 @@ from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.core.base import Allgather, Alltoall, Neighbours
 from accordion_hvd.engine.guard import ReplicasDiffer
+from accordion_hvd.tensorflow import tape as tapes
 from accordion_hvd.tensorflow.tape import exchange_of
 
 PAIR = hvd.ProcessSet([0, 1])
 
 
 def INIT() -> None:  # noqa: D103, N802
-    import os
-
     ranks = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
     hvd.init(process_sets=[PAIR] if ranks > 2 else None)
 
@@ -158,6 +158,24 @@ def check_tape_in_a_later_trace_of_a_function() -> None:
         mean = step(tf.constant(rank_gradient()), everyone=True)
         same = hvd.allgather(tf.reshape(mean, (1, -1))).numpy()
         assert np.abs(same[0]).max() > 0 and (same == same[0]).all(), compression
+
+
+def check_tape_in_an_elastic_job() -> None:
+    """A rank that joins takes its first step together with steps of ranks that compare nothing."""
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        variable = tf.Variable(tf.zeros((40, 40)))
+        grad = tf.constant(rank_gradient())
+        want = np.mean([rank_gradient(0, rank) for rank in range(hvd.size())], 0)
+        for joined in (False, True):
+            if joined and hvd.rank() == 0:
+                list(tapes._averagers.values())[-1].agreed = False  # as before its first step
+            (mean,) = tape_step([variable])(grad)
+            np.testing.assert_allclose(mean.numpy(), want, rtol=1e-5, atol=1e-6)
+        step = tape_step([tf.Variable(tf.zeros((40, 40)))], compression=TopK(0.5))
+        raises(ValueError, "Horovod's own in elastic jobs", lambda: step(grad))
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
 
 
 def step_of_two_traces(variable: tf.Variable, compression: str) -> Any:
