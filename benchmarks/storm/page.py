@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import digits, render, spread
+from benchmarks.report import END, digits, render, spread
 from examples.report import as_markdown, tabulate
 from examples.results import read_json
 
-BEGIN, END = "<!-- storms -->", "<!-- end of storms -->"
+BEGIN, STOP = "<!-- storms -->", "<!-- end of storms -->"
 COLUMNS = {
     "compression": "`{compression}`",
     "changes": "{changes}",
@@ -68,10 +68,10 @@ def section(pairs: Sequence[tuple[Found, Found]]) -> str:
 
 
 def write(folder: Path, path: Path) -> None:
-    """Write the section into the page, between its marks.
+    """Write the section into the page, between its marks; a page without them gets them.
 
     Raises:
-        SystemExit: if there are no results, or the page lacks the marks.
+        SystemExit: if there are no results.
     """
     calm = {file.stem.removesuffix("-calm"): file for file in sorted(folder.glob("*-calm.json"))}
     found = [
@@ -82,7 +82,9 @@ def write(folder: Path, path: Path) -> None:
     if not found:
         raise SystemExit(f"storm.py: {folder} has no results yet.")
     text = path.read_text()
-    before, begin, remainder = text.partition(BEGIN)
-    if not begin or END not in remainder:
-        raise SystemExit(f"storm.py: {path} has no lines {BEGIN!r} and {END!r}.")
-    path.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{remainder.partition(END)[2]}")
+    if END not in text:  # `make faults` keeps the text after this mark
+        text = f"{text.rstrip()}\n\n{END}\n"
+    if BEGIN not in text:
+        text = f"{text.rstrip()}\n\n{BEGIN}\n{STOP}\n"
+    before, _, remainder = text.partition(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{section(found)}\n{STOP}{remainder.partition(STOP)[2]}")

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import END, write_page
 from benchmarks.storm import job, page
 from benchmarks.storm.journal import Journal, evaluate
+from examples.results import write_json
 
 
 def entry(time: float, event: str, **values: Any) -> dict[str, Any]:
@@ -89,3 +91,12 @@ def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
     path.write_text("before\n")
     with pytest.raises(SystemExit, match="no results"):
         page.write(tmp_path, path)
+    write_json(tmp_path / "x-calm.json", found(2.0, []))
+    write_json(tmp_path / "x-storm.json", found(2.01, rows))
+    page.write(tmp_path, path)
+    once = path.read_text()
+    assert once.startswith("before\n\n" + END) and text in once
+    page.write(tmp_path, path)
+    assert path.read_text() == once
+    write_page(path, "measured again")  # as `make faults` does
+    assert text in path.read_text() and "before" not in path.read_text()
