@@ -117,7 +117,8 @@ def _happened(case: Case, launch: Launch) -> str:
     since = f"continued from step {resumed[0]['step']}; " if resumed else ""
     if _finished(launch):
         skipped = launch.events[0][-1].get("skipped", 0)
-        return f"{since}trained to the end" + (f", {skipped} step skipped" if skipped else "")
+        steps = "step" if skipped == 1 else "steps"
+        return f"{since}trained to the end" + (f", {skipped} {steps} skipped" if skipped else "")
     raised, ranks = len(_errors(case, launch)), len(launch.events)
     return since + (
         f"{raised} of {ranks} ranks raised" if raised else "the launcher ended the ranks"
