@@ -62,7 +62,10 @@ def test_a_stalled_rank_ends_the_others(launcher: str, how: str) -> None:
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         launch._run(report, folder, 130, more)
         told = [json.loads(file.read_text()) for file in Path(folder).glob("told*")]
-    assert {row["rank"] for row in told} == {0, 2} and report.status is not None, report.output
+    ranks = {row["rank"] for row in told}
+    # mpirun kills the other ranks as soon as one has ended
+    assert ranks == {0, 2} or (launcher == "mpirun" and ranks and ranks < {0, 2}), report.output
+    assert report.status is not None, report.output
     for row in told:
         assert row["step"] == 3 and row["seconds"] < TIMEOUT + 10, row
         if launcher in ("torchrun", "carried"):  # Horovod does not say which rank it waits for
