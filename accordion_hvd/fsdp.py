@@ -33,7 +33,7 @@ from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import default_guard
-from accordion_hvd.torch.hooked import BackwardReducer, suitable
+from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
 
 OWNER = "fsdp.between"
@@ -97,29 +97,12 @@ def between(
     return State(reducer)
 
 
-class State:
+class State(HookedState):
     """State of the exchange between replicas; made by `between`.
 
     It can be part of a checkpoint of `torch.distributed.checkpoint`: `dcp.save({"model": ...,
     "compression": state})` saves the residuals of each rank. Load it on as many ranks.
     """
-
-    def __init__(self, reducer: ShardReducer) -> None:
-        self._reducer = reducer
-
-    @property
-    def exchange(self) -> Any:
-        """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
-        return self._reducer.exchange
-
-    @property
-    def policy(self) -> Any:
-        """Return the policy."""
-        return self._reducer.policy
-
-    def end_window(self) -> None:
-        """End a window of the policy (normally an epoch); call it on every rank."""
-        self.policy.end_window()
 
     def state_dict(self) -> dict[str, bytes]:
         """Return residuals, levels and policy of this rank, as bytes under the rank's name."""

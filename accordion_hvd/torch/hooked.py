@@ -62,6 +62,31 @@ class BackwardReducer(HookedReducer):
         self.finish()
 
 
+class HookedState:
+    """The user's access to the exchange of a hooked reducer.
+
+    Args:
+        reducer: the reducer.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    @property
+    def exchange(self) -> Any:
+        """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
+        return self._reducer.exchange
+
+    @property
+    def policy(self) -> Any:
+        """Return the policy."""
+        return self._reducer.policy
+
+    def end_window(self) -> None:
+        """End a window of the policy (normally an epoch); call it on every rank."""
+        self.policy.end_window()
+
+
 def suitable(
     owner: str,
     compression: Any,

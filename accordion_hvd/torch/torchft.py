@@ -48,7 +48,7 @@ from accordion_hvd.engine.rank_changes import Gather, Group, Part
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.torch import validation
-from accordion_hvd.torch.hooked import BackwardReducer, suitable
+from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
 
 OWNER = "torchft.average"
@@ -102,11 +102,12 @@ def average(
     return Averager(manager, reducer)
 
 
-class Averager:
+class Averager(HookedState):
     """State of the exchange between replicas; made by `average`."""
 
     def __init__(self, manager: Any, reducer: ReplicaReducer) -> None:
-        self._manager, self._reducer = manager, reducer
+        super().__init__(reducer)
+        self._manager = manager
 
     def start_quorum(self, **options: Any) -> None:
         """Call the manager's `start_quorum`, before the forward pass."""
@@ -123,19 +124,9 @@ class Averager:
         self._reducer.end(committed)
         return committed
 
-    @property
-    def exchange(self) -> Any:
-        """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
-        return self._reducer.exchange
-
-    @property
-    def policy(self) -> Any:
-        """Return the policy."""
-        return self._reducer.policy
-
     def end_window(self) -> None:
         """End a window of the policy (normally an epoch); call it on every replica."""
-        self.policy.end_window()
+        super().end_window()
         self._reducer.commit()
 
     def hand_over(self) -> None:

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.faults import rank
 from benchmarks.faults.cases import GLOO, TIMEOUT, TORCH, Case
 
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Launch:
-    """What came of a launch.
+    """The events and the end of a launch.
 
     Attributes:
         events: events that each rank recorded.
@@ -79,7 +79,7 @@ def run(case: Case, framework: str, launcher: str, folder: Path, phase: int = 0)
             _observe(launch, process, case, folder, phase)
         finally:
             launch.status = process.poll()
-            _end(process, folder)
+            processes.end(process, rank.FOLDER, str(folder))
     launch.events = _events(folder, phase)
     launch.output = path.read_text(errors="replace")
     return launch
@@ -173,28 +173,3 @@ def _events(folder: Path, phase: int) -> dict[int, list[Event]]:
         if events:
             found[int(path.name[4:].partition(".")[0])] = events
     return found
-
-
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End what is left of a launch, whatever process groups it has made, and nothing else."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + 3
-        left = set(_started(folder))
-        for pid in left:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-        while time.monotonic() < deadline and (process.poll() is None or any(_started(folder))):
-            time.sleep(_POLL)
-
-
-def _started(folder: Path) -> Iterator[int]:
-    """Return the processes of this launch: its folder is in their environment."""
-    token = f"{rank.FOLDER}={folder}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if token in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
-        except OSError:
-            continue  # ended meanwhile, or another user's

@@ -32,6 +32,9 @@ _GISTS = (
 )
 """Regular expressions whose groups are the parts of an error that say what happened."""
 
+_FOLDERS = re.compile(r"(?:/[^\s/:'\"]+){2,}/")
+"""Folders of a path, which differ between machines."""
+
 COLUMNS = {
     "case": "{title}",
     "framework": "{framework}",
@@ -139,7 +142,7 @@ def happened(row: Row) -> str:
 
 def phrase(error: str) -> str:
     """Return the part of an error that says what happened, at most a line long."""
-    line = " ".join(error.split())
+    line = _FOLDERS.sub("", " ".join(error.split()))
     own = [match for pattern in _GISTS if (match := re.search(pattern, line))]
     line = ": ".join(own[0].groups()) if own else line
     return line if len(line) <= _WIDEST else line[: _WIDEST - 3] + "..."

@@ -1,4 +1,4 @@
-"""What the trainings in PyTorch and Keras share: data, methods, checkpoints."""
+"""The common part of the trainings in PyTorch and Keras: data, methods, checkpoints."""
 
 from __future__ import annotations
 

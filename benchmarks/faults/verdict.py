@@ -1,4 +1,4 @@
-"""What a launch shows: what happened, how long it took, what was lost, whether weights agree."""
+"""Evaluation of launches: the outcome, its time, the steps lost, and whether weights agree."""
 
 from __future__ import annotations
 

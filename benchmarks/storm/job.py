@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.netbench import network
 from benchmarks.storm.journal import Journal, evaluate
 
@@ -27,6 +28,8 @@ CHANGES = ("kill", "join", "leave", "join")
 """Changes in their order, which repeats."""
 
 NAME = "storm"
+FOLDER = "STORM_FOLDER"
+"""Environment variable with the folder of a training."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,10 @@ class Storm:
                 self._command(), env=self._environment(), stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            status = self._wait(process, began)
+            try:
+                status = self._wait(process, began)
+            finally:
+                processes.end(process, FOLDER, str(self.folder))
         result = self.folder / "result.json"
         return {
             "settings": asdict(self.settings),
@@ -151,7 +157,7 @@ class Storm:
     def _environment(self) -> dict[str, str]:
         more = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         more["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "120"  # ranks wait so long for one that starts
-        return {**os.environ, **more}
+        return {**os.environ, **more, FOLDER: str(self.folder)}
 
     def _wait(self, process: subprocess.Popen[bytes], began: float) -> int | None:
         """Wait for the end, and disturb until then; return the status, None after the limit."""
@@ -160,8 +166,6 @@ class Storm:
             time.sleep(0.1)
             now = time.monotonic()
             if now - began > self.limit:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
                 return None
             if due == math.inf and self.settings.interval and self.journal.path.exists():
                 due = now + self.settings.interval

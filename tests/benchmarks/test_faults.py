@@ -103,6 +103,10 @@ def test_errors_on_the_page() -> None:
     error = "UnknownError: Graph execution error:\n\nRanksDisagree: ranks [1] were set up | so"
     assert page.phrase(error) == "RanksDisagree: ranks [1] were set up | so"
     assert len(page.phrase("a" * 1000)) <= 130
+    assert (
+        page.phrase("[/tmp/x-5k/gloo/pair.cc:598] closed, '/proc/y'")
+        == "[pair.cc:598] closed, '/proc/y'"
+    )
 
 
 def test_damaged_checkpoints(tmp_path: Path) -> None:

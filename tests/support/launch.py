@@ -12,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from benchmarks import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = ROOT / "tests" / "ranks"
@@ -226,12 +228,13 @@ def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> 
         try:
             report.status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            for pid in _started(folder):  # those who know the signal say where they are
+            # those who know the signal say where they are
+            for pid in processes.started("CHECK_FOLDER", folder):
                 if Path(folder, f"pid{pid}").exists():
                     os.kill(pid, signal.SIGUSR1)
             time.sleep(1)
         finally:
-            _end(process, folder)
+            processes.end(process, "CHECK_FOLDER", folder)
             report.seconds = time.monotonic() - began
         output.seek(0)
         report.output = output.read()
@@ -278,35 +281,6 @@ def _read(report: Report, folder: Path) -> None:
             report.outcomes.setdefault(row["check"], {})[rank] = outcome
         if batching.exists() and batching.stat().st_size:
             report.batching[rank] = batching.read_text(errors="replace")
-
-
-def _started(folder: str) -> Iterator[int]:
-    """Processes that descend from this launch: its folder is in their environment."""
-    token = f"CHECK_FOLDER={folder}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if token in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
-        except OSError:
-            continue  # ended meanwhile, or another user's
-
-
-def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str], folder: str) -> None:
-    """End what is left of a launch, whatever process groups it has made, and nothing else."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = set(_started(folder))
-        if process.poll() is None:
-            left.add(process.pid)
-        if not left:
-            return
-        for pid in left:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and (process.poll() is None or any(_started(folder))):
-            time.sleep(0.05)
 
 
 def need(launcher: str) -> None:
