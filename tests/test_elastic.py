@@ -11,7 +11,7 @@ CASES = [
     ("torch", "topk:0.1", ["join", "leave"]),
     ("torch", "powersgd:2", ["join", "kill"]),
     ("torch", "local", ["join", "leave"]),
-    ("keras", "topk:0.1", ["join", "leave"]),
+    ("keras", "topk:0.1", ["join", "kill"]),
 ]
 
 

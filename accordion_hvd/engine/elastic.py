@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterable
@@ -46,9 +47,11 @@ class FollowsRanks:
 
     Attributes:
         interrupt: Horovod's exception for changed hosts.
+        failure: Horovod's exception for failed operations.
     """
 
     interrupt: ClassVar[type[Exception]]
+    failure: ClassVar[type[Exception]]
     _norms: tuple[list[float], ...] = ()  # norms of the committed residuals, by rank and member
     _skips_sync = False  # whether Horovod omits `sync` after the present change
 
@@ -96,7 +99,10 @@ class FollowsRanks:
         super().reset()  # type: ignore[misc]
         if self._skips_sync:  # there are only ranks that were present before
             self._skips_sync = False
-            self._regroup()
+            # Horovod expects failures from `sync` and the training only, whose next operation fails
+            # again if a rank dies here.
+            with contextlib.suppress(self.failure):
+                self._regroup()
 
     def sync(self) -> None:
         """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.elastic as _horovod
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
-from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.tensorflow.elastic import *  # noqa: F403
 
 from accordion_hvd.comm.horovod import connections
@@ -64,7 +66,7 @@ class TensorFlowKerasState(FollowsRanks, _ModelState):
         ValueError: if the model is not built.
     """
 
-    interrupt = HostsUpdatedInterrupt
+    interrupt, failure = HostsUpdatedInterrupt, HorovodInternalError
 
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
@@ -73,8 +75,14 @@ class TensorFlowKerasState(FollowsRanks, _ModelState):
             raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
         super().__init__(model, optimizer or model.optimizer, **kwargs)
 
+    def sync(self) -> None:
+        """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""
+        with _failures():
+            super().sync()
+
     def _gather(self, value: Any) -> list[Any]:
-        return hvd.allgather_object(value, name="accordion.elastic")
+        with _failures():
+            return hvd.allgather_object(value, name="accordion.elastic")
 
     def _optimizers(self) -> Iterable[Any]:
         return [self.optimizer]
@@ -88,7 +96,28 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     After a failure, all connections of Horovod are closed, so that other ranks notice the failure.
     """
-    return connections.decorated(_horovod, hvd, function)
+
+    @functools.wraps(function)
+    def converting(*args: Any, **kwargs: Any) -> Any:
+        with _failures():
+            return function(*args, **kwargs)
+
+    return connections.decorated(_horovod, hvd, converting)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raise Horovod's exception for failed operations instead of TensorFlow's.
+
+    Horovod's decorator does so by the names of operations, which the errors of functions lack, and
+    returns as if the training had ended if it finds none.
+    """
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if "Horovod" not in error.message:
+            raise
+        raise HorovodInternalError(error) from error
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import horovod.torch.elastic as _horovod
-from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
@@ -24,7 +24,7 @@ class TorchState(FollowsRanks, _horovod.TorchState):
         RuntimeError: if torch.distributed carries the gradients.
     """
 
-    interrupt = HostsUpdatedInterrupt
+    interrupt, failure = HostsUpdatedInterrupt, HorovodInternalError
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         if engines.carrier() == "torch":
