@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from harness import raises
+from horovod.common.exceptions import HorovodInternalError
 
 import accordion_hvd.tensorflow as hvd
 from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
@@ -176,6 +177,18 @@ def check_tape_in_an_elastic_job() -> None:
         raises(ValueError, "Horovod's own in elastic jobs", lambda: step(grad))
     finally:
         del os.environ["HOROVOD_ELASTIC"]
+
+
+def check_failed_operations_raise_horovods_exception() -> None:
+    """Horovod's decorator knows failed operations by their names, which errors may lack."""
+
+    def fail(message: str) -> None:
+        with hvd.elastic._failures():
+            raise tf.errors.UnknownError(None, None, message)
+
+    shut_down = "{{function_node __inference_283}} Horovod has been shut down."
+    raises(HorovodInternalError, "shut down", lambda: fail(shut_down))
+    raises(tf.errors.UnknownError, "no space left", lambda: fail("no space left"))
 
 
 def step_of_two_traces(variable: tf.Variable, compression: str) -> Any:
