@@ -23,6 +23,7 @@ import torch.distributed as dist
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.resolve import default_guard
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import HookedReducer, suitable
@@ -90,6 +91,7 @@ class State:
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
         guard_every: number of steps between comparisons of the replicas.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
+        ledger: record of the steps, as for `DistributedOptimizer`.
         process_group: ranks that average. Default: all ranks.
 
     Raises:
@@ -107,6 +109,7 @@ class State:
         guard: str | None = None,
         guard_every: int | None = None,
         grad_scaler: Any = None,
+        ledger: Any = None,
         process_group: Any = None,
     ) -> None:
         self.policy = suitable(OWNER, compression, optimizer, skip)
@@ -114,7 +117,7 @@ class State:
         validation.check_parameters(self._named)
         self._group, self._optimizer = process_group, optimizer
         self._options = {
-            "skip": tuple(skip), "scaler": grad_scaler,
+            "skip": tuple(skip), "scaler": grad_scaler, "ledger": as_ledger(ledger),
             "guard": Guard(guard, guard_every, default_guard(compression)),
         }  # fmt: skip
         self._reducer: BucketReducer | None = None

@@ -50,6 +50,7 @@ def between(
     guard: str | None = None,
     guard_every: int | None = None,
     grad_scaler: Any = None,
+    ledger: Any = None,
 ) -> State:
     """Average the gradients of a sharded model between its replicas, with compression.
 
@@ -68,6 +69,7 @@ def between(
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
         guard_every: number of steps between comparisons of the replicas.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
+        ledger: record of the steps, as for `DistributedOptimizer`.
 
     Returns:
         The state, with `exchange.stats()`, `end_window()` and `state_dict()`.
@@ -88,7 +90,7 @@ def between(
     shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
     reducer = ShardReducer(
         shards, policy, of_group(group), lambda: optimizer.param_groups if optimizer else [],
-        passes=passes, skip=tuple(skip), scaler=grad_scaler,
+        passes=passes, skip=tuple(skip), scaler=grad_scaler, ledger=ledger,
         guard=Guard(guard, guard_every, default_guard(compression)),
     )  # fmt: skip
     source = dist.get_process_group_ranks(group)[0]

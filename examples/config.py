@@ -10,6 +10,7 @@ import typing
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from accordion_hvd import check
@@ -112,6 +113,11 @@ class Settings:
             check.refuse(who, "schedule", self.schedule, "'drops' when drops are given")
         for epoch in self.drops:
             check.integer(who, "drops", epoch, least=1)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the results."""
+        return Path(self.output) / self.name
 
     def policy(self) -> Policy | None:
         """Return a new policy for `compression`, or None if `compression` is None."""

@@ -27,6 +27,7 @@ def train(settings: Settings, data: Dataset) -> Row:
         keras.optimizers.SGD(settings.lr, momentum=settings.momentum),
         compression=settings.policy() or hvd.Compression.none,
         skip=settings.skip,
+        ledger=settings.folder,
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss=loss, jit_compile=False)
@@ -171,7 +172,7 @@ def _save(folder: Path, model: keras.Model) -> None:
 
 def _resume(settings: Settings, model: keras.Model) -> Row | None:
     """Restore the last checkpoint and return its results, or None if there is no checkpoint."""
-    folder = Path(settings.output) / settings.name
+    folder = settings.folder
     place = folder / "checkpoint"
     if not (place / "model.npz").exists():
         return None

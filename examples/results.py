@@ -36,7 +36,7 @@ class Record:
         earlier: Row | None = None,
     ) -> None:
         self.rank, self.settings = rank, settings
-        self.folder = Path(settings.output) / settings.name
+        self.folder = settings.folder
         earlier = earlier or {}
         self.rows: list[Row] = list(earlier.get("epochs", []))
         self.before = earlier.get("stats") or {}

@@ -34,6 +34,7 @@ def train(settings: Settings, data: Dataset) -> Row:
         named_parameters=model.named_parameters(),
         compression=settings.policy() or hvd.Compression.none,
         skip=settings.skip,
+        ledger=settings.folder,
     )
     earlier = _resume(settings, model, optimizer) if settings.resume else None
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -141,7 +142,7 @@ def _save(folder: Path, model: nn.Module, optimizer: Any) -> None:
 
 def _resume(settings: Settings, model: nn.Module, optimizer: Any) -> Row | None:
     """Restore the last checkpoint and return its results, or None if there is no checkpoint."""
-    folder = Path(settings.output) / settings.name
+    folder = settings.folder
     place = folder / "checkpoint"
     if not (place / "model.pt").exists():
         return None

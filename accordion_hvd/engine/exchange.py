@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from accordion_hvd.engine.bucket_state import BatchState, BucketState
 from accordion_hvd.engine.buckets import TensorInfo, make_buckets
 from accordion_hvd.engine.decisions import Decisions
 from accordion_hvd.engine.evidence_collector import EvidenceCollector
+from accordion_hvd.engine.ledger import Ledger
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Step
 from accordion_hvd.ops.spec import Spec
@@ -38,6 +40,7 @@ class Exchange:
         tensors: tensors to exchange, in the order in which their gradients are expected.
         skip: patterns of the names of tensors to send uncompressed.
         name: prefix of the names of collectives; equal on all ranks, unique in a process.
+        ledger: record of the steps; None for one in memory.
 
     Attributes:
         steps: number of exchanges so far, skipped ones included.
@@ -67,8 +70,10 @@ class Exchange:
         *,
         skip: Sequence[str] = (),
         name: str = "accordion",
+        ledger: Ledger | None = None,
     ) -> None:
         self.communicator, self.policy, self.name = communicator, policy, name
+        self.ledger = Ledger() if ledger is None else ledger
         self.xp = communicator.xp
         self.skip = tuple(skip)
         self.steps = self.skipped = 0
@@ -85,6 +90,7 @@ class Exchange:
         self.running: Step | None = None
         self.results: dict[int, Tensor] = {}
         self._lr: dict[str, float] = {}
+        self.ledger.attach(self)
         self.extend(tensors)
 
     # --------------------------------------------------------------------------------- the layout
@@ -117,6 +123,7 @@ class Exchange:
             self.bucket_states.append(entry)
             self.entry_of |= dict.fromkeys(moved, entry)
         self.tensors.extend(tensors)
+        self.ledger.extended(self.bucket_states)
         self.device = self.bucket_states[0].spec.device if self.bucket_states else None
         self.accounts.each_step = sum(entry.bucket.dense_bytes for entry in self.bucket_states)
         self.bucket_batches.outdate()
@@ -135,7 +142,9 @@ class Exchange:
         """Take the decisions that are due; collective."""
         rates = self.rates(lr)
         if self.decisions.due(rates):
+            began = time.perf_counter()
             self.communicator.run(f"{self.name}.policy", self.decisions.take(rates))
+            self.ledger.add("decide", time.perf_counter() - began)
 
     def open(self, lr: float | Mapping[str, float] = 0.0) -> Step:
         """Begin an exchange without taking decisions."""
@@ -153,6 +162,7 @@ class Exchange:
             name = f"{name}.{self.turn}"
         step = Step(self.communicator, plan.groups, name, number, guarded)
         step.measuring = observers.any("measures")
+        self.ledger.open(self)
         self.running = step
         return step
 
@@ -190,6 +200,8 @@ class Exchange:
         batch_state.open(info, wanted)
         if wanted:
             self.evidence.before(batch_state, wanted, grad)
+        if self.ledger.samples.measuring:
+            self.ledger.samples.before(self, batch_state, grad)
         carried = batch_state.carried()
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
@@ -219,7 +231,7 @@ class Exchange:
 
     def close(self) -> bool:
         """Store the results and states of a completed step; returns as `finish` does."""
-        step = self.running
+        step, began = self.running, time.perf_counter()
         assert step is not None
         self.results = {}
         for index, batch_state in enumerate(self.bucket_batches.memory):
@@ -230,9 +242,10 @@ class Exchange:
         self.bucket_batches.weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
-        self._count(step)
+        self._count(step, began)
         if step.bad is True:
             self.skipped += 1
+            self.ledger.event("skipped", self.steps - 1)
         self.running = None
         return step.bad is not True
 
@@ -246,9 +259,12 @@ class Exchange:
         self.evidence.after(batch_state, mean, bad)
         return mean
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: Step, began: float) -> None:
         self.accounts.count(step)
         self.steps += 1
+        self.ledger.samples.after(self)
+        self.ledger.add("decode", time.perf_counter() - began)
+        self.ledger.close(self, step)
 
     def advance(self) -> bool:
         """Continue the step without waiting; return True once `close` may be called."""
@@ -316,6 +332,7 @@ class Exchange:
         if level != entry.level:
             entry.record_switch(level, self.counted)
             entry.switch(level, self.info(entry))
+            self.ledger.switched(entry, self.steps)
             self.bucket_batches.outdate()
 
     def load_bucket_state(
@@ -343,6 +360,9 @@ class Exchange:
             self.switch(entry, self.policy.choice(entry.bucket))
 
     # --------------------------------------------------------------------------------- accounting
+    def account(self) -> None:
+        """Count the steps that have been executed without notice; here, each step is counted."""
+
     def stats(self) -> dict[str, Any]:
         """Return counts of bytes and seconds of this rank since the start of training.
 

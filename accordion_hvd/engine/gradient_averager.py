@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,16 @@ from accordion_hvd.engine import checkpoint, drift, fp16_reduction, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.policies import Policy
+from accordion_hvd.policies.gate import probe
+from accordion_hvd.policies.gating import PROBE
 
 E = TypeVar("E", bound=Exchange)
 Key = Any  # hashable
+
+LINK_AFTER = 10
+"""Step from which on the link is measured: early steps are slow."""
 
 _numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
 
@@ -45,6 +52,7 @@ class GradientAverager(abc.ABC, Generic[E]):
             gathered without compression.
         skip: patterns of the names of tensors to send uncompressed.
         guard: guard that compares the replicas; None: no comparisons.
+        ledger: record of the steps, or what `as_ledger` accepts.
         with_settings: whether compressors receive the optimizer's settings (`Info.hyper`), which
             compressed optimizers need. These also exchange on a single rank.
 
@@ -55,6 +63,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         keys: the adapter's keys of the exchange's tensors, by number.
         number: number of each tensor, by key; the inverse of `keys`.
         sparse: keys of the tensors whose gradients are gathered.
+        ledger: record of the steps, which the exchange keeps.
         agreed: whether the ranks have compared their settings (`agree`).
     """
 
@@ -70,8 +79,10 @@ class GradientAverager(abc.ABC, Generic[E]):
         sparse_as_dense: bool = False,
         skip: Sequence[str] = (),
         guard: Guard | None = None,
+        ledger: Any = None,
         with_settings: bool = False,
     ) -> None:
+        self.ledger = as_ledger(ledger)
         self.policy, self.process_set, self.skip = policy, process_set, tuple(skip)
         self.total, self.with_settings = total, with_settings
         self.sparse_as_dense = sparse_as_dense or policy.observers.any("needs_dense")
@@ -88,6 +99,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.agreed = False
         self._own_state = True  # whether the adopted state was saved by this rank
         self._compared = 0  # number of the last step with a comparison
+        self._shared = 0  # number of the last step after which ranks showed each other their sums
         self._committed: dict[str, Any] | None = None  # state of the last commit
         self._part: rank_changes.Part | None = None  # state from before the last change of ranks
         self._handed_over = False
@@ -258,6 +270,8 @@ class GradientAverager(abc.ABC, Generic[E]):
             self._part = rank_changes.part(self._exchange, self._handed_over)
             checkpoint.move(self._exchange, link)
         self.communicator = link
+        if self._exchange is not None:
+            self.ledger.moved(self._exchange)
         self._own_state = self._handed_over = False
         self.doubt()
 
@@ -289,7 +303,8 @@ class GradientAverager(abc.ABC, Generic[E]):
             self.expect(group.lead.about["tensors"])
             rank_changes.regroup(self.exchange, own, group, gather)
         if self._exchange is not None:
-            self._exchange.name, self._compared = self.name, self._exchange.steps
+            self._exchange.name = self.name
+            self._compared = self._shared = self._exchange.steps
         self._own_state = True
         self.doubt()
         return group
@@ -346,11 +361,28 @@ class GradientAverager(abc.ABC, Generic[E]):
     def compare(self, step: int, checksums: Tensor) -> None:
         """Compare checksums with those of the other ranks; collective.
 
+        With the checksums travel the sums of the ledger, so that they cost no message of their own.
+        The link is measured once, for the ledger's estimates.
+
         Raises:
             ReplicasDiffer: if checksums differ and the guard's mode is "error".
         """
-        names = [*self.replicas(), "compression levels"]
-        self.guard.compare(self.communicator, step, names, checksums)
+        names, ledger = [*self.replicas(), "compression levels"], self.exchange.ledger
+        self.exchange.account()
+        began, xp = time.perf_counter(), self.communicator.xp
+        costs = xp.asarray(ledger.sums().view(np.int64), self.device)
+        both = xp.concat([checksums, costs])
+        warned = self.guard.warned
+        table = self.guard.compare(self.communicator, step, names, both)
+        if self.guard.warned and not warned:
+            ledger.event("guard", step)
+        if self._shared < LINK_AFTER <= step:
+            vector = xp.zeros((PROBE,), "float32", self.device)
+            measurement = probe(vector, xp, self.communicator.size)
+            ledger.link = self.communicator.run(f"{self.name}.link", measurement)
+        self._shared = step
+        ledger.share(step, np.ascontiguousarray(table).view(np.float64))
+        ledger.add("decide", time.perf_counter() - began)
 
 
 def _largest(flags: Tensor) -> ExchangeGenerator:

@@ -69,20 +69,30 @@ class Guard:
 
     def compare(
         self, communicator: Communicator, step: int, names: Sequence[str], sums: Tensor
-    ) -> None:
-        """Compare checksums (int64, one per name) with those of the other ranks; collective.
+    ) -> np.ndarray:
+        """Compare checksums with those of the other ranks; collective.
 
         After a warning, ranks continue to compare without further warnings: a rank that joins
         later does not know of the warning and takes part in the comparisons.
+
+        Args:
+            communicator: connects the ranks.
+            step: number of exchanges so far.
+            names: name of each checksum.
+            sums: the checksums, and further numbers that may differ between ranks; int64.
+
+        Returns:
+            The further numbers of all ranks: int64, (ranks, numbers).
 
         Raises:
             ReplicasDiffer: if checksums differ and the mode is "error".
         """
         name = "accordion.guard"
         table = np.stack(communicator.run(name, gather(communicator, sums)))
+        table, more = np.split(table, [len(names)], axis=1)
         message = describe(step, names, table)
         if message is None:
-            return
+            return more
         if self.mode == "error":
             message += " (To continue anyway, pass guard='warn' or guard='off'.)"
             if communicator.rank == 0:
@@ -94,6 +104,7 @@ class Guard:
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.warned = True
+        return more
 
 
 def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +53,26 @@ class BatchExchange(Running):
         journal.rewind(self._undo)
 
 
+@dataclass
+class GroupCost:
+    """Cost of a fusion group in one step.
+
+    Attributes:
+        launched: time of its first request (of `time.perf_counter`); 0 before it.
+        arrived: time at which its last results were there.
+        rounds: number of times that requests were launched.
+        sent: bytes sent.
+        encode, decode: seconds before and after the first requests.
+    """
+
+    launched: float = 0.0
+    arrived: float = 0.0
+    rounds: int = 0
+    sent: float = 0.0
+    encode: float = 0.0
+    decode: float = 0.0
+
+
 class Step:
     """The exchange generators of one step, which run together.
 
@@ -64,6 +85,9 @@ class Step:
             `advance` raises on every rank.
         guarded: whether the first requests carry flags. Compressors without state need no flags: a
             non-finite gradient shows in the mean.
+
+    Attributes:
+        costs: cost of each fusion group.
     """
 
     def __init__(
@@ -77,6 +101,7 @@ class Step:
         self.traffic = Traffic()
         self.bad: Any = False  # whether a gradient of any rank is not finite; symbolic in a graph
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
+        self.costs = [GroupCost() for _ in groups]
         self._communicator, self._xp = communicator, communicator.xp
         self._groups, self._name, self._plan, self._guarded = groups, name, plan, guarded
         self._group_of = {i: g for g, members in enumerate(groups) for i in members}
@@ -126,6 +151,7 @@ class Step:
         if self._guarded and detects_nonfinite:
             self._sent[group].append(exchange.requests[0].tensor)
         exchange.seconds = time.perf_counter() - began
+        self.costs[group].encode += exchange.seconds
         self._missing[group] -= 1
         if not self._communicator.ordered:
             if not self._missing[group]:
@@ -149,9 +175,12 @@ class Step:
             RuntimeError: if the ranks have different plans.
         """
         arrived = [g for g, (_, pending) in self._pending.items() if pending.ready()]
+        now = time.perf_counter()
         for group in arrived:
             round_, pending = self._pending.pop(group)
             self.traffic.add(pending.traffic)
+            self.costs[group].sent += pending.traffic.sent
+            self.costs[group].arrived = now
             if round_ == 0:
                 self._first[group] = self._take_flag(pending.result())
             else:
@@ -196,6 +225,9 @@ class Step:
             requests.append(self._flag_request(group, requests))
         if requests:
             name = f"{self._name}.g{group}.r{round_}"
+            cost = self.costs[group]
+            cost.launched = cost.launched or time.perf_counter()
+            cost.rounds += 1
             self._pending[group] = (round_, self._communicator.launch(name, requests))
         elif round_ == 0:
             self._first[group] = []
@@ -271,7 +303,9 @@ class Step:
                 exchange.seconds += time.perf_counter() - start
                 taken += asked
         self._launch(group, round_ + 1)
-        self.seconds["decode"] += time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.costs[group].decode += spent
+        self.seconds["decode"] += spent
 
 
 def _is_gather(request: Request) -> bool:

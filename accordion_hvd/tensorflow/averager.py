@@ -74,6 +74,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         sparse_as_dense: bool = False,
         skip: Sequence[str] = (),
         guard: Guard | None = None,
+        ledger: Any = None,
         scale_local: bool = True,
         hyper: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         super().__init__(
             policy, process_set, total=total,
             sparse_as_dense=sparse_as_dense or policy.observers.find(Alternation) is not None,
-            skip=skip, guard=guard, with_settings=hyper is not None,
+            skip=skip, guard=guard, ledger=ledger, with_settings=hyper is not None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------ variables
@@ -109,8 +110,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         """Return an exchange whose state is stored in variables."""
         self.enlist()
         exchange = TensorFlowExchange(
-            self.communicator, self.policy, tensors, skip=self.skip, name=self.name
-        )
+            self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
+            ledger=self.ledger,
+        )  # fmt: skip
         exchange.hyper = self.hyper or {}
         return exchange
 

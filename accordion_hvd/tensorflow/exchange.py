@@ -28,8 +28,9 @@ Traced = tuple[list[Tensor], list[tuple[State, State]], Any]
 class TensorFlowExchange(Exchange):
     """Exchange that runs the same exchange generators eagerly or as part of a graph (`traced`).
 
-    Python does not observe the execution of a graph. Therefore the step count is a variable, and
-    the bytes of a step are recorded during tracing and multiplied by the number of executed steps.
+    Python does not observe the execution of a graph. Therefore the step count is a variable, and so
+    is the time from the last gradient of a step to its last mean. The bytes of a step are recorded
+    during tracing and multiplied by the number of executed steps.
     If phases repeat, a graph contains the step once for each turn (`Exchange.turn`).
 
     Attributes:
@@ -42,6 +43,8 @@ class TensorFlowExchange(Exchange):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._clock: tf.Variable | None = None
         self._lost: tf.Variable | None = None  # number of skipped steps
+        self._seconds: tf.Variable | None = None  # time of all exchanges in graphs
+        self._recorded = 0.0  # part of it that the ledger knows
         self._skipped = 0
         self._steps = 0
         self._counted = 0  # steps whose bytes have been counted
@@ -119,6 +122,7 @@ class TensorFlowExchange(Exchange):
             if self._clock is None:
                 self._clock = create(self._steps, tf.int64)
                 self._lost = create(self._skipped, tf.int64)
+                self._seconds = create(0.0, tf.float64)
             for index in range(len(self.bucket_states)):
                 self._store_in_variables(index)
             buckets = [
@@ -195,11 +199,13 @@ class TensorFlowExchange(Exchange):
         self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
     ) -> list[Tensor]:
         """Trace one exchange into a graph, after `prepare_trace`; return the means by tensor."""
-        assert self._clock is not None and self._lost is not None
+        assert self._clock is not None and self._lost is not None and self._seconds is not None
         variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._now, lost = self._clock.read_value(), self._lost.read_value()
         with tf.control_dependencies([self._now]):  # after the previous step
             grads = [tf.identity(grad) for grad in grads]
+        with tf.control_dependencies(grads):
+            began = tf.timestamp()
         self.bucket_batches.refresh()
         self._per_step = {}
         period = self.bucket_batches.period
@@ -216,6 +222,7 @@ class TensorFlowExchange(Exchange):
                     _store(*new, *stored, bad)
             with tf.control_dependencies(means):  # before the next step
                 self._clock.assign(self._now + 1)
+                self._seconds.assign_add(tf.timestamp() - began)
                 if bad is not False:
                     self._lost.assign_add(tf.cast(bad, tf.int64))
             return means
@@ -262,9 +269,9 @@ class TensorFlowExchange(Exchange):
         else:
             self._lr = rates
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: Step, began: float) -> None:
         if self._now is None:
-            super()._count(step)
+            super()._count(step, began)
         else:
             self._per_step[self.turn] = step.traffic, self.accounts.each_step
 
@@ -272,13 +279,23 @@ class TensorFlowExchange(Exchange):
     def account(self) -> None:
         """Count the bytes of the steps that graphs have executed."""
         steps, first = self.steps, self._counted - self.skipped
-        executed = steps - self._counted
+        executed, before = steps - self._counted, self.accounts.traffic.sent
         for turn, (traffic, dense) in self._per_step.items():
             period = len(self._per_step)
             times = (executed + period - 1 - (turn - first) % period) // period
             self.accounts.traffic.add(Traffic(*(times * bytes_ for bytes_ in astuple(traffic))))
             self.accounts.dense_bytes += dense * times
         self._counted = steps
+        if executed and self._seconds is not None:
+            self._record(executed, self.accounts.traffic.sent - before)
+
+    def _record(self, steps: int, sent: float) -> None:
+        """Record steps of graphs in the ledger."""
+        assert self._seconds is not None
+        with tf.init_scope():
+            seconds = float(self._seconds.numpy())
+        self.ledger.executed(self, steps, sent, seconds - self._recorded)
+        self._recorded = seconds
 
     def stats(self) -> dict[str, Any]:
         """Return bytes and seconds of this rank; seconds do not include steps in graphs."""

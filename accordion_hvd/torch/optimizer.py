@@ -16,6 +16,7 @@ from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.resolve import default_guard, resolve
 from accordion_hvd.torch import averaging, engines, validation
@@ -42,6 +43,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard: str | None = None,
     guard_every: int | None = None,
     grad_scaler: Any = None,
+    ledger: Any = None,
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
@@ -102,6 +104,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         grad_scaler: the `GradScaler` of mixed-precision training, if there is one. Residuals are
             then stored in unscaled units, and `scaler.step(optimizer)` needs no preceding call of
             `synchronize()`.
+        ledger: record of the time and bytes of each step: a `Ledger`; a folder, where rank 0 writes
+            `ledger.json` during the training and `receipt.html` at its end; or False for none.
+            Default: the folder in the environment variable ACCORDION_HVD_LEDGER ("off": none), else
+            a ledger in memory (`exchange.ledger`).
 
     Returns:
         An instance of a subclass of `type(optimizer)` with the same state, defaults and parameter
@@ -146,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "policy": serving, "passes": passes, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
         "guard": Guard(guard, guard_every, default_guard(compression)), "scaler": grad_scaler,
-        "predivide": gradient_predivide_factor,
+        "predivide": gradient_predivide_factor, "ledger": as_ledger(ledger),
     }  # fmt: skip
     wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)
     wrapped._inner = weakref.ref(optimizer)
@@ -200,7 +206,7 @@ class _Distributed(Controls):
             _synchronize_before_unscaling(options["scaler"], self)
 
     def _make_averager(self: Any) -> Reducer:
-        keys = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard")
+        keys = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard", "ledger")
         options = {key: self._options[key] for key in keys}
         reference: Any = weakref.ref(self)
         process_set = self._options["process_set"]
@@ -465,7 +471,8 @@ class _Distributed(Controls):
         rebuilt += ("_should_synchronize", "_exchanged", "_accumulated", "_batch_counted", "step")
         rebuilt += ("_models",)
         attributes = {k: v for k, v in vars(self).items() if k not in rebuilt}
-        options = {k: v for k, v in self._options.items() if k not in ("process_set", "scaler")}
+        local = ("process_set", "scaler", "ledger")
+        options = {k: v for k, v in self._options.items() if k not in local}
         ranks = self._options["process_set"].ranks
         return _rebuild, (self._base, attributes, self._names, options, ranks)
 
@@ -474,6 +481,7 @@ def _rebuild(
     base: Any, attributes: dict[str, Any], names: Named, options: dict[str, Any], ranks: Any
 ) -> Any:
     options = {**options, "policy": copy.deepcopy(options["policy"]), "scaler": None}
+    options["ledger"] = as_ledger(None)
     return _wrap(base, attributes, names, {**options, "process_set": engines.process_set_of(ranks)})
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class Reducer(GradientAverager[Exchange]):
         sparse_as_dense: bool = False,
         skip: Sequence[str] = (),
         guard: Guard | None = None,
+        ledger: Any = None,
         scaler: Any = None,
         settings: Sequence[str] | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class Reducer(GradientAverager[Exchange]):
         self._ready: Counter[int] = Counter()  # number of ready members by bucket batch
         super().__init__(
             policy, process_set, total=total, sparse_as_dense=sparse_as_dense, skip=skip,
-            guard=guard, with_settings=settings is not None,
+            guard=guard, ledger=ledger, with_settings=settings is not None,
         )  # fmt: skip
         self.watch(named)
         checkpoint.register(self)
@@ -130,7 +132,10 @@ class Reducer(GradientAverager[Exchange]):
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
         """Return an exchange that reuses its buffers in each step."""
-        exchange = Exchange(self.communicator, self.policy, tensors, skip=self.skip, name=self.name)
+        exchange = Exchange(
+            self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
+            ledger=self.ledger,
+        )  # fmt: skip
         exchange.bucket_batches.keep_buffers = True
         return exchange
 
@@ -281,7 +286,7 @@ class Reducer(GradientAverager[Exchange]):
         parameters = [
             self.keys[m] for m in self.exchange.bucket_batches.plan.batches[batch].members
         ]
-        gradients = _samples if per_sample(self.policy) else self._gradients
+        gradients, began = _samples if per_sample(self.policy) else self._gradients, perf_counter()
         grad = self.exchange.bucket_batches.pack(batch, gradients(parameters))
         with torch.no_grad():
             if self.scaler is not None:
@@ -292,6 +297,7 @@ class Reducer(GradientAverager[Exchange]):
             if self.exchange.bucket_batches.needs_weights(batch):
                 detached = [parameter.detach() for parameter in parameters]
                 weights = self.exchange.bucket_batches.pack_weights(batch, detached)
+            self.ledger.add("encode", perf_counter() - began)
             self.exchange.start(batch, grad, weights)
 
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -311,6 +317,7 @@ class Reducer(GradientAverager[Exchange]):
 
     @torch.no_grad()
     def _write(self, finite: bool) -> None:
+        began = perf_counter()
         factor: Any = self.communicator.size if self.total else 1
         if self.scaler is not None:
             factor = factor * self._scale()
@@ -326,6 +333,7 @@ class Reducer(GradientAverager[Exchange]):
                 exclusive = True
             self._put(parameters, means, exclusive)
         self.exchange.results.clear()  # free the memory before the next step
+        self.ledger.add("decode", perf_counter() - began)
 
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool

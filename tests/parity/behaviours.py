@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any, Protocol
 
 import harness
@@ -61,6 +62,10 @@ from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine import fp16_reduction
 from accordion_hvd.engine.guard import ReplicasDiffer
+from accordion_hvd.engine.ledger import Ledger, files
+from accordion_hvd.engine.ledger.ledger import SUMS
+from accordion_hvd.engine.ledger.series import PARTS
+from accordion_hvd.engine.ledger.summary import summarize
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import windows
 from accordion_hvd.simulation.one_process import World, simulate
@@ -924,3 +929,44 @@ def check_another_number_of_ranks_keeps_the_residuals_sum(a: Adapter) -> None:
                     resumed = a.job(TopK(0.05), process_set=some)
                     a.hvd.load_state(path, only=[resumed.optimizer])
                 np.testing.assert_allclose(total(resumed), before, atol=1e-5, err_msg=f"{ranks}")
+
+
+# --------------------------------------------------------------------------------------- ledgers
+@once
+def check_a_ledger_accounts_for_the_time_and_finds_the_slow_rank(a: Any) -> None:
+    """The last rank sleeps in each step; the others wait for it."""
+    slow, pause, steps = a.hvd.size() - 1, 0.03, 60
+    with folder(a) as shared:
+        ledger = Ledger(price=1.0)
+        job = a.job(PowerSGD(2), ledger=ledger, guard_every=20)
+        train(a, job, 20)  # with the first steps, in which graphs are traced
+        job.optimizer.exchange.account()
+        before, began = dict(zip(SUMS, map(ledger.series.total, SUMS), strict=True)), perf_counter()
+        for step in range(20, steps):
+            if a.hvd.rank() == slow:
+                sleep(pause)
+            job.step(gradients(a.hvd.rank(), step))
+        job.optimizer.exchange.account()
+        wall = perf_counter() - began
+        spent = {key: ledger.series.total(key) - before[key] for key in SUMS}
+        assert ledger.series.steps == steps == job.optimizer.exchange.steps
+        assert ledger.series.total("sent") == job.optimizer.exchange.stats()["sent"]
+        assert abs(sum(spent[part] for part in PARTS) - wall) < 0.03 * wall + 0.02, (spent, wall)
+        other = spent["wait"] + spent["graph"]
+        if a.hvd.rank() == slow:
+            assert spent["compute"] > (steps - 20) * pause
+        else:
+            assert other > 0.7 * (steps - 20) * pause, spent
+        if a.hvd.rank() == 0:
+            path = ledger.write(shared)
+            assert path is not None and "<h2>Ranks</h2>" in path.read_text()
+            summary = summarize(files.load(path.with_name("ledger.json")))
+            assert summary.slowest is not None and summary.slowest.number == slow
+            assert summary.rate > 0 and summary.without(32) is not None
+        else:
+            assert ledger.write(shared) is None
+    unrecorded = a.job(PowerSGD(2), ledger=False)
+    train(a, unrecorded, 2)
+    assert not unrecorded.optimizer.exchange.ledger.series.rows
+    with refused(TypeError, "ledger is 3"):
+        a.job(PowerSGD(2), ledger=3)

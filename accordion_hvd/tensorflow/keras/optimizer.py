@@ -16,6 +16,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.byte_budget import ByteBudget
@@ -47,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     skip: Sequence[str] = (),
     guard: str | None = None,
     guard_every: int | None = None,
+    ledger: Any = None,
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
@@ -102,6 +104,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             with the compression of this package.
         guard_every: number of steps between comparisons of the replicas; steps 1, 2 and 10 are
             always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
+        ledger: record of the time and bytes of each step: a `Ledger`; a folder, where rank 0 writes
+            `ledger.json` during the training and `receipt.html` at its end; or False for none.
+            Default: the folder in the environment variable ACCORDION_HVD_LEDGER ("off": none), else
+            a ledger in memory (`exchange.ledger`).
 
     Returns:
         An optimizer of a subclass of `type(optimizer)` with the same name, so that Keras loads
@@ -142,7 +148,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
         serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
-        scale_local_gradients, passes, average_aggregated_gradients,
+        scale_local_gradients, passes, average_aggregated_gradients, ledger=as_ledger(ledger),
     )  # fmt: skip
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
@@ -165,11 +171,16 @@ class Settings:
     passes: int
     average_passes: bool
     hyper: Any = None  # settings for exchange generators (`Info.hyper`)
+    ledger: Any = None
     used: bool = False
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> TensorFlowGradientAverager:
-        """Return a new gradient averager; all but the first one get copies of the policy."""
+        """Return a new gradient averager.
+
+        All but the first one get copies of the policy and ledgers of their own.
+        """
         policy = copy.deepcopy(self.policy) if self.used else self.policy
+        ledger = None if self.used else self.ledger
         self.used = True
         return TensorFlowGradientAverager(
             policy,
@@ -179,6 +190,7 @@ class Settings:
             sparse_as_dense=self.sparse_as_dense,
             skip=self.skip,
             guard=Guard(self.guard, self.guard_every),
+            ledger=ledger,
             scale_local=self.scale_local,
             hyper=self.hyper,
         )

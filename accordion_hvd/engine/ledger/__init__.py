@@ -1,0 +1,19 @@
+"""The ledger of an exchange, the receipt that is made from it, and sinks for other programs."""
+
+from accordion_hvd.engine.ledger.ledger import Ledger, as_ledger
+from accordion_hvd.engine.ledger.sinks import CSV, JsonLines, Perfetto, Record, Sink
+from accordion_hvd.engine.ledger.trackers import MLflow, TensorBoard, Tracker, WandB
+
+__all__ = [
+    "CSV",
+    "JsonLines",
+    "Ledger",
+    "MLflow",
+    "Perfetto",
+    "Record",
+    "Sink",
+    "TensorBoard",
+    "Tracker",
+    "WandB",
+    "as_ledger",
+]

@@ -1,0 +1,92 @@
+"""The files of a ledger, each of which is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accordion_hvd.engine.ledger.page import page
+
+FORMAT = 1
+"""Version of the content of `ledger.json`."""
+
+LEDGER, RECEIPT = "ledger.json", "receipt.html"
+
+
+def save(folder: Path, number: int, found: Mapping[str, Any]) -> Path:
+    """Write the content of a ledger.
+
+    Args:
+        folder: where to write; made if it does not exist.
+        number: number of the exchange in its process, which is part of the name if it is not 0.
+        found: result of `Ledger.as_dict`.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    return write(folder / _named(LEDGER, number), json.dumps(_finite(found), allow_nan=False))
+
+
+def write_receipt(folder: Path, number: int, found: Mapping[str, Any]) -> Path:
+    """Write the receipt of a ledger; see `save`."""
+    return write(folder / _named(RECEIPT, number), page(_finite(found)))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the content of a ledger's file.
+
+    Raises:
+        ValueError: if the file is no ledger of this version; the message has the reason.
+        OSError: if it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        version = found["format"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not the ledger of a job.") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version!r}, but must have format {FORMAT}.")
+    return found
+
+
+def ledgers(folder: Path) -> list[Path]:
+    """Return the ledgers in a folder, one for each exchange of the job."""
+    return sorted(folder.glob("ledger*.json"))
+
+
+def receipt_of(path: Path) -> Path:
+    """Return the path of the receipt that belongs to a ledger's file."""
+    return path.with_name(path.name.replace("ledger", "receipt")).with_suffix(".html")
+
+
+def _named(name: str, number: int) -> str:
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-{number}{dot}{suffix}" if number else name
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a text file, whole or not at all; return its path.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def _finite(value: Any) -> Any:
+    """Return a value in which None stands for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return value

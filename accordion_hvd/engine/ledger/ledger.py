@@ -1,0 +1,362 @@
+"""The ledger: where the time and the bytes of each step of an exchange went."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.comm import tcp
+from accordion_hvd.core.base import Compressor
+from accordion_hvd.engine.ledger import files
+from accordion_hvd.engine.ledger.job import Job
+from accordion_hvd.engine.ledger.samples import Samples
+from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
+from accordion_hvd.engine.ledger.sinks import Sink
+from accordion_hvd.policies.advice import Link
+from accordion_hvd.policies.decision import plain
+
+VARIABLE, OFF = "ACCORDION_HVD_LEDGER", "off"
+
+SUMS = ("seconds", *PARTS, "sent", "dense", "flight", "skipped")
+"""Columns of the series of steps."""
+
+GROUP = ("steps", "sent", "encode", "decode", "flight", "rounds")
+"""Sums of each fusion group."""
+
+SHARED = ("steps", "seconds", *PARTS, "sent", "flight", "wire", "rate", "rtt", "peer")
+"""Numbers since the start that ranks show each other. The last four are about TCP connections:
+bytes sent on all of them, and the rate, round-trip time and other end of the slowest one."""
+
+RECENT, EVENTS, TABLES = 64, 4096, 64
+"""Largest numbers of single steps, of events and of tables of all ranks that are kept."""
+
+SAVE = 20.0
+"""Seconds between two writes of the file, at least."""
+
+
+class Ledger:
+    """Record of the steps of one exchange, in bounded memory.
+
+    Each rank has its own ledger. Ranks show each other their sums whenever they compare replicas
+    (`guard_every`), so that the ledger of rank 0 knows which rank is slow.
+
+    ```python
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=PowerSGD(4),
+        ledger=Ledger("runs/x", shadow=PowerSGD(1)),
+    )
+    ```
+
+    Args:
+        folder: where rank 0 writes `ledger.json` during the training and `receipt.html` at the end.
+            None: the ledger stays in memory; `write` writes it.
+        shadow: compressors that encode the gradients of a few steps without sending anything, to
+            show which bytes and errors they would have.
+        price: price of an hour of the job, in any currency, for the receipt.
+        sinks: objects that receive the record of each step, on rank 0.
+
+    Attributes:
+        enabled: whether steps are recorded.
+        series: sums over steps: `seconds` between the ends of two exchanges, which is the sum of
+            `compute` (forward and backward pass, optimizer, input and everything else outside of
+            the exchange), `encode`, `wait` (time in which the training thread only waits for
+            messages), `decode`, `decide` (decisions of the policy, comparisons of replicas) and
+            `graph` (an exchange within a graph, whose parts Python cannot time); bytes `sent` and
+            those that a ring allreduce of the gradients sends (`dense`); `flight`, the seconds from
+            the first request of a step to its last result; and `skipped` steps.
+        groups: sums of each fusion group (`GROUP`), by its label.
+        recent: records of the last steps, the newest last.
+        events: changes between steps, such as switched levels.
+        tables: numbers of all ranks (`SHARED`), each with the step after which they were gathered.
+        samples: errors of compression in some steps.
+        job: facts about the job.
+        link: bandwidth and latency of the link; None until they are measured, after ten steps.
+
+    Raises:
+        TypeError: if `folder`, a shadow or a sink has another type.
+        ValueError: if `price` is negative, or a shadow cannot serve alone.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        shadow: Compressor | Sequence[Compressor] = (),
+        price: float | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise TypeError(f"Ledger: folder is {folder!r}, but must be a path or None.")
+        if price is not None:
+            check.at_least(self, "price", price, least=0)
+        for sink in sinks:
+            if not isinstance(sink, Sink):
+                raise TypeError(f"Ledger: sink {sink!r} must be a Sink, such as Perfetto(path).")
+        self.enabled = True
+        self.folder = None if folder is None else Path(folder)
+        self.price, self.sinks = price, tuple(sinks)
+        self.samples = Samples([shadow] if isinstance(shadow, Compressor) else list(shadow))
+        self.series = Series(SUMS)
+        self.groups: dict[str, dict[str, float]] = {}
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self.tables: list[tuple[int, list[list[float]]]] = []
+        self.job = Job()
+        self.link: Link | None = None
+        self._sums = dict.fromkeys(SHARED, 0.0)
+        self._ended = time.perf_counter()  # of the last exchange
+        self._parts = dict.fromkeys(PARTS, 0.0)  # of the present step
+        self._saved = -math.inf
+        self._exchange: Callable[[], Any] = lambda: None
+
+    # --------------------------------------------------------------------------- the exchange
+    def attach(self, exchange: Any) -> None:
+        """Begin to record the steps of `exchange`, which may replace an earlier exchange."""
+        if not self.job.begun and self.enabled and (self.folder is not None or self.sinks):
+            atexit.register(self._end)
+        self.job.join(exchange)
+        self._exchange = weakref.ref(exchange)
+        self._ended = time.perf_counter()
+
+    def moved(self, exchange: Any) -> None:
+        """Record that the exchange connects other ranks now."""
+        self.job.join(exchange)
+        self.event("ranks", exchange.steps, ranks=self.job.ranks)
+
+    def extended(self, entries: Sequence[Any]) -> None:
+        """Record that the exchange serves these buckets (`BucketState`)."""
+        self.job.add_buckets(entries)
+
+    def switched(self, entry: Any, step: int) -> None:
+        """Record that a bucket has another compressor before exchange number `step`."""
+        self.job.buckets[entry.bucket.name]["compressor"] = repr(entry.compressor)
+        self.event("level", step, bucket=entry.bucket.name, compressor=repr(entry.compressor))
+
+    # ------------------------------------------------------------------------------- one step
+    def open(self, exchange: Any) -> None:
+        """Begin a step."""
+        if self.enabled:
+            self.samples.begin(exchange)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds to a part of the present step."""
+        self._parts[part] += seconds
+
+    def close(self, exchange: Any, step: Any) -> None:
+        """Record a step whose exchange has ended, with its fusion groups."""
+        if not self.enabled:
+            return
+        groups = _groups(exchange, step)
+        launched = [group["launched"] for group in groups if group["rounds"]]
+        arrived = [group["arrived"] for group in groups if group["rounds"]]
+        flight = max(arrived) - min(launched) if launched else 0.0
+        for key in ("encode", "wait", "decode"):
+            self._parts[key] += step.seconds[key]
+        skipped = float(step.bad is True)
+        self._record(exchange, 1, step.traffic.sent, flight, skipped, groups)
+
+    def executed(self, exchange: Any, steps: int, sent: float, seconds: float) -> None:
+        """Record steps that a graph has executed since the last call.
+
+        Args:
+            exchange: the exchange.
+            steps: number of steps.
+            sent: bytes that they have sent.
+            seconds: time from the last gradient of a step to its last mean, in all steps.
+        """
+        if self.enabled:
+            self._parts["graph"] += seconds
+            self._record(exchange, steps, sent, seconds, 0.0, [])
+
+    def _record(
+        self,
+        exchange: Any,
+        steps: int,
+        sent: float,
+        flight: float,
+        skipped: float,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        parts, self._parts = self._parts, dict.fromkeys(PARTS, 0.0)
+        parts["compute"] = seconds - sum(parts.values())
+        ranks = self.job.ranks = exchange.communicator.size
+        dense = 2 * (ranks - 1) / ranks * exchange.accounts.each_step * steps
+        row = {
+            "seconds": seconds, **parts, "sent": sent, "dense": dense, "flight": flight,
+            "skipped": skipped,
+        }  # fmt: skip
+        self.series.add(row, steps)
+        self._sums["steps"] += steps
+        for key in ("seconds", *PARTS, "sent", "flight"):
+            self._sums[key] += row[key]
+        for group in groups:
+            sums = self.groups.setdefault(group["label"], dict.fromkeys(GROUP, 0.0))
+            sums["steps"] += 1
+            for key in GROUP[1:]:
+                sums[key] += group[key]
+        record = {"step": exchange.steps, "steps": steps, "at": now, **row, "groups": groups}
+        self.recent.append(record)
+        if exchange.communicator.rank == 0:
+            for sink in self.sinks:
+                sink.write(record)
+
+    # -------------------------------------------------------------------------- between steps
+    def event(self, kind: str, step: int, **facts: Any) -> None:
+        """Record an event.
+
+        Args:
+            kind: "level" (a bucket has another compressor), "skipped" (a step whose gradients were
+                not finite), "guard" (replicas differ) or "ranks" (their number has changed).
+            step: number of exchanges before the event.
+            facts: what else is known.
+        """
+        if self.enabled:
+            self.events.append({"kind": kind, "step": step, **facts})
+
+    def sums(self) -> np.ndarray:
+        """Return the numbers of this rank that other ranks may see (`SHARED`), as float64."""
+        if self.enabled:
+            found = tcp.connections()
+            self._sums["wire"] = sum(x.sent for x in found)
+            if found:
+                slowest = min(found, key=lambda x: x.rate)
+                named = ("rate", slowest.rate), ("rtt", slowest.rtt), ("peer", slowest.peer)
+                self._sums |= dict(named)
+        return np.array([self._sums[key] for key in SHARED])
+
+    def share(self, step: int, table: np.ndarray) -> None:
+        """Record the numbers of all ranks after a step; a row per rank.
+
+        Rank 0 then writes `ledger.json`, unless it did so less than `SAVE` seconds ago.
+        """
+        if not self.enabled:
+            return
+        self.tables = thinned([*self.tables, (step, table.tolist())], TABLES)
+        if self.folder is None or self.job.rank or time.monotonic() - self._saved < SAVE:
+            return
+        self._saved = time.monotonic()
+        files.save(self.folder, self.job.number, self.as_dict())
+
+    # ----------------------------------------------------------------------------- the result
+    def as_dict(self) -> dict[str, Any]:
+        """Return all records in numbers, strings, lists and dicts for JSON.
+
+        Raises:
+            RuntimeError: if no step has been recorded.
+        """
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.account()
+        if not self.series.rows:
+            raise RuntimeError("Ledger: no step has been recorded.")
+        return {
+            "format": files.FORMAT,
+            "job": self.job.as_dict() | {"price": self.price},
+            "steps": self.series.as_dict(),
+            "groups": self.groups,
+            "events": list(self.events),
+            "decisions": plain(self.job.policy.history),
+            "ranks": {"columns": list(SHARED), "tables": self.tables},
+            "errors": self.samples.as_dict(),
+            "gate": self.job.verdict(),
+            "link": None if self.link is None else asdict(self.link),
+        }
+
+    def write(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
+        """Write `ledger.json` and `receipt.html`; return the path of the receipt.
+
+        Other ranks than 0 write nothing and return None.
+
+        Args:
+            folder: where to write; default: the folder of the constructor.
+
+        Raises:
+            ValueError: if no folder is known.
+            RuntimeError: if no step has been recorded.
+            OSError: if a file cannot be written.
+        """
+        folder = self.folder if folder is None else Path(folder)
+        if folder is None:
+            raise ValueError("Ledger.write: folder is missing; pass one, such as 'runs/x'.")
+        if self.job.rank:
+            return None
+        found = self.as_dict()
+        files.save(folder, self.job.number, found)
+        return files.write_receipt(folder, self.job.number, found)
+
+    def _end(self) -> None:
+        """Write the receipt and close the sinks at the end of the process."""
+        for sink in self.sinks:
+            sink.close()
+        if self.folder is None:
+            return
+        try:
+            path = self.write()
+        except RuntimeError:
+            return  # there was no step
+        except OSError as error:
+            sys.stderr.write(f"The receipt could not be written: {error}\n")
+            return
+        if path is not None:
+            sys.stderr.write(f"Receipt of the communication: {path}\n")
+
+
+def _groups(exchange: Any, step: Any) -> list[dict[str, Any]]:
+    """Return the costs of the fusion groups of a step."""
+    plan, states = exchange.bucket_batches.plan, exchange.bucket_states
+    rows = []
+    for members, cost in zip(plan.groups, step.costs, strict=True):
+        buckets = [i for member in members for i in plan.batches[member].buckets]
+        first, more = states[buckets[0]], len(buckets) - 1
+        rows.append(
+            {
+                "label": f"{first.bucket.name}{f' and {more} more' if more else ''}",
+                "compressor": repr(first.compressor),
+                "flight": max(cost.arrived - cost.launched, 0.0),
+                **vars(cost),
+            }
+        )
+    return rows
+
+
+def as_ledger(ledger: Any) -> Ledger:
+    """Return the ledger that an argument `ledger` means.
+
+    Args:
+        ledger: a `Ledger`; a folder; False for a ledger that records nothing; None or True for the
+            folder in the environment variable ACCORDION_HVD_LEDGER ("off": as False), or a ledger
+            in memory if it is not set.
+
+    Raises:
+        TypeError: if `ledger` is none of these.
+        ValueError: if the ledger serves another optimizer already.
+    """
+    if isinstance(ledger, Ledger):
+        if ledger.job.begun:
+            raise ValueError("Ledger: this ledger serves another optimizer already; make another.")
+        return ledger
+    if ledger is None or ledger is True:
+        ledger = os.environ.get(VARIABLE) or None
+    if ledger is False or ledger == OFF:
+        off = Ledger()
+        off.enabled = False
+        return off
+    if ledger is None or isinstance(ledger, str | os.PathLike):
+        return Ledger(ledger)
+    raise TypeError(
+        f"DistributedOptimizer: ledger is {ledger!r}, but must be a Ledger, a folder or False."
+    )

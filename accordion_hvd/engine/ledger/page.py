@@ -1,0 +1,347 @@
+"""The receipt of a job: one HTML page without references to other files."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from accordion_hvd.engine.ledger import charts
+from accordion_hvd.engine.ledger.summary import (
+    Found,
+    Summary,
+    advice,
+    critical,
+    duration,
+    mbit,
+    ms,
+    percent,
+    size,
+    summarize,
+    timeline,
+)
+
+TEMPLATE = Path(__file__).with_name("receipt.html")
+
+COLORS = {
+    "compute": "c0", "encode": "c1", "wait": "c2", "decode": "c3", "decide": "c4", "graph": "c5",
+}  # fmt: skip
+MEANING = {
+    "compute": "forward and backward pass, optimizer, input, all else outside of exchanges",
+    "encode": "compressing gradients, before the first messages",
+    "wait": "exposed: the training thread only waits for messages",
+    "decode": "decompressing and averaging what was received",
+    "decide": "decisions of the policy, comparisons of replicas",
+    "graph": "exchanges within graphs, waiting included",
+}
+
+LEVELS = ("c3", "c1", "c5", "c4", "c6", "c2", "c7")
+"""Colors of compressors and lines."""
+
+COLUMNS, LANES, LINES, RANKS = 90, 40, 6, 16
+"""Largest numbers of columns, lanes, lines and ranks that charts show."""
+
+
+def page(found: Found) -> str:
+    """Return the receipt of a ledger's records (`Ledger.as_dict`) as HTML."""
+    summary, job = summarize(found), found["job"]
+    sections = [
+        _time(found, summary), _bytes(found, summary), _levels(found), _regimes(found),
+        _rank_section(summary), _errors(found), _events(found), _notes(found, summary),
+    ]  # fmt: skip
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(job["began"]))
+    subtitle = (
+        f"{summary.steps:,} steps on {job['ranks']} ranks over {job['engine']}, begun {began} on "
+        f"{job['host']}, {duration(job['until'] - job['began'])}. Policy: {job['policy']}."
+    )
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title="Receipt of communication",
+        subtitle=escape(subtitle),
+        cards="".join(_cards(summary)),
+        advice="".join(f"<li>{escape(text)}</li>" for text in advice(summary)),
+        sections="\n".join(section for section in sections if section),
+    )
+
+
+def _cards(summary: Summary) -> Iterator[str]:
+    """Yield the most important figures."""
+    yield _card(percent(summary.share), f"of a step of {ms(summary.seconds)} is communication")
+    sent = f"{size(summary.sent)} instead of {size(summary.dense)} per step and rank"
+    yield _card(f"{summary.ratio:.3g} x", f"fewer bytes: {sent}")
+    bought = summary.bought
+    if bought is not None:
+        saved = f"estimated, against uncompressed gradients at {mbit(summary.rate)}"
+        word = "saved" if bought >= 0 else "lost"
+        yield _card(f"{duration(abs(bought))} {word}", saved)
+        if summary.price is not None:
+            cost = summary.price * summary.seconds * summary.steps / 3600
+            change = summary.price * bought / 3600
+            yield _card(f"{change:,.4g} {'saved' if bought >= 0 else 'lost'}",
+                        f"in money; the job has cost {cost:,.4g}")  # fmt: skip
+    slowest = summary.slowest
+    if slowest is not None and len(summary.ranks) > 1:
+        more = f"the slowest: works {ms(summary.delay)} longer per step than the median rank"
+        yield _card(f"rank {slowest.number}", more)
+
+
+def _card(figure: str, text: str) -> str:
+    return f"<div><b>{escape(figure)}</b><span>{escape(text)}</span></div>"
+
+
+# ----------------------------------------------------------------------------------------- sections
+def _time(found: Found, summary: Summary) -> str:
+    """Return the section about the time of a step."""
+    used = {part: color for part, color in COLORS.items() if summary.parts[part]}
+    columns, begin = [], 0
+    for row in _merged(found["steps"], COLUMNS):
+        end = begin + int(row["steps"])
+        parts = {part: 1e3 * row[part] / row["steps"] for part in used}
+        columns.append((f"steps {begin + 1} to {end}", row["steps"], parts))
+        begin = end
+    table = _table(
+        ["part", "ms per step", "share", "meaning"],
+        [
+            [part, f"{1e3 * value:.3g}", percent(value / summary.seconds), MEANING[part]]
+            for part, value in summary.parts.items()
+            if value
+        ],
+        left=(0, 3),
+    )
+    chart = charts.stacked(columns, used, "ms")
+    return _section("Where the time of a step went", charts.legend(used), _figure(chart), table)
+
+
+def _bytes(found: Found, summary: Summary) -> str:
+    """Return the section about bytes and fusion groups."""
+    columns, begin = [], 0
+    for row in _merged(found["steps"], COLUMNS):
+        end = begin + int(row["steps"])
+        parts = {"sent": row["sent"] / row["steps"] / 1e6}
+        columns.append((f"steps {begin + 1} to {end}", row["steps"], parts))
+        begin = end
+    text = (
+        f"A rank sends {size(summary.sent)} per step; a ring allreduce of uncompressed gradients "
+        f"sends {size(summary.dense)}. In the whole job, a rank has sent "
+        f"{size(summary.sent * summary.steps)} instead of {size(summary.dense * summary.steps)}."
+    )
+    rows = sorted(found["groups"].items(), key=lambda item: -item[1]["flight"])[:20]
+    table = _table(
+        ["fusion group", "steps", "sent per step", "rounds", "ms under way", "ms encode",
+         "ms decode"],
+        [
+            [label, f"{row['steps']:,.0f}", size(row["sent"] / row["steps"]),
+             f"{row['rounds'] / row['steps']:.3g}",
+             *(f"{1e3 * row[key] / row['steps']:.3g}" for key in ("flight", "encode", "decode"))]
+            for label, row in rows
+        ],
+    )  # fmt: skip
+    chart = _figure(charts.stacked(columns, {"sent": "c6"}, "MB"))
+    return _section("Bytes", f"<p>{escape(text)}</p>", chart, table if rows else "")
+
+
+def _levels(found: Found) -> str:
+    """Return the section about the compressors that served each layer."""
+    spans = timeline(found)
+    texts = list(dict.fromkeys(text for row in spans.values() for _, _, text in row))
+    if not spans:
+        return ""
+    colors = dict(zip(texts, itertools.cycle(LEVELS), strict=False))
+    shown = dict(itertools.islice(spans.items(), LANES))
+    more = len(spans) - len(shown)
+    note = f"<p class='soft'>{more} more layers are in ledger.json.</p>" if more else ""
+    last = int(sum(found["steps"]["steps"]))
+    chart = _figure(charts.lanes(shown, colors, last))
+    return _section("Levels by layer", charts.legend(colors), chart, note)
+
+
+def _regimes(found: Found) -> str:
+    """Return the section about critical regimes and the norms that decided."""
+    spans, decisions = critical(found), [row for row in found["decisions"] if row["norm"]]
+    if not decisions:
+        return ""
+    layers = sum(facts["compress"] for facts in found["job"]["buckets"].values())
+    parts = []
+    if spans:
+        texts = [
+            f"steps {first:,} to {end:,}: {f'all {layers}' if count == layers else count or 'no'} "
+            f"{'layer' if layers == 1 else 'layers'}"
+            for first, end, count in spans
+        ]
+        shown = "; ".join(texts[:12]) + ("; ..." if len(texts) > 12 else "")
+        parts.append(f"<p>Critical layers: {escape(shown)}.</p>")
+    buckets = found["job"]["buckets"]
+    largest = sorted({row["name"] for row in decisions} & set(buckets),
+                     key=lambda name: -buckets[name]["dense"])[:LINES]  # fmt: skip
+    rows = {
+        name: [
+            (
+                row["step"],
+                row["norm"],
+                row["level"] == 0,
+                f"norm {row['norm']:.4g}, {row['reason']}",
+            )
+            for row in decisions
+            if row["name"] == name
+        ]
+        for name in largest
+    }
+    if rows:
+        parts.append(charts.legend(dict(zip(rows, LEVELS, strict=False))))
+        caption = "Evidence of each decision, normally the norm of a window's sum of gradients. "
+        caption += "Outlined dots: the first level serves the layer from then on."
+        last = int(sum(found["steps"]["steps"]))
+        parts.append(_figure(charts.lines(rows, LEVELS, last), caption))
+    table = _table(
+        ["layer", "step", "level", "reason", "norm", "before", "change"],
+        [
+            [row["name"], str(row["step"]), row["compressor"] or str(row["level"]), row["reason"],
+             *(_number(row[key]) for key in ("norm", "previous", "change"))]
+            for row in decisions[-200:]
+        ],
+        left=(0, 2, 3),
+    )  # fmt: skip
+    parts.append(f"<details><summary>Decisions (the last {min(len(decisions), 200)})</summary>")
+    return _section("Decisions and critical regimes", *parts, table, "</details>")
+
+
+def _rank_section(summary: Summary) -> str:
+    """Return the section about slow ranks and connections."""
+    ranks = summary.ranks
+    if len(ranks) < 2:
+        return ""
+    shown = sorted(ranks, key=lambda rank: -rank.own)[:RANKS]
+    used = {part: color for part, color in COLORS.items() if summary.parts[part]}
+    rows = [
+        (f"rank {rank.number}", {part: 1e3 * getattr(rank, part) for part in used})
+        for rank in sorted(shown, key=lambda rank: rank.number)
+    ]
+    table = _table(
+        ["rank", "ms of own work", "ms waiting", "sent over TCP", "slowest connection", "to",
+         "round trip"],
+        [
+            [str(rank.number), f"{1e3 * rank.own:.3g}", f"{1e3 * rank.wait:.3g}", size(rank.wire),
+             mbit(rank.rate) if rank.rate else "-", rank.peer or "-",
+             ms(rank.rtt) if rank.rtt else "-"]
+            for rank in sorted(shown, key=lambda rank: rank.number)
+        ],
+    )  # fmt: skip
+    text = "Means per step. A rank that hardly waits is the one for which the others wait."
+    if len(shown) < len(ranks):
+        text += f" Shown are the {len(shown)} slowest of {len(ranks)} ranks."
+    chart = _figure(charts.bars(rows, used, "ms"))
+    return _section("Ranks", f"<p>{text}</p>", charts.legend(used), chart, table)
+
+
+def _errors(found: Found) -> str:
+    """Return the section about compression errors and shadow compressors."""
+    errors = found["errors"]
+    rows = [
+        [name, str(len(samples)), _number(samples[-1][1]), _number(samples[-1][2]),
+         _share(samples[-1][3]), _share(_mean(sample[3] for sample in samples))]
+        for name, samples in errors["buckets"].items()
+    ]  # fmt: skip
+    parts = []
+    if rows:
+        text = (
+            "A compressor receives x = gradient + residual and sends C(x). The relative error is "
+            "|x - C(x)| / |x|; with error feedback, x - C(x) is added to the next gradient."
+        )
+        header = ["layer", "samples", "|x|", "|residual|", "last error", "mean error"]
+        parts += [f"<p>{text}</p>", _table(header, rows[:LANES])]
+    shadows = [
+        [name, f"{sums['dense'] / sums['sent']:.3g} x" if sums["sent"] else "-",
+         _share((sums["error"] / sums["norm"]) ** 0.5 if sums["norm"] else None)]
+        for name, sums in errors["shadows"].items()
+    ]  # fmt: skip
+    if shadows:
+        text = "Shadow compressors received the same x in the same steps, and sent nothing."
+        header = ["shadow", "fewer bytes", "relative error"]
+        parts += [f"<p>{text}</p>", _table(header, shadows)]
+    return _section("Errors of compression", *parts) if parts else ""
+
+
+def _events(found: Found) -> str:
+    """Return the section about skipped steps, differing replicas and changes of ranks."""
+    texts = {
+        "skipped": "skipped, because a gradient was not finite",
+        "guard": "replicas differed",
+        "ranks": "the number of ranks became ",
+    }
+    rows = [
+        [str(event["step"]), f"{texts[event['kind']]}{event.get('ranks', '')}"]
+        for event in found["events"]
+        if event["kind"] in texts
+    ]
+    gate = f"<p>{escape(found['gate'])}</p>" if found["gate"] else ""
+    table = _table(["step", "event"], rows[:100], left=(1,)) if rows else ""
+    return _section("Events", gate, table) if gate or table else ""
+
+
+def _notes(found: Found, summary: Summary) -> str:
+    """Return the section about the method of measurement."""
+    texts = [
+        "Times are those of the training thread of rank 0, between the ends of two exchanges; they "
+        "add up to the duration of the job. Evaluations and checkpoints count as compute. On GPUs, "
+        "a call may return before its kernels have run, so waiting includes their time.",
+        "Bytes are counted by a model of ring allreduce and allgather, without headers and without "
+        "the engine's control messages. “Sent over TCP” is what the kernel has counted.",
+        "The time of an uncompressed step is an estimate: messages travel at the rate of a large "
+        "allreduce, measured once, and overlap with computing for as long as the job's own.",
+    ]  # fmt: skip
+    if summary.parts["graph"]:
+        texts.append(
+            "Exchanges within TensorFlow graphs are timed as a whole: their encoding, waiting and "
+            "decoding, fusion groups and errors are not known."
+        )
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    version = f"accordion_hvd {found['job']['version']}"
+    return _section("How this was measured", f"<ul class='soft'>{items}</ul>",
+                    f"<p class='soft'>{escape(version)}</p>")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- HTML
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _figure(chart: str, caption: str = "") -> str:
+    text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{chart}</figure>{text}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Return a table whose columns are right-aligned, except those in `left`."""
+    sides = [" class='left'" if i in left else "" for i in range(len(header))]
+
+    def line(kind: str, cells: Sequence[str]) -> str:
+        pairs = zip(sides, cells, strict=True)
+        return f"<tr>{''.join(f'<{kind}{side}>{escape(x)}</{kind}>' for side, x in pairs)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<div class='table'><table>{line('th', header)}{body}</table></div>"
+
+
+def _merged(steps: dict[str, list[float]], most: int) -> list[dict[str, Any]]:
+    """Return the windows of a series as rows, merged to at most `most` of them."""
+    names = list(steps)
+    rows = list(zip(*steps.values(), strict=True))
+    span = -(-len(rows) // most)
+    groups = (rows[i : i + span] for i in range(0, len(rows), span))
+    return [dict(zip(names, map(sum, zip(*group, strict=True)), strict=True)) for group in groups]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g} %"

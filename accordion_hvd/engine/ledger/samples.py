@@ -1,0 +1,182 @@
+"""Errors of compression, measured in a few steps, and of compressors that send nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.engine.ledger.series import thinned
+
+EARLY, EVERY = (1, 2, 10, 30), 100
+"""Steps that are measured, besides every `EVERY`-th one."""
+
+LIMIT = 64
+"""Maximum number of measured steps that are kept for each bucket."""
+
+
+class Samples:
+    """Norms and relative errors of the buckets in a few steps.
+
+    The compressor of a bucket receives x = gradient + residual and sends C(x). The relative error
+    is |x - C(x)| / |x|. For a compressor with error feedback, x - C(x) is the new residual.
+
+    Args:
+        shadows: compressors that receive x, too, without sending C(x). They have no error feedback.
+
+    Attributes:
+        measuring: whether the present step is measured.
+        rows: bucket -> rows of step, |x|, norm of the residual (NaN without error feedback), and
+            relative error.
+        shadow_rows: text of a shadow -> sums over the measured steps and buckets: |x|^2,
+            |x - C(x)|^2, bytes that a rank would send, and bytes of a ring allreduce.
+
+    Raises:
+        TypeError: if a shadow is no compressor.
+        ValueError: if a shadow cannot serve alone.
+    """
+
+    def __init__(self, shadows: Sequence[Compressor] = ()) -> None:
+        for shadow in shadows:
+            if not isinstance(shadow, Compressor):
+                raise TypeError(f"Ledger: shadow {shadow!r} must be a compressor, as PowerSGD(1).")
+            if not _measurable(shadow):
+                raise ValueError(
+                    f"Ledger: shadow {shadow!r} must be a compressor that averages gradients and "
+                    "needs neither weights nor a privacy budget, as PowerSGD(1)."
+                )
+        self.shadows = tuple(shadows)
+        self.measuring = False
+        self.rows: dict[str, list[list[float]]] = {}
+        self.shadow_rows = {repr(shadow): [0.0] * 4 for shadow in shadows}
+        self._states: dict[tuple[str, str], State] = {}
+        self._sent: dict[tuple[str, str], float] = {}
+        self._open: dict[str, tuple[Any, Any]] = {}  # bucket -> |x|, |x - C(x)| if it is known
+
+    def begin(self, exchange: Any) -> None:
+        """Begin a step of an exchange, and decide whether to measure it."""
+        step = exchange.steps + 1
+        self.measuring = step in EARLY or step % EVERY == 0
+        self._open.clear()
+
+    def before(self, exchange: Any, batch_state: Any, grad: Tensor) -> None:
+        """Measure a bucket batch before its exchange; `grad` is only read.
+
+        Nothing is measured in graphs, and nothing of a private method, because it would reveal
+        information about gradients.
+        """
+        xp = exchange.xp
+        if batch_state.entries[0].compressor.private or xp.symbolic(grad):
+            return
+        for entry, part in _parts(xp, batch_state, grad):
+            if not entry.bucket.compress:
+                continue
+            info = replace(exchange.info(entry), parameter=None)
+            residual, x = entry.residual(info), xp.cast(part, "float32")
+            if residual is not None:
+                x = x + xp.reshape(residual, xp.shape(part))
+            norm, error = xp.norm(x), None
+            if residual is None and _measurable(entry.compressor):
+                error, _ = _compress(xp, entry, entry.compressor, x, info)
+            self._open[entry.bucket.name] = (norm, error)
+            for shadow in self.shadows:
+                self._follow(exchange, entry, shadow, x, info)
+
+    def after(self, exchange: Any) -> None:
+        """Measure the residuals after a step that is complete."""
+        if not self._open:
+            return
+        xp, number = exchange.xp, exchange.steps
+        for entry in exchange.bucket_states:
+            norm, error = self._open.pop(entry.bucket.name, (None, None))
+            if norm is None:
+                continue
+            residual = entry.residual(exchange.info(entry))
+            left = math.nan if residual is None else _number(xp, xp.norm(residual))
+            size = _number(xp, norm)
+            lost = left if error is None else _number(xp, error)
+            row = [number, size, left, lost / size if size else 0.0]
+            rows = self.rows.get(entry.bucket.name, [])
+            self.rows[entry.bucket.name] = thinned([*rows, row], LIMIT)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all measurements for JSON."""
+        columns = ("step", "norm", "residual", "error")
+        shadows = {
+            name: dict(zip(("norm", "error", "sent", "dense"), sums, strict=True))
+            for name, sums in self.shadow_rows.items()
+        }
+        return {"columns": columns, "buckets": self.rows, "shadows": shadows}
+
+    def _follow(self, exchange: Any, entry: Any, shadow: Compressor, x: Tensor, info: Info) -> None:
+        """Let a shadow compress x, with the state of its last step but without error feedback."""
+        name, xp, ranks = repr(shadow), exchange.xp, exchange.communicator.size
+        key = name, entry.bucket.name
+        error, self._states[key] = _compress(xp, entry, shadow, x, info, self._states.get(key))
+        if key not in self._sent:
+            self._sent[key] = _bytes_sent(xp, entry, shadow, x, info, ranks)
+        dense = 2 * (ranks - 1) / ranks * entry.bucket.dense_bytes
+        new = (_number(xp, xp.norm(x)) ** 2, _number(xp, error) ** 2, self._sent[key], dense)
+        sums = self.shadow_rows[name]
+        self.shadow_rows[name] = [old + more for old, more in zip(sums, new, strict=True)]
+
+
+def _compress(
+    xp: Any, entry: Any, compressor: Compressor, x: Tensor, info: Info, state: State | None = None
+) -> tuple[Tensor, State]:
+    """Return |x - C(x)| on a single rank, and the new state without a residual."""
+    info = _late(compressor, info, 1)
+    state = compressor.init(entry.spec, info) if state is None else state
+    generator = compressor.exchange(xp.copy(x), state, info)
+    mean, kept = LocalCommunicator(xp).run("shadow", generator)
+    residual = compressor.residual(kept)
+    if residual is not None:
+        zeros = xp.zeros(xp.shape(residual), "float32", xp.device(residual))
+        kept = compressor.with_residual(kept, zeros)
+    return xp.norm(x - xp.reshape(xp.cast(mean, "float32"), xp.shape(x))), kept
+
+
+def _bytes_sent(
+    xp: Any, entry: Any, compressor: Compressor, x: Tensor, info: Info, ranks: int
+) -> float:
+    """Return the bytes that one of several ranks would send."""
+    info, traffic = _late(compressor, info, ranks), Traffic()
+    generator = compressor.exchange(xp.copy(x), compressor.init(entry.spec, info), info)
+    LocalCommunicator(xp, ranks).run("shadow", generator, traffic)
+    return traffic.sent
+
+
+def _late(compressor: Compressor, info: Info, ranks: int) -> Info:
+    """Return the `Info` of one of `ranks` ranks, after phases of preparation."""
+    steps = -(-compressor.startup_steps // ranks) * ranks
+    phase = compressor.variant(steps) if compressor.phases else 0
+    return replace(info, phase=phase, rank=0, size=ranks)
+
+
+def _measurable(compressor: Compressor) -> bool:
+    """Return whether a compressor can serve a tensor outside of an exchange."""
+    plain = compressor.output == "gradient" and compressor.target == "gradient"
+    needs = compressor.private or compressor.needs_weights or compressor.topology_aware
+    alone = compressor.scope in ("tensor", "flat") and not compressor.per_sample
+    return plain and alone and not needs
+
+
+def _parts(xp: Any, batch_state: Any, grad: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the buckets of a batch with their gradients."""
+    entries = batch_state.entries
+    if not batch_state.stacked:
+        yield entries[0], grad
+    elif batch_state.stacked == "alike":
+        yield from zip(entries, xp.unstack(grad), strict=True)
+    else:
+        pieces = xp.split(grad, [entry.bucket.size for entry in entries])
+        for entry, piece in zip(entries, pieces, strict=True):
+            yield entry, xp.reshape(piece, entry.bucket.shape)
+
+
+def _number(xp: Any, scalar: Tensor) -> float:
+    return float(xp.to_numpy(scalar).reshape(-1)[0])
