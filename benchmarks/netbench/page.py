@@ -24,7 +24,7 @@ from benchmarks.netbench.contestants import (
     STEADY,
     STOCK,
 )
-from benchmarks.netbench.picture import words
+from benchmarks.netbench.links import describe
 from examples.report import FRAMEWORKS, as_markdown
 from examples.results import Row
 
@@ -91,7 +91,7 @@ def at_rate(found: Row, rate: str) -> str:
     """Return the table of a rate and the gates' verdicts."""
     return report.render(
         "performance/rate",
-        rate=words(rate),
+        rate=describe(rate, found["settings"]),
         goodput=f"{found['bandwidth'][rate] * 8 / 1e6:.0f}",
         table=as_markdown(tables.table(found, rate)),
         verdicts=verdicts(found, rate),

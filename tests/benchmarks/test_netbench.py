@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.netbench import command, contestants, network, page, sandbox, tables
+from benchmarks.netbench import command, contestants, links, page, sandbox, tables
 from benchmarks.netbench.contestants import (
     ACCORDION,
     COMPILED,
@@ -27,6 +27,7 @@ from benchmarks.netbench.contestants import (
     OURS,
     SILENT,
 )
+from benchmarks.netbench.network import read_counters
 from benchmarks.report import END
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,19 +37,19 @@ TOKEN = "NETBENCH_TEST"
 
 # ----------------------------------------------------------------------------------- without a rig
 def test_rates() -> None:
-    found = [network.parse_rate(word) for word in ("50mbit", "1gbit", "2.5Gbit", "64kbit", "none")]
+    found = [links.parse_rate(word) for word in ("50mbit", "1gbit", "2.5Gbit", "64kbit", "none")]
     assert found == [50e6, 1e9, 2.5e9, 64e3, None]
     for word in ("50", "mbit", "50mb", "0mbit", "-1mbit", "fast"):
         with pytest.raises(ValueError, match=re.escape(repr(word))):
-            network.parse_rate(word)
+            links.parse_rate(word)
 
 
 def test_counters() -> None:
     head = "Inter-| Receive | Transmit\n face |bytes packets ...\n"
     lo, eth0 = ("lo: 9 1 0 0 0 0 0 0 9 1 0", "eth0: 123 4 0 0 0 0 0 0 567 8 0 0 0 0 0 0")
-    assert network.read_counters(f"{head}  {lo}\n  {eth0}\n") == (123, 567)
+    assert read_counters(f"{head}  {lo}\n  {eth0}\n") == (123, 567)
     with pytest.raises(ValueError, match="eth0"):
-        network.read_counters(f"{head}  {lo}\n")
+        read_counters(f"{head}  {lo}\n")
 
 
 def test_ways_are_chosen_by_name_pattern_or_word() -> None:
