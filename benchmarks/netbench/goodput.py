@@ -31,8 +31,9 @@ def receive(address: str, warm_up: float = WARM_UP) -> float:
 
 def send(address: str, seconds: float, warm_up: float = WARM_UP) -> None:
     """Send as much as possible for `seconds` seconds after the first `warm_up` seconds."""
-    chunk, end = bytes(CHUNK), time.perf_counter() + warm_up + seconds
+    chunk = bytes(CHUNK)
     with _connect(address) as connection:
+        end = time.perf_counter() + warm_up + seconds
         while time.perf_counter() < end:
             connection.sendall(chunk)
 

@@ -107,7 +107,12 @@ def describe(rate: str, settings: Mapping[str, Any]) -> str:
         rate: rate of the links, as users write it.
         settings: settings with the keys "rtt" and "loss", as users write them.
     """
-    parts = [_describe_rate(rate)]
+    return ", ".join(filter(None, [_describe_rate(rate), describe_distance(settings)]))
+
+
+def describe_distance(settings: Mapping[str, Any]) -> str:
+    """Describe round-trip time and loss: "RTT 20 ms, loss 0.1 %"; empty if there are none."""
+    parts = []
     if seconds := parse_rtt(settings.get("rtt", "none")):
         parts.append(f"RTT {1000 * seconds:g} ms")
     if lost := parse_loss(settings.get("loss", "none")):

@@ -24,7 +24,7 @@ from benchmarks.netbench.contestants import (
     STEADY,
     STOCK,
 )
-from benchmarks.netbench.links import describe
+from benchmarks.netbench.links import describe, describe_distance
 from examples.report import FRAMEWORKS, as_markdown
 from examples.results import Row
 
@@ -49,6 +49,7 @@ def section(found: Row) -> str:
     return report.render(
         "performance/framework",
         framework=FRAMEWORKS[framework],
+        distance=f", {distance}" if (distance := describe_distance(settings)) else "",
         model=settings["model"],
         parameters=f"{model['parameters']:,}",
         tensors=model["tensors"],

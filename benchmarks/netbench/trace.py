@@ -62,7 +62,7 @@ def read(path: Path, hosts: int) -> list[Change]:
         raise ValueError(f"trace {str(path)!r} cannot be read: {error}.") from None
     if not rows or rows[0] not in COLUMNS:
         raise ValueError(
-            f"trace {str(path)!r} must start with 'seconds,rate' or 'seconds,rate,host'."
+            f"trace {str(path)!r} must start with the line 'seconds,rate' or 'seconds,rate,host'."
         )
     found: list[Change] = []
     for line, row in enumerate(rows[1:], 2):
