@@ -90,10 +90,12 @@ def excess_pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
 
 def at_rate(found: Row, rate: str) -> str:
     """Return the table of a rate and the gates' verdicts."""
+    control = found["machine"].get("congestion_control")
     return report.render(
         "performance/rate",
         rate=describe(rate, found["settings"]),
         goodput=f"{found['bandwidth'][rate] * 8 / 1e6:.0f}",
+        congestion_control=f" with the congestion control {control}" if control else "",
         table=as_markdown(tables.table(found, rate)),
         verdicts=verdicts(found, rate),
     )

@@ -7,6 +7,7 @@ prints "ready", and at its end the numbers of packets and of lost packets of eac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -106,7 +107,8 @@ def main(seconds: float, loss: float, processes: Sequence[int]) -> None:
             f"the kernel cannot queue packets (NFQUEUE of nf_tables): {error.strerror}."
         ) from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # ranks keep all cores busy
+    with contextlib.suppress(PermissionError):  # of containers without real-time priorities
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # ranks keep all cores busy
     delays = [Delay(queue, seconds, loss, seed) for seed, queue in enumerate(queues)]
     print("ready", flush=True)
     try:

@@ -210,7 +210,7 @@ else:
 
 @pytest.mark.launch
 def test_losses_are_as_frequent_as_told(token: str) -> None:
-    """The receiver counts datagrams itself, and the relay says how many it dropped."""
+    """Compare the datagrams that the receiver counts with those that the relay dropped."""
     words = ["run", "--hosts", "2", "--loss", "10%", *TORCH, COUNTED]
     status, out, err = rig(token, *words)
     assert status == 0, err
