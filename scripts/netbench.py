@@ -1,8 +1,9 @@
 """Training on limited links within one machine: `run` a command, `bench` methods, `report` results.
 
 `python scripts/netbench.py run --hosts 4 --rate 200mbit -- python train.py` runs any Horovod
-command on four hosts whose links carry 200 Mbit/s. `python scripts/netbench.py bench` compares
-plain Horovod, DDP and this package. Both need Linux, root, and the commands ip and tc.
+command on four hosts whose links carry 200 Mbit/s, and `--rtt 20ms` delays their packets.
+`python scripts/netbench.py bench` compares plain Horovod, DDP and this package. Both need Linux,
+root, and the commands ip and tc.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants
+from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants, links
 from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS
 from benchmarks.netbench.group import Group
-from benchmarks.netbench.network import Network, parse_rate
+from benchmarks.netbench.network import Network
 from examples import results
 from examples.data import DataError
 
@@ -59,7 +59,7 @@ def check(options: argparse.Namespace) -> None:
             f"--hosts is {options.hosts}, but must be at least 2, since one host needs no link."
         )
     for rate in options.rate or ():
-        parse_rate(rate)
+        links.parse_rates(rate, options.hosts)
     for task in options.tasks:
         try:
             accuracy_tasks.images(task)
@@ -70,7 +70,7 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     """Train, write the results as JSON after each training and print them; return 0."""
     began = time.monotonic()
-    network = Network(options.hosts, tag, folder)
+    network = bench.connect(options, folder, tag)
     path = Path(options.output or f"runs/netbench/accuracy-{time.strftime('%Y%m%d-%H%M%S')}.json")
     rates = {task: options.rate or list(TASKS[task].rates) for task in options.tasks}
     all_rates = dict.fromkeys(rate for each in rates.values() for rate in each)

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
 from benchmarks.netbench.contestants import DDP, OURS, STOCK
-from benchmarks.netbench.picture import words
+from benchmarks.netbench.links import describe
 from benchmarks.report import digits, spread
 from examples.pictures import figure
 from examples.report import as_markdown, as_text
@@ -118,7 +118,7 @@ def all_as_text(found: Row) -> str:
 def title(found: Row, place: tuple[str, str]) -> str:
     """Return a title with task, target and links."""
     task = found["tasks"][place[0]]
-    return f"{task['title']} to {task['target']:.0%}, {words(place[1])}"
+    return f"{task['title']} to {task['target']:.0%}, {describe(place[1], found['settings'])}"
 
 
 def typical(found: Row, place: tuple[str, str], method: str) -> Row | None:

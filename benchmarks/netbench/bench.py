@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netbench import contestants, tables
+from benchmarks.netbench import contestants, links, tables, trace
 from benchmarks.netbench.group import Group
-from benchmarks.netbench.network import Network, parse_rate
+from benchmarks.netbench.network import Network
 from examples import results
 
 FORMAT = 1
@@ -46,7 +46,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--framework", choices=tuple(contestants.METHODS), default="torch")
     parser.add_argument("--model", default="vgg", help="vgg (default), resnet or gpt")
     parser.add_argument("--batch", type=int, default=16, help="examples per rank and step")
-    parser.add_argument("--rates", nargs="+", metavar="RATE", help="default: 50mbit 200mbit 1gbit")
+    parser.add_argument(
+        "--rates", nargs="+", metavar="RATE",
+        help="of links, as the rate of `run` (50mbit 200mbit 1gbit); a trace starts with each turn",
+    )  # fmt: skip
     parser.add_argument(
         "--methods", nargs="+", default=[], metavar="METHOD",
         help="names or regular expressions; 'ours SPEC' accepts any compression",
@@ -77,15 +80,15 @@ def check(options: argparse.Namespace) -> None:
             f"--hosts is {options.hosts}, but must be at least 2, since one host needs no link."
         )
     for rate in options.rates:
-        parse_rate(rate)
+        trace.changes(rate, options.hosts)
     contestants.choose(options.framework, options.methods)
 
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     """Measure, write the results as JSON and print them; return 0."""
     methods = contestants.choose(options.framework, options.methods)
-    network = Network(options.hosts, tag, folder)
-    bandwidth = {rate: goodput(network, rate) for rate in options.rates}
+    network = connect(options, folder, tag)
+    bandwidth = {rate: goodput(network, rate, options.turn) for rate in options.rates}
     network.limit("none")
     groups = start(options, network, folder, methods)
     try:
@@ -97,6 +100,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     finally:
         for group in set(groups.values()):
             group.close()
+    warn_of_overruns(network)
     found = {
         "format": FORMAT,
         "settings": {key: value for key, value in vars(options).items() if key != "action"},
@@ -114,12 +118,30 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     return 0
 
 
-def goodput(network: Network, rate: str) -> float:
-    """Return the goodput at a rate in bytes per second."""
+def connect(options: argparse.Namespace, folder: Path, tag: str) -> Network:
+    """Create the hosts of the options `hosts`, `rtt` and `loss`."""
+    rtt, loss = links.parse_rtt(options.rtt), links.parse_loss(options.loss)
+    return Network(options.hosts, tag, folder, rtt, loss)
+
+
+def warn_of_overruns(network: Network) -> None:
+    """Print a warning if the relay was too slow for the links."""
+    if lost := network.overruns():
+        say(f"warning: {lost} packets were lost because this machine was too slow for the links")
+
+
+def goodput(network: Network, rate: str, turn: float = 0.0) -> float:
+    """Return the goodput at a rate in bytes per second; that of a trace over its first `turn`."""
     network.limit(rate)
-    measured = statistics.median(network.goodput(0.6) for _ in range(3))
+    measured = statistics.median(_goodputs(network, turn if rate.endswith(trace.SUFFIX) else 0.6))
     say(f"{rate}: {measured * 8 / 1e6:.0f} Mbit/s of TCP goodput")
     return measured
+
+
+def _goodputs(network: Network, seconds: float) -> Iterator[float]:
+    for _ in range(3):
+        network.restart_trace()
+        yield network.goodput(seconds)
 
 
 @contextlib.contextmanager
@@ -188,13 +210,18 @@ def ask(group: Group, action: str, method: str, count: int) -> Any:
 def measure_steps(network: Network, group: Group, method: str, seconds: float) -> results.Row:
     """Measure some steps of one method; lists are per rank or per host, values per step."""
     readings: list[Reading] = []
+
+    def begin() -> None:
+        network.restart_trace()
+        readings.append(Reading(network))
+
     with running(group):
         for _ in range(BEFORE):
             step_seconds = max(answer["ms"] for answer in group.steps(method, 1)) / 1000
             if step_seconds > SLOW:
                 break
         count = min(MOST, max(LEAST, round(seconds / step_seconds)))
-        answers = group.steps(method, count, lambda: readings.append(Reading(network)))
+        answers = group.steps(method, count, begin)
         before, after = readings[0], Reading(network)
     cpu_seconds = sum(answer["cpu_ms"] for answer in answers) * count / 1000
     pairs = list(zip(before.bytes, after.bytes, strict=True))
@@ -244,6 +271,7 @@ def machine() -> results.Row:
         "cores": os.cpu_count(),
         "cpu": cpu[1] if cpu else platform.machine(),
         "kernel": platform.release(),
+        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         "python": platform.python_version(),
         "versions": versions,
         "date": time.strftime("%Y-%m-%d"),

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.netbench import accuracy, accuracy_page, bench, page, picture, sandbox
+from benchmarks.netbench import accuracy, accuracy_page, bench, links, page, picture, sandbox, trace
 from benchmarks.netbench.launch import BACKENDS, Job
-from benchmarks.netbench.network import MOST_HOSTS, Network, parse_rate
+from benchmarks.netbench.network import MOST_HOSTS
 from benchmarks.report import write_page
 from examples import results
 
@@ -45,7 +45,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "run", help="run a Horovod command on limited links",
         description="Run a Horovod command on hosts that can reach only each other.",
     )  # fmt: skip
-    runs.add_argument("--rate", default="none", help="rate of each link, such as 200mbit")
+    runs.add_argument(
+        "--rate", default="none",
+        help="rate of each link, such as 200mbit; one for each host, such as 200mbit,50mbit; or a "
+        "CSV file with the columns seconds, rate and optionally host (0, 1, ...)",
+    )  # fmt: skip
     runs.add_argument(
         "--timeout", type=float, help="seconds after which the command ends with status 124"
     )
@@ -62,6 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for action in (runs, benches, trainings):
         action.add_argument("--hosts", type=int, default=4)
         action.add_argument("--per-host", type=int, default=1, help="processes on each host")
+        links.add_options(action)
     runs.add_argument(
         "--backend", choices=BACKENDS, default="gloo",
         help="backend of Horovod, or torch: without Horovod, for torch.distributed",
@@ -78,12 +83,14 @@ def check(options: argparse.Namespace) -> None:
     if options.per_host < 1:
         raise sandbox.Refusal(f"--per-host is {options.per_host}, but must be at least 1.")
     try:
+        links.parse_rtt(options.rtt)
+        links.parse_loss(options.loss)
         if options.action == "bench":
             bench.check(options)
         elif options.action == "accuracy":
             accuracy.check(options)
         else:
-            parse_rate(options.rate)
+            trace.changes(options.rate, options.hosts)
     except ValueError as error:
         raise sandbox.Refusal(str(error)) from None
 
@@ -110,9 +117,9 @@ def report(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     """Run `netbench.py run`: show rank 0's output and return its exit status."""
-    network = Network(options.hosts, tag, folder)
-    network.limit(options.rate)
+    network = bench.connect(options, folder, tag)
     before = [network.counters(host) for host in range(options.hosts)]
+    network.limit(options.rate)
     job = Job(options.command, network, folder / "ranks", options.backend, options.per_host)
     try:
         status = job.wait(options.timeout)
@@ -126,5 +133,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
         counted = zip(network.counters(host), before[host], strict=True)
         received, sent = (now - then for now, then in counted)
         print(f"netbench: {name} sent {sent:,} B and received {received:,} B", file=sys.stderr)
-    network.close()
+    bench.warn_of_overruns(network)
+    for name, (packets, lost) in zip(network.names, network.close(), strict=False):
+        print(f"netbench: {lost:,} of {packets:,} packets to {name} lost", file=sys.stderr)
     return status

@@ -65,7 +65,11 @@ class Job:
         """Return the exit status, or None while processes run.
 
         The status is that of the first failed process, or 0 once all have succeeded.
+
+        Raises:
+            Refusal: if the network's links are no longer as requested.
         """
+        self.network.check()
         codes = [process.poll() for process in self.processes]
         failed = [code for code in codes if code]
         if failed:

@@ -2,13 +2,13 @@
 
 Each host is a network and UTS namespace with its own address and hostname, which a sleeping process
 keeps alive. Both ends of a host's link are limited, so that it behaves like a full-duplex network
-card: the host's end limits sending, the bridge's end receiving. Links add no delay: the benchmark
-shows bandwidth, not the latency of long distances. Hosts can reach only each other.
+card: the host's end limits sending, the bridge's end receiving. If a round-trip time or a loss is
+requested, the process `relay` delays and loses packets. Hosts can reach only each other.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import subprocess
 import sys
 import time
@@ -16,34 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.netbench import goodput, trace
+from benchmarks.netbench.links import PACKET, token_bucket
 from benchmarks.netbench.sandbox import Refusal
 
 SUBNET = "10.77.0"
 MOST_HOSTS = 200
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-LATENCY = "200ms"
-"""Longest wait of a packet in a full link's queue."""
+WINDOW = 64 << 20
+"""Bytes that a TCP connection may have in flight: 1 Gbit/s for half a second."""
 
-PACKET = 16 * 1024
-"""Largest number of bytes that TCP passes down at once (a network card would segment them later). A
-limited link's bucket must hold a packet, and traffic that fits into the bucket is not limited."""
-
-BURST = 0.002
-"""Size of the token bucket in seconds of the link's rate."""
-
-
-def parse_rate(word: str) -> float | None:
-    """Return the bits per second of "50mbit", "1gbit" etc.; None for "none", an unlimited link.
-
-    Raises:
-        ValueError: if `word` is not a rate.
-    """
-    if word == "none":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", word.lower())
-    if match is None or not float(match[1]):
-        raise ValueError(f"rate {word!r} is invalid; write '200mbit', '1gbit' or 'none'.")
-    return float(match[1]) * UNITS[match[2]]
+STARTS = 15
+"""Round trips until a TCP connection has reached its link's rate."""
 
 
 def set_hostname(name: str, hosts: Sequence[tuple[str, str]], folder: Path) -> None:
@@ -70,6 +53,8 @@ class Network:
         hosts: number of hosts.
         tag: part of the hostnames that distinguishes rigs.
         folder: folder for the hosts' files, such as /etc/hosts.
+        rtt: round-trip time between two hosts in seconds; 0 for that of the machine, about 20 us.
+        loss: probability that a packet to a host is lost.
 
     Attributes:
         names: hostnames.
@@ -77,11 +62,13 @@ class Network:
         address: address of the bridge, in the namespace of this process.
 
     Raises:
-        Refusal: if `ip` or `tc` fails.
+        Refusal: if `ip` or `tc` fails, or packets cannot be delayed.
     """
 
-    def __init__(self, hosts: int, tag: str, folder: Path) -> None:
-        self.folder = folder
+    def __init__(
+        self, hosts: int, tag: str, folder: Path, rtt: float = 0.0, loss: float = 0.0
+    ) -> None:
+        self.folder, self.rtt = folder, rtt
         self.names = [f"rig{tag}-{host}" for host in range(hosts)]
         self.addresses = [f"{SUBNET}.{host + 1}" for host in range(hosts)]
         self.address = f"{SUBNET}.254"
@@ -92,6 +79,26 @@ class Network:
         call("ip", "address", "add", f"{self.address}/24", "dev", "br0")
         call("ip", "link", "set", "br0", "up")
         self.holders = [self._host(host) for host in range(hosts)]
+        self._changes: list[trace.Change] = []
+        self._player: trace.Player | None = None
+        self._relay = self._start_relay(loss) if rtt or loss else None
+
+    def _start_relay(self, loss: float) -> subprocess.Popen[str]:
+        """Start the process that delays and loses packets; let TCP's windows cover the delay."""
+        for name in ("tcp_rmem", "tcp_wmem"):
+            path = f"/proc/sys/net/ipv4/{name}"
+            least, default, _ = Path(path).read_text().split()
+            for holder in self.holders:
+                call(*_enter(holder), "sh", "-c", f"echo {least} {default} {WINDOW} > {path}")
+        relay = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.netbench.relay", str(self.rtt / 2), str(loss)]
+            + [str(holder.pid) for holder in self.holders],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert relay.stdout is not None
+        if not relay.stdout.readline():
+            raise Refusal(f"packets cannot be delayed: {_last_line(relay)}")
+        return relay
 
     def _host(self, host: int) -> subprocess.Popen[Any]:
         """Create a host; return the process that keeps it alive."""
@@ -116,44 +123,103 @@ class Network:
         return _enter(self.holders[host])
 
     def limit(self, rate: str) -> None:
-        """Limit all links in both directions, at any time; "none" removes the limits.
+        """Limit the links in both directions, at any time; "none" removes the limits.
+
+        Args:
+            rate: a rate, a rate for each host, or the name of a trace, which starts now (see
+                `trace.changes`).
 
         Raises:
-            ValueError: if `rate` is not a rate (see `parse_rate`).
+            ValueError: if `rate` is not a rate.
         """
-        bits = parse_rate(rate)
-        for host in range(len(self.names)):
-            for place, device in ((self.enter(host), "eth0"), ([], port(host))):
-                if bits is None:
-                    command = [*place, "tc", "qdisc", "delete", "dev", device, "root"]
-                    subprocess.run(command, stderr=subprocess.DEVNULL)  # there may be none
-                else:
-                    call(*place, "tc", "qdisc", "replace", "dev", device, "root", *_filter(bits))
+        self._changes = trace.changes(rate, len(self.names))
+        self._play()
+
+    def restart_trace(self) -> None:
+        """Start the trace of the rates anew, if they change."""
+        if any(change.seconds for change in self._changes):
+            self._play()
+
+    def _play(self) -> None:
+        """Set the links' rates, and start a thread if they change later."""
+        self._stop_player()
+        for change in self._changes:
+            if not change.seconds:
+                self._limit_host(change.host, change.bits)
+        if later := [change for change in self._changes if change.seconds]:
+            self._player = trace.Player(later, self._limit_host)
+
+    def _stop_player(self) -> None:
+        if self._player is not None:
+            self._player.stop()
+            self._player = None
+
+    def _limit_host(self, host: int, bits: float | None) -> None:
+        for place, device in ((self.enter(host), "eth0"), ([], port(host))):
+            if bits is None:
+                command = [*place, "tc", "qdisc", "delete", "dev", device, "root"]
+                subprocess.run(command, stderr=subprocess.DEVNULL)  # there may be none
+            else:
+                call(*place, "tc", "qdisc", "replace", "dev", device, "root", *token_bucket(bits))
+
+    def check(self) -> None:
+        """Raise `Refusal` if links are no longer as requested."""
+        if self._relay is not None and self._relay.poll() is not None:
+            raise Refusal(f"the process that delays packets ended: {_last_line(self._relay)}")
+        if self._player is not None and self._player.error is not None:
+            raise self._player.error
 
     def counters(self, host: int) -> tuple[int, int]:
         """Return the bytes that a host has received and sent so far, without loopback."""
         return read_counters(Path(f"/proc/{self.holders[host].pid}/net/dev").read_text())
 
+    def overruns(self) -> int:
+        """Return the number of packets that were lost because the relay was too slow."""
+        if self._relay is None:
+            return 0
+        paths = (f"/proc/{holder.pid}/net/netfilter/nfnetlink_queue" for holder in self.holders)
+        return sum(int(word) for path in paths for word in Path(path).read_text().split()[5:7])
+
     def goodput(self, seconds: float) -> float:
-        """Return the bytes per second of a TCP connection from the first host to the second."""
+        """Return the bytes per second of a TCP connection from one host to another.
+
+        One of them is the host with the slowest link. The connection first has time to reach the
+        link's rate.
+        """
+        limited = [change for change in self._changes if change.bits is not None]
+        slowest = min(limited, key=lambda change: change.bits or 0).host if limited else 1
+        receiving, sending = (slowest, 0) if slowest else (1, 0)
+        address = self.addresses[receiving]
+        warm_up = str(goodput.WARM_UP + STARTS * self.rtt)
         program = [sys.executable, "-m", "benchmarks.netbench.goodput"]
         receiver = subprocess.Popen(
-            [*self.enter(1), *program, "receive", self.addresses[1]],
+            [*self.enter(receiving), *program, "receive", address, warm_up],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            call(*self.enter(0), *program, "send", self.addresses[1], str(seconds))
+            seconds = max(seconds, STARTS * self.rtt)
+            call(*self.enter(sending), *program, "send", address, warm_up, str(seconds))
             output, _ = receiver.communicate(timeout=30)
         finally:
             receiver.kill()
             receiver.wait()
         return float(output)
 
-    def close(self) -> None:
-        """End the processes that keep the hosts alive, and thereby the hosts."""
+    def close(self) -> list[tuple[int, int]]:
+        """End the processes that keep the hosts alive, and thereby the hosts.
+
+        Returns:
+            Pairs (packets, lost packets) of each host, if packets are delayed or lost.
+        """
+        self._stop_player()
+        counts = []
+        if self._relay is not None:
+            self._relay.terminate()
+            counts = json.loads(self._relay.communicate()[0] or "[]")
         for holder in self.holders:
             holder.kill()
             holder.wait()
+        return [(packets, lost) for packets, lost in counts]
 
 
 def port(host: int) -> str:
@@ -186,13 +252,10 @@ def _enter(holder: subprocess.Popen[Any]) -> list[str]:
     return ["nsenter", "--target", str(holder.pid), "--net", "--uts", "--"]
 
 
-def _filter(bits: float) -> Sequence[str]:
-    """Return a token bucket that holds `BURST` seconds of the rate.
-
-    It holds at least one packet, with headers for all its segments.
-    """
-    burst = max(PACKET * 5 // 4, int(bits / 8 * BURST))
-    return ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "latency", LATENCY]
+def _last_line(process: subprocess.Popen[str]) -> str:
+    """Return the last line that a process that has ended has written to its standard error."""
+    lines = process.communicate()[1].strip().splitlines()
+    return lines[-1] if lines else f"status {process.returncode}."
 
 
 def _wait_for_namespace(holder: subprocess.Popen[Any]) -> None:

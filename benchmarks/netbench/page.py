@@ -24,7 +24,7 @@ from benchmarks.netbench.contestants import (
     STEADY,
     STOCK,
 )
-from benchmarks.netbench.picture import words
+from benchmarks.netbench.links import describe, describe_distance
 from examples.report import FRAMEWORKS, as_markdown
 from examples.results import Row
 
@@ -49,6 +49,7 @@ def section(found: Row) -> str:
     return report.render(
         "performance/framework",
         framework=FRAMEWORKS[framework],
+        distance=f", {distance}" if (distance := describe_distance(settings)) else "",
         model=settings["model"],
         parameters=f"{model['parameters']:,}",
         tensors=model["tensors"],
@@ -89,10 +90,12 @@ def excess_pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
 
 def at_rate(found: Row, rate: str) -> str:
     """Return the table of a rate and the gates' verdicts."""
+    control = found["machine"].get("congestion_control")
     return report.render(
         "performance/rate",
-        rate=words(rate),
+        rate=describe(rate, found["settings"]),
         goodput=f"{found['bandwidth'][rate] * 8 / 1e6:.0f}",
+        congestion_control=f" with the congestion control {control}" if control else "",
         table=as_markdown(tables.table(found, rate)),
         verdicts=verdicts(found, rate),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import ALONE, DDP, is_ours
+from benchmarks.netbench.links import describe
 from examples.pictures import figure
 from examples.report import FRAMEWORKS
 from examples.results import Row
@@ -80,12 +81,6 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set(xlim=(least / 2, most * 2.2), ylim=(len(rows) - 0.4, -0.6), axisbelow=True)
     axis.grid(alpha=0.3, axis="x")
-    axis.set_title(f"{FRAMEWORKS[found['settings']['framework']]}, {words(rate)}", fontsize=11)
+    settings = found["settings"]
+    axis.set_title(f"{FRAMEWORKS[settings['framework']]}, {describe(rate, settings)}", fontsize=11)
     axis.set_xlabel("ms a step (logarithmic)")
-
-
-def words(rate: str) -> str:
-    """Format a rate: "50 Mbit/s" for "50mbit"."""
-    if rate == "none":
-        return "unlimited links"
-    return f"{rate[:-4]} {rate[-4].upper()}bit/s"

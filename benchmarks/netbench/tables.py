@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import report
 from benchmarks.netbench.contestants import ALONE, COMPUTE
+from benchmarks.netbench.links import describe
 from examples.report import as_text, tabulate
 from examples.results import Row
 
@@ -163,5 +164,6 @@ def all_as_text(found: Row) -> str:
     parts = []
     for rate in found["settings"]["rates"]:
         goodput = found["bandwidth"][rate] * 8 / 1e6
-        parts.append(f"{rate} ({goodput:.0f} Mbit/s of goodput)\n{as_text(table(found, rate))}")
+        title = f"{describe(rate, found['settings'])} ({goodput:.0f} Mbit/s of goodput)"
+        parts.append(f"{title}\n{as_text(table(found, rate))}")
     return "\n\n".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import OPTIMIZER
-from benchmarks.netbench.picture import words
+from benchmarks.netbench.links import describe
 from benchmarks.optbench.methods import METHODS, OURS
 from benchmarks.report import digits, significant, spread
 from examples.pictures import figure
@@ -214,7 +214,7 @@ def links(timing: Row) -> list[list[str]]:
     wanted = timing["settings"]["rates"]
     rows = [["optimizer", "MB sent per step"]]
     for rate in wanted:
-        rows[0] += [f"ms, {words(rate)}", "speedup over Adam"]
+        rows[0] += [f"ms, {describe(rate, timing['settings'])}", "speedup over Adam"]
     summaries = {rate: tables.summary(timing, rate) for rate in wanted}
     plain = f"{OPTIMIZER}Adam"
     for method in timing["equal"]:

@@ -7,17 +7,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs import marked, rig, start
 
-from benchmarks.netbench import command, contestants, network, page, sandbox, tables
+from benchmarks.netbench import command, contestants, links, page, sandbox, tables
 from benchmarks.netbench.contestants import (
     ACCORDION,
     COMPILED,
@@ -27,28 +24,27 @@ from benchmarks.netbench.contestants import (
     OURS,
     SILENT,
 )
+from benchmarks.netbench.network import read_counters
 from benchmarks.report import END
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "netbench.py"
-TOKEN = "NETBENCH_TEST"
 
 
 # ----------------------------------------------------------------------------------- without a rig
 def test_rates() -> None:
-    found = [network.parse_rate(word) for word in ("50mbit", "1gbit", "2.5Gbit", "64kbit", "none")]
+    found = [links.parse_rate(word) for word in ("50mbit", "1gbit", "2.5Gbit", "64kbit", "none")]
     assert found == [50e6, 1e9, 2.5e9, 64e3, None]
     for word in ("50", "mbit", "50mb", "0mbit", "-1mbit", "fast"):
         with pytest.raises(ValueError, match=re.escape(repr(word))):
-            network.parse_rate(word)
+            links.parse_rate(word)
 
 
 def test_counters() -> None:
     head = "Inter-| Receive | Transmit\n face |bytes packets ...\n"
     lo, eth0 = ("lo: 9 1 0 0 0 0 0 0 9 1 0", "eth0: 123 4 0 0 0 0 0 0 567 8 0 0 0 0 0 0")
-    assert network.read_counters(f"{head}  {lo}\n  {eth0}\n") == (123, 567)
+    assert read_counters(f"{head}  {lo}\n  {eth0}\n") == (123, 567)
     with pytest.raises(ValueError, match="eth0"):
-        network.read_counters(f"{head}  {lo}\n")
+        read_counters(f"{head}  {lo}\n")
 
 
 def test_ways_are_chosen_by_name_pattern_or_word() -> None:
@@ -235,55 +231,6 @@ def test_leftovers_of_killed_rigs_are_removed(
 
 
 # -------------------------------------------------------------------------------------- with a rig
-@pytest.fixture
-def token() -> Iterator[str]:
-    """Marks all processes of a rig; afterwards there must be none, and no link, name or folder."""
-    if (why := sandbox.obstacle()) is not None:
-        pytest.skip(why)
-    before, mark = outside(), uuid.uuid4().hex
-    yield mark
-    assert not marked(mark)
-    assert outside() == before
-
-
-def outside() -> tuple[list[str], str]:
-    """Links and named namespaces of this network namespace."""
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    return [line.split(":")[1] for line in links.stdout.splitlines()], names.stdout
-
-
-def marked(token: str) -> list[int]:
-    """Processes of a rig, wherever they are."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # ended meanwhile
-    return found
-
-
-def start(token: str, *words: str) -> subprocess.Popen[str]:
-    """Start `netbench.py`."""
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, TOKEN: token},
-    )  # fmt: skip
-
-
-def rig(token: str, *words: str, limit: float = 100) -> tuple[int, str, str]:
-    """Run `netbench.py` to its end: status and what it says; its folder is gone then."""
-    process = start(token, *words)
-    try:
-        out, err = process.communicate(timeout=limit)
-    finally:
-        process.kill()
-    assert not list(Path(tempfile.gettempdir()).glob(f"netbench-{process.pid}-*"))
-    return process.returncode, out, err
-
-
 ALLREDUCE = """
 import sys, time
 sys.path.insert(0, {root!r})
@@ -464,16 +411,20 @@ def test_bench_measures_and_reports(token: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("horovod")
     pytest.importorskip("matplotlib")
-    file = tmp_path / "a.json"
+    file, trace = tmp_path / "a.json", tmp_path / "trace.csv"
+    trace.write_text("seconds,rate\n0,200mbit\n0.5,20mbit\n")
     words = ["bench", "--quick", "--hosts", "2", "--model", "resnet", "--output", str(file)]
+    words += ["--rates", "200mbit", str(trace), "--rtt", "2ms"]
     status, out, err = rig(
         token, *words, "--methods", "DDP powersgd:1", "ours accordion", limit=200
     )
     assert status == 0, out + err
     found = json.loads(file.read_text())
-    methods = {turn["method"]: turn for turn in found["turns"]}
+    methods = {turn["method"]: turn for turn in found["turns"] if turn["rate"] == "200mbit"}
     assert found["equal"] == {COMPUTE: False, "DDP powersgd:1": True, "ours accordion": True}
     assert 0.8 * 25e6 < found["bandwidth"]["200mbit"] < 25e6
+    assert 2.5e6 < found["bandwidth"][str(trace)] < 0.8 * 25e6
+    assert found["settings"]["rtt"] == "2ms" and "### 200 Mbit/s, RTT 2 ms" in page.text([found])
     for method in ("DDP powersgd:1", "ours accordion"):
         assert 1e4 < max(methods[method]["sent"]) < 4e5 and min(methods[method]["cpu_ms"]) > 1
     assert max(methods[COMPUTE]["sent"]) < 1e3
