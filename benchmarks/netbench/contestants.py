@@ -1,11 +1,11 @@
 """Names of the methods to exchange gradients that the benchmark compares.
 
-`ours SPEC` is this package over Horovod with a spec string of `accordion_hvd.parse`, `ours over
-torch.distributed SPEC` is the same without Horovod, `DDP + our hook SPEC` is its communication
-hook, `HSDP + ours SPEC` compresses between the replicas of a sharded model, and `optimizer NAME` is
-one of its optimizers; the other names are listed below. Two launches hold the methods, one with
-Horovod and one without, because Horovod's threads communicate even when idle and would slow down
-the others.
+`ours SPEC` is this package over Horovod with a spec string of `accordion_hvd.parse` (`ours SPEC
+without ledger` records no steps), `ours over torch.distributed SPEC` is the same without Horovod,
+`DDP + our hook SPEC` is its communication hook, `HSDP + ours SPEC` compresses between the replicas
+of a sharded model, and `optimizer NAME` is one of its optimizers; the other names are listed below.
+Two launches hold the methods, one with Horovod and one without, because Horovod's threads
+communicate even when idle and would slow down the others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
 OVER, HOOK = "ours over torch.distributed ", "DDP + our hook "
 SHARDED, BETWEEN = "HSDP", "HSDP + ours "
 FP16 = " fp16"
+UNRECORDED = " without ledger"
+"""End of the name of a method whose optimizer records nothing; measured on request."""
+
 ACCORDION = "accordion"
 STEADY = "Accordion(low=PowerSGD(4), high=PowerSGD(1), threshold=1e9)"
 """Policy of `ours accordion`. Its threshold is never reached, so it stays at the high level once it
@@ -94,7 +97,7 @@ def compression(method: str) -> Any:
     for prefix in (OVER, HOOK, BETWEEN, OURS):
         if method.startswith(prefix):
             break
-    word = method.removeprefix(prefix)
+    word = method.removeprefix(prefix).removesuffix(UNRECORDED)
     return parse({ACCORDION: STEADY, GATED: CAUTIOUS}.get(word, word))
 
 

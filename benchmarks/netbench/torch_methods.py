@@ -151,8 +151,11 @@ def contestant(method: str, net: Any) -> tuple[Any, Any, Any]:
     if method.startswith((OURS, OVER)):
         import accordion_hvd.torch as ours
 
+        options: dict[str, Any] = {"guard": "off"}
+        if method.endswith(contestants.UNRECORDED):
+            options = {"ledger": False, "guard": "off"}
         compression = contestants.compression(method)
-        made = ours.DistributedOptimizer(plain, named, compression=compression, guard="off")
+        made = ours.DistributedOptimizer(plain, named, compression=compression, **options)
         return net, made, made
     if method.startswith(OPTIMIZER):
         import accordion_hvd.torch as ours
