@@ -7,11 +7,12 @@ import os
 import socket
 import stat
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-LEAST = 1 << 16
-"""Smallest number of sent bytes of a connection that is reported: others carry control messages."""
+LEAST = 1 << 18
+"""Smallest number of bytes that show the rate of a connection."""
 
 # Offsets in `struct tcp_info` of Linux, in bytes (include/uapi/linux/tcp.h).
 _ACKED, _MIN_RTT, _RATE, _BUSY, _SIZE = 120, 148, 160, 168, 184
@@ -22,30 +23,51 @@ class Connection:
     """A connection to another process.
 
     Attributes:
+        port: port of this end.
         peer: IPv4 address of the other end as an integer; 0 for other addresses.
         sent: bytes that the other end has received from this process.
-        rate: these bytes per second of the time in which unreceived bytes were under way; on very
-            fast connections, for which the kernel counts no such time, the rate of the last bytes.
+        busy: seconds in which bytes were under way; 0 on very fast connections.
+        last: bytes per second of the last bytes.
         rtt: least round-trip time, in seconds.
     """
 
+    port: int
     peer: int
     sent: float
-    rate: float
+    busy: float
+    last: float
     rtt: float
+
+    def since(self, before: Connection | None) -> Connection:
+        """Return the connection with the bytes and seconds since an earlier measurement."""
+        if before is None:
+            return self
+        return replace(self, sent=self.sent - before.sent, busy=self.busy - before.busy)
+
+    @property
+    def rate(self) -> float:
+        """Return bytes per second of the time in which bytes were under way."""
+        return self.sent / self.busy if self.busy else self.last
 
 
 def connections() -> list[Connection]:
-    """Return the TCP connections of this process that have sent `LEAST` bytes or more.
-
-    The list is empty if the platform has no such measurements.
-    """
+    """Return the TCP connections of this process; none if the platform does not measure them."""
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
         return []
     found = (_connection(int(name)) for name in names)
-    return [x for x in found if x is not None and x.sent >= LEAST]
+    return [x for x in found if x is not None]
+
+
+def slowest(before: Sequence[Connection], after: Sequence[Connection]) -> Connection | None:
+    """Return the connection with the smallest rate between two measurements.
+
+    Only connections that sent `LEAST` bytes or more count; None if there are none.
+    """
+    earlier = {(x.port, x.peer): x for x in before}
+    changes = [x.since(earlier.get((x.port, x.peer))) for x in after]
+    return min((x for x in changes if x.sent >= LEAST), key=lambda x: x.rate, default=None)
 
 
 def address(number: float) -> str:
@@ -61,21 +83,20 @@ def _connection(descriptor: int) -> Connection | None:
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             if sock.type != socket.SOCK_STREAM or sock.family not in _FAMILIES:
                 return None
-            peer = sock.getpeername()[0]
+            peer, port = sock.getpeername()[0], sock.getsockname()[1]
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
     except OSError:  # closed meanwhile, or not connected
         return None
-    return None if len(info) < _SIZE else _read(info, peer)
+    return None if len(info) < _SIZE else _read(info, peer, port)
 
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
-def _read(info: bytes, peer: str) -> Connection:
+def _read(info: bytes, peer: str, port: int) -> Connection:
     (rtt,) = struct.unpack_from("I", info, _MIN_RTT)
     sent, last, busy = (struct.unpack_from("Q", info, x)[0] for x in (_ACKED, _RATE, _BUSY))
-    rate = 1e6 * sent / busy if busy else float(last)
-    return Connection(_number(peer), float(sent), rate, 1e-6 * rtt)
+    return Connection(port, _number(peer), float(sent), 1e-6 * busy, float(last), 1e-6 * rtt)
 
 
 def _number(peer: str) -> int:

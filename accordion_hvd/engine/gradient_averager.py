@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 import accordion_hvd
-from accordion_hvd.comm import hosts
+from accordion_hvd.comm import hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
@@ -22,7 +22,7 @@ from accordion_hvd.engine import checkpoint, drift, fp16_reduction, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.ledger import as_ledger
+from accordion_hvd.engine.ledger import Ledger, as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.gate import probe
 from accordion_hvd.policies.gating import PROBE
@@ -377,12 +377,18 @@ class GradientAverager(abc.ABC, Generic[E]):
         if self.guard.warned and not warned:
             ledger.event("guard", step)
         if self._shared < LINK_AFTER <= step:
-            vector = xp.zeros((PROBE,), "float32", self.device)
-            measurement = probe(vector, xp, self.communicator.size)
-            ledger.link = self.communicator.run(f"{self.name}.link", measurement)
+            self._measure_link(ledger)
         self._shared = step
         ledger.share(step, np.ascontiguousarray(table).view(np.float64))
         ledger.add("decide", time.perf_counter() - began)
+
+    def _measure_link(self, ledger: Ledger) -> None:
+        """Measure the link, and this rank's TCP connections meanwhile; collective."""
+        xp, before = self.communicator.xp, tcp.connections()
+        vector = xp.zeros((PROBE,), "float32", self.device)
+        measurement = probe(vector, xp, self.communicator.size)
+        link = self.communicator.run(f"{self.name}.link", measurement)
+        ledger.measured(link, tcp.slowest(before, tcp.connections()))
 
 
 def _largest(flags: Tensor) -> ExchangeGenerator:

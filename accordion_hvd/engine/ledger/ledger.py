@@ -230,13 +230,14 @@ class Ledger:
     def sums(self) -> np.ndarray:
         """Return the numbers of this rank that other ranks may see (`SHARED`), as float64."""
         if self.enabled:
-            found = tcp.connections()
-            self._sums["wire"] = sum(x.sent for x in found)
-            if found:
-                slowest = min(found, key=lambda x: x.rate)
-                named = ("rate", slowest.rate), ("rtt", slowest.rtt), ("peer", slowest.peer)
-                self._sums |= dict(named)
+            self._sums["wire"] = sum(x.sent for x in tcp.connections())
         return np.array([self._sums[key] for key in SHARED])
+
+    def measured(self, link: Link, slowest: tcp.Connection | None) -> None:
+        """Record the link, and this rank's slowest TCP connection during the measurement."""
+        self.link = link
+        if slowest is not None:
+            self._sums |= {"rate": slowest.rate, "rtt": slowest.rtt, "peer": float(slowest.peer)}
 
     def share(self, step: int, table: np.ndarray) -> None:
         """Record the numbers of all ranks after a step; a row per rank.

@@ -168,7 +168,7 @@ def _regimes(found: Found) -> str:
     if spans:
         texts = [
             f"steps {first:,} to {end:,}: {f'all {layers}' if count == layers else count or 'no'} "
-            f"{'layer' if layers == 1 else 'layers'}"
+            f"{'layer' if count == 1 else 'layers'}"
             for first, end, count in spans
         ]
         shown = "; ".join(texts[:12]) + ("; ..." if len(texts) > 12 else "")

@@ -298,7 +298,7 @@ def test_sinks_of_rank_0_get_each_step():
 
 # ------------------------------------------------------------------------------------ connections
 def test_the_kernel_counts_the_bytes_of_connections():
-    before = {x.peer for x in tcp.connections()}
+    before = tcp.connections()
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as client:
             other, _ = server.accept()
@@ -306,11 +306,23 @@ def test_the_kernel_counts_the_bytes_of_connections():
             received.start()
             client.sendall(bytes(3_000_000))
             received.join(30)
-            found = [x for x in tcp.connections() if 3e6 <= x.sent <= 3e6 + 10]
+            found = tcp.slowest(before, tcp.connections())
+            ours = [x for x in tcp.connections() if x.port == client.getsockname()[1]]
             other.close()
-    assert len(found) == 1 and found[0].rate > 0 and 0 < found[0].rtt < 1
-    assert tcp.address(found[0].peer) == "127.0.0.1" and tcp.address(0) == ""
-    assert before <= {x.peer for x in tcp.connections()} | before
+    assert found is not None and 3e6 <= found.sent <= 3e6 + 10 and [found] == ours
+    assert found.rate > 0 and 0 < found.rtt < 1
+    assert tcp.address(found.peer) == "127.0.0.1" and tcp.address(0) == ""
+
+
+def test_the_slowest_connection_is_that_of_the_measurement():
+    def connection(port: int, sent: float, busy: float, last: float = 1e9) -> tcp.Connection:
+        return tcp.Connection(port, 1, sent, busy, last, 0.001)
+
+    before = [connection(1, 1e6, 1.0), connection(2, 5e6, 0.1), connection(3, 0, 0)]
+    after = [connection(1, 3e6, 1.1), connection(2, 7e6, 0.3), connection(3, 10, 9.0)]
+    found = tcp.slowest(before, [*after, connection(4, 1e6, 0.0)])
+    assert found is not None and found.port == 2 and found.rate == pytest.approx(1e7)
+    assert tcp.slowest(after, after) is None
 
 
 def drain(connection: socket.socket, count: int) -> None:
