@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd import check
 from accordion_hvd.comm import packing, reference
 from accordion_hvd.comm.communicator import Pending
 from accordion_hvd.comm.local import LocalCommunicator
@@ -32,6 +33,9 @@ Rounds = tuple[tuple[Request, ...], ...]
 
 FEW = 16
 """Ranks up to which an exchange generator runs to its end."""
+
+LARGE = 16 << 20
+"""Bytes of answers up to which an exchange generator of more ranks receives them."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,15 @@ class RecordingCommunicator(LocalCommunicator):
         names = {"reduce": "allreduce", "gather": "allgather", "splits": "alltoall"}
         return [Operation(names.get(kind, kind), size, group)]
 
+    def received(self, request: Request) -> int:
+        """Return the bytes of the answer to a request."""
+        parts = 1
+        if isinstance(request, Allgather):
+            parts = self.ranks(request.group)
+        if isinstance(request, Neighbours):
+            parts = len(request.of)
+        return parts * size_of(request.tensor)
+
     def answer(self, request: Request) -> Any:
         """Return the result of a request if all ranks send this rank's tensor.
 
@@ -154,21 +167,42 @@ def record(
     """Return the requests of an exchange generator, round by round, with tensors of zeros.
 
     The generator runs to its last requests. To find out which these are, it runs to its end on few
-    ranks first: the answers to the last requests of thousands of ranks can be large, and so can
-    their decoding.
+    ranks first: the answers of thousands of ranks can be large, and so can their decoding. If the
+    answers to earlier requests are larger than `LARGE`, the later requests are those on few ranks.
 
     Args:
         make: returns the generator of rank 0, given the number of ranks and the hosts.
         xp: operations of its tensors; NumPy's.
         ranks: number of ranks.
         hosts: ranks of each host; () if not known.
+
+    Raises:
+        ValueError: if answers are larger than `LARGE` and the later requests depend on the number
+            of ranks.
     """
     local = len(hosts[0]) if hosts else 1
-    few, number = max(2 * local, 2), None
-    if ranks > max(few, FEW):
-        nearby = consecutive(few, local) if hosts else ()
-        number = len(_run(make(few, nearby), RecordingCommunicator(xp, few, nearby), None))
-    return _run(make(ranks, hosts), RecordingCommunicator(xp, ranks, hosts), number)
+    few = max(2 * local, 2)
+
+    def run(size: int, number: int | None = None) -> Rounds:
+        given = hosts if size == ranks else (consecutive(size, local) if hosts else ())
+        return _run(make(size, given), RecordingCommunicator(xp, size, given), number)
+
+    if ranks <= max(few, FEW):
+        return run(ranks)
+    nearby = run(few)
+    rounds = run(ranks, len(nearby))
+    rest = nearby[len(rounds) :]
+    if rest and _shapes(run(2 * few)[len(rounds) :]) != _shapes(rest):
+        allowed = f"fewer, since the answers have more than {LARGE} bytes"
+        check.refuse("record", "ranks", ranks, allowed)
+    return rounds + tuple(tuple(_among(x, hosts) for x in requests) for requests in rest)
+
+
+def _among(request: Request, hosts: Hosts) -> Request:
+    """Return a request of few hosts, addressed to the same group of all hosts."""
+    if request.group is None or request.group == hosts[0]:
+        return request
+    return replace(request, group=tuple(host[0] for host in hosts))
 
 
 def _run(
@@ -177,15 +211,20 @@ def _run(
     """Return the requests of the first `number` rounds of a generator; None: of all rounds."""
     running = Running(exchange)
     rounds: list[tuple[Request, ...]] = []
-    while not running.done and len(rounds) != number:
+    while not running.done:
         requests = running.requests
         rounds.append(tuple(map(_without_values, requests)))
-        if len(rounds) != number:
-            copies = [replace(x, tensor=communicator.xp.copy(x.tensor)) for x in requests]
-            running.answer([communicator.answer(request) for request in copies])
-    if not running.done:
-        running.close()
+        received = sum(map(communicator.received, requests))
+        if number is not None and (len(rounds) == number or received > LARGE):
+            running.close()
+            break
+        copies = [replace(x, tensor=communicator.xp.copy(x.tensor)) for x in requests]
+        running.answer([communicator.answer(request) for request in copies])
     return tuple(rounds)
+
+
+def _shapes(rounds: Rounds) -> list[list[tuple[Any, ...]]]:
+    return [[(type(x), x.tensor.dtype, x.tensor.shape) for x in requests] for requests in rounds]
 
 
 def _without_values(request: Request) -> Request:

@@ -10,7 +10,7 @@ from typing import Any
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.recording import RecordingCommunicator
 from accordion_hvd.comm.traffic import Traffic, size_of
-from accordion_hvd.core.base import Allgather, Info, Neighbours, Request
+from accordion_hvd.core.base import Info, Neighbours, Request
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
@@ -68,14 +68,15 @@ class AveragingPrograms:
         """Run the generators of all ranks to their ends, and return their requests."""
         rounds: list[Round] = []
         traffic, seconds = Traffic(), []
+        factor = self._size / size_of(self._model)
         while not all(exchange.done for exchange in running):
             asked = {rank: x.requests for rank, x in enumerate(running) if not x.done}
             rounds.append(self._round(asked, traffic))
             answers = 0.0
             for rank, requests in asked.items():
                 running[rank].answer([self._recorder.answer(request) for request in requests])
-                answers = max(answers, sum(map(self._answered, requests)))
-            seconds.append(self._seconds(answers))
+                answers = max(answers, sum(map(self._recorder.received, requests)))
+            seconds.append(self._seconds(factor * answers))
         encode = self._seconds(0.0) if rounds else 0.0
         group = FusionGroup(1.0, encode, tuple(rounds), tuple(seconds))
         members = rounds[-1][-1].members if rounds and rounds[-1] else Everyone()
@@ -101,11 +102,6 @@ class AveragingPrograms:
         if compressor is None:
             return 0.0
         return self._encoding.seconds(compressor, self._size, answers)
-
-    def _answered(self, request: Request) -> float:
-        size = size_of(request.tensor) * self._size / size_of(self._model)
-        gathered = isinstance(request, Allgather)
-        return size * self._recorder.ranks(request.group) if gathered else size
 
 
 def _description(request: Request) -> tuple[Any, ...]:

@@ -18,8 +18,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.comm.recording import Operation, RecordingCommunicator, Rounds, record
-from accordion_hvd.comm.traffic import size_of
-from accordion_hvd.core.base import Allgather, ExchangeGenerator, Hosts, Request
+from accordion_hvd.core.base import ExchangeGenerator, Hosts
 from accordion_hvd.engine.bucket_state import BatchState, BucketState
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
@@ -210,13 +209,8 @@ class GradientPrograms:
         batch = self._exchange.bucket_batches.memory[index]
         compressor = batch.entries[0].compressor
         dense = sum(entry.bucket.dense_bytes for entry in batch.entries)
-        answers = [0.0, *[sum(map(self._answered, requests)) for requests in rounds]]
+        answers = [0.0, *[sum(map(self._recorder.received, requests)) for requests in rounds]]
         return [self._encoding.seconds(compressor, dense, size) for size in answers]
-
-    def _answered(self, request: Request) -> float:
-        size = size_of(request.tensor)
-        ranks = self._recorder.ranks(request.group)
-        return size * ranks if isinstance(request, Allgather) else size
 
     def _rounds(self, index: int) -> Rounds:
         """Return the requests of a bucket batch's generator, recorded once."""
@@ -251,7 +245,8 @@ def record_batch(exchange: Exchange, entries: Sequence[BucketState], stacked: st
         return first.compressor.exchange(xp.copy(grad), batch.state, info)
 
     with np.errstate(all="ignore"):
-        return record(make, xp, communicator.size, communicator.hosts)
+        hosts = communicator.hosts if first.compressor.topology_aware else ()
+        return record(make, xp, communicator.size, hosts)
 
 
 def gradient_like(entry: BucketState) -> np.ndarray:
