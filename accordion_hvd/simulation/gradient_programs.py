@@ -50,7 +50,7 @@ class Gradients:
     skip: tuple[str, ...] = ()
 
 
-def settling(steps: int) -> Series:
+def falling_norms(steps: int) -> Series:
     """Return a series that falls from 10 to 1 in the first half of `steps`, then stays."""
     return lambda name, step: 1 + 9 * math.exp(-10 * step / steps)
 

@@ -38,12 +38,15 @@ from accordion_hvd.simulation.gradient_programs import (
     Gradients,
     Series,
     check_policy,
-    settling,
+    falling_norms,
 )
 from accordion_hvd.simulation.links import Link, Prices
 from accordion_hvd.simulation.programs import Program
 
 Array = np.ndarray
+
+PATIENCE = 1000
+"""Failures without a commit between them after which a job counts as hopeless."""
 
 
 @dataclass
@@ -132,7 +135,8 @@ def simulate_job(
 
     Raises:
         ValueError: if an argument is not allowed.
-        RuntimeError: if all hosts of an elastic job have failed.
+        RuntimeError: if all hosts of an elastic job have failed, or if failures are too frequent
+            for the job to proceed.
     """
     check.integer("simulate_job", "ranks", ranks, least=1)
     check.integer("simulate_job", "steps", steps, least=1)
@@ -149,7 +153,7 @@ def simulate_job(
         link or Link(),
         np.ones(ranks) if speeds is None else np.asarray(speeds, float),
         encoding or Throughput(),
-        evidence or settling(steps),
+        evidence or falling_norms(steps),
         lr if callable(lr) else lambda step: lr,
         backward,
         overlap,
@@ -279,6 +283,7 @@ class Job:
         self._kept: list[_Kept] = []
         self._resumed = 0.0  # time of the last commit or restart
         self._committed = 0  # steps before the last commit
+        self._in_vain = 0  # failures since the last commit
         self._happened: list[Failure] = []
 
     def run(self) -> JobOutcome:
@@ -296,6 +301,7 @@ class Job:
             self._kept.append(_Kept(times, program, world.sent_by_host(program)))
             if commits:
                 self._resumed, self._committed = world.clocks.latest, step + 1
+                self._in_vain = 0
         return self._outcome()
 
     def _fail(self) -> None:
@@ -309,6 +315,12 @@ class Job:
                 self._hosts.remove(hosts[-1])
                 if not self._hosts:
                     raise RuntimeError(f"all hosts have failed after {down:g} s.")
+            self._in_vain += 1
+            if self._in_vain > PATIENCE:
+                raise RuntimeError(
+                    f"the job does not proceed: {PATIENCE} failures without a commit between them; "
+                    "failures are too frequent for commit_every, detection and restart."
+                )
             down = self._next + self._failures.detection + self._failures.restart
             self._next, self._place = next(self._events)
         if self._failures.elastic:

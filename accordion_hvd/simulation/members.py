@@ -26,7 +26,7 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class Everyone:
-    """All ranks wait for all ranks."""
+    """Every rank waits for all ranks."""
 
     def latest(self, times: Array) -> Array:
         """Return the largest time."""

@@ -372,6 +372,13 @@ def test_random_failures_cost_what_theory_says() -> None:
     assert len(lost) == pytest.approx(20_000 / every * (math.exp(q) - 1), rel=0.15)
 
 
+@pytest.mark.parametrize("restart, every", [(50.0, 1), (0.0, 40)])
+def test_a_hopeless_job_ends(restart: float, every: int) -> None:
+    failures = Failures(1.0, detection=0.0, restart=restart, commit_every=every)
+    with pytest.raises(RuntimeError, match="the job does not proceed"):
+        job(LocalSGD(10**9), 1, 40, compute=Constant(1.0), failures=failures)
+
+
 def test_an_elastic_job_goes_on_with_fewer_hosts() -> None:
     failures = Failures(times=[3.5, 8.5], detection=1, restart=1, commit_every=2, elastic=True)
     link = Link(1e-3, (1e6, 2e6, 3e6, 4e6), local_size=2)
