@@ -81,8 +81,10 @@ class Collectives(abc.ABC):
 
     def within_host(self, group: Group) -> bool:
         """Return whether all members of `group` are on one host, as far as hosts are known."""
-        members = range(self.size) if group is None else group
-        return any(set(members) <= set(host) for host in self.hosts)
+        if group is None:
+            return len(self.hosts) == 1
+        host = next((host for host in self.hosts if group[0] in host), ())
+        return set(group) <= set(host)
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Register groups that requests will name; collective."""

@@ -15,8 +15,7 @@ from accordion_hvd.core.base import Tensor
 class LocalCommunicator(Communicator):
     """A communicator for a process that is a single rank, or outside of a process set.
 
-    If `size` is larger than 1, results are those of ranks that all pass the same tensors. The cost
-    model uses this to count bytes.
+    If `size` is larger than 1, results are those of ranks that all pass the same tensors.
 
     Args:
         xp: operations of the framework of the tensors.

@@ -39,7 +39,7 @@ def together(communicator: Collectives, requests: Sequence[Request]) -> list[lis
     """Return positions of requests that can share a collective, in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for i, request in enumerate(requests):
-        groups.setdefault(_key(communicator, request), []).append(i)
+        groups.setdefault(key(communicator, request), []).append(i)
     return list(groups.values())
 
 
@@ -52,11 +52,11 @@ def program(communicator: Collectives, traffic: Traffic, name: str, requests: li
         name: name of the collective, equal on all ranks.
         requests: requests that can share a collective (see `together`).
     """
-    kind = _key(communicator, requests[0])[0]
+    kind = key(communicator, requests[0])[0]
     return _PROGRAMS[kind](communicator, traffic, name, requests)
 
 
-def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
+def key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
     """Return the key that requests in one collective share; its first entry names the program."""
     if not isinstance(request, Request):
         raise TypeError(f"an exchange generator yielded {request!r}, but must yield requests.")
@@ -82,12 +82,20 @@ def _key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
     raise TypeError(f"requests of type {type(request).__name__} are not supported.")
 
 
-def _count(
+def count(
     communicator: Collectives,
     traffic: Traffic,
     requests: Sequence[Request],
     gathered: Sequence[int] | None = None,
 ) -> None:
+    """Add the bytes of requests in one collective to `traffic`.
+
+    Args:
+        communicator: connects the ranks.
+        traffic: counter of this rank.
+        requests: the requests.
+        gathered: for uneven allgathers, the total bytes of all ranks' tensors, by request.
+    """
     group = requests[0].group  # requests in one collective share it
     ranks, within = communicator.ranks(group), communicator.within_host(group)
     for i, request in enumerate(requests):
@@ -109,7 +117,7 @@ def _reduce(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
     """Reduce all tensors in one operation; small tensors are packed into one buffer."""
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp = communicator.xp
     wired = [_as_wire(xp, request) for request in requests]
     sizes = [_elements(xp, x) for x in wired]
@@ -140,7 +148,7 @@ def _reduce_half(
     This sends as many bytes as a ring allreduce, and is exact. The engine's own addition is
     missing for bf16, and scalar and slow for fp16 over Gloo. Parts are added in rank order.
     """
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     tensors = [request.tensor for request in requests]
@@ -168,7 +176,7 @@ def _reduce_small(
 
     This sends as many bytes as a ring allreduce.
     """
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks, kind = communicator.ranks(group), xp.dtype(requests[0].tensor)
     sizes = [_elements(xp, request.tensor) for request in requests]
@@ -190,7 +198,7 @@ def _gather(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
     """Gather the bytes of all tensors in one operation of known size."""
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     sent, sizes = _as_bytes(xp, requests)
@@ -215,7 +223,7 @@ def _gather_uneven(
         check.refuse_payload(
             [int(rank) for rank in np.flatnonzero((table < 0).any(1))], "a size is negative"
         )
-    _count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
+    count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
     lengths = [int(length) for length in table.sum(1)]
     flat = yield communicator.allgather(name, sent, group, lengths)
     _compare_sizes(xp, flat, sum(lengths), name)
@@ -259,7 +267,7 @@ def _by_request(
 def _broadcast(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Broadcast]
 ) -> Program:
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
     sent, sizes = _as_bytes(xp, requests)
     flat = yield communicator.broadcast(name, sent, first.root, first.group)
@@ -272,7 +280,7 @@ def _alltoall(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
     """Send each rank the bytes of its rows of all requests in one operation."""
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     if len(requests) == 1:  # without copies, since a single request may be large
         sent = xp.to_bytes(requests[0].tensor)
@@ -325,7 +333,7 @@ def _neighbours(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
 ) -> Program:
     """Send the bytes of all requests to each neighbour, by one alltoall with splits."""
-    _count(communicator, traffic, requests)
+    count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
     packed, sizes = _as_bytes(xp, requests)
     splits = [sum(sizes) if rank in first.to else 0 for rank in range(communicator.size)]

@@ -1,7 +1,7 @@
 """The bytes that a compressor will send for a tensor, computed before training.
 
-The compressor's exchange runs in NumPy, with normally distributed values. A `LocalCommunicator`
-answers each request as if all ranks had sent this rank's payload, and counts the bytes.
+The compressor's exchange runs in NumPy, with normally distributed values. Each request is answered
+as if all ranks had sent this rank's payload, and its bytes are counted.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.recording import RecordingCommunicator, record
 from accordion_hvd.comm.traffic import Traffic
-from accordion_hvd.core.base import Compressor, Info
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Hosts, Info
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
 from accordion_hvd.ops.spec import Spec
@@ -30,16 +30,20 @@ def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks
     if ranks == 1:
         return 0.0
     dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has no bfloat16
-    step = -(-compressor.startup_steps // ranks) * ranks  # rank 0 leads, if leaders rotate
-    spec, traffic = Spec(shape, dtype, xp), Traffic()
-    period = compressor.period or 1
+    traffic, period = Traffic(), compressor.period or 1
     for number in range(compressor.startup_steps, compressor.startup_steps + period):
         phase = compressor.variant(number) if compressor.phases else 0
-        info = Info(step=step, size=ranks, name="price", phase=phase, shape=shape)
-        grad = xp.cast(xp.asarray(normal(shape, "price")), dtype)
+
+        def exchange(size: int, hosts: Hosts, phase: int = phase) -> ExchangeGenerator:
+            step = -(-compressor.startup_steps // size) * size  # rank 0 leads, if leaders rotate
+            info = Info(step=step, size=size, name="price", phase=phase, shape=shape)
+            grad = xp.cast(xp.asarray(normal(shape, "price")), dtype)
+            return compressor.exchange(grad, compressor.init(Spec(shape, dtype, xp), info), info)
+
         with np.errstate(all="ignore"):
-            exchange = compressor.exchange(grad, compressor.init(spec, info), info)
-            LocalCommunicator(xp, ranks).run("price", exchange, traffic)
+            rounds = record(exchange, xp, ranks)
+        for requests in rounds:
+            traffic.add(RecordingCommunicator(xp, ranks).traffic(requests))
     return traffic.sent / period
 
 
@@ -48,7 +52,7 @@ def averaging_share(method: Averaging, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     period = next((step + 1 for step in range(LONGEST) if method.equal(step)), 1)
-    local, traffic = LocalCommunicator(xp, ranks), Traffic()
+    local, traffic = RecordingCommunicator(xp, ranks), Traffic()
     info = Info(size=ranks, name="price")
     model = xp.asarray(normal((SAMPLE,), "price"))
     state = method.start(model, info)

@@ -1,5 +1,26 @@
-"""Simulation of ranks without a network: in one process, or in virtual time."""
+"""Simulation of ranks without a network: in one process, or in virtual time.
 
+`one_process` exchanges gradients between ranks in one process. `virtual_time` trains small models
+with averaging methods, in virtual time. `job` computes the time of whole jobs without training.
+"""
+
+from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
+from accordion_hvd.simulation.encoding import Throughput
+from accordion_hvd.simulation.failures import Failures
+from accordion_hvd.simulation.job import JobOutcome, simulate_job
+from accordion_hvd.simulation.links import Link
 from accordion_hvd.simulation.one_process import World, simulate
 
-__all__ = ["World", "simulate"]
+__all__ = [
+    "Constant",
+    "Failures",
+    "JobOutcome",
+    "Link",
+    "LogNormal",
+    "Stragglers",
+    "Throughput",
+    "Traced",
+    "World",
+    "simulate",
+    "simulate_job",
+]

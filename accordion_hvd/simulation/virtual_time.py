@@ -16,7 +16,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,131 +25,21 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.comm import reference
-from accordion_hvd.comm.traffic import traffic_of
-from accordion_hvd.core.base import Allreduce, Alltoall, Info, Neighbours, Request
+from accordion_hvd.comm.recording import RecordingCommunicator
+from accordion_hvd.core.base import Info, Request
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
 from accordion_hvd.engine.reduce_scatter import factors, oracle
+from accordion_hvd.ops import numpy as xp
+from accordion_hvd.simulation.compute_times import Stragglers
+from accordion_hvd.simulation.links import Link
+from accordion_hvd.simulation.members import members_of_requests
 
 Array = np.ndarray
 Update = Callable[[int, int, Array], Array]
 """(rank, step, model) -> the change that the rank's own optimizer adds to its model."""
 
 
-# ------------------------------------------------------------------------ compute times, the link
-@dataclass(frozen=True)
-class Constant:
-    """The same compute time for every step of every rank.
-
-    Args:
-        seconds: compute time per step.
-    """
-
-    seconds: float = 0.1
-
-    def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks)."""
-        return np.full((steps, ranks), self.seconds)
-
-
-@dataclass(frozen=True)
-class LogNormal:
-    """Log-normal compute times.
-
-    Args:
-        seconds: median compute time per step.
-        sigma: standard deviation of the logarithm of the compute time.
-    """
-
-    seconds: float = 0.1
-    sigma: float = 0.3
-
-    def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks)."""
-        normal = np.random.default_rng(seed).standard_normal((steps, ranks))
-        return self.seconds * np.exp(self.sigma * normal)
-
-
-@dataclass(frozen=True)
-class Stragglers:
-    """Constant compute times, plus a delay on a few random ranks in each step.
-
-    The defaults are those of WAGMA's paper.
-
-    Args:
-        seconds: compute time per step.
-        delay: additional seconds of a delayed rank.
-        count: number of random draws of a delayed rank per step; draws may coincide.
-    """
-
-    seconds: float = 0.1
-    delay: float = 0.32
-    count: int = 2
-
-    def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks)."""
-        times = np.full((steps, ranks), self.seconds)
-        delayed = np.random.default_rng(seed).integers(0, ranks, (steps, self.count))
-        for step, late in enumerate(delayed):
-            times[step, np.unique(late)] += self.delay
-        return times
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Compute times from a text file with a line per step and a column per measured rank.
-
-    If there are more ranks or steps than in the file, they reuse the times of others, drawn at
-    random.
-
-    Args:
-        path: path of the file.
-    """
-
-    path: str | Path
-
-    def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks).
-
-        Raises:
-            ValueError: if the file is no table of finite numbers of at least 0.
-        """
-        table = np.loadtxt(self.path, ndmin=2)
-        if not table.size or not np.isfinite(table).all() or table.min() < 0:
-            check.refuse(self, "path", str(self.path), "a table of seconds, at least 0")
-        rng = np.random.default_rng(seed)
-        columns = rng.permutation(np.arange(ranks) % table.shape[1])
-        rows = (np.arange(steps)[:, None] + rng.integers(0, len(table), ranks)) % len(table)
-        return table[rows, columns]
-
-
-@dataclass(frozen=True)
-class Link:
-    """The link of each rank to all others.
-
-    Args:
-        latency: seconds per message, in addition to the time of its bytes.
-        bandwidth: bytes per second, in each direction.
-    """
-
-    latency: float = 20e-6
-    bandwidth: float = 1.25e9
-
-    def seconds(self, rounds: int, size: float) -> float:
-        """Return the seconds of `rounds` rounds of messages with `size` bytes in total per rank."""
-        return rounds * self.latency + size / self.bandwidth
-
-    def collective(self, request: Request, ranks: int, factor: float) -> float:
-        """Return the seconds of a request among `ranks` ranks, with bytes times `factor`."""
-        cost = traffic_of(request, ranks)
-        size = max(cost.sent, cost.received) * factor
-        if ranks == 1 or isinstance(request, Neighbours):
-            return self.seconds(bool(request.to) if isinstance(request, Neighbours) else 0, size)
-        rounds = 1 if isinstance(request, Alltoall) else math.ceil(math.log2(ranks))
-        return self.seconds(2 * rounds if isinstance(request, Allreduce) else rounds, size)
-
-
-# ------------------------------------------------------------------------------------ the training
 @dataclass
 class Outcome:
     """Result of a simulated training.
@@ -210,8 +99,8 @@ def train(
         method: the method that averages models.
         ranks: number of ranks.
         steps: number of steps of each rank.
-        compute: the compute times: `Constant`, `LogNormal`, `Stragglers` (the default), `Traced`,
-            or any object with the same method `draw`.
+        compute: the compute times, from `simulation.compute_times` or any object with the same
+            method `draw`; by default `Stragglers()`.
         link: latency and bandwidth of the messages; by default `Link()`.
         wait_avoiding: whether groups average without waiting for late ranks; for `WAGMA` only.
         size: bytes of the model for the time of its messages.
@@ -364,18 +253,20 @@ class SynchronousJob:
                     raise RuntimeError(f"virtual ranks wait for each other in {kind.__name__}.")
                 for rank, result in reference.results(batch).items():
                     answers[rank].append(result)
-                self._advance(batch, before)
+            for kind in dict.fromkeys(kind for kind, _ in batches):
+                together = [batch for key, batch in batches.items() if key[0] is kind]
+                self._advance({r: ask for batch in together for r, ask in batch.items()}, before)
         return answers
 
-    def _advance(self, batch: dict[int, Request], before: Array) -> None:
-        """Advance the clocks of the ranks that share a collective."""
-        cost = self._link.collective(next(iter(batch.values())), len(batch), self._factor)
-        for rank, request in batch.items():
-            members = [rank, *request.of] if isinstance(request, Neighbours) else list(batch)
-            self._now[rank] = max(self._now[rank], before[members].max() + cost)
-            if not isinstance(request, Neighbours):
-                self._now[members] = np.maximum(self._now[members], self._now[rank])
-                return
+    def _advance(self, requests: dict[int, Request], before: Array) -> None:
+        """Advance the clocks of the ranks that share a collective, or one collective per group."""
+        ranks, members = self._ranks, members_of_requests(requests, self._ranks)
+        cost: Any = 0.0
+        recorder = RecordingCommunicator(xp, ranks)
+        for operation in recorder.operations([next(iter(requests.values()))]):
+            scaled = replace(operation, size=operation.size * self._factor)
+            cost = cost + self._link.cost(scaled, members, ranks)
+        self._now = np.maximum(self._now, members.latest(before) + cost)
 
 
 class WaitAvoidingJob:
@@ -424,7 +315,7 @@ class WaitAvoidingJob:
             return
         else:
             self._waiting[rank] = step
-            self._post(now, agent.activate(step))
+            self._post(now, rank, agent.activate(step))
             agent.publish(step, model)
         self._start_round(now, rank)
         self._collect(now, rank)
@@ -432,12 +323,13 @@ class WaitAvoidingJob:
     def _version(self, step: int) -> int:
         return step if self._groups.group_size > 1 else (step + 1) // self._period - 1
 
-    def _post(self, now: float, sends: Sequence[Activation]) -> None:
+    def _post(self, now: float, rank: int, sends: Sequence[Activation]) -> None:
         for send in sends:
-            self._schedule(now + self._link.latency, self._hear, send)
+            wait = self._link.message((rank, send.to))
+            self._schedule(now + wait, self._hear, send)
 
     def _hear(self, now: float, message: Activation) -> None:
-        self._post(now, self._agents[message.to].hear(message.version, message.span))
+        self._post(now, message.to, self._agents[message.to].hear(message.version, message.span))
         self._start_round(now, message.to)
 
     def _start_round(self, now: float, rank: int) -> None:
@@ -449,7 +341,7 @@ class WaitAvoidingJob:
         self._ready[key] = self._ready.get(key, 0) + 1
         if self._ready[key] == len(round_.members):
             del self._ready[key]
-            wait = self._link.latency if len(round_.members) > 1 else 0.0
+            wait = self._link.message(round_.members) if len(round_.members) > 1 else 0.0
             self._schedule(now + wait, self._seed, round_)
 
     def _seed(self, now: float, round_: GroupRound) -> None:
@@ -457,7 +349,8 @@ class WaitAvoidingJob:
         contributions = [self._agents[rank].seed(round_) for rank in round_.members]
         total = oracle([model for _, model in contributions])
         size = len(round_.members)
-        cost = self._link.seconds(2 * len(factors(size)), 2 * (size - 1) / size * self._bytes)
+        moved = 2 * (size - 1) / size * self._bytes
+        cost = self._link.seconds(round_.members, 2 * len(factors(size)), moved)
         for rank, (label, _) in zip(round_.members, contributions, strict=True):
             if not round_.all_ranks:
                 self.labels[round_.version - label] += 1

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accordion_hvd.simulation.virtual_time import Link, Stragglers
+from accordion_hvd.simulation.compute_times import Stragglers
+from accordion_hvd.simulation.links import Link
 from benchmarks.averaging import scale, waiting
 from benchmarks.report import END, render
 from examples.report import as_markdown

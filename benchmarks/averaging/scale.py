@@ -14,15 +14,9 @@ from typing import Any
 
 from accordion_hvd import DPSGD, WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.simulation.virtual_time import (
-    Constant,
-    Link,
-    LogNormal,
-    Outcome,
-    Stragglers,
-    Traced,
-    train,
-)
+from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
+from accordion_hvd.simulation.links import Link
+from accordion_hvd.simulation.virtual_time import Outcome, train
 from examples.pictures import figure
 from examples.report import as_markdown
 

@@ -1,0 +1,235 @@
+"""A communicator that records requests instead of sending them, for estimates of bytes and time.
+
+Recording a request costs no more than its tensor on one rank, also where thousands of ranks take
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.comm import packing, reference
+from accordion_hvd.comm.communicator import Pending
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.traffic import Traffic, size_of
+from accordion_hvd.core.base import (
+    Allgather,
+    Allreduce,
+    ExchangeGenerator,
+    Hosts,
+    Neighbours,
+    Request,
+)
+from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.running import Running
+
+Rounds = tuple[tuple[Request, ...], ...]
+
+FEW = 16
+"""Ranks up to which an exchange generator runs to its end."""
+
+LARGE = 16 << 20
+"""Bytes of answers up to which an exchange generator of more ranks receives them."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of an engine, as rank 0 sees it.
+
+    Attributes:
+        kind: "allreduce", "allgather", "broadcast", "alltoall" or "neighbours".
+        size: bytes that the rank passes.
+        group: the ranks that take part; None for all.
+        to: ranks that receive the bytes, of kind "neighbours".
+        of: ranks from which the rank receives bytes, of kind "neighbours".
+    """
+
+    kind: str
+    size: float
+    group: tuple[int, ...] | None = None
+    to: tuple[int, ...] = ()
+    of: tuple[int, ...] = ()
+
+
+class Recorded(Pending):
+    """The answers to recorded requests, as if all ranks had sent this rank's tensors."""
+
+    def __init__(self, communicator: RecordingCommunicator, requests: Sequence[Request]) -> None:
+        self.traffic = communicator.traffic(requests)
+        self._answers = [communicator.answer(request) for request in requests]
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> list[Any]:
+        """Return the answers, in the order of the requests."""
+        return self._answers
+
+
+class RecordingCommunicator(LocalCommunicator):
+    """The communicator of rank 0 of `size` ranks; it records requests and sends nothing.
+
+    The engine is assumed to add fp16, as NCCL does.
+
+    Args:
+        xp: operations of the framework of the tensors.
+        size: number of ranks.
+        hosts: ranks of each host; () if not known.
+
+    Attributes:
+        launched: name and operations of all requests that were launched together so far.
+    """
+
+    native_fp16_allreduce = True
+
+    def __init__(self, xp: ModuleType, size: int, hosts: Hosts = ()) -> None:
+        super().__init__(xp, size)
+        self.hosts = hosts
+        self.launched: list[tuple[str, tuple[Operation, ...]]] = []
+
+    def launch(self, name: str, requests: Sequence[Request]) -> Pending:
+        """Record requests that are launched together."""
+        self.launched.append((name, self.operations(requests)))
+        return Recorded(self, requests)
+
+    def pause(self, waited: float) -> None:
+        """Return at once: all requests are answered."""
+
+    def traffic(self, requests: Sequence[Request]) -> Traffic:
+        """Return the bytes of requests that are launched together, as other communicators do."""
+        traffic = Traffic()
+        for request in requests:
+            if packing.key(self, request)[0] != "single":
+                total = [self.ranks(request.group) * size_of(request.tensor)]
+                uneven = isinstance(request, Allgather) and request.uneven
+                packing.count(self, traffic, [request], total if uneven else None)
+        return traffic
+
+    def operations(self, requests: Sequence[Request]) -> tuple[Operation, ...]:
+        """Return the operations that serve requests that are launched together."""
+        return tuple(
+            operation
+            for members in packing.together(self, requests)
+            for operation in self._operations([requests[i] for i in members])
+        )
+
+    def _operations(self, requests: Sequence[Request]) -> list[Operation]:
+        """Return the operations of the program that serves requests of one kind."""
+        first, kind = requests[0], packing.key(self, requests[0])[0]
+        group, size = first.group, self.traffic(requests).payload
+        if kind == "single":
+            return []
+        if kind in ("half", "small"):
+            part = size / self.ranks(group)
+            return [Operation("alltoall", size, group), Operation("allgather", part, group)]
+        if kind == "uneven":
+            sizes = Operation("allgather", 8 * len(requests), group)
+            return [sizes, Operation("allgather", size, group)]
+        if isinstance(first, Neighbours):
+            return [Operation(kind, size, None, first.to, first.of)]
+        names = {"reduce": "allreduce", "gather": "allgather", "splits": "alltoall"}
+        return [Operation(names.get(kind, kind), size, group)]
+
+    def received(self, request: Request) -> int:
+        """Return the bytes of the answer to a request."""
+        parts = 1
+        if isinstance(request, Allgather):
+            parts = self.ranks(request.group)
+        if isinstance(request, Neighbours):
+            parts = len(request.of)
+        return parts * size_of(request.tensor)
+
+    def answer(self, request: Request) -> Any:
+        """Return the result of a request if all ranks send this rank's tensor.
+
+        The result may be in the memory of the request's tensor.
+        """
+        part, ranks = request.tensor, self.ranks(request.group)
+        if isinstance(request, Allreduce):
+            part = reference.repeated(self.xp, part, request.op, ranks)
+        if request.decode is not None:
+            part = request.decode(part)[0]
+        if isinstance(request, Neighbours):
+            return (part,) * len(request.of)
+        return (part,) * ranks if isinstance(request, Allgather) else part
+
+
+def record(
+    make: Callable[[int, Hosts], ExchangeGenerator], xp: ModuleType, ranks: int, hosts: Hosts = ()
+) -> Rounds:
+    """Return the requests of an exchange generator, round by round, with tensors of zeros.
+
+    The generator runs to its last requests. To find out which these are, it runs to its end on few
+    ranks first: the answers of thousands of ranks can be large, and so can their decoding. If the
+    answers to earlier requests are larger than `LARGE`, the later requests are those on few ranks.
+
+    Args:
+        make: returns the generator of rank 0, given the number of ranks and the hosts.
+        xp: operations of its tensors; NumPy's.
+        ranks: number of ranks.
+        hosts: ranks of each host; () if not known.
+
+    Raises:
+        ValueError: if answers are larger than `LARGE` and the later requests depend on the number
+            of ranks.
+    """
+    local = len(hosts[0]) if hosts else 1
+    few = max(2 * local, 2)
+
+    def run(size: int, number: int | None = None) -> Rounds:
+        given = hosts if size == ranks else (consecutive(size, local) if hosts else ())
+        return _run(make(size, given), RecordingCommunicator(xp, size, given), number)
+
+    if ranks <= max(few, FEW):
+        return run(ranks)
+    nearby = run(few)
+    rounds = run(ranks, len(nearby))
+    rest = nearby[len(rounds) :]
+    if rest and _shapes(run(2 * few)[len(rounds) :]) != _shapes(rest):
+        allowed = f"fewer, since the answers have more than {LARGE} bytes"
+        check.refuse("record", "ranks", ranks, allowed)
+    return rounds + tuple(tuple(_among(x, hosts) for x in requests) for requests in rest)
+
+
+def _among(request: Request, hosts: Hosts) -> Request:
+    """Return a request of few hosts, addressed to the same group of all hosts."""
+    if request.group is None or request.group == hosts[0]:
+        return request
+    return replace(request, group=tuple(host[0] for host in hosts))
+
+
+def _run(
+    exchange: ExchangeGenerator, communicator: RecordingCommunicator, number: int | None
+) -> Rounds:
+    """Return the requests of the first `number` rounds of a generator; None: of all rounds."""
+    running = Running(exchange)
+    rounds: list[tuple[Request, ...]] = []
+    while not running.done:
+        requests = running.requests
+        rounds.append(tuple(map(_without_values, requests)))
+        received = sum(map(communicator.received, requests))
+        if number is not None and (len(rounds) == number or received > LARGE):
+            running.close()
+            break
+        copies = [replace(x, tensor=communicator.xp.copy(x.tensor)) for x in requests]
+        running.answer([communicator.answer(request) for request in copies])
+    return tuple(rounds)
+
+
+def _shapes(rounds: Rounds) -> list[list[tuple[Any, ...]]]:
+    return [[(type(x), x.tensor.dtype, x.tensor.shape) for x in requests] for requests in rounds]
+
+
+def _without_values(request: Request) -> Request:
+    """Return a request for a tensor of the same shape and dtype that takes no memory."""
+    tensor = np.broadcast_to(np.zeros((), request.tensor.dtype), request.tensor.shape)
+    if isinstance(request, Allreduce):
+        return replace(request, tensor=tensor, decode=None, reuse=True)
+    return replace(request, tensor=tensor, decode=None)

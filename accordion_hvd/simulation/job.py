@@ -1,0 +1,357 @@
+"""Simulation of the time of whole training jobs on thousands of ranks.
+
+```python
+outcome = simulate_job(
+    {"weight": (4096, 1024), "bias": (1024,)}, "powersgd:4", ranks=4096, steps=1000,
+    link=Link(2e-4, 1.25e9, local_size=8), compute=LogNormal(0.12, 0.05),
+)
+outcome.median, outcome.parts
+```
+No model is trained. The bytes, the rounds and the levels are those of a real job: the plan of the
+engine, the requests of the real exchange generators, and the decisions of the real policy.
+Computation and links are modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.core.placement import consecutive
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.ops.spec import ITEMSIZE
+from accordion_hvd.policies.decision import Decision
+from accordion_hvd.resolve import resolve
+from accordion_hvd.simulation.averaging_programs import AveragingPrograms
+from accordion_hvd.simulation.clocks import PARTS, Clocks, Times
+from accordion_hvd.simulation.compute_times import Constant
+from accordion_hvd.simulation.encoding import Throughput
+from accordion_hvd.simulation.failures import Failure, Failures
+from accordion_hvd.simulation.gradient_programs import (
+    GradientPrograms,
+    Gradients,
+    Series,
+    check_policy,
+    falling_norms,
+)
+from accordion_hvd.simulation.links import Link, Prices
+from accordion_hvd.simulation.programs import Program
+
+Array = np.ndarray
+
+PATIENCE = 1000
+"""Failures without a commit between them after which a job counts as hopeless."""
+
+
+@dataclass
+class JobOutcome:
+    """Result of `simulate_job`.
+
+    Attributes:
+        seconds: virtual time until the last rank has finished the last step.
+        step_seconds: seconds of each step. Steps that a failure lost are not counted.
+        median: median seconds per step.
+        p99: 99th percentile of the seconds per step.
+        parts: mean seconds per step and rank: "compute"; "encode" and "decode", on the training
+            thread; "exposed", the wait for operations that computation does not hide; and "idle",
+            the wait for slower ranks.
+        sent_by_rank: mean bytes that rank 0 sends per step, as `stats()["sent"]` counts them.
+        sent_by_host: mean bytes that a host sends to other hosts per step.
+        levels: (step, bucket -> compressor) for each step before which compressors changed.
+        decisions: all decisions of the policy.
+        failures: the failures during the job.
+        commit_seconds: seconds spent in commits.
+        goodput: part of `seconds` spent in steps that were not lost.
+    """
+
+    seconds: float = 0.0
+    step_seconds: Array = field(default_factory=lambda: np.zeros(0))
+    median: float = 0.0
+    p99: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    sent_by_rank: float = 0.0
+    sent_by_host: float = 0.0
+    levels: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    commit_seconds: float = 0.0
+    goodput: float = 1.0
+
+
+def simulate_job(
+    model: Mapping[str, tuple[int, ...]],
+    compression: Any,
+    ranks: int,
+    steps: int,
+    *,
+    link: Link | None = None,
+    compute: Any = None,
+    speeds: Sequence[float] | None = None,
+    encoding: Throughput | None = None,
+    failures: Failures | None = None,
+    evidence: Series | None = None,
+    lr: float | Callable[[int], float] = 0.1,
+    skip: Sequence[str] = (),
+    dtype: str = "float32",
+    ready: Mapping[str, float] | None = None,
+    backward: float = 2 / 3,
+    overlap: bool = True,
+    seed: int = 0,
+) -> JobOutcome:
+    """Simulate the time of a training job.
+
+    Args:
+        model: shape of each parameter by name, in the order of the layers. Gradients become ready
+            in reverse order.
+        compression: compressor, policy, averaging method or spec string, as in
+            `DistributedOptimizer(compression=)`. Groups of `WAGMA` wait for late ranks (see
+            `simulation.virtual_time` for wait-avoiding groups). Gates are refused, since they
+            measure real time.
+        ranks: number of ranks.
+        steps: number of optimizer steps.
+        link: the link of each host; by default `Link()`, with one rank per host.
+        compute: seconds that each rank computes for a batch, from `simulation.compute_times`; by
+            default `Constant(0.1)`.
+        speeds: relative speed of each rank, by which its compute, encode and decode times are
+            divided; by default 1.
+        encoding: the time of encoding and decoding; by default they take no time.
+        failures: failures; by default there are none.
+        evidence: (bucket, step) -> the number by which the policy decides, such as the norm of the
+            sum of a window's gradients; by default norms that fall and then stay.
+        lr: learning rate of all steps, or a function of the step.
+        skip: patterns of the names of parameters that are sent uncompressed.
+        dtype: dtype of the gradients.
+        ready: parameter -> part of the backward pass after which its gradient is ready; by default
+            the part of the model's elements whose gradients are ready then.
+        backward: part of the compute time that is the backward pass.
+        overlap: whether gradients are sent during the backward pass, as in PyTorch.
+        seed: seed of all random numbers.
+
+    Raises:
+        ValueError: if an argument is not allowed.
+        RuntimeError: if all hosts of an elastic job have failed, or if failures are too frequent
+            for the job to proceed.
+    """
+    check.integer("simulate_job", "ranks", ranks, least=1)
+    check.integer("simulate_job", "steps", steps, least=1)
+    if not (check.is_number(backward) and 0 <= backward <= 1):
+        check.refuse("simulate_job", "backward", backward, "a number from 0 to 1")
+    if speeds is not None and (len(speeds) != ranks or min(speeds) <= 0):
+        check.refuse("simulate_job", "speeds", speeds, f"{ranks} numbers above 0, one per rank")
+    method = resolve(compression)
+    if not isinstance(method, Averaging):
+        check_policy(method)
+    settings = _Settings(
+        method,
+        _gradients(model, dtype, ready, skip),
+        link or Link(),
+        np.ones(ranks) if speeds is None else np.asarray(speeds, float),
+        encoding or Throughput(),
+        evidence or falling_norms(steps),
+        lr if callable(lr) else lambda step: lr,
+        backward,
+        overlap,
+    )
+    times = (compute or Constant()).draw(ranks, steps, seed)
+    return Job(settings, times, failures or Failures(), seed).run()
+
+
+def _gradients(
+    model: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    ready: Mapping[str, float] | None,
+    skip: Sequence[str],
+) -> Gradients:
+    """Return the gradients in the order in which they become ready."""
+    if not model:
+        check.refuse("simulate_job", "model", model, "a mapping with at least one shape")
+    tensors = tuple(
+        TensorInfo(k, tuple(shape), dtype) for k, shape in reversed(list(model.items()))
+    )
+    sizes = np.cumsum([tensor.size for tensor in tensors])
+    parts = dict(zip([x.name for x in tensors], sizes / max(sizes[-1], 1), strict=True))
+    for name, part in (ready or {}).items():
+        if name not in parts or not 0 <= part <= 1:
+            allowed = f"from 0 to 1, for one of {', '.join(parts)}"
+            check.refuse("simulate_job", f"ready[{name!r}]", part, allowed)
+        parts[name] = part
+    return Gradients(tensors, tuple(float(parts[x.name]) for x in tensors), tuple(skip))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Settings of a job that do not change when ranks leave; see `simulate_job`."""
+
+    method: Any
+    gradients: Gradients
+    link: Link
+    speeds: Array
+    encoding: Throughput
+    evidence: Series
+    lr: Callable[[int], float]
+    backward: float
+    overlap: bool
+
+
+class World:
+    """The ranks that take part, and what they do in each step.
+
+    Args:
+        settings: the settings of the job.
+        hosts: numbers of the hosts that take part.
+
+    Attributes:
+        ranks: numbers of the ranks that take part.
+        clocks: their clocks.
+        prices: the seconds and bytes of their operations.
+        decisions: the decisions of their policy so far.
+    """
+
+    def __init__(self, settings: _Settings, hosts: Sequence[int]) -> None:
+        local, total = settings.link.local_size, len(settings.speeds)
+        self.ranks = np.concatenate(
+            [np.arange(host * local, min((host + 1) * local, total)) for host in hosts]
+        )
+        self.prices = Prices(settings.link.of_hosts(hosts), len(self.ranks))
+        self.clocks = Clocks(
+            self.prices,
+            len(self.ranks),
+            settings.backward,
+            settings.overlap,
+            settings.speeds[self.ranks],
+        )
+        self._source: Any = _programs(settings, len(self.ranks))
+        self._steps, self._programs = iter(self._source), list[Program]()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Return the decisions of the policy so far."""
+        return list(self._source.policy.history) if hasattr(self._source, "policy") else []
+
+    def program(self, step: int) -> Program:
+        """Return what the ranks do in a step."""
+        while len(self._programs) <= step:
+            self._programs.append(next(self._steps))
+        return self._programs[step]
+
+    def sent_by_host(self, program: Program) -> float:
+        """Return the bytes that a host sends to other hosts in a step, on average."""
+        return sum(self.prices.sent(x.operation, x.members) for x in program.collectives())
+
+
+def _programs(settings: _Settings, ranks: int) -> GradientPrograms | AveragingPrograms:
+    gradients, encoding = settings.gradients, settings.encoding
+    if isinstance(settings.method, Averaging):
+        size = sum(x.size * ITEMSIZE[x.dtype] for x in gradients.tensors)
+        return AveragingPrograms(settings.method, size, ranks, encoding)
+    hosts = consecutive(ranks, settings.link.local_size)
+    evidence, lr = settings.evidence, settings.lr
+    return GradientPrograms(settings.method, gradients, ranks, hosts, encoding, evidence, lr)
+
+
+@dataclass
+class _Kept:
+    """Times and bytes of a step that was not lost."""
+
+    times: Times
+    program: Program
+    sent: float
+
+
+class Job:
+    """A run of all steps, with failures.
+
+    Args:
+        settings: the settings.
+        times: compute times in seconds, (steps, ranks).
+        failures: the failures.
+        seed: seed of the failures.
+    """
+
+    def __init__(self, settings: _Settings, times: Array, failures: Failures, seed: int) -> None:
+        self._settings, self._times, self._failures = settings, times, failures
+        self._hosts = list(range(settings.link.hosts(times.shape[1])))
+        self._world = World(settings, self._hosts)
+        self._events = failures.draw(seed)
+        self._next, self._place = next(self._events)
+        self._kept: list[_Kept] = []
+        self._resumed = 0.0  # time of the last commit or restart
+        self._committed = 0  # steps before the last commit
+        self._in_vain = 0  # failures since the last commit
+        self._happened: list[Failure] = []
+
+    def run(self) -> JobOutcome:
+        """Run all steps and return the outcome."""
+        while len(self._kept) < len(self._times):
+            step, world = len(self._kept), self._world
+            program = world.program(step)
+            times = world.clocks.advance(program, self._times[step, world.ranks])
+            commits = (step + 1) % self._failures.commit_every == 0
+            if commits:
+                world.clocks.pause(self._failures.commit)
+            if self._next <= world.clocks.latest:
+                self._fail()
+                continue
+            self._kept.append(_Kept(times, program, world.sent_by_host(program)))
+            if commits:
+                self._resumed, self._committed = world.clocks.latest, step + 1
+                self._in_vain = 0
+        return self._outcome()
+
+    def _fail(self) -> None:
+        """Return to the last commit, with the cost of a failure."""
+        failed, lost_steps = self._next, len(self._kept) - self._committed
+        down = failed
+        hosts: list[int] = []
+        while self._next <= down:
+            hosts.append(self._hosts[math.floor(self._place * len(self._hosts))])
+            if self._failures.elastic:
+                self._hosts.remove(hosts[-1])
+                if not self._hosts:
+                    raise RuntimeError(f"all hosts have failed after {down:g} s.")
+            self._in_vain += 1
+            if self._in_vain > PATIENCE:
+                raise RuntimeError(
+                    f"the job does not proceed: {PATIENCE} failures without a commit between them; "
+                    "failures are too frequent for commit_every, detection and restart."
+                )
+            down = self._next + self._failures.detection + self._failures.restart
+            self._next, self._place = next(self._events)
+        if self._failures.elastic:
+            self._world = World(self._settings, self._hosts)
+        self._world.clocks.restart(down)
+        del self._kept[self._committed :]
+        lost, ranks = failed - self._resumed, len(self._world.ranks)
+        self._happened.append(Failure(failed, tuple(hosts), lost_steps, lost, down - failed, ranks))
+        self._resumed = down
+
+    def _outcome(self) -> JobOutcome:
+        seconds = np.array([kept.times.seconds for kept in self._kept])
+        total, traffic = self._world.clocks.latest, [x.program.traffic.sent for x in self._kept]
+        parts = {k: float(np.mean([x.times.parts[k] for x in self._kept])) for k in PARTS}
+        return JobOutcome(
+            seconds=total,
+            step_seconds=seconds,
+            median=float(np.median(seconds)),
+            p99=float(np.percentile(seconds, 99)),
+            parts=parts,
+            sent_by_rank=float(np.mean(traffic)),
+            sent_by_host=float(np.mean([kept.sent for kept in self._kept])),
+            levels=_changes([kept.program.levels for kept in self._kept]),
+            decisions=self._world.decisions,
+            failures=self._happened,
+            commit_seconds=self._failures.commit * (len(seconds) // self._failures.commit_every),
+            goodput=float(seconds.sum() / total) if total else 1.0,
+        )
+
+
+def _changes(levels: Sequence[dict[str, str]]) -> list[tuple[int, dict[str, str]]]:
+    """Return the steps before which the levels changed, and the new levels."""
+    pairs = zip([None, *levels[:-1]], levels, strict=True)
+    return [(step, new) for step, (old, new) in enumerate(pairs) if new != old]

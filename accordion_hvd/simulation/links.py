@@ -1,0 +1,259 @@
+"""A model of the time that operations take on the links between ranks and hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd import check
+from accordion_hvd.comm.recording import Operation
+from accordion_hvd.simulation.members import Everyone, Members, Neighbourhood, Partition
+
+Array = np.ndarray
+Numbers = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of each host to all others; each rank has a host of its own by default.
+
+    An operation of n ranks with B bytes each takes rounds x latency + bytes / bandwidth. The bytes
+    that leave and enter a host are those of `comm.traffic`: 2 (n - 1) / n B for an allreduce,
+    (n - 1) B for an allgather, (n - 1) / n B for a broadcast, and that of each rank for an
+    alltoall. The number of rounds depends on the algorithm:
+
+    - "tree" (recursive halving and doubling): 2 ceil(log2 n) for an allreduce, half of it for an
+      allgather or a broadcast, and 1 for an alltoall. On hosts of several ranks, n is the number of
+      hosts, and the rounds within hosts are added.
+    - "ring": 2 (n - 1) for an allreduce, n - 1 for the others.
+
+    All members of an operation wait for the slowest host. Operations of several groups at the same
+    time share the links of their hosts.
+
+    Args:
+        latency: seconds per message, in addition to the time of its bytes; a number, or one per
+            host.
+        bandwidth: bytes per second, in each direction; a number, or one per host.
+        algorithm: "tree" or "ring".
+        local_size: number of consecutive ranks on each host, which share its link.
+        inside: the link of each rank to the ranks of its host; None if it takes no time.
+    """
+
+    latency: float | Sequence[float] = 20e-6
+    bandwidth: float | Sequence[float] = 1.25e9
+    algorithm: str = "tree"
+    local_size: int = 1
+    inside: Link | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if an argument is not allowed."""
+        for name in ("latency", "bandwidth"):
+            value: Any = getattr(self, name)
+            many = isinstance(value, (Sequence, np.ndarray))
+            numbers = tuple(map(float, value)) if many else (value,)
+            for number in numbers:
+                check.at_least(self, name, number, least=0)
+            if name == "bandwidth" and 0 in numbers:
+                check.refuse(self, name, value, "above 0")
+            object.__setattr__(self, name, numbers if many else value)
+        if self.inside is not None and self.inside._varies:
+            check.refuse(self, "inside", self.inside, "a Link with one number for all hosts")
+        check.one_of(self, "algorithm", self.algorithm, ("tree", "ring"))
+        check.integer(self, "local_size", self.local_size, least=1)
+
+    def of_hosts(self, hosts: Sequence[int]) -> Link:
+        """Return the link of some of the hosts."""
+        chosen = {
+            name: tuple(value[host] for host in hosts) if isinstance(value, tuple) else value
+            for name, value in (("latency", self.latency), ("bandwidth", self.bandwidth))
+        }
+        return replace(self, **chosen)  # type: ignore[arg-type]
+
+    def message(self, ranks: Sequence[int]) -> float:
+        """Return the latency of a message between `ranks`, which is that of the slowest."""
+        return self.seconds(ranks, 1, 0.0)
+
+    def seconds(self, ranks: Sequence[int], rounds: int, size: float) -> float:
+        """Return the seconds of `rounds` rounds of messages with `size` bytes in total per rank.
+
+        Args:
+            ranks: the ranks that take part, one per host.
+            rounds: number of rounds.
+            size: bytes that each rank sends and receives.
+        """
+        if not self._varies:
+            return rounds * self.latency + size / self.bandwidth  # type: ignore[operator]
+        hosts = np.asarray(ranks) // self.local_size
+        latency, bandwidth = self._per_host(int(hosts.max()) + 1)
+        return float((rounds * latency[hosts] + size / bandwidth[hosts]).max())
+
+    def cost(self, operation: Operation, members: Members, ranks: int) -> Array:
+        """Return the seconds of an operation for each rank; a single number if all are equal.
+
+        Args:
+            operation: kind and bytes of the operation.
+            members: the ranks that take part together.
+            ranks: number of ranks.
+        """
+        if isinstance(members, Neighbourhood):
+            return self._messages(operation.size, members, ranks)
+        together = isinstance(members, Everyone)
+        labels = members.labels if isinstance(members, Partition) else np.zeros(ranks, np.int64)
+        times = self._times(operation, labels, ranks)
+        return times[0] if together else times[labels]
+
+    def sent_by_hosts(self, operation: Operation, members: Members, ranks: int) -> Array:
+        """Return the bytes that each host sends to other hosts in an operation."""
+        if isinstance(members, Neighbourhood):
+            return self._between(operation.size, members.to, ranks)
+        labels = members.labels if isinstance(members, Partition) else np.zeros(ranks, np.int64)
+        return _load(operation, _Places(labels, self.local_size), self.hosts(ranks))
+
+    @property
+    def _varies(self) -> bool:
+        """Return whether hosts have numbers of their own."""
+        return isinstance(self.latency, tuple) or isinstance(self.bandwidth, tuple)
+
+    def hosts(self, ranks: int) -> int:
+        """Return the number of hosts.
+
+        Raises:
+            ValueError: if there is not one latency and bandwidth per host.
+        """
+        hosts = -(-ranks // self.local_size)
+        for name, value in (("latency", self.latency), ("bandwidth", self.bandwidth)):
+            if isinstance(value, tuple) and len(value) != hosts:
+                allowed = f"{hosts}, one per host"
+                check.refuse(self, f"number of values of {name}", len(value), allowed)
+        return hosts
+
+    def _per_host(self, hosts: int) -> tuple[Array, Array]:
+        """Return the latency and the bandwidth of each host."""
+        both = (np.atleast_1d(value)[:hosts] for value in (self.latency, self.bandwidth))
+        latency, bandwidth = (np.broadcast_to(value, hosts).astype(float) for value in both)
+        return latency, bandwidth
+
+    def _times(self, operation: Operation, labels: Array, ranks: int) -> Array:
+        """Return the seconds of each group."""
+        places = _Places(labels, self.local_size)
+        load = _load(operation, places, self.hosts(ranks))
+        latency, bandwidth = self._per_host(self.hosts(ranks))
+        outside, within = self._rounds(operation.kind, places)
+        slowest = latency[places.host] * outside + (load / bandwidth)[places.host]
+        times = np.zeros(len(places.size))
+        np.maximum.at(times, places.group, np.where(places.spans[places.group], slowest, 0.0))
+        if self.inside is None:
+            return times
+        shared = places.most > 1
+        own = _moved(operation.kind, operation.size, places.size) * shared
+        (latency,), (bandwidth,) = self.inside._per_host(1)
+        return np.maximum(times, own / bandwidth) + within * latency * shared
+
+    def _rounds(self, kind: str, places: _Places) -> tuple[Array, Array]:
+        """Return the rounds between hosts, for each place, and within hosts, for each group."""
+        factor = 2 if kind == "allreduce" else 1
+        if self.algorithm == "ring":
+            rounds = factor * (places.size - 1)
+            return rounds[places.group], np.where(places.spans, 0, rounds)
+        if kind == "alltoall":
+            return np.ones(len(places.host)), np.where(places.spans, 0, 1)
+        outside = factor * np.ceil(np.log2(places.hosts))
+        return outside[places.group], factor * np.ceil(np.log2(places.most))
+
+    def _messages(self, size: float, members: Neighbourhood, ranks: int) -> Array:
+        """Return the seconds in which each rank has sent and received its messages."""
+        hosts = self.hosts(ranks)
+        load = np.maximum(
+            self._between(size, members.to, ranks), self._between(size, members.of, ranks)
+        )
+        latency, bandwidth = self._per_host(hosts)
+        alone = load == 0
+        times = np.where(alone, 0.0, latency + load / bandwidth)
+        return members.latest(times[np.arange(ranks) // self.local_size])
+
+    def _between(self, size: float, peers: Sequence[Sequence[int]], ranks: int) -> Array:
+        """Return the bytes of each host's messages to or from peers on other hosts."""
+        counts = [
+            sum(1 for peer in own if peer // self.local_size != rank // self.local_size)
+            for rank, own in enumerate(peers)
+        ]
+        hosts = np.arange(ranks) // self.local_size
+        return np.bincount(hosts, size * np.array(counts, float), self.hosts(ranks))
+
+
+class _Places:
+    """The hosts of each group; a place is a pair of a group and one of its hosts.
+
+    Args:
+        labels: number of each rank's group.
+        local_size: number of consecutive ranks on each host.
+
+    Attributes:
+        group: number of the group, for each place.
+        host: number of the host, for each place.
+        count: number of the group's ranks on the host, for each place.
+        size: number of ranks of each group.
+        hosts: number of hosts of each group.
+        most: largest number of ranks on a host, for each group.
+        spans: whether a group has several hosts.
+    """
+
+    def __init__(self, labels: Array, local_size: int) -> None:
+        width = len(labels) // local_size + 1
+        pairs = labels * width + np.arange(len(labels)) // local_size
+        found, self.count = np.unique(pairs, return_counts=True)
+        self.group, self.host = found // width, found % width
+        self.size = np.bincount(labels)
+        self.hosts = np.bincount(self.group)
+        self.most = np.zeros(len(self.size), np.int64)
+        np.maximum.at(self.most, self.group, self.count)
+        self.spans = self.hosts > 1
+
+
+def _load(operation: Operation, places: _Places, hosts: int) -> Array:
+    """Return the bytes that each host sends to other hosts in operations of all groups."""
+    sizes = places.size[places.group]
+    if operation.kind == "alltoall":
+        moved = places.count * (sizes - places.count) / sizes * operation.size
+    else:
+        moved = _moved(operation.kind, operation.size, sizes)
+    return np.bincount(places.host, moved * places.spans[places.group], hosts)
+
+
+def _moved(kind: str, size: float, ranks: Array) -> Array:
+    """Return the bytes of each rank of a ring; see `comm.traffic`."""
+    if kind == "allgather":
+        return (ranks - 1) * size
+    return (2 if kind == "allreduce" else 1) * (ranks - 1) / ranks * size
+
+
+class Prices:
+    """The seconds and bytes of operations on one link, computed once for each operation.
+
+    Args:
+        link: the link of each host.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, link: Link, ranks: int) -> None:
+        self._link, self._ranks = link, ranks
+        self._known: dict[Any, tuple[Array, float, Members]] = {}
+
+    def seconds(self, operation: Operation, members: Members) -> Array:
+        """Return the seconds of an operation for each rank; a single number if all are equal."""
+        return self._price(operation, members)[0]
+
+    def sent(self, operation: Operation, members: Members) -> float:
+        """Return the bytes that a host sends to other hosts, on average over the hosts."""
+        return self._price(operation, members)[1]
+
+    def _price(self, operation: Operation, members: Members) -> tuple[Array, float, Members]:
+        key = operation.kind, operation.size, id(members)
+        if key not in self._known:
+            seconds = self._link.cost(operation, members, self._ranks)
+            sent = self._link.sent_by_hosts(operation, members, self._ranks).mean()
+            self._known[key] = seconds, float(sent), members
+        return self._known[key]
