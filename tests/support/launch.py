@@ -30,6 +30,7 @@ LAUNCHERS = {
     "torchrun": "torchrun",
     "carried": "horovodrun",  # torch.distributed carries the gradients of Horovod's ranks
 }
+_HOROVODRUN = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "--gloo"]
 _TAIL = 4000
 
 
@@ -171,9 +172,7 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         hosts.write_text("localhost:2\n")
         discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
         discovery.chmod(0o700)
-        path = _find("gloo")
-        assert path is not None
-        command = [path, "--gloo", "--network-interface", "lo", "-np", "2", "--min-np", "1"]
+        command = [*_HOROVODRUN, "--network-interface", "lo", "-np", "2", "--min-np", "1"]
         command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
         report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
         _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts)})
@@ -246,7 +245,7 @@ def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
     if path is None:
         raise FileNotFoundError(f"{LAUNCHERS[launcher]} is neither in {BIN} nor on PATH")
     if launcher in ("gloo", "carried"):
-        return [path, "--gloo", "-np", str(ranks), *program]
+        return [*_HOROVODRUN, "-np", str(ranks), *program]
     if launcher == "torchrun":
         python, script, *words = program
         return [python, path, "--standalone", "--nproc-per-node", str(ranks), script, *words]
