@@ -54,16 +54,27 @@ class TorchCommunicator(Communicator):
         self.scratch = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Start one reduction per tensor, in place."""
+        """Start one reduction, in place if there is one tensor; with NCCL, one per tensor.
+
+        Other backends reduce a copy of all tensors: their reductions take many messages each, one
+        after the other, which costs more than the copy as soon as messages have to travel.
+        """
         within, divisor = self.members.group(group), self.ranks(group)
-        tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
+        shapes = [x.shape for x in tensors]
+        sent = [x.contiguous() for x in tensors]
+        if len(sent) > 1 and not self._averages:
+            sent = [torch.cat([x.view(-1) for x in sent])]
         kind = dist.ReduceOp.AVG if op == "mean" and self._averages else _OPS[op]
         divides = op == "mean" and not self._averages
 
         def result() -> list[Tensor]:
-            return [_divided(x, divisor) for x in tensors] if divides else tensors
+            totals = [_divided(x, divisor) for x in sent] if divides else sent
+            if len(totals) < len(shapes):
+                parts = totals[0].split([shape.numel() for shape in shapes])
+                totals = [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+            return totals
 
-        calls = [partial(dist.all_reduce, x, kind, within, async_op=True) for x in tensors]
+        calls = [partial(dist.all_reduce, x, kind, within, async_op=True) for x in sent]
         return self._start(name, calls, result)
 
     def allgather(
