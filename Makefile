@@ -28,7 +28,7 @@ COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5'
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test coverage fuzz check bench bench-network bench-accuracy bench-optimizers \
+.PHONY: help setup demo test coverage fuzz check bench bench-network bench-plan bench-accuracy bench-optimizers \
 	bench-kernels bench-compressors bench-graph bench-averaging faults storm doctor clean
 .DEFAULT_GOAL := help
 
@@ -77,6 +77,10 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report \
 		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json sharded.json keras.json)
+
+bench-plan: setup ## measure the predictions of accordion-hvd plan, for docs/plan.md (root; 80 minutes)
+	@$(IN_VENV) $(RUN) scripts/bench_plan.py measure
+	@$(IN_VENV) $(RUN) scripts/bench_plan.py report
 
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json

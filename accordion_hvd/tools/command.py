@@ -11,6 +11,7 @@ import accordion_hvd
 from accordion_hvd.engine.ledger import files
 from accordion_hvd.engine.ledger.page import page
 from accordion_hvd.tools import build_horovod, doctor
+from accordion_hvd.tools.plan.command import plan
 
 # `doctor` and `build_horovod` run where no package is installed, so they parse their own options.
 FORWARDED = {"ignore_unknown_options": True, "help_option_names": []}
@@ -52,6 +53,8 @@ def receipt(folder: Path) -> None:
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
 
+
+main.add_command(plan)
 
 if __name__ == "__main__":
     main(prog_name="accordion-hvd")

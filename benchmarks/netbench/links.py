@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+from accordion_hvd.tools.quantities import parse_rate, parse_time
+
 LONGEST = 10.0
 """Largest round-trip time in seconds."""
 
@@ -21,20 +22,6 @@ limited link's bucket must hold a packet, and traffic that fits into the bucket 
 
 BURST = 0.002
 """Size of the token bucket in seconds of the link's rate."""
-
-
-def parse_rate(word: str) -> float | None:
-    """Return the bits per second of "50mbit", "1gbit" etc.; None for "none", an unlimited link.
-
-    Raises:
-        ValueError: if `word` is not a rate.
-    """
-    if word == "none":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", word.lower())
-    if match is None or not float(match[1]):
-        raise ValueError(f"rate {word!r} is invalid; write '200mbit', '1gbit' or 'none'.")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def parse_rates(word: str, hosts: int) -> list[float | None]:
@@ -61,14 +48,15 @@ def parse_rtt(word: str) -> float:
     Raises:
         ValueError: if `word` is not a time, or exceeds `LONGEST`.
     """
-    if word in ("none", "0"):
-        return 0.0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", word.lower())
-    if match is None or float(match[1]) * TIMES[match[2]] > LONGEST:
+    try:
+        seconds = parse_time(word)
+    except ValueError:
+        seconds = math.inf
+    if seconds > LONGEST:
         raise ValueError(
             f"round-trip time {word!r} is invalid; write '20ms' or 'none', at most '{LONGEST:g}s'."
         )
-    return float(match[1]) * TIMES[match[2]]
+    return seconds
 
 
 def parse_loss(word: str) -> float:

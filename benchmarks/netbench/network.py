@@ -81,19 +81,38 @@ class Network:
         self.holders = [self._host(host) for host in range(hosts)]
         self._changes: list[trace.Change] = []
         self._player: trace.Player | None = None
-        self._relay = self._start_relay(loss) if rtt or loss else None
+        self._relay: subprocess.Popen[str] | None = None
+        if rtt or loss:
+            self.widen_windows()
+            self._relay = self._start_relay(loss)
 
-    def _start_relay(self, loss: float) -> subprocess.Popen[str]:
-        """Start the process that delays and loses packets; let TCP's windows cover the delay."""
+    def delay(self, rtt: float) -> None:
+        """Change the round-trip time, to one above 0; connections made before are delayed, too.
+
+        Call `widen_windows` before connections are made.
+        """
+        self.rtt = rtt
+        if self._relay is None:
+            self._relay = self._start_relay(0.0)
+        else:
+            assert self._relay.stdin is not None
+            self._relay.stdin.write(f"{rtt / 2}\n")
+            self._relay.stdin.flush()
+
+    def widen_windows(self) -> None:
+        """Let the windows of new TCP connections cover long delays."""
         for name in ("tcp_rmem", "tcp_wmem"):
             path = f"/proc/sys/net/ipv4/{name}"
             least, default, _ = Path(path).read_text().split()
             for holder in self.holders:
                 call(*_enter(holder), "sh", "-c", f"echo {least} {default} {WINDOW} > {path}")
+
+    def _start_relay(self, loss: float) -> subprocess.Popen[str]:
+        """Start the process that delays and loses packets."""
         relay = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.netbench.relay", str(self.rtt / 2), str(loss)]
             + [str(holder.pid) for holder in self.holders],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert relay.stdout is not None
         if not relay.stdout.readline():

@@ -2,7 +2,8 @@
 
 Each host's packets wait in a queue within the kernel, behind the limit of its link, for half the
 round-trip time. A timestamp is taken after a packet has arrived, so no packet is early. The process
-prints "ready", and at its end the numbers of packets and of lost packets of each host.
+prints "ready", and at its end the numbers of packets and of lost packets of each host. A line with
+another delay on its standard input changes the delay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.netbench.packet_queue import PacketQueue
 
@@ -36,12 +38,13 @@ class Delay:
         seed: seed of the choice of lost packets.
 
     Attributes:
+        seconds: delay of packets that arrive from now on.
         packets: number of packets so far.
         lost: number of lost packets so far.
     """
 
     def __init__(self, queue: PacketQueue, seconds: float, loss: float, seed: int) -> None:
-        self.queue, self._seconds, self._loss = queue, seconds, loss
+        self.queue, self.seconds, self._loss = queue, seconds, loss
         self.packets = self.lost = 0
         self._random = random.Random(seed)
         self._waiting: deque[tuple[float, int]] = deque()
@@ -54,7 +57,7 @@ class Delay:
         if self._loss:
             numbers = self._without_lost(numbers)
         if numbers:
-            self._waiting.append((time.monotonic() + self._seconds, numbers[-1]))
+            self._waiting.append((time.monotonic() + self.seconds, numbers[-1]))
 
     def release(self, now: float) -> float:
         """Let the packets pass that are due; return the time at which the next ones are."""
@@ -84,18 +87,36 @@ class Delay:
         return int(math.log(1 - self._random.random()) / math.log1p(-self._loss))
 
 
-def serve(delays: Sequence[Delay], pause: float) -> None:
-    """Delay packets until the process is ended."""
+def serve(delays: Sequence[Delay], seconds: float) -> None:
+    """Delay packets until the process is ended.
+
+    Args:
+        delays: the delays of all hosts.
+        seconds: delay until standard input has another one.
+    """
     by_socket = {delay.queue.socket: delay for delay in delays}
-    due = math.inf
+    sources: list[Any] = [*by_socket, sys.stdin]
+    due, pause = math.inf, _pause(seconds)
     while True:
         patience = None if due == math.inf else max(0.0, due - time.monotonic())
-        readable, _, _ = select.select(by_socket, [], [], patience)
+        readable, _, _ = select.select(sources, [], [], patience)
         for each in readable:
-            by_socket[each].receive()
+            if each is not sys.stdin:
+                by_socket[each].receive()
+            elif line := sys.stdin.readline():
+                pause = _pause(float(line))
+                for delay in delays:
+                    delay.seconds = float(line)
+            else:
+                sources.remove(sys.stdin)
         now = time.monotonic()
         due = min(delay.release(now) for delay in delays)
         time.sleep(pause)
+
+
+def _pause(seconds: float) -> float:
+    """Return the pause after each round for a delay."""
+    return max(SHORTEST, min(LONGEST, seconds * SHARE))
 
 
 def main(seconds: float, loss: float, processes: Sequence[int]) -> None:
@@ -112,7 +133,7 @@ def main(seconds: float, loss: float, processes: Sequence[int]) -> None:
     delays = [Delay(queue, seconds, loss, seed) for seed, queue in enumerate(queues)]
     print("ready", flush=True)
     try:
-        serve(delays, max(SHORTEST, min(LONGEST, seconds * SHARE)))
+        serve(delays, seconds)
     finally:
         print(json.dumps([(delay.packets, delay.lost) for delay in delays]))
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.netbench.links import parse_rate, parse_rates
+from accordion_hvd.tools.quantities import parse_rate
+from benchmarks.netbench.links import parse_rates
 from benchmarks.netbench.sandbox import Refusal
 
 SUFFIX = ".csv"

@@ -1,0 +1,88 @@
+"""A communicator that rehearses an exchange on one rank, for measurements of the work around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.recording import Operation
+from accordion_hvd.core.base import Hosts, Tensor
+from accordion_hvd.ops.spec import ITEMSIZE
+
+
+class RehearsalCommunicator(LocalCommunicator):
+    """The communicator of rank 0 of `size` ranks that all pass the same tensors.
+
+    Requests are packed and unpacked as in a job. Only the engine's operations are replaced.
+
+    Args:
+        xp: operations of the framework of the tensors.
+        size: number of ranks.
+        hosts: ranks of each host.
+        native_fp16: whether the engine adds fp16.
+
+    Attributes:
+        operations: the operations so far, by name.
+        seconds: time spent on what engines would do outside of the training thread.
+    """
+
+    def __init__(self, xp: ModuleType, size: int, hosts: Hosts, native_fp16: bool) -> None:
+        super().__init__(xp, size)
+        self.hosts, self.native_fp16_allreduce, self.scratch = hosts, native_fp16, {}
+        self.operations: dict[str, Operation] = {}
+        self.seconds = 0.0
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        """Record a reduction; return the tensors that ranks with equal tensors would receive."""
+        size = float(sum(map(self._bytes, tensors)))
+        self.operations[name] = Operation("allreduce", size, group)
+        return self._answer(lambda: super(RehearsalCommunicator, self).allreduce(
+            name, tensors, op, group))  # fmt: skip
+
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
+        """Record an allgather; return one copy of the vector per rank."""
+        self.operations[name] = Operation("allgather", float(self._bytes(tensor)), group)
+        return self._answer(lambda: self.xp.concat([tensor] * self.ranks(group)))
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        """Record a broadcast; return a copy of the vector."""
+        self.operations[name] = Operation("broadcast", float(self._bytes(tensor)), group)
+        return self._answer(lambda: self.xp.copy(tensor))
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        """Record an alltoall; return a copy of the tensor."""
+        self.operations[name] = Operation("alltoall", float(self._bytes(tensor)), group)
+        copied = super().alltoall
+        return self._answer(lambda: copied(name, tensor, group, splits))
+
+    def poll(self, handle: Any) -> bool:
+        """Return False once for each operation, as if it took a while."""
+        handle["polled"], polled = True, handle["polled"]
+        return polled
+
+    def wait(self, handle: Any) -> Any:
+        """Return the result."""
+        return handle["result"]
+
+    def pause(self, waited: float) -> None:
+        """Return at once."""
+
+    def _answer(self, make: Callable[[], Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        handle = {"result": make(), "polled": False}
+        self.seconds += time.perf_counter() - began
+        return handle
+
+    def _bytes(self, tensor: Tensor) -> int:
+        elements = 1
+        for length in self.xp.shape(tensor):
+            elements *= length
+        return elements * ITEMSIZE[self.xp.dtype(tensor)]

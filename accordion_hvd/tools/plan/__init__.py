@@ -1,0 +1,1 @@
+"""The command `accordion-hvd plan`: what each configuration would cost on a cluster."""

@@ -1,0 +1,158 @@
+"""The command line of `accordion-hvd plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accordion_hvd.simulation.prediction import ENGINES, GOODPUT, Cluster
+from accordion_hvd.tools.plan import link, table
+from accordion_hvd.tools.plan.model import Model, companions, measure
+from accordion_hvd.tools.quantities import parse_rate, parse_time
+
+
+class Quantity(click.ParamType):
+    """A rate or a time.
+
+    Args:
+        name: name of the type in help texts.
+        parse: function that returns the number, or raises ValueError.
+    """
+
+    def __init__(self, name: str, parse: Any) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
+        """Return the number."""
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), parameter, context)
+
+
+def _rate(word: str) -> float:
+    bits = parse_rate(word)
+    return math.inf if bits is None else bits
+
+
+RATE, TIME = Quantity("rate", _rate), Quantity("time", parse_time)
+
+
+@click.command()
+@click.argument("configurations", nargs=-1)
+@click.option(
+    "--model", required=True, metavar="FILE.py:FUNCTION",
+    help="Function without arguments that returns a model, or a model and a step.",
+)  # fmt: skip
+@click.option("--hosts", type=click.IntRange(1), help="Number of hosts.")
+@click.option("--per-host", type=click.IntRange(1), default=1, help="Ranks per host.")
+@click.option("--link", "rate", type=RATE, help="Rate of each host's link, such as 1gbit.")
+@click.option("--rtt", type=TIME, default="none", help="Round-trip time of two hosts, as 20ms.")
+@click.option("--cores", type=float, help="Cores of each host; by default those of this machine.")
+@click.option("--compute", type=TIME, help="Time of a step without an exchange, such as 120ms.")
+@click.option("--engine", type=click.Choice(sorted(ENGINES)), help="By default horovod.")
+@click.option("--price", type=float, help="Price of an hour of the job.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="File for the results.")
+def plan(
+    configurations: tuple[str, ...],
+    model: str,
+    hosts: int | None,
+    per_host: int,
+    rate: float | None,
+    rtt: float,
+    cores: float | None,
+    compute: float | None,
+    engine: str | None,
+    price: float | None,
+    path: Path | None,
+) -> None:
+    """Predict what CONFIGURATIONS, such as powersgd:4, would cost on a cluster.
+
+    The model's step and the compressors are measured on this machine, in about 20 seconds; the
+    hosts of the cluster are assumed to be like it. Started with horovodrun or torchrun on the
+    hosts, the command measures the link, too. Otherwise pass --hosts and --link.
+
+    In PyTorch, FUNCTION returns (model, step), where step() runs forward and backward pass of one
+    batch; in Keras, step() is for example model.train_on_batch of one batch.
+    """
+    try:
+        if rate is None or hosts is None:
+            cluster, name = link.measured(engine)
+        else:
+            bandwidth = rate / 8 * GOODPUT
+            cluster = Cluster(hosts, per_host, bandwidth, rtt, _cores(cores))
+            name = engine or "horovod"
+        chosen = list(configurations or table.CONFIGURATIONS)
+        _plan(chosen, model, cluster, compute, name, price, path)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _cores(number: float | None) -> float:
+    return float(os.cpu_count() or 1) if number is None else number
+
+
+def _plan(
+    configurations: list[str],
+    word: str,
+    cluster: Cluster,
+    compute: float | None,
+    engine: str,
+    price: float | None,
+    path: Path | None,
+) -> None:
+    """Measure, predict, and print the table."""
+    with companions(word, busy(cluster) - 1, threads(cluster)):
+        model = measure(word, compute, threads(cluster))
+        rows = []
+        for configuration in configurations:
+            steps = table.rehearse(model, configuration, cluster)
+            rows.append(table.row(model, configuration, steps, cluster, engine))
+    if not link.prints():
+        return
+    click.echo(_describe(model, cluster, engine))
+    click.echo()
+    click.echo(table.text(rows, price))
+    click.echo()
+    click.echo(table.verdict(rows))
+    if path is not None:
+        found = {"model": word, "engine": engine, "compute": model.compute, **vars(cluster)}
+        path.write_text(json.dumps({**found, "rows": table.as_json(rows)}, indent=1) + "\n")
+
+
+def busy(cluster: Cluster) -> int:
+    """Return the number of processes that compute on this machine while a step is measured."""
+    if link.launched():
+        return 1  # the other ranks measure at the same time
+    cores = os.cpu_count() or 1
+    return min(cores, math.ceil(cluster.per_host * cores / cluster.cores))
+
+
+def threads(cluster: Cluster) -> int:
+    """Return the threads of a rank."""
+    known = os.environ.get("OMP_NUM_THREADS", "")
+    return int(known) if known.isdigit() else max(1, int(cluster.cores / cluster.per_host))
+
+
+def _describe(model: Model, cluster: Cluster, engine: str) -> str:
+    """Return a line about the model and one about the cluster."""
+    tensors = _count(len(model.gradients.tensors), "tensor")
+    compute = table.short(1000 * model.compute)
+    places = [f"{_count(cluster.hosts, 'host')} of {_count(cluster.per_host, 'rank')}"]
+    if cluster.hosts > 1:
+        rate = cluster.bandwidth * 8e-6 / GOODPUT
+        places.append("unlimited links" if math.isinf(rate) else f"{table.short(rate)} Mbit/s")
+        places.append(f"round-trip time {table.short(1000 * cluster.rtt)} ms")
+    return (
+        f"{model.parameters / 1e6:.1f} million parameters in {tensors}, "
+        f"{compute} ms of computation a step\n{', '.join([*places, engine])}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,292 @@
+"""The user's model: its gradients, and the time of a step without an exchange."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.ops import backend
+from accordion_hvd.simulation.gradient_programs import Gradients
+
+WARM_UP, LEAST, SECONDS = 2, 5, 2.0
+"""Steps before the measured ones, the least number of measured ones, and their duration."""
+
+READY = "ready\n"
+"""Line of a process that takes steps."""
+
+BACKWARD = 2 / 3
+"""Part of a step that is the backward pass, where it cannot be measured."""
+
+
+@dataclass
+class Model:
+    """A model whose step is to be predicted.
+
+    Attributes:
+        gradients: the tensors in the order in which their gradients become ready.
+        values: gradients with values, in the same order.
+        xp: operations of the framework.
+        compute: seconds of a step without an exchange.
+        backward: part of the step that is the backward pass.
+        overlap: whether gradients are sent during the backward pass.
+        synchronize: waits until the device of the gradients has finished.
+    """
+
+    gradients: Gradients
+    values: Sequence[Any]
+    xp: ModuleType
+    compute: float
+    backward: float = BACKWARD
+    overlap: bool = True
+    synchronize: Callable[[], None] = lambda: None
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of elements of all gradients."""
+        return sum(tensor.size for tensor in self.gradients.tensors)
+
+
+def load(word: str) -> Callable[[], Any]:
+    """Return the function that "FILE.py:FUNCTION" or "MODULE:FUNCTION" names.
+
+    Raises:
+        ValueError: if there is no such function.
+    """
+    place, colon, name = word.rpartition(":")
+    if not (place and colon and name):
+        raise ValueError(f"--model is {word!r}, but must be FILE.py:FUNCTION or MODULE:FUNCTION.")
+    try:
+        module = (
+            _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except (ImportError, OSError) as error:
+        raise ValueError(f"--model {word!r} cannot be loaded: {error}.") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"--model {word!r}: {place} has no function {name!r}.")
+    return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(word: str) -> tuple[Any, Callable[[], Any] | None]:
+    """Call the function that `word` names; return the model and its step.
+
+    Raises:
+        ValueError: if the function does not return a model, or a model and a step.
+    """
+    made = load(word)()
+    model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not (hasattr(model, "named_parameters") or hasattr(model, "trainable_variables")):
+        raise ValueError(
+            f"--model {word!r} returned {type(model).__name__}, but must return a model of PyTorch "
+            "or Keras, or a pair of a model and a function that takes a step."
+        )
+    if step is not None and not callable(step):
+        raise ValueError(f"--model {word!r}: the step is {step!r}, but must be a function.")
+    return model, step
+
+
+def measure(word: str, compute: float | None, threads: int) -> Model:
+    """Return the model that `word` names, with its measured step.
+
+    Args:
+        word: FILE.py:FUNCTION or MODULE:FUNCTION.
+        compute: seconds of a step without an exchange; None to measure them.
+        threads: threads of a rank, in PyTorch.
+
+    Raises:
+        ValueError: if the model cannot be built, or has no step and `compute` is None.
+    """
+    _set_threads(threads)
+    model, step = build(word)
+    if step is None and compute is None:
+        raise ValueError(
+            f"--model {word!r} returned no function that takes a step: return the pair (model, "
+            "step), or pass the time of a step with --compute."
+        )
+    return (_torch if hasattr(model, "named_parameters") else _keras)(model, step, compute)
+
+
+def _torch(model: Any, step: Callable[[], Any] | None, compute: float | None) -> Model:
+    """Return a model of PyTorch; its gradients are timed during the backward pass."""
+    import torch
+
+    named = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
+    cuda = any(x.is_cuda for _, x in named)
+    synchronize = torch.cuda.synchronize if cuda else _nothing
+    times: dict[str, list[float]] = {}
+    seconds = 0.0
+    if step is not None:
+        hooks = [
+            x.register_post_accumulate_grad_hook(
+                lambda _, name=name: times.setdefault(name, []).append(time.perf_counter())
+            )
+            for name, x in named
+        ]
+        starts, ends = _timed(step, synchronize)
+        seconds = statistics.median(b - a for a, b in zip(starts, ends, strict=True))
+        for hook in hooks:
+            hook.remove()
+        named = [(name, x) for name, x in named if x.grad is not None]
+    order, backward = _readiness([name for name, _ in named], times, seconds)
+    by_name = dict(named)
+    infos = [
+        TensorInfo(name, tuple(by_name[name].shape), _dtype(by_name[name])) for name, _ in order
+    ]
+    values = [
+        by_name[name].grad.detach().clone()
+        if by_name[name].grad is not None
+        else torch.randn_like(by_name[name])
+        for name, _ in order
+    ]
+    gradients = Gradients(tuple(infos), tuple(part for _, part in order))
+    return Model(
+        gradients, values, backend("torch"), compute or seconds, backward, True, synchronize
+    )
+
+
+def _readiness(
+    names: Sequence[str], times: dict[str, list[float]], seconds: float
+) -> tuple[list[tuple[str, float]], float]:
+    """Return (name, part of the backward pass) in the order of readiness, and the backward part.
+
+    The first gradient is ready shortly after the backward pass has begun.
+    """
+    if not times:
+        count = len(names)
+        return [(x, (i + 1) / count) for i, x in enumerate(reversed(names))], BACKWARD
+    steps = min(len(found) for found in times.values())
+    spans, parts = [], dict[str, list[float]]()
+    for turn in range(1, steps + 1):
+        at = {name: found[-turn] for name, found in times.items()}
+        first, last = min(at.values()), max(at.values())
+        spans.append(last - first)
+        for name, moment in at.items():
+            parts.setdefault(name, []).append((moment - first) / max(last - first, 1e-9))
+    middle = {name: statistics.median(found) for name, found in parts.items()}
+    order = sorted(middle.items(), key=lambda pair: pair[1])
+    return order, min(1.0, statistics.median(spans) / max(seconds, 1e-9))
+
+
+def _keras(model: Any, step: Callable[[], Any] | None, compute: float | None) -> Model:
+    """Return a Keras model; its gradients are exchanged after the backward pass."""
+    xp = backend("tensorflow")
+    variables = list(reversed(model.trainable_variables))
+    generator = np.random.default_rng(0)
+    values = [
+        xp.cast(xp.asarray(generator.normal(size=tuple(x.shape)).astype(np.float32)), str(x.dtype))
+        for x in variables
+    ]
+    infos = [
+        TensorInfo(f"{number}.{x.path}", tuple(x.shape), str(x.dtype))
+        for number, x in enumerate(variables)
+    ]
+    seconds = 0.0
+    if step is not None:
+        starts, ends = _timed(step, _nothing)
+        seconds = statistics.median(b - a for a, b in zip(starts, ends, strict=True))
+    ready = tuple(1.0 for _ in infos)
+    return Model(
+        Gradients(tuple(infos), ready), values, xp, compute or seconds, BACKWARD, overlap=False
+    )
+
+
+def _timed(
+    step: Callable[[], Any], synchronize: Callable[[], None]
+) -> tuple[list[float], list[float]]:
+    """Return the times at which steps have begun and ended."""
+    for _ in range(WARM_UP):
+        step()
+    starts: list[float] = []
+    ends: list[float] = []
+    while len(starts) < LEAST or ends[-1] - starts[0] < SECONDS:
+        synchronize()
+        starts.append(time.perf_counter())
+        step()
+        synchronize()
+        ends.append(time.perf_counter())
+    return starts, ends
+
+
+@contextmanager
+def companions(word: str, count: int, threads: int) -> Iterator[None]:
+    """Let other processes take steps of the same model within the context.
+
+    Cores that share caches and memory are slower when all of them are busy, as they are in a job.
+    """
+    call = f"from {__name__} import accompany; accompany({word!r}, {threads})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", call], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for _ in range(max(0, count))
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            while process.stdout.readline() not in (READY, ""):
+                pass
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def accompany(word: str, threads: int) -> None:
+    """Take steps until standard input is closed; print `READY` after the first one."""
+    _set_threads(threads)
+    _, step = build(word)
+    if step is None:
+        return
+    step()
+    print(READY, end="", flush=True)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    while True:
+        step()
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def _set_threads(threads: int) -> None:
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _nothing() -> None:
+    """Do nothing."""

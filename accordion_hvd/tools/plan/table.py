@@ -1,0 +1,148 @@
+"""The predicted costs of configurations, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accordion_hvd.engine import fp16_reduction
+from accordion_hvd.resolve import resolve
+from accordion_hvd.simulation.prediction import ENGINES, Cluster, predict
+from accordion_hvd.simulation.rehearsal import Rehearsal, RehearsedStep
+from accordion_hvd.tools.plan.model import Model
+
+CONFIGURATIONS = (
+    "dense",
+    "fp16",
+    "powersgd:1",
+    "powersgd:2",
+    "powersgd:4",
+    "powersgd:4,alternate",
+    "topk:0.01",
+    "topk:0.001",
+    "qsgd:4",
+    "efsignsgd",
+)
+"""Configurations that are compared if the user names none."""
+
+UNCOMPRESSED = "dense"
+GAIN = 0.03
+"""Part of the step that compression must save to count as worthwhile."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cost of a configuration.
+
+    Attributes:
+        configuration: spec string.
+        seconds: seconds per step.
+        compute: seconds of computation per step.
+        work: seconds of encoding and decoding per step.
+        exposed: seconds per step in which the training thread only waits.
+        sent: bytes per step that each host sends to other hosts.
+    """
+
+    configuration: str
+    seconds: float
+    compute: float
+    work: float
+    exposed: float
+    sent: float
+
+    @property
+    def per_hour(self) -> float:
+        """Return the bytes that each host sends in an hour."""
+        return 3600 * self.sent / self.seconds
+
+
+def rehearse(model: Model, configuration: str, cluster: Cluster) -> list[RehearsedStep]:
+    """Measure the work of a configuration on this machine; return its steps.
+
+    Raises:
+        ValueError: if the configuration is no compressor, or does not support the model.
+    """
+    slow = cluster.bandwidth < fp16_reduction.SLOW  # as the engine decides in a job
+    rehearsal = Rehearsal(
+        resolve(configuration), model.gradients, model.values, model.xp, cluster.ranks,
+        cluster.per_host, slow, model.synchronize,
+    )  # fmt: skip
+    return rehearsal.steps()
+
+
+def row(
+    model: Model, configuration: str, steps: Sequence[RehearsedStep], cluster: Cluster, engine: str
+) -> Row:
+    """Return the predicted cost of a configuration.
+
+    Args:
+        model: the model.
+        configuration: spec string.
+        steps: the result of `rehearse`.
+        cluster: the cluster.
+        engine: key of `ENGINES`.
+    """
+    found = predict(steps, model.compute, cluster, ENGINES[engine], model.backward, model.overlap)
+    return Row(configuration, found.seconds, found.compute, found.work, found.exposed, found.sent)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return one sentence with the fastest configuration, or that compression does not pay."""
+    dense = next((row for row in rows if row.configuration == UNCOMPRESSED), None)
+    others = [row for row in rows if row is not dense]
+    if not others:
+        return f"{_takes(rows[0])} a step."
+    best = min(others, key=lambda row: row.seconds)
+    if dense is None:
+        return f"Fastest: {_takes(best)} a step."
+    if best.seconds > (1 - GAIN) * dense.seconds:
+        return f"Compression does not pay: {_takes(dense)} a step, and {_takes(best)}."
+    ratio = dense.seconds / best.seconds
+    return (
+        f"Compression pays: {_takes(best)} a step, and {_takes(dense)}, {ratio:.1f} times as long."
+    )
+
+
+def text(rows: Sequence[Row], price: float | None = None) -> str:
+    """Return the table, fastest first.
+
+    Args:
+        rows: the rows.
+        price: price of an hour of the job; adds a column.
+    """
+    head = ["configuration", "ms/step", "compute", "encode, decode", "wait", "MB/step", "GB/hour"]
+    if price is not None:
+        head.append("1000 steps")
+    lines = [head]
+    for row in sorted(rows, key=lambda row: row.seconds):
+        numbers = [row.seconds, row.compute, row.work, row.exposed]
+        line = [row.configuration, *(short(1000 * x) for x in numbers)]
+        line += [short(row.sent / 1e6), short(row.per_hour / 1e9)]
+        if price is not None:
+            line.append(f"{price * 1000 * row.seconds / 3600:.2f}")
+        lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_line(line, widths) for line in lines)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows for JSON."""
+    return [{**asdict(row), "per_hour": row.per_hour} for row in rows]
+
+
+def short(number: float) -> str:
+    """Format a number with about three digits."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        cell.ljust(width) if place == 0 else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join([first, *others])
+
+
+def _takes(row: Row) -> str:
+    return f"{row.configuration} takes {short(1000 * row.seconds)} ms"

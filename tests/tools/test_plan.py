@@ -1,0 +1,175 @@
+"""`accordion-hvd plan` loads a model, measures it, and prints a table and a verdict."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from launch import command_for, need
+
+from accordion_hvd.simulation.prediction import Cluster
+from accordion_hvd.tools import command as entry
+from accordion_hvd.tools import quantities
+from accordion_hvd.tools.command import main
+from accordion_hvd.tools.plan import command, model, table
+
+torch = pytest.importorskip("torch")
+
+SCRIPT = """
+import torch
+
+def build():
+    network = torch.nn.Sequential(torch.nn.Linear(400, 300), torch.nn.Linear(300, 10))
+    inputs, labels = torch.randn(8, 400), torch.randint(0, 10, (8,))
+    return network, lambda: torch.nn.functional.cross_entropy(network(inputs), labels).backward()
+
+def without_step():
+    return build()[0]
+
+def nothing():
+    return 3
+"""
+LEVELS = "Accordion(low=PowerSGD(4), high=PowerSGD(1))"
+CLUSTER = ("--hosts", "4", "--link", "10mbit", "--rtt", "1ms", "--cores", "4")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def plan(*words: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+def test_a_slow_link_is_worth_compression(script: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    done = plan(
+        "dense", "powersgd:1", "--model", f"{script}:build", *CLUSTER, "--price", "10",
+        "--json", str(saved),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0].startswith("0.1 million parameters in 4 tensors")
+    assert "4 hosts of 1 rank, 10 Mbit/s, round-trip time 1 ms, horovod" in lines[1]
+    assert [line.split()[0] for line in lines[3:6]] == ["configuration", "powersgd:1", "dense"]
+    assert lines[-1].startswith("Compression pays: powersgd:1 takes ")
+    found = json.loads(saved.read_text())
+    dense = next(row for row in found["rows"] if row["configuration"] == "dense")
+    assert dense["sent"] == pytest.approx(1.5 * 4 * (400 * 300 + 300 + 3010), rel=0.01)
+    assert dense["seconds"] == pytest.approx(dense["sent"] / (10e6 / 8 * 0.955), rel=0.2)
+    assert dense["per_hour"] == pytest.approx(3600 * dense["sent"] / dense["seconds"])
+
+
+def test_a_fast_link_is_not(script: Path) -> None:
+    words = ("--hosts", "2", "--link", "none", "--cores", "2", "--compute", "80ms")
+    done = plan("dense", "topk:0.01", "--model", f"{script}:without_step", *words)
+    assert done.exit_code == 0, done.output
+    assert "80 ms of computation a step" in done.output
+    assert done.output.splitlines()[-1].startswith("Compression does not pay: dense ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("dense", "--model", "SCRIPT:build"), "pass --hosts and --link"),
+        (("dense", "--model", "SCRIPT:build", "--hosts", "2"), "pass --hosts and --link"),
+        (("dense", "--model", "SCRIPT:other", *CLUSTER), "has no function 'other'"),
+        (("dense", "--model", "SCRIPT", *CLUSTER), "must be FILE.py:FUNCTION"),
+        (("dense", "--model", "missing.py:build", *CLUSTER), "cannot be loaded"),
+        (("dense", "--model", "missing_module:build", *CLUSTER), "cannot be loaded"),
+        (("dense", "--model", "SCRIPT:nothing", *CLUSTER), "returned int, but must return"),
+        (("dense", "--model", "SCRIPT:without_step", *CLUSTER), "pass the time of a step"),
+        (("gzip", "--model", "SCRIPT:build", *CLUSTER), "gzip"),
+        ((LEVELS, "--model", "SCRIPT:build", *CLUSTER), "one compressor"),
+        (("dense", "--model", "SCRIPT:build", "--hosts", "2", "--link", "fast"), "'fast'"),
+        (("dense", "--model", "SCRIPT:build", *CLUSTER, "--rtt", "-1"), "'-1'"),
+        (("dense", "--model", "SCRIPT:build", *CLUSTER, "--cores", "0"), "cores"),
+    ],
+)
+def test_refused(words: tuple[str, ...], told: str, script: Path) -> None:
+    done = plan(*(word.replace("SCRIPT", str(script)) for word in words))
+    assert done.exit_code in (1, 2) and told in done.output, done.output
+    assert "Traceback" not in done.output
+
+
+def test_companions_end_with_the_context(script: Path) -> None:
+    def children() -> int:
+        return sum(
+            f"accompany('{script}" in (path / "cmdline").read_text()
+            for path in Path("/proc").glob("[0-9]*")
+            if (path / "cmdline").exists()
+        )
+
+    with model.companions(f"{script}:build", 2, 1):
+        assert children() == 2
+    assert not children()
+
+
+def test_gradients_are_timed_during_the_backward_pass(script: Path) -> None:
+    found = model.measure(f"{script}:build", None, 1)
+    names = [tensor.name for tensor in found.gradients.tensors]
+    assert set(names[:2]) == {"1.weight", "1.bias"} and set(names[2:]) == {"0.weight", "0.bias"}
+    ready = found.gradients.ready
+    assert ready[0] == 0 and ready[-1] == 1 and list(ready) == sorted(ready)
+    assert 0 < found.backward < 1 and found.compute > 0
+
+
+def test_a_keras_model(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import keras, numpy\n"
+        "def build():\n"
+        "    model = keras.Sequential([keras.Input((400,)), keras.layers.Dense(300)])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "    x, y = numpy.zeros((4, 400)), numpy.zeros((4, 300))\n"
+        "    return model, lambda: model.train_on_batch(x, y)\n"
+    )
+    done = plan("dense", "topk:0.01", "--model", f"{path}:build", *CLUSTER)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1].startswith("Compression pays: topk:0.01 takes ")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("launcher", ["gloo", "torchrun"])
+def test_ranks_measure_their_link(launcher: str, script: Path) -> None:
+    need(launcher)
+    words = ["plan", "dense", "powersgd:1", "--model", f"{script}:build"]
+    program = [sys.executable, str(Path(entry.__file__)), *words]
+    done = subprocess.run(
+        command_for(launcher, 2, program), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 host of 2 ranks, ") == 1
+    rows = [line for line in done.stdout.splitlines() if "powersgd:1" in line or "dense" in line]
+    assert len(rows) == 3, done.stdout  # two rows of the table, and the verdict
+
+
+@pytest.mark.parametrize(
+    ("cluster", "processes"),
+    [(Cluster(4, 1, cores=0.5), 2), (Cluster(4, 1, cores=2), 1), (Cluster(4, 8, cores=2), 2)],
+)
+def test_as_many_processes_compute_as_in_the_job(
+    cluster: Cluster, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.os, "cpu_count", lambda: 2)
+    assert command.busy(cluster) == processes
+
+
+def test_small_gains_do_not_count() -> None:
+    rows = [table.Row("dense", 1.0, 1, 0, 0, 1e6), table.Row("fp16", 0.98, 1, 0, 0, 5e5)]
+    assert "does not pay" in table.verdict(rows)
+    assert table.verdict(rows[:1]) == "dense takes 1000 ms a step."
+    assert table.verdict(rows[1:]) == "Fastest: fp16 takes 980 ms a step."
+
+
+def test_times() -> None:
+    found = [quantities.parse_time(word) for word in ("20ms", "1.5s", "500us", "none")]
+    assert found == pytest.approx([0.02, 1.5, 5e-4, 0])
