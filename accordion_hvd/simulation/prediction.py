@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.comm.recording import Operation
@@ -26,6 +27,9 @@ GOODPUT = 0.955
 
 CYCLE = 1e-3
 """Least seconds from one negotiation of Horovod to the next."""
+
+JOINED = ("allreduce", "allgather")
+"""Operations that Horovod joins if they are requested together."""
 
 SETTLE, PERIODS = 3, 9
 """Periods of steps until negotiations and steps are in step, and simulated periods in all."""
@@ -53,8 +57,8 @@ class Engine:
 
 
 ENGINES = {
-    "horovod": Engine(1e-3, 1e-4, 6e-10, negotiates=True, cycle=1.5e-5),
-    "torch": Engine(5e-4, 1e-4, 6e-10),
+    "horovod": Engine(1.2e-2, 5.5e-5, 7e-10, negotiates=True, cycle=1e-5, window=1.3e6),
+    "torch": Engine(6e-3, 7e-4, 1e-9, window=1.6e6),
 }
 """Engines by name; `scripts/bench_plan.py fit` finds the numbers."""
 
@@ -264,13 +268,23 @@ class GlooLink:
             begin = self._cycle + empty * max(CYCLE, negotiation)
             chosen = [x for x in waiting if x[0] <= begin]
             waiting = [x for x in waiting if x[0] > begin]
-            now = begin + negotiation + sum(self._times(chain[0])[0] for _, _, chain in chosen)
+            now = begin + negotiation + self._together([chain[0] for _, _, chain in chosen])
             for _, i, chain in chosen:
                 done[i] = max(done[i], now)
                 if chain[1:]:
                     waiting.append((now, i, chain[1:]))
             self._cycle = max(now, begin + CYCLE)
         return done
+
+    def _together(self, operations: Sequence[Operation]) -> float:
+        """Return the seconds of operations; Horovod joins allreduces, and allgathers."""
+        sizes: dict[tuple[str, Any], float] = {}
+        for x in operations:
+            sizes[x.kind, x.group] = sizes.get((x.kind, x.group), 0.0) + x.size
+        joined = [Operation(kind, size, group) for (kind, group), size in sizes.items()]
+        alone = [x for x in operations if x.kind not in JOINED]
+        joined = [x for x in joined if x.kind in JOINED]
+        return sum(self._times(x)[0] for x in [*joined, *alone])
 
     def negotiation(self) -> float:
         """Return the seconds of a negotiation."""

@@ -35,11 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bench.say(f"{name}: {engine}")
             return
         compared = [
-            page.Compared(
-                cell,
-                {row["method"]: row["ms"] for row in known["cells"][cell.name]},
-                judge.predictions(cell, rehearsed),
-            )
+            page.compare(cell, known["cells"][cell.name], judge.predictions(cell, rehearsed))
             for cell in chosen
         ]
         bench.say(f"page: {page.write(known, compared, options.output)}")

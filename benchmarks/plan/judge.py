@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.engine import fp16_reduction
-from accordion_hvd.simulation.prediction import ENGINES, GOODPUT, Cluster, Engine, predict
+from accordion_hvd.simulation.prediction import (
+    ENGINES,
+    GOODPUT,
+    Cluster,
+    Engine,
+    Prediction,
+    predict,
+)
 from accordion_hvd.simulation.rehearsal import RehearsedStep
 from accordion_hvd.tools.plan import table
 from accordion_hvd.tools.plan.model import Model, companions, measure
@@ -73,14 +80,13 @@ def key_of(cell: Cell, method: str) -> Key:
 
 def predictions(
     cell: Cell, rehearsed: Mapping[Key, Rehearsed], engines: Mapping[str, Engine] = ENGINES
-) -> dict[str, float]:
-    """Return the predicted milliseconds per step of each method."""
+) -> dict[str, Prediction]:
+    """Return the predicted step of each method."""
     found = {}
     for method in METHODS:
         entry, engine = rehearsed[key_of(cell, method)], engines[split(method)[0]]
         model = entry.model
-        step = predict(entry.steps, model.compute, cluster(cell), engine, model.backward)
-        found[method] = 1000 * step.seconds
+        found[method] = predict(entry.steps, model.compute, cluster(cell), engine, model.backward)
     return found
 
 
@@ -121,5 +127,7 @@ def ratios(
     found = []
     for cell in cells:
         predicted = predictions(cell, rehearsed, engines)
-        found += [predicted[row["method"]] / row["ms"] for row in measured[cell.name]]
+        found += [
+            1000 * predicted[row["method"]].seconds / row["ms"] for row in measured[cell.name]
+        ]
     return found

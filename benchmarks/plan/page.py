@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd.simulation.prediction import Prediction
 from accordion_hvd.tools.plan.table import GAIN
 from benchmarks import report
 from benchmarks.netbench.links import describe
@@ -19,14 +20,19 @@ from examples.report import as_markdown
 NEAR = 0.05
 """Excess over the fastest configuration up to which a choice counts as right."""
 
+LARGE = 1e6
+"""Bytes of a step from which headers outweigh the engine's own messages."""
+
 
 @dataclass(frozen=True)
 class Compared:
-    """Measured and predicted milliseconds per step of each method in a cell."""
+    """Measured and predicted milliseconds and bytes per step of each method in a cell."""
 
     cell: Cell
     measured: Mapping[str, float]
     predicted: Mapping[str, float]
+    counted: Mapping[str, float]
+    sent: Mapping[str, float]
 
     def errors(self, engine: str = "") -> list[float]:
         """Return |predicted / measured - 1| of each method, of one engine if it is given."""
@@ -52,6 +58,19 @@ class Compared:
             )
             found.append(truth == guess)
         return found
+
+
+def compare(
+    cell: Cell, rows: Sequence[Mapping[str, Any]], steps: Mapping[str, Prediction]
+) -> Compared:
+    """Return a comparison of the rows of a cell with predicted steps."""
+    return Compared(
+        cell,
+        {row["method"]: row["ms"] for row in rows},
+        {method: 1000 * step.seconds for method, step in steps.items()},
+        {row["method"]: row["sent"] for row in rows},
+        {method: step.sent for method, step in steps.items()},
+    )
 
 
 def _pays(times: Mapping[str, float]) -> bool:
@@ -92,7 +111,21 @@ def text(found: Mapping[str, Any], compared: Sequence[Compared]) -> str:
         summary=_table([("fitted to", seen), ("held out", judged)]),
         parts=_table(list(_parts(judged))),
         worst=_worst(judged),
+        **_bytes(compared),
     )
+
+
+def _bytes(compared: Sequence[Compared]) -> dict[str, str]:
+    """Return the bytes that interfaces counted besides the predicted ones."""
+    pairs = [(x.counted[m], x.sent[m]) for x in compared for m in x.measured]
+    large = [counted / sent - 1 for counted, sent in pairs if sent >= LARGE]
+    small = [counted - sent for counted, sent in pairs if sent < LARGE]
+    return {
+        "large": f"{100 * np.median(large):.1f}",
+        "large_tenth": f"{100 * np.percentile(large, 90):.1f}",
+        "small": f"{np.median(small) / 1000:.0f}",
+        "small_tenth": f"{np.percentile(small, 90) / 1000:.0f}",
+    }
 
 
 def _table(rows: Sequence[tuple[str, Sequence[Compared]]]) -> str:
