@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.recording import Operation
+from accordion_hvd.comm.traffic import size_of
 from accordion_hvd.core.base import Hosts, Tensor
-from accordion_hvd.ops.spec import ITEMSIZE
 
 
 class RehearsalCommunicator(LocalCommunicator):
@@ -38,30 +39,27 @@ class RehearsalCommunicator(LocalCommunicator):
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """Record a reduction; return the tensors that ranks with equal tensors would receive."""
-        size = float(sum(map(self._bytes, tensors)))
-        self.operations[name] = Operation("allreduce", size, group)
-        return self._answer(lambda: super(RehearsalCommunicator, self).allreduce(
-            name, tensors, op, group))  # fmt: skip
+        reduce = partial(super().allreduce, name, tensors, op, group)
+        return self._answer(name, "allreduce", tensors, group, reduce)
 
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
         """Record an allgather; return one copy of the vector per rank."""
-        self.operations[name] = Operation("allgather", float(self._bytes(tensor)), group)
-        return self._answer(lambda: self.xp.concat([tensor] * self.ranks(group)))
+        gather = partial(super().allgather, name, tensor, group, lengths)
+        return self._answer(name, "allgather", [tensor], group, gather)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
         """Record a broadcast; return a copy of the vector."""
-        self.operations[name] = Operation("broadcast", float(self._bytes(tensor)), group)
-        return self._answer(lambda: self.xp.copy(tensor))
+        broadcast = partial(super().broadcast, name, tensor, root, group)
+        return self._answer(name, "broadcast", [tensor], group, broadcast)
 
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
         """Record an alltoall; return a copy of the tensor."""
-        self.operations[name] = Operation("alltoall", float(self._bytes(tensor)), group)
-        copied = super().alltoall
-        return self._answer(lambda: copied(name, tensor, group, splits))
+        exchange = partial(super().alltoall, name, tensor, group, splits)
+        return self._answer(name, "alltoall", [tensor], group, exchange)
 
     def poll(self, handle: Any) -> bool:
         """Return False once for each operation, as if it took a while."""
@@ -75,14 +73,11 @@ class RehearsalCommunicator(LocalCommunicator):
     def pause(self, waited: float) -> None:
         """Return at once."""
 
-    def _answer(self, make: Callable[[], Any]) -> dict[str, Any]:
+    def _answer(
+        self, name: str, kind: str, tensors: list[Tensor], group: Group, make: Callable[[], Any]
+    ) -> dict[str, Any]:
+        self.operations[name] = Operation(kind, float(sum(map(size_of, tensors))), group)
         began = time.perf_counter()
         handle = {"result": make(), "polled": False}
         self.seconds += time.perf_counter() - began
         return handle
-
-    def _bytes(self, tensor: Tensor) -> int:
-        elements = 1
-        for length in self.xp.shape(tensor):
-            elements *= length
-        return elements * ITEMSIZE[self.xp.dtype(tensor)]

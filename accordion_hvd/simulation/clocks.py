@@ -80,7 +80,7 @@ class Clocks:
         backward = self._backward * own
         forward = now + program.batches * own - backward
         thread = forward + backward + program.encode * self._slowness
-        waiting: deque[tuple[FusionGroup, int, Array]] = deque()
+        waiting: deque[tuple[FusionGroup[Round], int, Array]] = deque()
         latest = thread
         for group in program.groups:
             ready = forward + group.ready * backward + group.encode * self._slowness

@@ -176,7 +176,7 @@ class GradientPrograms:
         operations: Mapping[str, tuple[Operation, ...]],
         work: Sequence[Sequence[float]],
         ready: Sequence[float],
-    ) -> FusionGroup:
+    ) -> FusionGroup[Round]:
         """Return a fusion group with its rounds.
 
         Args:

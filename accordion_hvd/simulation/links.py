@@ -148,7 +148,7 @@ class Link:
         if self.inside is None:
             return times
         shared = places.most > 1
-        own = _moved(operation.kind, operation.size, places.size) * shared
+        own = moved_bytes(operation.kind, operation.size, places.size) * shared
         (latency,), (bandwidth,) = self.inside._per_host(1)
         return np.maximum(times, own / bandwidth) + within * latency * shared
 
@@ -219,11 +219,11 @@ def _load(operation: Operation, places: _Places, hosts: int) -> Array:
     if operation.kind == "alltoall":
         moved = places.count * (sizes - places.count) / sizes * operation.size
     else:
-        moved = _moved(operation.kind, operation.size, sizes)
+        moved = moved_bytes(operation.kind, operation.size, sizes)
     return np.bincount(places.host, moved * places.spans[places.group], hosts)
 
 
-def _moved(kind: str, size: float, ranks: Array) -> Array:
+def moved_bytes(kind: str, size: float, ranks: Any) -> Any:
     """Return the bytes of each rank of a ring; see `comm.traffic`."""
     if kind == "allgather":
         return (ranks - 1) * size

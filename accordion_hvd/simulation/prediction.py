@@ -17,7 +17,9 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.comm.recording import Operation
-from accordion_hvd.simulation.rehearsal import Launch, RehearsedGroup, RehearsedStep
+from accordion_hvd.simulation.links import moved_bytes
+from accordion_hvd.simulation.programs import FusionGroup
+from accordion_hvd.simulation.rehearsal import Launch, RehearsedStep
 
 SEGMENT = 1 << 20
 """Largest segment of Gloo's allreduce in bytes."""
@@ -31,7 +33,7 @@ CYCLE = 1e-3
 JOINED = ("allreduce", "allgather")
 """Operations that Horovod joins if they are requested together."""
 
-SETTLE, PERIODS = 3, 9
+SKIPPED, PERIODS = 3, 9
 """Periods of steps until negotiations and steps are in step, and simulated periods in all."""
 
 
@@ -45,7 +47,7 @@ class Engine:
         byte: seconds per byte that a rank sends or receives.
         negotiates: whether ranks negotiate before operations (Horovod).
         cycle: CPU seconds of a rank per message of a negotiation.
-        window: bytes that are under way between two ranks at most.
+        window: bytes in flight between two ranks at most.
     """
 
     overhead: float
@@ -148,11 +150,11 @@ def predict(
     link = GlooLink(cluster, engine)
     rank = _Rank(compute, link, backward, overlap)
     for period in range(PERIODS):
-        if period == SETTLE:
+        if period == SKIPPED:
             begin = rank.now
         for step in steps:
             rank.take(step)
-    count = (PERIODS - SETTLE) * len(steps)
+    count = (PERIODS - SKIPPED) * len(steps)
     return Prediction(
         (rank.now - begin) / count,
         compute * cluster.slowness,
@@ -213,7 +215,7 @@ class _Rank:
             number += 1
         return now
 
-    def _ready(self, group: RehearsedGroup) -> float:
+    def _ready(self, group: FusionGroup[Launch]) -> float:
         """Return the time at which a group's first requests are launched."""
         forward = (1 - self._backward) * self._compute
         share = group.ready * self._backward * self._compute
@@ -278,13 +280,14 @@ class GlooLink:
 
     def _together(self, operations: Sequence[Operation]) -> float:
         """Return the seconds of operations; Horovod joins allreduces, and allgathers."""
-        sizes: dict[tuple[str, Any], float] = {}
+        sizes: dict[tuple[str, Any], list[float]] = {}
         for x in operations:
-            sizes[x.kind, x.group] = sizes.get((x.kind, x.group), 0.0) + x.size
-        joined = [Operation(kind, size, group) for (kind, group), size in sizes.items()]
-        alone = [x for x in operations if x.kind not in JOINED]
-        joined = [x for x in joined if x.kind in JOINED]
-        return sum(self._times(x)[0] for x in [*joined, *alone])
+            sizes.setdefault((x.kind, x.group), []).append(x.size)
+        return sum(
+            self._times(Operation(kind, size, group))[0]
+            for (kind, group), found in sizes.items()
+            for size in ([sum(found)] if kind in JOINED else found)
+        )
 
     def negotiation(self) -> float:
         """Return the seconds of a negotiation."""
@@ -304,11 +307,11 @@ class GlooLink:
         if operation.kind == "alltoall" and operation.group is None:
             away = (self.cluster.hosts - 1) / self.cluster.hosts
             return self.cluster.per_host * away * operation.size
-        return _moved(operation, self._ranks(operation))
+        return moved_bytes(operation.kind, operation.size, self._ranks(operation))
 
     def cpu(self, operation: Operation) -> float:
         """Return the CPU seconds of a rank's part of an operation."""
-        moved = _moved(operation, self._ranks(operation))
+        moved = moved_bytes(operation.kind, operation.size, self._ranks(operation))
         return self._engine.overhead + 2 * self._engine.byte * moved
 
     def _ranks(self, operation: Operation) -> int:
@@ -330,14 +333,14 @@ class GlooLink:
         ranks, inside = self._ranks(operation), self._inside(operation)
         if ranks == 1:
             return 0.0, 0.0
-        moved, hop = _moved(operation, ranks), self._hop(inside)
+        moved, hop = moved_bytes(operation.kind, operation.size, ranks), self._hop(inside)
         if operation.kind == "alltoall":
             moved *= self.cluster.per_host
         wire = moved * self._byte(inside)
         own = self._engine.overhead * self.cluster.slowness
         if operation.kind == "allreduce":
             pieces = max(2, math.ceil(operation.size / ranks / SEGMENT))
-            # Two segments are under way at a time, even if the link could carry more.
+            # Two segments are in flight at a time, even if the link could carry more.
             return own + max((ranks - 1) * pieces * hop + wire / 2, wire + hop), wire
         if operation.kind == "allgather":
             return own + (ranks - 1) * hop + wire, wire
@@ -356,8 +359,14 @@ class GlooLink:
         return max(between + copying, within)
 
 
-def _moved(operation: Operation, ranks: int) -> float:
-    """Return the bytes that a rank sends."""
-    if operation.kind == "allgather":
-        return (ranks - 1) * operation.size
-    return (2 if operation.kind == "allreduce" else 1) * (ranks - 1) / ranks * operation.size
+def wire_seconds(seconds: float, ranks: int, rtt: float) -> float:
+    """Return the time in which an allreduce fills the link; the inverse of `GlooLink`.
+
+    Args:
+        seconds: duration of the allreduce, of two segments or fewer per rank, less that of one
+            element.
+        ranks: number of ranks.
+        rtt: round-trip time of two ranks in seconds.
+    """
+    trips = (ranks - 1) * rtt
+    return max(min(2 * (seconds - trips), seconds + trips - rtt), seconds / 20)

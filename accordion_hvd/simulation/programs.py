@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from accordion_hvd.comm.recording import Operation
 from accordion_hvd.comm.traffic import Traffic
@@ -26,8 +27,11 @@ class Collective:
 Round = tuple[Collective, ...]
 
 
+R = TypeVar("R")
+
+
 @dataclass(frozen=True)
-class FusionGroup:
+class FusionGroup(Generic[R]):
     """The requests of a fusion group.
 
     Attributes:
@@ -40,7 +44,7 @@ class FusionGroup:
 
     ready: float
     encode: float
-    rounds: tuple[Round, ...]
+    rounds: tuple[R, ...]
     decode: tuple[float, ...]
 
 
@@ -59,7 +63,7 @@ class Program:
     """
 
     decisions: tuple[Collective, ...]
-    groups: tuple[FusionGroup, ...]
+    groups: tuple[FusionGroup[Round], ...]
     encode: float
     batches: int
     traffic: Traffic

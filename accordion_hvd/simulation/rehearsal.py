@@ -20,6 +20,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.policies import Fixed
 from accordion_hvd.simulation.gradient_programs import Gradients
+from accordion_hvd.simulation.programs import FusionGroup
 
 SECONDS, LEAST, MOST = 0.5, 3, 12
 """Duration of the measured steps of a configuration, and bounds on their number."""
@@ -32,24 +33,6 @@ Launch = tuple[tuple[Operation, ...], ...]
 
 
 @dataclass(frozen=True)
-class RehearsedGroup:
-    """The requests of a fusion group.
-
-    Attributes:
-        ready: part of the backward pass after which the last gradient of the group is ready.
-        encode: seconds of encoding until the group's requests are launched, those of earlier groups
-            included.
-        rounds: the operations of each round.
-        decode: seconds of decoding after each round.
-    """
-
-    ready: float
-    encode: float
-    rounds: tuple[Launch, ...]
-    decode: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class RehearsedStep:
     """The work and the operations of a step.
 
@@ -58,7 +41,7 @@ class RehearsedStep:
         encode: seconds of encoding.
     """
 
-    groups: tuple[RehearsedGroup, ...]
+    groups: tuple[FusionGroup[Launch], ...]
     encode: float
 
     @property
@@ -188,7 +171,7 @@ class Rehearsal:
             share = max(ready[m] for index in members for m in plan.batches[index].members)
             own = rounds.get(number, [()])
             decode = (rest * shares[number] / len(own),) * len(own)
-            groups.append(RehearsedGroup(share, done, tuple(own), decode))
+            groups.append(FusionGroup(share, done, tuple(own), decode))
         return RehearsedStep(tuple(groups), sum(encode))
 
 

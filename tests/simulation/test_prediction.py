@@ -8,12 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from accordion_hvd.comm.recording import Operation
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation import Link, simulate_job
 from accordion_hvd.simulation.gradient_programs import Gradients
-from accordion_hvd.simulation.prediction import ENGINES, Cluster, GlooLink, predict
+from accordion_hvd.simulation.prediction import (
+    ENGINES,
+    SEGMENT,
+    Cluster,
+    GlooLink,
+    predict,
+    wire_seconds,
+)
 from accordion_hvd.simulation.rehearsal import Rehearsal, RehearsedStep
 
 SHAPES = {"first": (64, 32), "bias": (64,), "second": (256, 128), "third": (300, 300)}
@@ -101,6 +109,22 @@ def test_a_distant_link_takes_the_round_trips_of_its_rings(engine: str, trips: i
     """Two reductions of six trips each; before each of them Horovod waits three and negotiates."""
     took = [seconds("powersgd:1", engine, bandwidth=1e12, rtt=rtt) for rtt in (1.0, 2.0)]
     assert took[1] - took[0] == pytest.approx(trips, rel=0.05)
+
+
+@pytest.mark.parametrize("rtt", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("bandwidth", [1e7, 1e8])
+def test_the_bandwidth_follows_from_the_time_of_an_allreduce(
+    bandwidth: float, ranks: int, rtt: float
+) -> None:
+    engine = replace(ENGINES["torch"], byte=0.0, hop=0.0, window=1e12)
+    link = GlooLink(Cluster(ranks, bandwidth=bandwidth, rtt=rtt), engine)
+    size = ranks * float(SEGMENT)
+    (took,) = link.run([(0.0, ((Operation("allreduce", size),),))])
+    (least,) = GlooLink(link.cluster, engine).run([(0.0, ((Operation("allreduce", 4.0),),))])
+    less = (ranks - 1) * rtt  # an element is one segment per rank, not two
+    wire = wire_seconds(took - (least - less), ranks, rtt)
+    assert 2 * (ranks - 1) / ranks * size / wire == pytest.approx(bandwidth, rel=0.05)
 
 
 def test_ranks_of_a_host_send_nothing_to_other_hosts() -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from types import ModuleType
+from typing import Any
 
+from accordion_hvd.comm import tcp
 from accordion_hvd.comm.launcher import started_by_horovod, started_by_mpi
-from accordion_hvd.policies.gate import probe
-from accordion_hvd.policies.gating import PROBE
-from accordion_hvd.simulation.prediction import ENGINES, Cluster
+from accordion_hvd.core.base import Allreduce
+from accordion_hvd.simulation.prediction import SEGMENT, Cluster, wire_seconds
+
+MOST, TRIES = 8, 4
+"""Largest size of the reduced vector in segments, and number of reductions."""
 
 
 def launched() -> bool:
@@ -44,12 +50,25 @@ def measured(engine: str | None) -> tuple[Cluster, str]:
 
     hvd.init(engine=engine)
     ranks, local, name = hvd.size(), hvd.local_size(), engines.carrier()
-    communicator = engines.connect(engines.process_set_of(None))
-    found = communicator.run("plan.link", probe(xp.zeros((PROBE,), "float32"), xp, ranks))
-    costs, messages = ENGINES[name], 2 * (ranks - 1)
-    rounds = messages * (2 if costs.negotiates else 1)
-    rtt = max(0.0, (found.latency - costs.overhead) / max(rounds, 1) - costs.hop)
+    communicator, before = engines.connect(engines.process_set_of(None)), tcp.connections()
+    size = min(ranks, MOST) * SEGMENT
+    small, large = (xp.zeros((elements,), "float32") for elements in (1, size // 4))
+    latency = communicator.run("plan.latency", _seconds(small, xp))
+    seconds = communicator.run("plan.bandwidth", _seconds(large, xp)) - latency
+    connection = tcp.slowest(before, tcp.connections())
+    rtt = connection.rtt if connection else latency / max(1, ranks - 1)
+    bandwidth = 2 * (ranks - 1) / ranks * size / wire_seconds(seconds, ranks, rtt)
     hosts, cores = max(1, ranks // local), float(os.cpu_count() or 1)
     if hosts == 1:
-        return Cluster(1, local, cores=cores, inside=found.bandwidth), name
-    return Cluster(hosts, local, found.bandwidth, rtt, cores), name
+        return Cluster(1, local, cores=cores, inside=bandwidth), name
+    return Cluster(hosts, local, bandwidth, rtt, cores), name
+
+
+def _seconds(vector: Any, xp: ModuleType) -> Any:
+    """Return the least seconds of an allreduce of a vector; a generator of collectives."""
+    times = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        yield Allreduce(xp.copy(vector))
+        times.append(time.perf_counter() - began)
+    return min(times)
