@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -16,6 +17,18 @@ EVERY, STEPS = 5, 20
 """Steps between checkpoints, and in all."""
 
 folder, death = Path(sys.argv[1]), int(sys.argv[2])
+facts: dict[str, object] = {}
+
+
+@atexit.register  # before the end that `init` registers, which is therefore called first
+def tell() -> None:
+    """Write the result of a rank that has not failed, and the threads that are left."""
+    if not facts:
+        return
+    threads = [Path("/proc/self/task", task, "comm") for task in os.listdir("/proc/self/task")]
+    harness.tell(**facts, threads=sorted(name.read_text().strip() for name in threads))
+
+
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(40, 30)
@@ -38,4 +51,4 @@ for step in range(begun, STEPS):
         if hvd.rank() == 0:
             torch.save(model.state_dict(), folder / "model.pt")
         hvd.save_state(folder)
-harness.tell(begun=begun, weights=[float(p.double().sum()) for p in model.parameters()])
+facts.update(begun=begun, weights=[float(p.detach().double().sum()) for p in model.parameters()])

@@ -98,9 +98,9 @@ def shutdown() -> None:
     global _ours
     operations.clear()
     _places.clear()
+    if _ours:
+        start.end()
     watch.end()
-    if _ours and dist.is_initialized():
-        dist.destroy_process_group()
     _ours = False
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import functools
 import itertools
 import os
 import socket
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its default arguments keep the process group alive
 
 from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.torch_distributed.watch import watch
@@ -50,6 +54,7 @@ def start_alone_or_launched() -> bool:
         store = dist.PrefixStore(f"accordion.{restarts}.{size}.{next(_starts)}", store)
         dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
         watch.start(store, rank, size)
+        _end_with_process()
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return True
@@ -83,6 +88,24 @@ def start_under(hvd: Any) -> None:
     store = store or dist.TCPStore(*address, is_master=False, timeout=limit)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
     watch.start(store, rank, size)
+    _end_with_process()
+
+
+def end() -> None:
+    """End torch.distributed, and its threads."""
+    watch.end()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@functools.cache
+def _end_with_process() -> None:
+    """End torch.distributed before Python ends.
+
+    A thread of PyTorch that needs Python's lock after that aborts the process. After an error there
+    is no orderly end, because other ranks may never join this rank's last operations.
+    """
+    atexit.register(lambda: None if hasattr(sys, "last_value") else end())
 
 
 def _host() -> str:

@@ -44,12 +44,16 @@ class Watch:
         self.count, self._ended = 0, threading.Event()
         self._interval = timeouts.interval()
         about = (self._ended,)
-        threading.Thread(target=self._run, args=about, name="accordion.watch", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._run, args=about, name="accordion.watch", daemon=True
+        )
+        self._thread.start()
 
     def end(self) -> None:
-        """End the thread."""
+        """End the thread; wait for it, but not for long, because the store may not answer."""
         if self._ended is not None:
             self._ended.set()
+            self._thread.join(timeout=1)
         self._ended = None
 
     def missing(self) -> str:
