@@ -63,10 +63,24 @@ def test_a_stalled_rank_ends_the_others(launcher: str, how: str) -> None:
         launch._run(report, folder, 130, more)
         told = [json.loads(file.read_text()) for file in Path(folder).glob("told*")]
     ranks = {row["rank"] for row in told}
-    # mpirun kills the other ranks as soon as one has ended
-    assert ranks == {0, 2} or (launcher == "mpirun" and ranks and ranks < {0, 2}), report.output
-    assert report.status is not None, report.output
+    # mpirun kills the other ranks as soon as one has ended. Over MPI, Horovod may not return from
+    # the start of an operation; then Python's timer ends the process.
+    some = ranks < {0, 2} and (ranks or "Timeout (0:00:" in report.output)
+    assert ranks == {0, 2} or (launcher == "mpirun" and some), report.output
+    assert report.status is not None and report.seconds < 3 * TIMEOUT + 30, report.output
     for row in told:
         assert row["step"] == 3 and row["seconds"] < TIMEOUT + 10, row
         if launcher in ("torchrun", "carried"):  # Horovod does not say which rank it waits for
             assert "rank 1 " in row["error"]
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(180)
+def test_a_stalled_rank_ends_a_keras_training_over_mpi() -> None:
+    launch.need("mpirun")
+    script = [sys.executable, str(launch.RANKS / "stalled_keras.py")]
+    report = launch.Report(launch.command_for("mpirun", 3, script), 3)
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        launch._run(report, folder, 130, {timeouts.VARIABLE: str(TIMEOUT)})
+    assert report.status and report.seconds < 3 * TIMEOUT + 30, report.output
+    assert "a rank does not answer, and this process ends" in report.output

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from accordion_hvd import check
@@ -49,6 +49,14 @@ class Communicator(Collectives):
                 f"answer, or takes more than {timeouts.VARIABLE} seconds before its next exchange."
             )
         time.sleep(min(max(waited * _PAUSE, _SHORTEST), _LONGEST))
+
+    def watch(self, began: Callable[[], float]) -> None:
+        """Have waits within graphs observed, if the engine has no timeout for them.
+
+        Args:
+            began: a function that returns the time at which the present wait began, in seconds
+                since the epoch; 0 between waits.
+        """
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
         """Start requests and return a handle on their results.

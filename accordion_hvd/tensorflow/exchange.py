@@ -44,6 +44,7 @@ class TensorFlowExchange(Exchange):
         self._clock: tf.Variable | None = None
         self._lost: tf.Variable | None = None  # number of skipped steps
         self._seconds: tf.Variable | None = None  # time of all exchanges in graphs
+        self._began: tf.Variable | None = None  # when the present one began; 0 between exchanges
         self._recorded = 0.0  # part of it that the ledger knows
         self._skipped = 0
         self._steps = 0
@@ -123,6 +124,8 @@ class TensorFlowExchange(Exchange):
                 self._clock = create(self._steps, tf.int64)
                 self._lost = create(self._skipped, tf.int64)
                 self._seconds = create(0.0, tf.float64)
+                self._began = create(0.0, tf.float64)
+                self.communicator.watch(self._began.numpy)
             for index in range(len(self.bucket_states)):
                 self._store_in_variables(index)
             buckets = [
@@ -199,13 +202,15 @@ class TensorFlowExchange(Exchange):
         self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
     ) -> list[Tensor]:
         """Trace one exchange into a graph, after `prepare_trace`; return the means by tensor."""
-        assert self._clock is not None and self._lost is not None and self._seconds is not None
+        assert self._clock is not None and self._lost is not None
+        assert self._seconds is not None and self._began is not None
         variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._now, lost = self._clock.read_value(), self._lost.read_value()
         with tf.control_dependencies([self._now]):  # after the previous step
             grads = [tf.identity(grad) for grad in grads]
         with tf.control_dependencies(grads):
             began = tf.timestamp()
+            self._began.assign(began)
         self.bucket_batches.refresh()
         self._per_step = {}
         period = self.bucket_batches.period
@@ -223,6 +228,7 @@ class TensorFlowExchange(Exchange):
             with tf.control_dependencies(means):  # before the next step
                 self._clock.assign(self._now + 1)
                 self._seconds.assign_add(tf.timestamp() - began)
+                self._began.assign(0.0)
                 if bad is not False:
                     self._lost.assign_add(tf.cast(bad, tf.int64))
             return means

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
+from accordion_hvd.comm.horovod import ending
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.ops import tensorflow as xp
@@ -40,6 +42,13 @@ class HorovodCommunicator(Communicator):
         nccl = hvd.nccl_built() and tf.config.list_physical_devices("GPU")
         self.native_fp16_allreduce = True if nccl else None
         self.directly = False
+        self._began = 0.0  # time at which the present eager operation began; 0 between operations
+        self.watch(lambda: self._began)
+
+    def watch(self, began: Callable[[], float]) -> None:
+        """Let this process end over MPI if it waits for too long; see `ending.watch`."""
+        if hvd.mpi_enabled():
+            ending.watch(hvd.rank(), began)
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         """Start one grouped allreduce."""
@@ -95,7 +104,18 @@ class HorovodCommunicator(Communicator):
         return handle
 
     def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        if not tf.executing_eagerly() or self.directly:
+        if not tf.executing_eagerly():
+            return operation(*tensors)
+        self._began = time.time()
+        try:
+            return self._run_eagerly(key, operation, tensors)
+        finally:
+            self._began = 0.0
+
+    def _run_eagerly(
+        self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        if self.directly:
             return operation(*tensors)
         specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
         key = (self.members.process_set.process_set_id, key, *specs)

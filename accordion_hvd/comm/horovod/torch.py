@@ -36,6 +36,8 @@ class HorovodCommunicator(Communicator):
         )
         self.scratch = {}
         ending.register()
+        if hvd.mpi_enabled():
+            ending.watch(hvd.rank())
 
     def pause(self, waited: float) -> None:
         """Sleep between two polls; after a timeout, let this process end without other ranks.
