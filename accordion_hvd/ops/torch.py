@@ -569,8 +569,26 @@ def orthogonalize(p: Tensor) -> Tensor:
     return (q * signs[..., None, :]).mT
 
 
+_ROW = 4096
+"""Elements of a row; the error of their sum in fp32 is that of its result."""
+
+_SAFE = (1e-15, 1e18)
+"""Norms between which squares are normal numbers in fp32."""
+
+
 def norm(x: Tensor) -> Tensor:
-    """Return the 2-norm of all elements as an fp32 scalar tensor; does not synchronize a GPU."""
+    """Return the 2-norm of all elements as an fp32 scalar tensor; does not synchronize a GPU.
+
+    On a CPU, the norms of rows are computed in fp32 and added in fp64, which takes a tenth of the
+    time of fp64, unless their squares leave the range of fp32.
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > _ROW:
+        whole = x.reshape(-1)[: x.numel() // _ROW * _ROW]
+        rows = torch.linalg.vector_norm(whole.view(-1, _ROW), dim=1).double()
+        rest = torch.linalg.vector_norm(x.reshape(-1)[whole.numel() :], dtype=torch.float64)
+        result = torch.linalg.vector_norm(torch.cat([rows, rest[None]]))
+        if _SAFE[0] < result < _SAFE[1]:
+            return result.float()
     return torch.linalg.vector_norm(x, dtype=torch.float64).float()
 
 

@@ -57,6 +57,7 @@ V = RNG.standard_normal(40).astype(np.float32)
 INDEX = np.array([3, 9, 10, 39], np.int32)
 NAN = np.array([1, np.nan, 3], np.float32)
 INF = np.array([np.inf, -np.inf], np.float32)
+LONG = RNG.standard_normal(3 * 4096 + 5).astype(np.float32)
 HUGE = np.full(1200, 1e36, np.float32)  # finite, but its sum is not
 CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
 CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
@@ -222,6 +223,9 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("orthogonalize", (np.zeros((3, 6), np.float32),), 1e-5),
     ("norm", (X,), 1e-6),
     ("norm", (np.full(10, 1e30, np.float32),), 1e-6),
+    *[("norm", (np.float32(scale) * LONG,), 2e-7) for scale in (1, 0, 1e-30, 1e-22, 1e25)],
+    ("norm", (np.append(LONG, np.float32(np.inf)),), 0),
+    ("norm", (np.append(LONG, np.float32(np.nan)),), 0),
     ("nonfinite", (X,), 0),
     ("nonfinite", (NAN,), 0),
     ("nonfinite", (INF,), 0),

@@ -12,8 +12,8 @@ from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.ledger.series import thinned
 
-EARLY, EVERY = (1, 2, 10, 30), 100
-"""Steps that are measured, besides every `EVERY`-th one."""
+EARLY, EVERY, OFTEN = (1, 2, 10, 30), 100, 3200
+"""Steps that are measured, besides every `EVERY`-th one of the first `OFTEN` steps."""
 
 LIMIT = 64
 """Maximum number of measured steps that are kept for each bucket."""
@@ -60,7 +60,8 @@ class Samples:
     def begin(self, exchange: Any) -> None:
         """Begin a step of an exchange, and decide whether to measure it."""
         step = exchange.steps + 1
-        self.measuring = step in EARLY or step % EVERY == 0
+        interval = EVERY << (step // OFTEN).bit_length()  # doubles as often as the steps double
+        self.measuring = step in EARLY or step % interval == 0
         self._open.clear()
 
     def before(self, exchange: Any, batch_state: Any, grad: Tensor) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from accordion_hvd.comm import tcp
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.ledger import Ledger, Sink, as_ledger, files
+from accordion_hvd.engine.ledger.samples import Samples
 from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
@@ -108,6 +110,17 @@ def test_memory_is_bounded():
     assert len(json.dumps(ledger.as_dict())) < 1.7 * size
     assert len(ledger.recent) <= 64 and len(ledger.series.rows) < 512
     assert all(len(rows) <= 64 for rows in ledger.samples.rows.values())
+
+
+def test_errors_are_measured_more_and_more_rarely():
+    samples, measured = Samples(), []
+    for steps in range(100_000):
+        samples.begin(SimpleNamespace(steps=steps))
+        if samples.measuring:
+            measured.append(steps + 1)
+    assert measured[:8] == [1, 2, 10, 30, 100, 200, 300, 400]
+    assert len([step for step in measured if step <= 3200]) == 36
+    assert len([step for step in measured if 10_000 < step <= 100_000]) < 60
 
 
 # -------------------------------------------------------------------------- nothing else changes
