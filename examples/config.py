@@ -28,6 +28,8 @@ class Settings:
         data: image set: digits (part of scikit-learn), mnist or cifar10.
         limit: maximum number of images for training, and for testing.
         shift: maximum shift of training images in pixels, drawn again in each epoch.
+        test_shift: maximum shift of test images; each image is tested once for each shift, which
+            gives results with less noise.
         model: mlp or convnet.
         width: hidden units of the mlp, channels of the convnet's first layer.
         depth: hidden layers of the mlp, pairs of layers of the convnet.
@@ -54,6 +56,7 @@ class Settings:
     data: Literal["digits", "mnist", "cifar10"] = "digits"
     limit: int | None = None
     shift: int = 0
+    test_shift: int = 0
     model: Literal["mlp", "convnet"] = "mlp"
     width: int = 96
     depth: int = 4
@@ -84,7 +87,7 @@ class Settings:
             check.integer(who, key, getattr(self, key), least=1)
         if self.limit is not None:
             check.integer(who, "limit", self.limit, least=1)
-        for key in ("seed", "shift"):
+        for key in ("seed", "shift", "test_shift"):
             check.integer(who, key, getattr(self, key), least=0)
         for key in ("lr", "weight_decay"):
             check.at_least(who, key, getattr(self, key), least=0)

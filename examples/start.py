@@ -6,22 +6,28 @@ import importlib
 import sys
 
 from examples.config import Settings, stop
-from examples.data import DataError, load
+from examples.data import DataError, Dataset, load
 from examples.results import Row
 
 
 def run(framework: str, settings: Settings) -> Row:
     """Train with "torch" or "keras". Load the data first: missing data end the run early."""
-    try:
-        data = load(settings.data, settings.limit, settings.seed)
-    except DataError as error:
-        stop(str(error))
+    data = load_for(settings)
     training = importlib.import_module(f"examples.{framework}_training")
     result = training.train(settings, data)
     if training.hvd.rank() == 0:
         sys.stdout.write(f"{summary(result)}\n")
         sys.stdout.flush()
     return result
+
+
+def load_for(settings: Settings) -> Dataset:
+    """Return the data of a run; without data, end the process with status 2 and a sentence."""
+    try:
+        data = load(settings.data, settings.limit, settings.seed)
+    except DataError as error:
+        stop(str(error))
+    return data.tested_shifted(settings.test_shift) if settings.test_shift else data
 
 
 def summary(result: Row) -> str:

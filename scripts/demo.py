@@ -1,26 +1,29 @@
 """First example: train on digits with four workers, in PyTorch and Keras.
 
-Compares six configurations in each framework: no compression; low, middle and high compression
-throughout; low compression until the learning rate falls and high compression afterwards; and
-Accordion, which chooses between low and high for each layer. Writes a table and a picture to
-runs/demo. The settings are those of configs/demo.yaml; arguments override them:
-`scripts/demo.py --seed 2 --epochs 12`.
+Compares five configurations in each framework: no compression; low and high compression throughout;
+Accordion and Displacement, which choose between low and high for each layer. Writes a table and a
+picture to runs/demo. The settings are those of configs/demo.yaml; arguments override them:
+`scripts/demo.py --seed 4 --epochs 12`. `--simulated true --seeds 8` simulates the workers, in
+PyTorch, and compares two more configurations: middle compression throughout, and low compression
+until the learning rate falls and high compression afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
-from accordion_hvd import StepSchedule, parse  # noqa: E402
+from accordion_hvd import Displacement, StepSchedule, check, parse  # noqa: E402
 from examples import config, report, results, start  # noqa: E402
 
 RANKS = 4
@@ -28,19 +31,56 @@ CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
 MIDDLE = "powersgd:2"
 """Compression with about as many bytes as Accordion, but constant over layers and epochs."""
 
+STUDY = ("middle", "schedule")
+"""Configurations that only simulated workers train."""
+
+Runs = dict[tuple[str, str], list[results.Row]]
+
+
+@dataclass
+class Settings(config.Settings):
+    """The demo.
+
+    Args:
+        seeds: number of seeds in PyTorch, beginning with `seed`; Keras trains with one seed.
+        simulated: whether to simulate the workers in one process per core, without Keras.
+    """
+
+    seeds: int = 3
+    simulated: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate the settings.
+
+        Raises:
+            ValueError: if a value is invalid.
+        """
+        super().__post_init__()
+        check.integer("settings", "seeds", self.seeds, least=1)
+
+    def all_seeds(self, framework: str) -> range:
+        """Return the seeds of a framework's runs."""
+        return range(self.seed, self.seed + (1 if framework == "keras" else self.seeds))
+
+    def place(self, framework: str, seed: int) -> str:
+        """Return the folder of the runs of a seed."""
+        return f"{self.output}/{self.name}/{framework}/seed-{seed}"
+
 
 def configurations(settings: config.Settings) -> dict[str, config.Settings]:
-    """Return the settings of the six runs by name."""
+    """Return the settings of all runs of a seed by name."""
     levels = settings.compression
     if not isinstance(levels, dict):
         config.stop("demo: compression must be a mapping with low and high.")
+    low, high = levels["low"], levels["high"]
     compressions = {
         "uncompressed": "none",
-        "low": levels["low"],
+        "low": low,
         "middle": MIDDLE,
-        "high": levels["high"],
-        "schedule": schedule(settings, levels["low"], levels["high"]),
+        "high": high,
+        "schedule": schedule(settings, low, high),
         "accordion": levels,
+        "displacement": repr(Displacement(parse(low), parse(high))),
     }
     return {
         name: dataclasses.replace(settings, name=name, compression=compression)
@@ -58,12 +98,20 @@ def schedule(settings: config.Settings, low: str, high: str) -> str:
     return repr(StepSchedule({0: parse(low), min(settings.drops): parse(high)}))
 
 
+def read(arguments: list[str]) -> Settings:
+    """Return the settings of the command line."""
+    return config.read(__doc__ or "", CONFIG + arguments, Settings)
+
+
+# ---------------------------------------------------------------------------------- real workers
 def work(framework: str, arguments: list[str]) -> None:
     """Train one configuration after the other; every rank runs this function."""
-    settings = config.read(__doc__ or "", CONFIG + arguments)
-    for chosen in configurations(settings).values():
-        output = f"{settings.output}/{settings.name}/{framework}"
-        start.run(framework, dataclasses.replace(chosen, output=output))
+    settings = read(arguments)
+    for seed in settings.all_seeds(framework):
+        for name, chosen in configurations(settings).items():
+            if name not in STUDY:
+                place = settings.place(framework, seed)
+                start.run(framework, dataclasses.replace(chosen, output=place, seed=seed))
 
 
 def launch(framework: str, arguments: list[str]) -> None:
@@ -115,23 +163,60 @@ PATHS = {
 }
 
 
+# ----------------------------------------------------------------------------- simulated workers
+def simulate(settings: config.Settings) -> None:
+    """Train one configuration on simulated workers."""
+    import torch
+
+    from examples import simulated_training
+
+    torch.set_num_threads(1)
+    row = simulated_training.train(settings, start.load_for(settings), RANKS)
+    print(f"  seed {settings.seed}, {start.summary(row)}", flush=True)
+
+
+def simulate_all(settings: Settings) -> None:
+    """Train all configurations of all seeds, one process per core."""
+    print(f"PyTorch, {RANKS} simulated workers ...", flush=True)
+    runs = [
+        dataclasses.replace(chosen, output=settings.place("simulated", seed), seed=seed)
+        for seed in settings.all_seeds("simulated")
+        for chosen in configurations(settings).values()
+    ]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        pool.map(simulate, runs, chunksize=1)
+
+
+# ----------------------------------------------------------------------------------- the results
+def collect(settings: Settings, framework: str) -> Runs:
+    """Return the results of a framework."""
+    names = [name for name in configurations(settings) if settings.simulated or name not in STUDY]
+    folders = [Path(settings.place(framework, seed)) for seed in settings.all_seeds(framework)]
+    return {
+        (framework, name): [results.read_json(x / name / "result.json") for x in folders]
+        for name in names
+    }
+
+
 def main(arguments: list[str]) -> None:
     """Run all configurations, then show the results."""
     began = time.perf_counter()
-    settings = config.read(__doc__ or "", CONFIG + arguments)
-    chosen = configurations(settings)
-    folder, runs = Path(settings.output) / settings.name, {}
-    for framework in report.FRAMEWORKS:
-        launch(framework, arguments)
-        for name in chosen:
-            path = folder / framework / name / "result.json"
-            runs[framework, name] = results.read_json(path)
+    settings = read(arguments)
+    configurations(settings)  # ends the process if they are invalid
+    folder = Path(settings.output) / settings.name
+    runs: Runs = {}
+    for framework in ("simulated",) if settings.simulated else ("torch", "keras"):
+        if framework == "simulated":
+            simulate_all(settings)
+        else:
+            launch(framework, arguments)
+        runs |= collect(settings, framework)
     rows = report.table(runs)
     (folder / "table.md").write_text(report.as_markdown(rows) + "\n")
     report.picture(runs, folder / "demo.png")
     print(f"\n{report.as_text(rows)}\n\nratio: bytes of uncompressed training / bytes sent")
     print(f"picture: {folder / 'demo.png'}   table: {folder / 'table.md'}")
-    print(f"results: {folder}/*/*/result.json   {time.perf_counter() - began:.0f} s in all")
+    print(f"results: {folder}/*/*/*/result.json   {time.perf_counter() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

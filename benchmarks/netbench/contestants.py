@@ -77,6 +77,11 @@ two or more processes per host."""
 HOROVOD, PLAIN = "horovod", "plain"
 
 
+def is_unrecorded(method: str) -> bool:
+    """Return whether the method records no steps in its ledger."""
+    return method.endswith(UNRECORDED)
+
+
 def group(method: str) -> str:
     """Return the launch that holds a method: HOROVOD or PLAIN."""
     plain = method in ALONE or method.startswith((DDP, OVER, SHARDED))

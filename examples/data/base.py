@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,6 +63,17 @@ class Dataset:
         check.integer("load", "limit", count, least=1)
         train, test = self.train.chosen(count, seed), self.test.chosen(count, seed)
         return replace(self, train=train, test=test)
+
+    def tested_shifted(self, most: int) -> Dataset:
+        """Return the data set with a copy of each test image for each shift of up to `most` pixels.
+
+        A copy differs from the image by a shift in both directions; `most` = 1 gives nine copies.
+        """
+        test, width = self.test, 2 * most + 1
+        corners = [(y, x) for y in range(width) for x in range(width)]
+        copies = [shifted(test.images, [corner] * len(test), most) for corner in corners]
+        labels = np.tile(test.labels, len(corners))
+        return replace(self, test=Split(np.concatenate(copies), labels))
 
     def prepared(self, images: Array, layout: str) -> Array:
         """Return stored images as fp32 with mean 0 and standard deviation 1.
@@ -147,7 +159,7 @@ class Shard:
         return batches
 
 
-def shifted(images: Array, corners: Array, most: int) -> Array:
+def shifted(images: Array, corners: Sequence[tuple[int, int]] | Array, most: int) -> Array:
     """Return each image shifted by `most - corner` pixels, with zeros at the edges."""
     height, width = images.shape[1:3]
     padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))

@@ -393,3 +393,13 @@ def test_text(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_that_is_nowhere() -> None:
     with pytest.raises(DataError, match=r"Tiny Shakespeare is not in .* with a copy\.$"):
         text.load_tinyshakespeare()
+
+
+def test_each_test_image_is_tested_once_for_each_shift() -> None:
+    images = np.random.default_rng(0).integers(1, 200, (5, 4, 4, 1), dtype=np.uint8)
+    found = made(images, np.arange(5)).tested_shifted(1).test
+    assert found.images.shape == (45, 4, 4, 1) and found.labels.tolist() == [*range(5)] * 9
+    copies = found.images.reshape(9, 5, 4, 4, 1)
+    assert [i for i in range(9) if np.array_equal(copies[i], images)] == [4]
+    assert np.array_equal(copies[0][:, 1:, 1:], images[:, :-1, :-1])
+    assert len({copy.tobytes() for copy in copies}) == 9

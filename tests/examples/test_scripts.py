@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("jsonargparse")
 
 from accordion_hvd.policies import Accordion, Fixed, StepSchedule  # noqa: E402
-from examples import config, report, results  # noqa: E402
+from examples import config, report, results, simulated_training, start  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -151,12 +151,14 @@ def compared(*words: str) -> dict[str, config.Settings]:
     return runpy.run_path(str(SCRIPTS / "demo.py"))["configurations"](shown)
 
 
-def test_the_demo_compares_six_configurations() -> None:
+def test_the_demo_compares_seven_configurations() -> None:
     found = compared()
     assert list(found) == list(report.COLOURS) == list(report.STYLES)
     policies = {name: repr(run.policy()) for name, run in found.items()}
     assert policies.pop("schedule").startswith("StepSchedule(")
-    assert policies.pop("accordion").startswith("Accordion(low=PowerSGD(rank=4), high=PowerSGD(")
+    for name in report.POLICIES:
+        start = f"{name.capitalize()}(low=PowerSGD(rank=4), high=PowerSGD("
+        assert policies.pop(name).startswith(start)
     assert policies == {
         "uncompressed": "Fixed(Dense())",
         "low": "Fixed(PowerSGD(rank=4))",
@@ -167,7 +169,7 @@ def test_the_demo_compares_six_configurations() -> None:
 
 def test_runs_of_the_demo_differ_in_compression_only() -> None:
     runs = [dataclasses.replace(run, name="a", compression=None) for run in compared().values()]
-    assert runs == [runs[0]] * 6
+    assert runs == [runs[0]] * 7
 
 
 @pytest.mark.parametrize("drops", [[], [5], [30, 7]])
@@ -267,9 +269,17 @@ def test_two_ranks_train_and_resume(framework: str, tmp_path: Path) -> None:
     )
     for result in (whole, parts):
         check_result(result, framework)
-    for mine, other in zip(whole["epochs"], parts["epochs"], strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
-        assert (mine["sent"], mine["levels"]) == (other["sent"], other["levels"])
+    same_epochs(whole, parts)
+    if framework == "torch":
+        settings = config.Settings(**whole["settings"] | {"name": "simulated"})
+        same_epochs(whole, simulated_training.train(settings, start.load_for(settings), 2))
+
+
+def same_epochs(result: dict[str, Any], other: dict[str, Any]) -> None:
+    """Check that two trainings are equal up to rounding."""
+    for mine, theirs in zip(result["epochs"], other["epochs"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert (mine["sent"], mine["levels"]) == (theirs["sent"], theirs["levels"])
 
 
 PROGRAM = """
@@ -299,54 +309,61 @@ def check_result(result: dict[str, Any], framework: str) -> None:
 
 
 # ---------------------------------------------------------------------------- results and pictures
-def made(framework: str, method: str, compression: Any) -> dict[str, Any]:
-    levels = {f"{i}.weight": i % 2 for i in (9, 11)} if method == "accordion" else {}
+def made(framework: str, method: str, compression: Any, seed: int) -> dict[str, Any]:
+    levels = {f"{i}.weight": i % 2 for i in (9, 11)} if method in report.POLICIES else {}
     rows = [
-        {"epoch": e, "lr": 0.1 if e < 2 else 0.01, "accuracy": 0.5 + e / 10, "sent": 1e6 * (e + 1),
-         "levels": levels}
+        {"epoch": e, "lr": 0.1 if e < 2 else 0.01, "accuracy": 0.5 + e / 10 + seed / 50,
+         "sent": 1e6 * (e + seed), "levels": levels}
         for e in range(4)
     ]  # fmt: skip
     return {
         "framework": framework,
         "ranks": 4,
         "seconds": 1.25,
-        "stats": {"sent": 4e6, "ratio": 2.5},
+        "stats": {"sent": 1e6 * (3 + seed), "ratio": 2.5},
         "settings": {
             "name": method,
             "data": "digits",
             "compression": compression,
             "schedule": "drops",
+            "seed": seed,
         },
         "epochs": rows,
     }
 
 
 @pytest.fixture
-def runs() -> dict[tuple[str, str], dict[str, Any]]:
+def runs() -> dict[tuple[str, str], list[dict[str, Any]]]:
     levels = {"low": "powersgd:4", "high": "powersgd:1"}
     schedule = "StepSchedule({0: PowerSGD(4), 2: PowerSGD(1)})"
     methods = {"uncompressed": "none", "low": "powersgd:4", "middle": "powersgd:2"}
     methods |= {"high": "powersgd:1", "schedule": schedule, "accordion": levels}
+    methods |= {"displacement": "Displacement(PowerSGD(4), PowerSGD(1))"}
     return {
-        (f, method): made(f, method, c) for f in ("torch", "keras") for method, c in methods.items()
+        (framework, method): [made(framework, method, c, seed) for seed in range(1, seeds + 1)]
+        for framework, seeds in (("torch", 3), ("keras", 1))
+        for method, c in methods.items()
     }
 
 
 def test_table(runs: Any) -> None:
     rows = report.table(runs)
-    assert len(rows) == 13 and {len(row) for row in rows} == {6}
-    assert [row[1] for row in rows[1:7]] == [
+    assert len(rows) == 15 and {len(row) for row in rows} == {7}
+    assert [row[1] for row in rows[1:8]] == [
         "uncompressed",
         "always low: PowerSGD(4)",
         "always middle: PowerSGD(2)",
         "always high: PowerSGD(1)",
         "schedule: low for 2 epochs, then high",
         "Accordion: low or high for each layer",
+        "Displacement: low or high for each layer",
     ]
-    assert rows[2] == ["PyTorch", "always low: PowerSGD(4)", "80.0%", "4.00", "2.5", "1.2"]
+    name = "always low: PowerSGD(4)"
+    assert rows[2] == ["PyTorch", name, "84.0%", "82.0-86.0%", "5.00", "2.5", "1.2"]
+    assert rows[9] == ["Keras", name, "82.0%", "1 seed", "4.00", "2.5", "1.2"]
     text = report.as_text(rows).splitlines()
-    assert len(text) == 14 and set(text[1]) == {"-"}
-    assert report.as_markdown(rows).splitlines()[1] == "|---|---|---:|---:|---:|---:|"
+    assert len(text) == 16 and set(text[1]) == {"-"}
+    assert report.as_markdown(rows).splitlines()[1] == "|---|---|---:|---:|---:|---:|---:|"
 
 
 def test_picture(runs: Any, tmp_path: Path) -> None:

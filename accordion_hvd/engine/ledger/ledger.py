@@ -68,7 +68,7 @@ class Ledger:
         sinks: objects that receive the record of each step, on rank 0.
 
     Attributes:
-        enabled: whether steps are recorded.
+        enabled: whether steps are recorded; it may be changed between steps.
         series: sums over steps: `seconds` between the ends of two exchanges, which is the sum of
             `compute` (forward and backward pass, optimizer, input and everything else outside of
             the exchange), `encode`, `wait` (time in which the training thread only waits for
@@ -149,6 +149,8 @@ class Ledger:
         """Begin a step."""
         if self.enabled:
             self.samples.begin(exchange)
+        else:
+            self.samples.measuring = False
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part of the present step."""
