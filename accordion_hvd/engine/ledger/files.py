@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,22 @@ FORMAT = 1
 
 LEDGER, RECEIPT = "ledger.json", "receipt.html"
 
+_ledgers: Counter[Path] = Counter()  # of this process in each folder
+
+
+def next_number(folder: Path) -> int:
+    """Return the number of a new ledger in a folder; each ledger of this process has its own."""
+    folder = folder.absolute()
+    _ledgers[folder] += 1
+    return _ledgers[folder] - 1
+
 
 def save(folder: Path, number: int, found: Mapping[str, Any]) -> Path:
     """Write the content of a ledger.
 
     Args:
         folder: where to write; made if it does not exist.
-        number: number of the exchange in its process, which is part of the name if it is not 0.
+        number: number of the ledger in the folder, which is part of the name if it is not 0.
         found: result of `Ledger.as_dict`.
 
     Raises:

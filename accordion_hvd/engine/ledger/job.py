@@ -16,11 +16,12 @@ class Job:
 
     Attributes:
         begun: whether an exchange has begun.
-        number: number of the exchange in its process; 0 for the first.
+        number: number of the job's ledger among those of this process in one folder.
         rank, ranks: number of this rank, and of all ranks.
         engine: name of the engine.
         buckets: facts about each bucket, by name.
         policy: the policy of the exchange.
+        until: time at which the last step ended, in seconds since the epoch.
     """
 
     def __init__(self) -> None:
@@ -29,14 +30,12 @@ class Job:
         self.engine = ""
         self.buckets: dict[str, dict[str, Any]] = {}
         self.policy: Any = None
-        self._began = time.time()
+        self._began = self.until = time.time()
 
     def join(self, exchange: Any) -> None:
         """Store the facts about an exchange."""
         communicator = exchange.communicator
         self.begun, self.policy = True, exchange.policy
-        number = exchange.name.rpartition(".")[2]
-        self.number = int(number) if number.isdecimal() else 0
         self.rank, self.ranks = communicator.rank, communicator.size
         module = type(communicator).__module__.removeprefix("accordion_hvd.")
         names = (name for prefix, name in ENGINES.items() if module.startswith(prefix))
@@ -62,7 +61,7 @@ class Job:
             "version": accordion_hvd.__version__,
             "host": socket.gethostname(),
             "began": self._began,
-            "until": time.time(),
+            "until": self.until,
             "ranks": self.ranks,
             "engine": self.engine,
             "cores": len(os.sched_getaffinity(0)),

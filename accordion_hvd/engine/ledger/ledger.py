@@ -119,6 +119,7 @@ class Ledger:
         self._ended = time.perf_counter()  # of the last exchange
         self._parts = dict.fromkeys(PARTS, 0.0)  # of the present step
         self._saved = -math.inf
+        self._earlier = 0.0  # bytes that this process had sent over TCP before the first step
         self._exchange: Callable[[], Any] = lambda: None
 
     # --------------------------------------------------------------------------- the exchange
@@ -126,6 +127,10 @@ class Ledger:
         """Begin to record the steps of `exchange`, which may replace an earlier exchange."""
         if not self.job.begun and self.enabled and (self.folder is not None or self.sinks):
             atexit.register(self._end)
+        if not self.job.begun and self.folder is not None:
+            self.job.number = files.next_number(self.folder)
+        if not self.job.begun and self.enabled:
+            self._earlier = _sent_over_tcp()
         self.job.join(exchange)
         self._exchange = weakref.ref(exchange)
         self._ended = time.perf_counter()
@@ -192,7 +197,7 @@ class Ledger:
         groups: list[dict[str, Any]],
     ) -> None:
         now = time.perf_counter()
-        seconds, self._ended = now - self._ended, now
+        seconds, self._ended, self.job.until = now - self._ended, now, time.time()
         parts, self._parts = self._parts, dict.fromkeys(PARTS, 0.0)
         parts["compute"] = seconds - sum(parts.values())
         ranks = self.job.ranks = exchange.communicator.size
@@ -232,7 +237,7 @@ class Ledger:
     def sums(self) -> np.ndarray:
         """Return the numbers of this rank that other ranks may see (`SHARED`), as float64."""
         if self.enabled:
-            self._sums["wire"] = sum(x.sent for x in tcp.connections())
+            self._sums["wire"] = max(_sent_over_tcp() - self._earlier, 0)
         return np.array([self._sums[key] for key in SHARED])
 
     def measured(self, link: Link, slowest: tcp.Connection | None) -> None:
@@ -316,6 +321,11 @@ class Ledger:
             return
         if path is not None:
             sys.stderr.write(f"Receipt of the communication: {path}\n")
+
+
+def _sent_over_tcp() -> float:
+    """Return the bytes that this process has sent on its open TCP connections."""
+    return sum(x.sent for x in tcp.connections())
 
 
 def _groups(exchange: Any, step: Any) -> list[dict[str, Any]]:

@@ -247,9 +247,12 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
     assert files.load(tmp_path / "ledger.json")["a"] == 1
 
 
-def test_each_exchange_of_a_process_has_its_own_files(tmp_path):
-    for number in (0, 1, 2):
-        files.save(tmp_path, number, {"format": 1, "number": number})
+def test_each_ledger_of_a_process_has_its_own_files(tmp_path):
+    for folder in (tmp_path, tmp_path / "other", tmp_path, tmp_path):
+        ledger = Ledger(folder)
+        train(world(TopK(0.1), [ledger]), 1)
+        ledger.write()
+    assert (tmp_path / "other" / "receipt.html").exists()
     names = [path.name for path in files.ledgers(tmp_path)]
     assert names == ["ledger-1.json", "ledger-2.json", "ledger.json"]
     assert files.receipt_of(tmp_path / "ledger-1.json").name == "receipt-1.html"
