@@ -191,8 +191,8 @@ def _regimes(found: Found) -> str:
     }
     if rows:
         parts.append(charts.legend(dict(zip(rows, LEVELS, strict=False))))
-        caption = "Evidence of each decision, normally the norm of a window's sum of gradients. "
-        caption += "Outlined dots: the first level serves the layer from then on."
+        caption = "Evidence of each decision (logarithmic), normally the norm of a window's sum of "
+        caption += "gradients. Outlined dots: the layer gets low compression from this step on."
         last = int(sum(found["steps"]["steps"]))
         parts.append(_figure(charts.lines(rows, LEVELS, last), caption))
     table = _table(
@@ -248,7 +248,8 @@ def _errors(found: Found) -> str:
     if rows:
         text = (
             "A compressor receives x = gradient + residual and sends C(x). The relative error is "
-            "|x - C(x)| / |x|; with error feedback, x - C(x) is added to the next gradient."
+            "|x - C(x)| / |x|. With error feedback, x - C(x) is not lost but added to the next "
+            "gradient, so errors near 100 % are normal for strong compression."
         )
         header = ["layer", "samples", "|x|", "|residual|", "last error", "mean error"]
         parts += [f"<p>{text}</p>", _table(header, rows[:LANES])]
@@ -285,12 +286,13 @@ def _notes(found: Found, summary: Summary) -> str:
     """Return the section about the method of measurement."""
     texts = [
         "Times are those of the training thread of rank 0, between the ends of two exchanges; they "
-        "add up to the duration of the job. Evaluations and checkpoints count as compute. On GPUs, "
+        "add up to the duration of the training. Evaluations and checkpoints count as compute. On GPUs, "
         "a call may return before its kernels have run, so waiting includes their time.",
         "Bytes are counted by a model of ring allreduce and allgather, without headers and without "
         "the engine's control messages. “Sent over TCP” is what the kernel has counted.",
-        "The time of an uncompressed step is an estimate: messages travel at the rate of a large "
-        "allreduce, measured once, and overlap with computing for as long as the job's own.",
+        "The times of steps without compression and with 16 bits are estimates: messages travel at "
+        "the rate of a large allreduce, measured once, and overlap with computing for as long as "
+        "the job's own. Waiting that bytes and round trips do not explain remains.",
     ]  # fmt: skip
     if summary.parts["graph"]:
         texts.append(

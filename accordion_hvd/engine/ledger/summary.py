@@ -62,6 +62,7 @@ class Summary:
         ranks: the ranks; empty if replicas were never compared.
         rate: bytes per second that a rank sends in a large allreduce; 0 if it is not known.
         latency: seconds of a small allreduce.
+        rounds: messages per step that follow one another, each of which costs the latency.
         overlap: seconds per step in which messages travel while the training thread computes.
         price: price of an hour of the job; None if it is not known.
     """
@@ -74,6 +75,7 @@ class Summary:
     ranks: Sequence[Rank]
     rate: float
     latency: float
+    rounds: float
     overlap: float
     price: float | None
 
@@ -92,11 +94,22 @@ class Summary:
         """Return how many times fewer bytes are sent than without compression."""
         return self.dense / self.sent if self.sent else 1.0
 
+    @property
+    def explained(self) -> float:
+        """Return the seconds of waiting per step that the link explains, an estimate.
+
+        Ranks that come late, and cores that are busy, cause the rest of the waiting.
+        """
+        if not self.rate:
+            return self.parts["wait"]
+        flight = self.sent / self.rate + self.rounds * self.latency
+        return min(self.parts["wait"], max(0.0, flight - self.overlap))
+
     def without(self, bits: int) -> float | None:
         """Return the seconds of a step that sends all elements with 32 or 16 bits, an estimate.
 
         Messages travel at `rate`, overlap with computing for as long as the measured ones, and need
-        no time for encoding.
+        no time for encoding. Waiting that the link does not explain remains.
 
         Returns:
             None if no rate is known.
@@ -104,7 +117,8 @@ class Summary:
         if not self.rate:
             return None
         flight = self.dense * bits / 32 / self.rate + self.latency
-        return self.parts["compute"] + max(0.0, flight - self.overlap)
+        others = self.parts["wait"] - self.explained
+        return self.parts["compute"] + others + max(0.0, flight - self.overlap)
 
     @property
     def bought(self) -> float | None:
@@ -148,6 +162,7 @@ def summarize(found: Found) -> Summary:
         ranks=_ranks(found),
         rate=link["bandwidth"],
         latency=link["latency"],
+        rounds=max((g["rounds"] / g["steps"] for g in found["groups"].values()), default=1.0),
         overlap=max(0.0, flight - parts["wait"] - parts["decode"] - parts["graph"]),
         price=found["job"]["price"],
     )
@@ -241,10 +256,16 @@ def _about_share(summary: Summary) -> str:
             f"Encoding and decoding take {ms(working)} of a step of {step}, more than the "
             f"{ms(parts['wait'])} of waiting: a cheaper compressor could be faster."
         )
-    return (
+    text = (
         f"The training thread waits for messages in {ms(parts['wait'])} of a step of {step} "
-        f"({percent(parts['wait'] / summary.seconds)}), which is the most that fewer bytes or a "
-        "faster network could save."
+        f"({percent(parts['wait'] / summary.seconds)})"
+    )
+    others = parts["wait"] - summary.explained
+    if others < SMALL * summary.seconds:
+        return f"{text}, which is the most that fewer bytes or a faster network could save."
+    return (
+        f"{text}. The link explains {ms(summary.explained)} of it; fewer bytes cannot save the "
+        f"other {ms(others)}, in which ranks wait for each other or for a free core."
     )
 
 
@@ -252,17 +273,15 @@ def _about_compression(summary: Summary) -> str:
     dense, half = summary.without(32), summary.without(16)
     if dense is None or half is None:
         return "The network was not measured, so no uncompressed step can be estimated."
-    rate = f"at the measured {mbit(summary.rate)}"
+    rate = f"At the measured {mbit(summary.rate)}"
     if summary.ratio < 1.05:
-        return f"{_capital(rate)}, 16 bits would make a step take about {ms(half)}."
+        return f"{rate}, 16 bits would make a step take an estimated {ms(half)}."
+    pays = "compression pays"
     if half <= 1.02 * summary.seconds:
-        return (
-            f"{_capital(rate)}, gradients in 16 bits would do: a step would take about {ms(half)} "
-            f"without loss, instead of {ms(summary.seconds)}."
-        )
+        pays = "16 bits would do" if dense > 1.02 * summary.seconds else "compression does not pay"
     return (
-        f"{_capital(rate)}, a step would take about {ms(dense)} uncompressed and {ms(half)} with "
-        f"16 bits, instead of {ms(summary.seconds)}: compression pays."
+        f"{rate}, a step would take an estimated {ms(dense)} uncompressed and {ms(half)} with 16 "
+        f"bits, instead of {ms(summary.seconds)}: {pays}."
     )
 
 
