@@ -286,8 +286,8 @@ def _notes(found: Found, summary: Summary) -> str:
     """Return the section about the method of measurement."""
     texts = [
         "Times are those of the training thread of rank 0, between the ends of two exchanges; they "
-        "add up to the duration of the training. Evaluations and checkpoints count as compute. On GPUs, "
-        "a call may return before its kernels have run, so waiting includes their time.",
+        "add up to the duration of the training. Evaluations and checkpoints count as compute. On "
+        "GPUs, a call may return before its kernels have run, so waiting includes their time.",
         "Bytes are counted by a model of ring allreduce and allgather, without headers and without "
         "the engine's control messages. “Sent over TCP” is what the kernel has counted.",
         "The times of steps without compression and with 16 bits are estimates: messages travel at "
