@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from accordion_hvd.simulation.prediction import Cluster
 from accordion_hvd.tools import command as entry
 from accordion_hvd.tools import quantities
 from accordion_hvd.tools.command import main
-from accordion_hvd.tools.plan import command, model, table
+from accordion_hvd.tools.plan import command, example, model, table
 
 torch = pytest.importorskip("torch")
 
@@ -119,6 +120,16 @@ def test_gradients_are_timed_during_the_backward_pass(script: Path) -> None:
     ready = found.gradients.ready
     assert ready[0] == 0 and ready[-1] == 1 and list(ready) == sorted(ready)
     assert 0 < found.backward < 1 and found.compute > 0
+
+
+def test_the_example_in_both_frameworks() -> None:
+    for make in (example._torch, example._keras):
+        made, step = make()
+        step()
+        weights = made.parameters() if make is example._torch else made.trainable_variables
+        assert 9e6 < sum(math.prod(x.shape) for x in weights) < 11e6
+    found = plan("dense", *CLUSTER)
+    assert found.exit_code == 0 and found.output.startswith("An example; pass --model")
 
 
 def test_a_keras_model(tmp_path: Path) -> None:

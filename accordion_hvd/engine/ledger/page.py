@@ -192,7 +192,7 @@ def _regimes(found: Found) -> str:
     if rows:
         parts.append(charts.legend(dict(zip(rows, LEVELS, strict=False))))
         caption = "Evidence of each decision (logarithmic), normally the norm of a window's sum of "
-        caption += "gradients. Outlined dots: the layer gets low compression from this step on."
+        caption += "gradients. Outlined dots: decisions for low compression."
         last = int(sum(found["steps"]["steps"]))
         parts.append(_figure(charts.lines(rows, LEVELS, last), caption))
     table = _table(
@@ -292,7 +292,7 @@ def _notes(found: Found, summary: Summary) -> str:
         "the engine's control messages. “Sent over TCP” is what the kernel has counted.",
         "The times of steps without compression and with 16 bits are estimates: messages travel at "
         "the rate of a large allreduce, measured once, and overlap with computing for as long as "
-        "the job's own. Waiting that bytes and round trips do not explain remains.",
+        "the job's own. They contain the waiting that bytes and rounds do not explain.",
     ]  # fmt: skip
     if summary.parts["graph"]:
         texts.append(

@@ -264,8 +264,9 @@ def _about_share(summary: Summary) -> str:
     if others < SMALL * summary.seconds:
         return f"{text}, which is the most that fewer bytes or a faster network could save."
     return (
-        f"{text}. The link explains {ms(summary.explained)} of it; fewer bytes cannot save the "
-        f"other {ms(others)}, in which ranks wait for each other or for a free core."
+        f"{text}. Its bytes need {ms(summary.sent / summary.rate)}, its {summary.rounds:.3g} "
+        f"rounds of messages {ms(summary.rounds * summary.latency)}; in the rest, ranks wait for "
+        "each other or for a free core."
     )
 
 

@@ -40,14 +40,17 @@ def _rate(word: str) -> float:
     return math.inf if bits is None else bits
 
 
+EXAMPLE = "accordion_hvd.tools.plan.example:build"
+
 RATE, TIME = Quantity("rate", _rate), Quantity("time", parse_time)
 
 
 @click.command()
 @click.argument("configurations", nargs=-1)
 @click.option(
-    "--model", required=True, metavar="FILE.py:FUNCTION",
-    help="Function without arguments that returns a model, or a model and a step.",
+    "--model", default=EXAMPLE, metavar="FILE.py:FUNCTION",
+    help="Function without arguments that returns a model, or a model and a step. By default, an "
+    "example with ten million parameters.",
 )  # fmt: skip
 @click.option("--hosts", type=click.IntRange(1), help="Number of hosts.")
 @click.option("--per-host", type=click.IntRange(1), default=1, help="Ranks per host.")
@@ -115,6 +118,8 @@ def _plan(
             rows.append(table.row(model, configuration, steps, cluster, engine))
     if not link.prints():
         return
+    if word == EXAMPLE:
+        click.echo("An example; pass --model to plan with your own model.")
     click.echo(_describe(model, cluster, engine))
     click.echo()
     click.echo(table.text(rows, price))
