@@ -14,7 +14,7 @@ optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.comm.horovod.tensorflow import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
@@ -38,7 +38,20 @@ _OURS = {
     "load_state": load_state,
     "save_state": save_state,
 }
-__all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
+if TYPE_CHECKING:  # `__getattr__` returns more names, without types
+    __all__ = [
+        "DistributedGradientTape",
+        "DistributedOptimizer",
+        "PartialDistributedGradientTape",
+        "broadcast_global_variables",
+        "broadcast_variables",
+        "elastic",
+        "init",
+        "load_state",
+        "save_state",
+    ]
+else:
+    __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
 
 
 def __getattr__(name: str) -> Any:

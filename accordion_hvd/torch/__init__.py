@@ -16,7 +16,7 @@ optimizer = hvd.DistributedOptimizer(
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.torch import engines as _engines
@@ -42,6 +42,18 @@ _OURS = {
     **NATIVE,
 }
 globals().update(NATIVE)
+
+if TYPE_CHECKING:  # `__getattr__` returns more names, without types
+    __all__ = [
+        "AccordionBatchSampler",
+        "DistributedOptimizer",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "init",
+        "load_state",
+        "save_state",
+        "shutdown",
+    ]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.comm.horovod.keras import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
@@ -41,7 +41,21 @@ _OURS = {
     **NATIVE,
 }
 globals().update(NATIVE)
-__all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
+if TYPE_CHECKING:  # `__getattr__` returns more names, without types
+    __all__ = [
+        "AccordionDataset",
+        "DistributedOptimizer",
+        "PartialDistributedOptimizer",
+        "broadcast_global_variables",
+        "callbacks",
+        "elastic",
+        "init",
+        "load_model",
+        "load_state",
+        "save_state",
+    ]
+else:
+    __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,104 @@
+"""The package: wheel, source archive, and types as a user's type checker sees them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import accordion_hvd
+
+ROOT = Path(__file__).resolve().parent.parent
+STUB = ROOT / "accordion_hvd" / "__init__.pyi"
+
+SCRIPT = """
+import torch
+
+import accordion_hvd.torch as hvd
+from accordion_hvd import Accordion, PowerSGD, TopK
+
+hvd.init()
+model = torch.nn.Linear(10, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    named_parameters=model.named_parameters(),
+    compression=Accordion(low=PowerSGD(4), high=TopK(0.01)),
+)
+rank: int = hvd.rank()
+optimizer.step()
+"""
+
+
+def test_the_stub_has_the_names_of_the_package() -> None:
+    names: set[str] = set()
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                star = alias.name == "*"
+                module = importlib.import_module(str(node.module))
+                names |= set(module.__all__) if star else {alias.name}
+                assert star or alias.asname == alias.name and hasattr(module, alias.name)
+    assert names == set(accordion_hvd.__all__)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel and the source archive from a copy; return their folder."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("built")
+    copy = folder / "source"
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        copy.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "accordion_hvd", copy / "accordion_hvd", ignore=ignored)
+    build = "from setuptools import build_meta as b; b.build_sdist('..'); b.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    return folder
+
+
+def test_wheel_and_source_archive_are_whole(built: Path) -> None:
+    sources = {
+        f"accordion_hvd/{path.relative_to(ROOT / 'accordion_hvd')}"
+        for path in (ROOT / "accordion_hvd").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= sources | {"LICENSE", "README.md", "setup.cfg"}
+
+
+@pytest.mark.slow
+def test_a_users_script_passes_a_strict_type_checker(built: Path, tmp_path: Path) -> None:
+    """The wheel is installed beside PyTorch, and the script is checked against it."""
+    pytest.importorskip("mypy")
+    pytest.importorskip("torch")
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    wheel = next(built.glob("*.whl"))
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel]
+    subprocess.run(pip, check=True, capture_output=True)
+    packages = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    others = Path(importlib.import_module("torch").__file__ or "").parent.parent
+    (packages / "others.pth").write_text(f"{others}\n")
+    script = tmp_path / "script.py"
+    script.write_text(f"{SCRIPT}\nreveal_type(PowerSGD(4))\nPowerSGD(rnak=4)\n")
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
+    words = ["--strict", "--python-executable", str(python), "--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words, script.name],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert 'Revealed type is "accordion_hvd.compressors.powersgd.PowerSGD"' in done.stdout
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 1 and 'Unexpected keyword argument "rnak"' in errors[0], done.stdout
