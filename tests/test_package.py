@@ -49,6 +49,21 @@ def test_the_stub_has_the_names_of_the_package() -> None:
     assert names == set(accordion_hvd.__all__)
 
 
+@pytest.mark.parametrize("module", ["torch", "tensorflow", "tensorflow/keras"])
+def test_type_checkers_see_the_names_of_the_module(module: str) -> None:
+    """The list for type checkers, which must be a literal, has the names of `_OURS`."""
+    tree = ast.parse((STUB.parent / module / "__init__.py").read_text())
+    values = {
+        node.targets[0].id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, (ast.List, ast.Dict))
+    }
+    ours = [key.value for key in values["_OURS"].keys if key is not None]
+    assert ast.literal_eval(values["__all__"]) == ours
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel and the source archive from a copy; return their folder."""

@@ -130,7 +130,7 @@ def _bytes(found: Found, summary: Summary) -> str:
     )
     rows = sorted(found["groups"].items(), key=lambda item: -item[1]["flight"])[:20]
     table = _table(
-        ["fusion group", "steps", "sent per step", "rounds", "ms under way", "ms encode",
+        ["fusion group", "steps", "sent per step", "rounds", "ms in flight", "ms encode",
          "ms decode"],
         [
             [label, f"{row['steps']:,.0f}", size(row["sent"] / row["steps"]),
