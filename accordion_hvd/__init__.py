@@ -15,7 +15,7 @@ from typing import Any
 
 from accordion_hvd._moved import Finder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 sys.meta_path.insert(0, Finder)
 
