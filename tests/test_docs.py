@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = "accordion_hvd|benchmarks|examples|scripts|configs|tests"
 

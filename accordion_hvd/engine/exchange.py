@@ -368,17 +368,20 @@ class Exchange:
 
         Returns:
             A dict with these keys:
-                steps: number of exchanges.
-                dense: bytes of the uncompressed gradients.
-                dense_sent: bytes that a ring allreduce of the gradients would send.
-                payload, sent, received: see `comm.traffic`.
-                between: `sent` without the bytes known to have stayed within a host (see `hosts`).
-                ratio: dense_sent / sent.
-                seconds: seconds spent in encoding (before the first requests), waiting, and
-                    decoding (after the first requests).
-                reports: reports of the compressors by bucket (`Compressor.report`).
-                privacy: privacy spent so far (`PrivacyBudget.stats`), if there is a budget.
-                batch_size: number of examples of all ranks in a step, if the policy controls it.
+
+            - "steps": number of exchanges.
+            - "dense": bytes of the uncompressed gradients.
+            - "dense_sent": bytes that a ring allreduce of the gradients would send.
+            - "payload": bytes of this rank's messages.
+            - "sent", "received": bytes that this rank sends and receives for its messages, by the
+              model of ring collectives in `comm.traffic`.
+            - "between": "sent" without the bytes known to have stayed within a host.
+            - "ratio": "dense_sent" / "sent".
+            - "seconds": seconds spent in encoding (before the first requests), waiting, and
+              decoding (after the first requests).
+            - "reports": reports of the compressors by bucket (`Compressor.report`).
+            - "privacy": privacy spent so far (`PrivacyBudget.stats`), if there is a budget.
+            - "batch_size": number of examples of all ranks in a step, if the policy controls it.
         """
         counts = self.accounts.stats(self.communicator.size)
         result = {

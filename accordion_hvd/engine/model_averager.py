@@ -445,11 +445,14 @@ class ModelAverager(checkpoint.Keeper):
 
         Returns:
             A dict with these keys:
-                steps: number of steps.
-                sent: bytes that this rank has sent (if averaging is wait-avoiding, over MPI).
-                seconds: seconds spent in averages, waiting included.
-                reports: reports of the method, one per kind of parameters (`Averaging.report`).
-                late, on_time, lag: see `WaitAvoiding`; only if averaging is wait-avoiding.
+
+            - "steps": number of steps.
+            - "sent": bytes that this rank has sent (if averaging is wait-avoiding, over MPI).
+            - "seconds": seconds spent in averages, waiting included.
+            - "reports": reports of the method, one per kind of parameters (`Averaging.report`).
+            - "on_time", "late": numbers of averages that contained this rank's newest model, or an
+              older one; "lag": the largest age of an older one, in versions. Only if averaging is
+              wait-avoiding.
         """
         counts: dict[str, Any] = {"steps": self.steps, "seconds": self._seconds}
         counts |= {"sent": self._traffic.sent, "reports": self._reports()}

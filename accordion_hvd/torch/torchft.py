@@ -51,6 +51,8 @@ from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
 
+__all__ = ["Averager", "average"]
+
 OWNER = "torchft.average"
 
 
