@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import Framework, Ranks, normals, parameters
+from launch import command_for, need
 
 from accordion_hvd import TopK, parse
 from accordion_hvd.core.base import Compressor
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = "accordion_hvd|benchmarks|examples|scripts|configs|tests"
 
@@ -49,6 +50,43 @@ def test_there_are_blocks() -> None:
 @pytest.mark.parametrize("source", PYTHON)
 def test_python_compiles_and_its_imports_exist(source: str) -> None:
     check_imports(ast.parse(source))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_and_manifests_parse(page: str) -> None:
+    """Files for Slurm are scripts of bash, and manifests for Kubernetes are YAML of one object."""
+    yaml = pytest.importorskip("yaml")
+    for script in blocks(page, "sh"):
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    for manifest in blocks(page, "yaml"):
+        assert {"apiVersion", "kind", "metadata", "spec"} == yaml.safe_load(manifest).keys()
+
+
+def test_horovod_and_torchrun_start_with_the_same_script() -> None:
+    horovod, torchrun = (
+        blocks(f"docs/getting-started/{name}.md", "python")[0] for name in ("horovod", "torchrun")
+    )
+    assert horovod == torchrun
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "page, launcher, module", [("torchrun", "torchrun", "torch"), ("keras", "gloo", "tensorflow")]
+)
+def test_the_first_training_runs(page: str, launcher: str, module: str, tmp_path: Path) -> None:
+    """Two ranks: strong compression at the end, and a receipt."""
+    pytest.importorskip(module)
+    need(launcher)
+    script = tmp_path / "train.py"
+    script.write_text(blocks(f"docs/getting-started/{page}.md", "python")[0])
+    done = subprocess.run(
+        command_for(launcher, 2, [sys.executable, str(script)]), cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "PowerSGD(rank=1)" in done.stdout.splitlines()[-1], done.stdout
+    assert (tmp_path / "runs" / "first" / "receipt.html").exists()
 
 
 @pytest.mark.parametrize("source", blocks("README.md", "diff"))
@@ -161,6 +199,11 @@ def example(number: int = 0) -> Any:
     module = sys.modules.setdefault("example", types.ModuleType("example"))
     exec(compile(blocks("CONTRIBUTING.md", "python")[number], "example", "exec"), vars(module))
     return getattr(module, ("RoundRobin", "FadingFeedback", "ErrorBound")[number])
+
+
+def test_the_law_of_error_feedback(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks("docs/concepts.md", "python")[0], "concepts", "exec"), {})
+    assert float(capsys.readouterr().out) < 1e-4
 
 
 def test_the_example_of_a_policy() -> None:
