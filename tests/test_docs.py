@@ -63,6 +63,41 @@ def test_scripts_and_manifests_parse(page: str) -> None:
         assert {"apiVersion", "kind", "metadata", "spec"} == yaml.safe_load(manifest).keys()
 
 
+LINK = re.compile(r"\[[^]]*\]\((?!https?:)([\w./-]+\.md)[^)]*\)")
+NUMBER = re.compile(r"(?<![\w.,:])\d+(?:,\d{3})*(?:\.\d+)?(?![\w:]|\.\d)")
+
+
+def numbers(text: str) -> set[str]:
+    """Numbers outside of code quotes, as they are written, without separators of thousands."""
+    text = LINK.sub(" ", re.sub(r"`[^`]*`", " ", text))
+    return {number.replace(",", "") for number in NUMBER.findall(text)}
+
+
+def claims(page: str) -> list[Any]:
+    """Pieces of a page's table cells that end with a link to a page, with that page."""
+    rows = [x for x in (ROOT / page).read_text().splitlines() if x.startswith("|")]
+    found = []
+    for cell in (cell for row in rows for cell in row.split("|")):
+        start = 0
+        for link in LINK.finditer(cell):
+            target = ((ROOT / page).parent / link[1]).resolve()
+            found.append(pytest.param(cell[start : link.start()], target, id=link[1]))
+            start = link.end()
+    return found
+
+
+@pytest.mark.parametrize("claim, page", claims("docs/choosing.md"))
+def test_figures_are_on_the_page_that_a_cell_links(claim: str, page: Path) -> None:
+    text = re.sub(r"[|`*()]", " ", page.read_text())
+    known = {number.replace(",", "") for number in re.findall(r"\d+(?:[.,]\d+)*", text)}
+    assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
+
+
+def test_cells_have_figures() -> None:
+    counts = [len(numbers(claim.values[0])) for claim in claims("docs/choosing.md")]
+    assert len(counts) > 40 and sum(map(bool, counts)) > 30
+
+
 def test_horovod_and_torchrun_start_with_the_same_script() -> None:
     horovod, torchrun = (
         blocks(f"docs/getting-started/{name}.md", "python")[0] for name in ("horovod", "torchrun")
