@@ -98,6 +98,19 @@ def test_cells_have_figures() -> None:
     assert len(counts) > 40 and sum(map(bool, counts)) > 30
 
 
+def test_versions() -> None:
+    """Ranges and versions of the table of packages are those of setup.cfg and requirements.txt."""
+    page = (ROOT / "docs/versions.md").read_text()
+    rows = [row.split("|") for row in page.splitlines() if row.startswith("|") and "`" in row]
+    declared, tested = ((ROOT / name).read_text() for name in ("setup.cfg", "requirements.txt"))
+    assert len(rows) > 10
+    for row in rows:
+        for requirement in re.findall(r"`([\w-]*[<>=][^`]*)`", row[2]):
+            assert requirement in declared.replace(" ", ""), requirement
+        for requirement in re.findall(r"`([\w-]+[<>=][^`]*)`", row[3]):
+            assert requirement in tested, requirement
+
+
 def test_horovod_and_torchrun_start_with_the_same_script() -> None:
     horovod, torchrun = (
         blocks(f"docs/getting-started/{name}.md", "python")[0] for name in ("horovod", "torchrun")
