@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from frameworks import Framework, Ranks, normals, parameters
 
-from accordion_hvd import TopK, parse
+from accordion_hvd import TopK, parse, simulate
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
-from accordion_hvd.simulation.one_process import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
 
-from accordion_hvd import TopK
+from accordion_hvd import TopK, simulate
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
 from accordion_hvd.engine.buckets import TensorInfo
@@ -18,7 +18,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import EARLY, Guard, describe
 from accordion_hvd.optimizers import ZeroOneAdam
 from accordion_hvd.resolve import as_policy, default_guard
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 
 def test_equal_replicas_are_no_news() -> None:
