@@ -17,10 +17,9 @@ import pytest
 from frameworks import Framework, Ranks, normals, parameters
 from launch import command_for, need
 
-from accordion_hvd import TopK, parse
+from accordion_hvd import TopK, parse, simulate
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
-from accordion_hvd.simulation.one_process import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

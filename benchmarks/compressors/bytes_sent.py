@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd import simulate
 from accordion_hvd.ops import indices
-from accordion_hvd.simulation.one_process import simulate
 from benchmarks.compressors.catalog import CATALOG, CatalogRow, missing
 from benchmarks.report import render, write_page
 from examples.report import as_markdown

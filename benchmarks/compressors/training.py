@@ -22,10 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from accordion_hvd import check
+from accordion_hvd import check, simulate
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import as_policy, parse
-from accordion_hvd.simulation.one_process import simulate
 from benchmarks import report
 from benchmarks.task import Task
 from examples.data import DataError, Dataset, Shard, load
