@@ -186,7 +186,9 @@ def table(curves: Sequence[Curve], error: float) -> pd.DataFrame:
         "of NIDS'": "{share:.3f}",
         "least error": "{least:.1e}",
     }
-    found = pd.DataFrame([curve.until(error) or () for curve in curves], columns=["steps", "bits"])
+    found = pd.DataFrame(
+        [curve.until(error) or (np.nan, np.nan) for curve in curves], columns=["steps", "bits"]
+    )
     found["share"] = found["bits"] / found["bits"][0]
     names, least = [curve.name for curve in curves], [min(curve.errors) for curve in curves]
     return format_table(columns, found.assign(name=names, least=least))
