@@ -24,8 +24,8 @@ from accordion_hvd.simulation.compute_times import Stragglers
 from accordion_hvd.simulation.links import Link
 from benchmarks.averaging import scale, waiting
 from benchmarks.report import END, render
-from examples.report import as_markdown
 from examples.results import read_json, write_json
+from examples.tables import as_markdown
 
 MEASURED = ("waiting", "horovod", "idle", "accuracy")
 PARTS = (*MEASURED, "scale", "report")
