@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from examples.config import Settings, stop
+from examples.command_line import stop
+from examples.config import Settings
 from examples.data import DataError, Dataset, load
 from examples.results import Row
 

@@ -22,7 +22,7 @@ from accordion_hvd.simulation import (
     simulate_job,
 )
 from benchmarks.jobs.models import model_of
-from examples import config
+from examples import command_line, config
 from examples.report import as_markdown
 
 HEAD = (
@@ -169,5 +169,5 @@ def main(words: Sequence[str] | None = None) -> None:
             outcome = simulate_job(model, parse(name), settings.ranks, settings.steps, **options)
             rows.append(row(name, outcome))
     except ValueError as error:
-        config.stop(str(error))
+        command_line.stop(str(error))
     print(as_markdown(rows, left=[0]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.config import stop
+from examples.command_line import stop
 from examples.data import DataError, load_graph
 from examples.graph.config import GraphSettings
 from examples.pictures import figure
