@@ -5,18 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sys
-import typing
-import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from accordion_hvd import check
 from accordion_hvd.policies import Accordion, Policy
 from accordion_hvd.resolve import VARIABLE, as_policy, parse
-from examples import schedule
+from examples import command_line, schedule
 
 
 @dataclass
@@ -160,106 +157,15 @@ def _levels(value: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------- the command line
-LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""Environment variables that launchers set to the rank within the host."""
-
-
 def read(
     description: str | None, arguments: Sequence[str] | None = None, kind: Any = Settings
 ) -> Any:
-    """Return the settings of the command line.
-
-    Invalid settings end the process with status 2 and one sentence that names the key, its value
-    and the allowed values: on every rank, before anything has been started.
-
-    Args:
-        description: description of the script, for --help.
-        arguments: arguments to parse; None: those of the command line.
-        kind: class of the settings.
-    """
-    try:
-        return parse_settings(description, arguments, kind)
-    except ValueError as error:
-        stop(str(error))
-
-
-def stop(sentence: str) -> NoReturn:
-    """End this rank with status 2. One rank per host writes the sentence."""
-    ranks = [os.environ.get(name, "0") for name in LOCAL_RANK]
-    if set(ranks) == {"0"}:
-        sys.stderr.write(f"{sentence}\n")
-        sys.stderr.flush()
-    raise SystemExit(2)
+    """Return the settings of the command line; see `command_line.read_settings`."""
+    return command_line.read_settings(description, arguments, kind)
 
 
 def parse_settings(
     description: str | None, arguments: Sequence[str] | None = None, kind: Any = Settings
 ) -> Any:
     """Return the settings as `read` does, but raise ValueError if they are invalid."""
-    try:
-        import jsonargparse
-    except ImportError:
-        raise ValueError(
-            "the scripts need jsonargparse, which is not installed; "
-            "install the extra: pip install 'accordion_hvd[train]'."
-        ) from None
-    from argparse import ArgumentError
-
-    warnings.filterwarnings("ignore", module="jsonargparse")
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
-    parser.add_class_arguments(kind)
-    try:
-        found = parser.parse_args(None if arguments is None else list(arguments)).as_dict()
-    except (ArgumentError, TypeError) as error:
-        raise ValueError(_sentence(str(error), kind)) from None
-    except RecursionError:  # a list that contains itself, say
-        raise ValueError("settings: values are nested too deeply.") from None
-    found.pop("config", None)
-    return kind(**found)
-
-
-def _sentence(message: str, kind: Any) -> str:
-    """Rewrite a message of the parser as a sentence with key, value and allowed values."""
-    flat = " ".join(message.split())
-    names = ", ".join(item.name for item in fields(kind))
-    if wrong := re.search(r"Option '([^']+)' is not accepted", flat):
-        return f"settings: {wrong[1]!r} is not known; allowed are {names}."
-    if wrong := re.search(r"[Uu]nrecognized arguments: (.*)", flat):
-        return f"settings: {wrong[1]!r} is not known; allowed are --config and, as --key, {names}."
-    if wrong := re.search(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', flat):
-        return f"settings: {wrong[1]} is {wrong[2]!r}, but must be {allowed(wrong[1], kind)}."
-    if "config" in flat:
-        problem = _tail(flat)
-        return (
-            f"settings: --config must be a YAML file of settings: {problem}; allowed are {names}."
-        )
-    if wrong := re.search(r"argument --([\w.]+): expected one argument", flat):
-        return f"settings: {wrong[1]} has no value, but must be {allowed(wrong[1], kind)}."
-    return f"settings: {flat.rstrip('.')}."
-
-
-def _tail(message: str) -> str:
-    for start in ("Problems parsing config: ", 'Parser key "config": '):
-        message = message.removeprefix(start)
-    return message.rstrip(".")
-
-
-def allowed(key: str, kind: Any = Settings) -> str:
-    """Describe the allowed values of a setting."""
-    hint = typing.get_type_hints(kind).get(key.partition(".")[0])
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
-    words: dict[Any, str] = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        list[int]: "a list of integers",
-        list[str]: "a list of texts",
-        list[float]: "a list of numbers",
-        str | None: "a text or null",
-        float | None: "a number or null",
-        int | None: "an integer or null",
-    }
-    return words.get(hint, "a spec string such as 'topk:0.01' or a mapping with low and high")
+    return command_line.parse_settings(description, arguments, kind)

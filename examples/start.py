@@ -6,7 +6,8 @@ import importlib
 import logging
 import sys
 
-from examples.config import Settings, stop
+from examples.command_line import stop
+from examples.config import Settings
 from examples.data import DataError, Dataset, load
 from examples.results import Row
 

@@ -11,12 +11,12 @@ and the table shows the cost of each additional tensor.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,48 @@ import pandas as pd
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
+from accordion_hvd import check  # noqa: E402
 from examples import results, tables  # noqa: E402
+from examples.command_line import as_settings, option, read_options, stop  # noqa: E402
 
+OWNER = "bench.py"
 STOCK = {"Horovod": "none", "Horovod fp16": "fp16"}
 OURS = ("dense", "fp16", "powersgd:4", "powersgd:1", "topk:0.01", "randomk:0.01")
 
 
-def arguments() -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split(". Methods")[0])
-    parser.add_argument("-np", type=int, default=2, help="number of ranks")
-    parser.add_argument("--width", type=int, default=768, help="units of each hidden layer")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of each method")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps per repetition")
-    parser.add_argument("--output", default="runs/bench", help="folder for results and table")
-    parser.add_argument(
-        "--tensors",
-        type=int,
-        nargs="+",
-        default=[],
-        help="numbers of tensors with the same total size",
-    )
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+@dataclass(kw_only=True)
+class Options:
+    """Measure time and bytes of a step on this machine: plain Horovod against this package.
+
+    Args:
+        np: number of ranks.
+        width: units of each hidden layer.
+        rounds: repetitions of each method.
+        steps: optimizer steps per repetition.
+        output: folder for results and table.
+        tensors: numbers of tensors with the same total size.
+        work: run as one of the ranks.
+    """
+
+    np: int = option(2, "-np")
+    width: int = 768
+    rounds: int = 7
+    steps: int = 8
+    output: Path = Path("runs/bench")
+    tensors: list[int] = field(default_factory=list)
+    work: bool = option(False, hidden=True)
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        for key in ("width", "rounds", "steps"):
+            check.integer(OWNER, f"--{key}", getattr(self, key), least=1)
+        check.integer(OWNER, "-np", self.np, least=1)
+        for count in self.tensors:
+            check.integer(OWNER, "--tensors", count, least=1)
 
 
 def model(width: int) -> Any:
@@ -135,7 +154,7 @@ def measure(net: Any, optimizer: Any, steps: int) -> float:
     return 1000 * (time.perf_counter() - began) / steps
 
 
-def by_tensors(options: argparse.Namespace) -> None:
+def by_tensors(options: Options) -> None:
     """Run the work of a rank with `--tensors`; rank 0 writes the results."""
     import horovod.torch as horovod
 
@@ -148,10 +167,8 @@ def by_tensors(options: argparse.Namespace) -> None:
                 if round_:
                     rows.setdefault(method, {}).setdefault(str(count), []).append(spent)
     if horovod.rank() == 0:
-        head = {"ranks": horovod.size(), "parameters": 2 * options.width**2, **vars(options)}
-        results.write_json(
-            Path(options.output) / "tensors.json", {"settings": head, "methods": rows}
-        )
+        head = {"ranks": horovod.size(), "parameters": 2 * options.width**2, **as_settings(options)}
+        results.write_json(options.output / "tensors.json", {"settings": head, "methods": rows})
 
 
 def table_by_tensors(found: results.Row) -> pd.DataFrame:
@@ -165,7 +182,7 @@ def table_by_tensors(found: results.Row) -> pd.DataFrame:
     return table.rename_axis("method").reset_index()
 
 
-def work(options: argparse.Namespace) -> None:
+def work(options: Options) -> None:
     """Run the work of a rank; rank 0 writes the results."""
     import horovod.torch as horovod
     import torch
@@ -202,8 +219,12 @@ def work(options: argparse.Namespace) -> None:
             "all_ms": times[method],
         }
     if horovod.rank() == 0:
-        head = {"ranks": horovod.size(), "parameters": int(dense / ring / 4), **vars(options)}
-        results.write_json(Path(options.output) / "bench.json", {"settings": head, "methods": rows})
+        head = {
+            "ranks": horovod.size(),
+            "parameters": int(dense / ring / 4),
+            **as_settings(options),
+        }
+        results.write_json(options.output / "bench.json", {"settings": head, "methods": rows})
 
 
 COLUMNS = {
@@ -224,29 +245,29 @@ def table(found: results.Row) -> pd.DataFrame:
     return tables.format_table(COLUMNS, rows.assign(megabytes=rows["sent"] / 1e6).reset_index())
 
 
+def launch(options: Options) -> None:
+    """Start the ranks and wait for them."""
+    launcher = Path(sys.executable).parent / "horovodrun"
+    if not launcher.exists():
+        stop(f"{OWNER}: {launcher.name} was not found beside {sys.executable}; run make setup.")
+    path = f"{launcher.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    root = f"{HERE.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    shared = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [launcher, "--gloo", "-np", str(options.np), sys.executable, HERE, "--work"]
+    environment = {**shared, **os.environ, "PATH": path, "PYTHONPATH": root}
+    if subprocess.run([*command, *sys.argv[1:]], env=environment, check=False).returncode:
+        raise SystemExit(f"{OWNER}: the ranks failed; run `make doctor` to find the cause.")
+
+
 def main() -> None:
     """Start the ranks, then print their results."""
-    options = arguments()
+    options: Options = read_options(Options, owner=OWNER)
     if options.work:
         work(options)
         return
-    launcher = Path(sys.executable).parent / "horovodrun"
-    path = f"{launcher.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    root = f"{HERE.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [launcher, "--gloo", "-np", str(options.np), sys.executable, HERE, "--work"]
-    subprocess.run(
-        [*command, *sys.argv[1:]],
-        env={
-            "OMP_NUM_THREADS": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            **os.environ,
-            "PATH": path,
-            "PYTHONPATH": root,
-        },
-        check=True,
-    )
+    launch(options)
     name, make = ("tensors", table_by_tensors) if options.tensors else ("bench", table)
-    written = Path(options.output) / f"{name}.json"
+    written = options.output / f"{name}.json"
     found = results.read_json(written)
     made, settings = make(found), found["settings"]
     written.with_suffix(".md").write_text(tables.as_markdown(made) + "\n")

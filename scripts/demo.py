@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
 from accordion_hvd import Displacement, StepSchedule, check, parse  # noqa: E402
-from examples import config, report, results, start, tables  # noqa: E402
+from examples import command_line, config, report, results, start, tables  # noqa: E402
 
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
@@ -71,7 +71,7 @@ def configurations(settings: config.Settings) -> dict[str, config.Settings]:
     """Return the settings of all runs of a seed by name."""
     levels = settings.compression
     if not isinstance(levels, dict):
-        config.stop("demo: compression must be a mapping with low and high.")
+        command_line.stop("demo: compression must be a mapping with low and high.")
     low, high = levels["low"], levels["high"]
     compressions = {
         "uncompressed": "none",
@@ -91,7 +91,7 @@ def configurations(settings: config.Settings) -> dict[str, config.Settings]:
 def schedule(settings: config.Settings, low: str, high: str) -> str:
     """Return the schedule that switches from low to high when the learning rate first falls."""
     if not settings.drops:
-        config.stop(
+        command_line.stop(
             f"demo: schedule is {settings.schedule!r}, but must be 'drops': one of the runs "
             "switches from low to high when the learning rate falls."
         )
@@ -118,7 +118,9 @@ def launch(framework: str, arguments: list[str]) -> None:
     """Start the ranks; show their output without the launcher's prefixes."""
     launcher = Path(sys.executable).parent / "horovodrun"
     if not launcher.exists():
-        config.stop(f"demo: {launcher.name} was not found beside {sys.executable}; run make setup.")
+        command_line.stop(
+            f"demo: {launcher.name} was not found beside {sys.executable}; run make setup."
+        )
     print(f"{report.FRAMEWORKS[framework]}, {RANKS} workers ...", flush=True)
     process = subprocess.Popen(
         [
@@ -146,7 +148,7 @@ def launch(framework: str, arguments: list[str]) -> None:
             print(f"  {lines[-1]}", flush=True)
     if process.wait():
         print("\n".join(lines[-40:]), file=sys.stderr)
-        config.stop(f"demo: {framework} failed; run `make doctor` to find the cause.")
+        command_line.stop(f"demo: {framework} failed; run `make doctor` to find the cause.")
 
 
 DEFAULTS = {

@@ -1,74 +1,96 @@
 """Benchmarks of model averaging: `make bench-averaging` and docs/averaging.md.
 
-bench_averaging.py [waiting] [horovod] [idle] [accuracy] [scale] [report]   named parts, or all
-
-waiting: steps per second of eight real ranks, two of which are late in each step; horovod: the same
-with Horovod running in the same processes; idle: CPU time of a waiting thread; accuracy: small
-networks after equal epochs; scale: up to 1,024 ranks in virtual time; report: write all results
-that exist into the page. Real ranks are started with mpirun.
+Real ranks are started with mpirun.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from accordion_hvd import check
 from accordion_hvd.simulation.compute_times import Stragglers
 from accordion_hvd.simulation.links import Link
 from benchmarks.averaging import scale, waiting
 from benchmarks.report import END, render
+from examples.command_line import as_settings, read_options, words
 from examples.results import read_json, write_json
 from examples.tables import as_markdown
 
-MEASURED = ("waiting", "horovod", "idle", "accuracy")
-PARTS = (*MEASURED, "scale", "report")
+OWNER = "bench_averaging.py"
+Part = Literal["waiting", "horovod", "idle", "accuracy", "scale", "report"]
+PARTS = get_args(Part)
+MEASURED = PARTS[:4]
 BEGIN = "<!-- measured -->"
-SIZES = [100_000, 1_000_000, 6_500_000]
 _RANK = "OMPI_COMM_WORLD_RANK"
 
 
-def options() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    add = parser.add_argument
-    add("parts", nargs="*", choices=[*PARTS, []], default=[], help="parts to run (all)")
-    add("--ranks", type=int, default=8, help="real ranks on this machine (8)")
-    add("--steps", type=int, default=40, help="steps of each rank in `waiting` (40)")
-    add("--repetitions", type=int, default=3, help="repetitions of all parts but `accuracy` (3)")
-    add("--sizes", type=int, nargs="+", default=SIZES, help="model sizes in parameters")
-    add("--group-size", type=int, default=4, help="ranks of a group (4)")
-    add("--period", type=int, default=10, help="steps between averages of all ranks (10)")
-    add("--compute", type=float, default=0.02, help="seconds of computation per step (0.02)")
-    add("--delay", type=float, default=0.18, help="delay in seconds of two ranks per step (0.18)")
-    add("--pause", type=float, default=4.0, help="duration in seconds of `idle` (4)")
-    add("--tasks", nargs="+", default=["digits", "cifar10"], help="tasks of `accuracy`")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of `accuracy` (1 2 3)")
-    add("--epochs", type=int, help="epochs of `accuracy`, instead of each task's own")
-    add("--output", type=Path, default=Path("runs/averaging"), help="folder for results")
-    add(
-        "--page",
-        type=Path,
-        default=Path("docs/averaging.md"),
-        help="page to update",
-    )
-    return parser
+@dataclass(frozen=True)
+class Options:
+    """Measure averaging of models when ranks are late; by default, run all parts.
+
+    Args:
+        parts: waiting (steps per second of real ranks, two of which are late in each step), horovod
+            (the same with Horovod running in the same processes), idle (CPU time of a waiting
+            thread), accuracy (small networks after equal epochs), scale (up to 1,024 ranks in
+            virtual time), report (write all results that exist into the page).
+        ranks: real ranks on this machine.
+        steps: steps of each rank in `waiting`.
+        repetitions: repetitions of all parts but `accuracy`.
+        sizes: model sizes in parameters.
+        group_size: ranks of a group.
+        period: steps between averages of all ranks.
+        compute: seconds of computation per step.
+        delay: delay in seconds of two ranks per step.
+        pause: duration in seconds of `idle`.
+        tasks: tasks of `accuracy`.
+        seeds: seeds of `accuracy`.
+        epochs: epochs of `accuracy`, instead of each task's own.
+        output: folder for results.
+        page: page to update.
+    """
+
+    parts: list[Part] = words()
+    ranks: int = 8
+    steps: int = 40
+    repetitions: int = 3
+    sizes: list[int] = field(default_factory=lambda: [100_000, 1_000_000, 6_500_000])
+    group_size: int = 4
+    period: int = 10
+    compute: float = 0.02
+    delay: float = 0.18
+    pause: float = 4.0
+    tasks: list[Literal["digits", "cifar10"]] = field(default_factory=lambda: ["digits", "cifar10"])
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    epochs: int | None = None
+    output: Path = Path("runs/averaging")
+    page: Path = Path("docs/averaging.md")
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        for key in ("ranks", "steps", "repetitions", "group_size", "period"):
+            name = "--" + key.replace("_", "-")
+            check.integer(OWNER, name, getattr(self, key), least=1)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run the requested parts; on a rank, run the rank's part."""
-    chosen = options().parse_args(words)
+    chosen: Options = read_options(Options, given, owner=OWNER)
     if _RANK in os.environ:
         _on_rank(chosen)
         return
-    arguments = list(words) if words is not None else sys.argv[1:]
+    arguments = list(given) if given is not None else sys.argv[1:]
     for part in chosen.parts or PARTS:
         if part == "scale":
             _scale(chosen)
@@ -91,7 +113,7 @@ def _launch(part: str, ranks: int, arguments: Sequence[str]) -> None:
         raise SystemExit(f"bench_averaging.py: {part} failed; see the output above.")
 
 
-def _on_rank(chosen: argparse.Namespace) -> None:
+def _on_rank(chosen: Options) -> None:
     (part,) = chosen.parts
     path = chosen.output / f"{part}.json"
     if part == "accuracy":
@@ -120,14 +142,13 @@ def _with_horovod() -> None:
     hvd.allreduce(torch.zeros(1), name="awake")
 
 
-def _save(path: Path, chosen: argparse.Namespace, rows: list[Any], what: str) -> None:
+def _save(path: Path, chosen: Options, rows: list[Any], what: str) -> None:
     if os.environ[_RANK] == "0":
-        settings = {k: v for k, v in vars(chosen).items() if not isinstance(v, Path)}
-        write_json(path, {"settings": settings, "rows": rows})
+        write_json(path, {"settings": as_settings(chosen), "rows": rows})
         print(f"bench_averaging.py: {what}", flush=True)
 
 
-def _scale(chosen: argparse.Namespace) -> None:
+def _scale(chosen: Options) -> None:
     compute, link = Stragglers(0.4, 0.32), Link(2e-6, 1e10)
     found = scale.measure(scale.RANKS, 50, chosen.period, compute, link, 1.02e8, seed=0)
     chosen.output.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ error over the bits that a rank sends to each neighbour.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK
+from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK, check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.base import Info, Neighbours
 from accordion_hvd.core.composition import RequestGenerator, intercept
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
+from examples.command_line import read_options
 from examples.data import load
 from examples.pictures import figure
 from examples.tables import as_markdown, format_table
@@ -205,15 +205,37 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         axis.legend(fontsize=9)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Solve logistic regression over a ring whose ranks exchange compressed innovations.
+
+    Args:
+        ranks: ranks of the ring.
+        penalty: weight of squared norms.
+        steps: largest number of steps.
+        error: error to reach.
+        picture: file for a picture of the error over bits.
+    """
+
+    ranks: int = 8
+    penalty: float = 0.1
+    steps: int = 5000
+    error: float = 1e-8
+    picture: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        check.integer("logistic.py", "--ranks", self.ranks, least=3)
+        check.integer("logistic.py", "--steps", self.steps, least=1)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Run all methods, print a table and draw a picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8, help="ranks of the ring (8)")
-    parser.add_argument("--penalty", type=float, default=0.1, help="weight of squared norms (0.1)")
-    parser.add_argument("--steps", type=int, default=5000, help="largest number of steps (5000)")
-    parser.add_argument("--error", type=float, default=1e-8, help="error to reach (1e-8)")
-    parser.add_argument("--picture", type=Path, help="file for a picture of error over bits")
-    chosen = parser.parse_args(words)
+    chosen: Options = read_options(Options, words, owner="logistic.py")
     problem = digits(chosen.ranks, chosen.penalty)
     lr = 1.9 / problem.smoothness
     curves = []

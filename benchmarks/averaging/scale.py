@@ -7,18 +7,19 @@ of one step's noise times the learning rate.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from accordion_hvd import DPSGD, WAGMA, LocalSGD
+from accordion_hvd import DPSGD, WAGMA, LocalSGD, check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
 from accordion_hvd.simulation.links import Link
 from accordion_hvd.simulation.virtual_time import Outcome, train
+from examples.command_line import read_options
 from examples.pictures import figure
 from examples.tables import as_markdown
 
@@ -86,28 +87,56 @@ def draw(found: Found, path: Path) -> None:
         axes[0].legend(fontsize=8)
 
 
+OWNER = "simulate_scale.py"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compute throughput and consensus of averaging methods in virtual time.
+
+    Args:
+        ranks: numbers of ranks.
+        steps: steps of each rank.
+        period: steps between averages of all ranks.
+        compute: seconds of computation per step.
+        delay: delay in seconds of two ranks per step.
+        sigma: draw the seconds from a log-normal distribution with this sigma instead.
+        trace: read the seconds from a file instead, one line per step.
+        latency: latency of a message in seconds.
+        bandwidth: bytes per second of a link.
+        size: bytes of a model; those of ResNet-50 by default.
+        seed: seed of delays and noise.
+        picture: file for a picture.
+    """
+
+    ranks: list[int] = field(default_factory=lambda: list(RANKS))
+    steps: int = 50
+    period: int = 10
+    compute: float = 0.4
+    delay: float = 0.32
+    sigma: float | None = None
+    trace: Path | None = None
+    latency: float = 2e-6
+    bandwidth: float = 1e10
+    size: float = 1.02e8
+    seed: int = 0
+    picture: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        for count in self.ranks:
+            check.integer(OWNER, "--ranks", count, least=2)
+        check.integer(OWNER, "--steps", self.steps, least=1)
+        check.integer(OWNER, "--period", self.period, least=1)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Run all methods on all numbers of ranks, print tables and draw a picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=list(RANKS), help="numbers of ranks")
-    add("--steps", type=int, default=50, help="steps of each rank (50)")
-    add("--period", type=int, default=10, help="steps between averages of all ranks (10)")
-    add("--compute", type=float, default=0.4, help="seconds of computation per step (0.4)")
-    add("--delay", type=float, default=0.32, help="delay in seconds of two ranks per step (0.32)")
-    add("--sigma", type=float, help="draw the seconds from a log-normal distribution instead")
-    add("--trace", type=Path, help="read the seconds from a file instead, one line per step")
-    add("--latency", type=float, default=2e-6, help="latency of a message in seconds (2e-6)")
-    add(
-        "--bandwidth",
-        type=float,
-        default=1e10,
-        help="bytes per second of a link (1e10)",
-    )
-    add("--size", type=float, default=1.02e8, help="bytes of a model (1.02e8, as ResNet-50)")
-    add("--seed", type=int, default=0, help="seed of delays and noise (0)")
-    add("--picture", type=Path, help="file for a picture")
-    chosen = parser.parse_args(words)
+    chosen: Options = read_options(Options, words, owner=OWNER)
     compute: Any = Stragglers(chosen.compute, chosen.delay)
     if chosen.sigma is not None:
         compute = (

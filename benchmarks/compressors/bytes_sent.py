@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from accordion_hvd import simulate
 from accordion_hvd.ops import indices
 from benchmarks.compressors.catalog import CATALOG, CatalogRow, missing
 from benchmarks.report import render, write_page
+from examples.command_line import read_options
 from examples.tables import as_markdown
 
 SHAPE = (500, 400)
@@ -89,11 +89,20 @@ def page() -> str:
     return render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))
 
 
+@dataclass(frozen=True)
+class Options:
+    """Write a page with the bytes that each compressor sends.
+
+    Args:
+        output: page to write.
+    """
+
+    output: Path = Path("docs/compressors.md")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", default="docs/compressors.md")
-    path = Path(parser.parse_args(arguments).output)
+    path = read_options(Options, arguments, owner="bytes_sent.py").output
     write_page(path, page())
     print(f"page: {path}")
     if names := missing():

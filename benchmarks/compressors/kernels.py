@@ -7,7 +7,6 @@ warm memory. Copies of this rank's own requests stand in for the answers of thre
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import os
@@ -15,14 +14,15 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
+from accordion_hvd import check
 from accordion_hvd.comm import reference
 from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
 from accordion_hvd.core.placement import consecutive
@@ -31,6 +31,7 @@ from accordion_hvd.ops import backend
 from accordion_hvd.resolve import parse
 from benchmarks.compressors.catalog import CATALOG
 from benchmarks.report import render, write_page
+from examples.command_line import read_options
 from examples.tables import as_markdown, as_text
 
 RANKS = 4
@@ -241,17 +242,44 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+OWNER = "kernels.py"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure time and memory of compressors without the network.
+
+    Args:
+        side: rows and columns of the gradient.
+        rounds: repetitions, of which the median counts.
+        frameworks: frameworks to measure; by default those that are installed.
+        only: compressors, such as topk:0.01; by default all.
+        output: page to write, such as docs/kernels.md.
+    """
+
+    side: int = 5000
+    rounds: int = 5
+    frameworks: list[Literal["torch", "tensorflow", "numpy"]] = field(default_factory=list)
+    only: list[str] = field(default_factory=list)
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        check.integer(OWNER, "--side", self.side, least=1)
+        check.integer(OWNER, "--rounds", self.rounds, least=1)
+        for spec in self.only:
+            parse(spec)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and write the page if requested."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--side", type=int, default=5000, help="rows and columns of the gradient")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions (median counts)")
-    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, help="default: installed")
-    parser.add_argument("--only", nargs="+", help="compressors, such as topk:0.01; default: all")
-    parser.add_argument("--output", help="page to write, such as docs/kernels.md")
-    options = parser.parse_args(arguments)
+    options: Options = read_options(Options, arguments, owner=OWNER)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    chosen = [parse(word) for word in options.only or ()] or [row.compressor for row in CATALOG]
+    chosen = [parse(word) for word in options.only] or [row.compressor for row in CATALOG]
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     found: dict[str, dict[str, Cost]] = {}
     for framework in options.frameworks or installed:
@@ -260,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     costs = table(found)
     print(as_text(costs))
     if options.output:
-        write_page(Path(options.output), page(costs, options.side, options.rounds))
+        write_page(options.output, page(costs, options.side, options.rounds))
         print(f"\npage: {options.output}")
 
 

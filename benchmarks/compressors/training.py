@@ -6,17 +6,16 @@ rates and seeds, so that only the compression differs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
@@ -29,6 +28,7 @@ from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import as_policy, parse
 from benchmarks import report
 from benchmarks.task import Task
+from examples.command_line import read_options
 from examples.data import DataError, Dataset, Shard, load
 from examples.results import read_json, write_json
 from examples.tables import as_markdown
@@ -81,7 +81,8 @@ CIFAR10 = EpochTask(
 LONGER = dataclasses.replace(
     CIFAR10, title="CIFAR-10, for longer", epochs=20, seeds=(1,), methods=LONG
 )
-TASKS = {
+TaskName = Literal["digits", "cifar10", "cifar10-long", "cifar10-large"]
+TASKS: dict[str, EpochTask] = {
     "digits": DIGITS,
     "cifar10": CIFAR10,
     "cifar10-long": LONGER,
@@ -309,9 +310,50 @@ def sorted_methods(outcomes: Sequence[Outcome]) -> list[Method]:
 
 
 # ------------------------------------------------------------------------------- the command line
+OWNER = "train_compressors.py"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train small networks with each compressor, and write a page of their accuracies.
+
+    Trainings that have results are not repeated.
+
+    Args:
+        tasks: tasks to train.
+        methods: spec strings; by default all of the task.
+        seeds: seeds of weights and order; by default those of the task.
+        ranks: number of simulated ranks.
+        anew: repeat trainings that have results.
+        results: file of the results.
+        output: page to write.
+    """
+
+    tasks: list[TaskName] = field(default_factory=lambda: list(get_args(TaskName)))
+    methods: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    ranks: int = 4
+    anew: bool = False
+    results: Path = Path("runs/compressors.json")
+    output: Path = Path("docs/compressor-accuracy.md")
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        check.integer(OWNER, "--ranks", self.ranks, least=2)
+        for word in self.methods:
+            try:
+                _method(word).policy(10, 100)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"--methods has {word!r}: {error}") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run trainings that have no result yet, save their results and write the page."""
-    wanted = _read(arguments)
+    wanted: Options = read_options(Options, arguments, owner=OWNER)
     torch.set_num_threads(1)
     saved = _saved(wanted.results)
     for name in wanted.tasks:
@@ -330,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"page: {wanted.output}")
 
 
-def _trainings(name: str, wanted: argparse.Namespace, saved: Saved) -> list[tuple[Method, int]]:
+def _trainings(name: str, wanted: Options, saved: Saved) -> list[tuple[Method, int]]:
     """Return the requested (method, seed) pairs that have no result yet, seed by seed."""
     task = TASKS[name]
     methods = [_method(word) for word in wanted.methods] or task.chosen()
@@ -356,27 +398,6 @@ def _saved(path: Path) -> Saved:
     """Return saved results."""
     rows = read_json(path)["outcomes"] if path.exists() else []
     return {(o.task, o.word, o.seed): o for o in (Outcome(**row) for row in rows)}
-
-
-def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument(
-        "--methods", nargs="+", default=[], metavar="SPEC", help="default: all of the task"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--anew", action="store_true", help="repeat trainings that have results")
-    parser.add_argument("--results", type=Path, default=Path("runs/compressors.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs/compressor-accuracy.md"))
-    wanted = parser.parse_args(arguments)
-    try:
-        check.integer("train_compressors", "--ranks", wanted.ranks, least=2)
-        for method in map(_method, wanted.methods):
-            method.policy(10, 100)
-    except (KeyError, TypeError, ValueError) as error:
-        parser.error(str(error))
-    return wanted
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The fault matrix: `make faults` and docs/reliability.md.
 
-faults.py [case ...]   tries these cases, or all that have no result yet, and writes the page
-
 Each case is a small training in which one rank meets a fault, over each launcher and in each
 framework where it applies. Results are kept in a JSON file after each launch, so that an
 interrupted run continues where it ended; cases that are named are tried again.
@@ -9,38 +7,55 @@ interrupted run continues where it ended; cases that are named are tried again.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from accordion_hvd import check
 from benchmarks.faults import launch, page, verdict
 from benchmarks.faults.cases import CASES, Case
 from benchmarks.netbench.bench import machine
+from examples.command_line import read_options, words
 from examples.results import read_json, write_json
 
 Row = dict[str, Any]
 
 
-def options() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    add = parser.add_argument
-    add("cases", nargs="*", choices=[*CASES, []], default=[], metavar="case", help="cases to try")
-    add("--launchers", nargs="+", help="launchers to use (all)")
-    add("--frameworks", nargs="+", help="PyTorch or Keras (both)")
-    add("--output", type=Path, default=Path("runs/faults/faults.json"), help="file of the results")
-    add("--page", type=Path, default=Path("docs/reliability.md"), help="page to write")
-    return parser
+@dataclass(frozen=True)
+class Options:
+    """Try what ranks do when one of them fails, and write the page of the results.
+
+    Args:
+        cases: cases to try, even if they have a result; by default those that have none.
+        launchers: launchers to use; by default all.
+        frameworks: frameworks to use; by default both.
+        output: file of the results.
+        page: page to write.
+    """
+
+    cases: list[str] = words()
+    launchers: list[Literal["horovodrun", "mpirun", "torchrun"]] | None = None
+    frameworks: list[Literal["PyTorch", "Keras"]] | None = None
+    output: Path = Path("runs/faults/faults.json")
+    page: Path = Path("docs/reliability.md")
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        for name in self.cases:
+            check.one_of("faults.py", "case", name, tuple(CASES))
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Try the requested cases and write the page once every case has a result."""
-    chosen = options().parse_args(words)
+    chosen: Options = read_options(Options, arguments, owner="faults.py")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs would ignore it
     found = read_json(chosen.output) if chosen.output.is_file() else {"rows": {}}
     found["machine"] = machine()

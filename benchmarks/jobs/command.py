@@ -22,7 +22,7 @@ from accordion_hvd.simulation import (
     simulate_job,
 )
 from benchmarks.jobs.models import model_of
-from examples import config
+from examples import command_line, config
 from examples.tables import as_markdown, format_table
 
 COLUMNS = {
@@ -162,5 +162,5 @@ def main(words: Sequence[str] | None = None) -> None:
             outcome = simulate_job(model, parse(name), settings.ranks, settings.steps, **options)
             rows.append(row(name, outcome))
     except ValueError as error:
-        config.stop(str(error))
+        command_line.stop(str(error))
     print(as_markdown(format_table(COLUMNS, rows), left=[0]))

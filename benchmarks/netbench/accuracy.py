@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants, links
-from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS
+from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS, TaskName
 from benchmarks.netbench.group import Group
 from benchmarks.netbench.network import Network
+from benchmarks.netbench.options import Rig, need_links
+from benchmarks.netbench.sandbox import Refusal
 from examples import results
+from examples.command_line import as_settings, option
 from examples.data import DataError
 
 FORMAT = 1
@@ -20,64 +24,75 @@ REHEARSAL = 5
 """Steps of each method before measurements, so that initialization is not measured."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `netbench.py accuracy`."""
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="default: all")
-    parser.add_argument(
-        "--rate", nargs="+", metavar="RATE",
-        help="default: 200mbit, and for digits also 50mbit",
-    )  # fmt: skip
-    parser.add_argument("--seeds", type=int, help="trainings of each method (3)")
-    parser.add_argument(
-        "--methods", nargs="+", default=[], metavar="METHOD",
-        help=f"of {', '.join(accuracy_tasks.METHODS)}; 'ours SPEC' accepts any compression",
-    )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="digits, 200mbit, one seed, three methods"
-    )
-    parser.add_argument("--output", help="file for the results (in runs/netbench)")
+@dataclass(kw_only=True)
+class Options(Rig):
+    """Compare the seconds that methods need to a test accuracy on the same links.
+
+    Args:
+        tasks: tasks to train (all).
+        backend: backend of Horovod.
+        rate: rates of links (200mbit, and for digits also 50mbit).
+        seeds: trainings of each method (3).
+        methods: names of methods; 'ours SPEC' accepts any compression.
+        quick: digits, 200mbit, one seed, three methods.
+        output: file for the results (in runs/netbench).
+    """
+
+    tasks: list[TaskName] = option(None)
+    backend: Literal["gloo", "mpi"] = "gloo"
+    rate: list[str] = option(None)
+    seeds: int = option(None)
+    methods: list[str] = field(default_factory=list)
+    quick: bool = False
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Set defaults and check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        super().__post_init__()
+        if self.quick:
+            self.tasks = self.tasks or ["digits"]
+            self.rate = self.rate or ["200mbit"]
+            self.seeds = 1 if self.seeds is None else self.seeds
+            self.methods = self.methods or list(QUICK_METHODS)
+        self.tasks = self.tasks or list(get_args(TaskName))
+        self.seeds = 3 if self.seeds is None else self.seeds
+        self.methods = accuracy_tasks.choose(self.methods)
+        if self.seeds < 1:
+            raise ValueError(f"--seeds is {self.seeds}, but must be positive.")
+        need_links(self.hosts)
+        for rate in self.rate or ():
+            links.parse_rates(rate, self.hosts)
 
 
-def check(options: argparse.Namespace) -> None:
-    """Check the options, set defaults, and fetch images while the network is still reachable.
+def fetch(options: Options) -> None:
+    """Fetch the images of all tasks while the network is still reachable.
 
     Raises:
-        ValueError: if an option is invalid or images are missing.
+        Refusal: if images are missing.
     """
-    if options.quick:
-        options.tasks = options.tasks or ["digits"]
-        options.rate = options.rate or ["200mbit"]
-        options.seeds = 1 if options.seeds is None else options.seeds
-        options.methods = options.methods or list(QUICK_METHODS)
-    options.tasks = options.tasks or list(TASKS)
-    options.seeds = 3 if options.seeds is None else options.seeds
-    options.methods = accuracy_tasks.choose(options.methods)
-    if options.seeds < 1:
-        raise ValueError(f"--seeds is {options.seeds}, but must be positive.")
-    if options.hosts < 2:
-        raise ValueError(
-            f"--hosts is {options.hosts}, but must be at least 2, since one host needs no link."
-        )
-    for rate in options.rate or ():
-        links.parse_rates(rate, options.hosts)
     for task in options.tasks:
         try:
             accuracy_tasks.images(task)
         except DataError as error:
-            raise ValueError(str(error)) from None
+            raise Refusal(str(error)) from None
 
 
-def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
+def run(options: Options, folder: Path, tag: str) -> int:
     """Train, write the results as JSON after each training and print them; return 0."""
     began = time.monotonic()
     network = bench.connect(options, folder, tag)
-    path = Path(options.output or f"runs/netbench/accuracy-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = options.output or Path(f"runs/netbench/accuracy-{stamp}.json")
     rates = {task: options.rate or list(TASKS[task].rates) for task in options.tasks}
     all_rates = dict.fromkeys(rate for each in rates.values() for rate in each)
     found: results.Row = {
         "format": FORMAT,
         "benchmark": "accuracy",
-        "settings": {key: value for key, value in vars(options).items() if key != "action"},
+        "settings": as_settings(options),
         "machine": bench.machine(),
         "bandwidth": {rate: bench.goodput(network, rate) for rate in all_rates},
         "tasks": {},
@@ -96,7 +111,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
 
 
 def trainings(
-    options: argparse.Namespace, network: Network, folder: Path, task: str, rates: Sequence[str]
+    options: Options, network: Network, folder: Path, task: str, rates: Sequence[str]
 ) -> Iterator[tuple[results.Row, results.Row]]:
     """Yield facts about a task and the row of a training, for all methods seed by seed."""
     network.limit("none")
@@ -121,9 +136,7 @@ def trainings(
             group.close()
 
 
-def start(
-    options: argparse.Namespace, network: Network, folder: Path, task: str
-) -> dict[str, Group]:
+def start(options: Options, network: Network, folder: Path, task: str) -> dict[str, Group]:
     """Start the launches; return the stopped launch that holds each method."""
     groups: dict[str, Group] = {}
     for name in (contestants.PLAIN, contestants.HOROVOD):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import ACCORDION, COMPUTE, DDP, FP16, OURS, STOCK
@@ -51,7 +52,8 @@ class TargetTask(Task):
     rates: tuple[str, ...]
 
 
-TASKS = {
+TaskName = Literal["digits", "cifar10"]
+TASKS: dict[str, TargetTask] = {
     "digits": TargetTask(
         title="scikit-learn's digits", target=0.97, batch=32, lr=0.03, limit=600, every=10,
         window=10, shift=1, tested=None, rates=("50mbit", "200mbit"),

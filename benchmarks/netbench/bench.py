@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
@@ -10,13 +9,16 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.netbench import contestants, links, tables, trace
 from benchmarks.netbench.group import Group
 from benchmarks.netbench.network import Network
+from benchmarks.netbench.options import Rig, need_links
 from examples import results
+from examples.command_line import as_settings, option
 
 FORMAT = 1
 MODELS = {"torch": ("vgg", "resnet", "gpt"), "keras": ("vgg",)}
@@ -41,50 +43,58 @@ QUICK = {"rates": ["200mbit"], "repetitions": 1, "turn": 0.5}
 """Default options."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `netbench.py bench`."""
-    parser.add_argument("--framework", choices=tuple(contestants.METHODS), default="torch")
-    parser.add_argument("--model", default="vgg", help="vgg (default), resnet or gpt")
-    parser.add_argument("--batch", type=int, default=16, help="examples per rank and step")
-    parser.add_argument(
-        "--rates", nargs="+", metavar="RATE",
-        help="of links, as the rate of `run` (50mbit 200mbit 1gbit); a trace starts with each turn",
-    )  # fmt: skip
-    parser.add_argument(
-        "--methods", nargs="+", default=[], metavar="METHOD",
-        help="names or regular expressions; 'ours SPEC' accepts any compression",
-    )  # fmt: skip
-    parser.add_argument("--repetitions", type=int, help="of each method at each rate (5)")
-    parser.add_argument("--turn", type=float, help="seconds of a repetition (2)")
-    parser.add_argument("--quick", action="store_true", help="200mbit, one short repetition")
-    parser.add_argument("--output", help="file for the results (in runs/netbench)")
+@dataclass(kw_only=True)
+class Options(Rig):
+    """Compare methods to exchange gradients on the same links.
 
-
-def check(options: argparse.Namespace) -> None:
-    """Check the options and set defaults.
-
-    Raises:
-        ValueError: if an option is invalid.
+    Args:
+        framework: framework of all methods.
+        model: vgg, resnet or gpt; in Keras, vgg.
+        batch: examples per rank and step.
+        backend: backend of Horovod.
+        rates: rates of links, as that of `run` (50mbit 200mbit 1gbit); a trace starts with each
+            turn.
+        methods: names or regular expressions; 'ours SPEC' accepts any compression.
+        repetitions: repetitions of each method at each rate (5).
+        turn: seconds of a repetition (2).
+        quick: 200mbit, one repetition of half a second.
+        output: file for the results (in runs/netbench).
     """
-    for name, value in (QUICK if options.quick else USUAL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.model not in MODELS[options.framework]:
-        allowed = ", ".join(MODELS[options.framework])
-        raise ValueError(f"--model is {options.model!r}; {options.framework} has {allowed}.")
-    for name in ("batch", "repetitions", "turn"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name} is {getattr(options, name)}, but must be positive.")
-    if options.hosts < 2:
-        raise ValueError(
-            f"--hosts is {options.hosts}, but must be at least 2, since one host needs no link."
-        )
-    for rate in options.rates:
-        trace.changes(rate, options.hosts)
-    contestants.choose(options.framework, options.methods)
+
+    framework: Literal["torch", "keras"] = "torch"
+    model: str = "vgg"
+    batch: int = 16
+    backend: Literal["gloo", "mpi"] = "gloo"
+    rates: list[str] = option(None)
+    methods: list[str] = field(default_factory=list)
+    repetitions: int = option(None)
+    turn: float = option(None)
+    quick: bool = False
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Set defaults and check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        super().__post_init__()
+        for name, value in (QUICK if self.quick else USUAL).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.model not in MODELS[self.framework]:
+            allowed = ", ".join(MODELS[self.framework])
+            raise ValueError(f"--model is {self.model!r}; {self.framework} has {allowed}.")
+        for name in ("batch", "repetitions", "turn"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name} is {getattr(self, name)}, but must be positive.")
+        need_links(self.hosts)
+        for rate in self.rates:
+            trace.changes(rate, self.hosts)
+        contestants.choose(self.framework, self.methods)
 
 
-def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
+def run(options: Options, folder: Path, tag: str) -> int:
     """Measure, write the results as JSON and print them; return 0."""
     methods = contestants.choose(options.framework, options.methods)
     network = connect(options, folder, tag)
@@ -103,7 +113,7 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     warn_of_overruns(network)
     found = {
         "format": FORMAT,
-        "settings": {key: value for key, value in vars(options).items() if key != "action"},
+        "settings": as_settings(options),
         "machine": machine(),
         "model": groups[methods[0]].facts,
         "bandwidth": bandwidth,
@@ -112,13 +122,13 @@ def run(options: argparse.Namespace, folder: Path, tag: str) -> int:
     }
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = f"runs/netbench/{options.framework}-{options.model}-{stamp}.json"
-    path = Path(options.output or name)
+    path = options.output or Path(name)
     results.write_json(path, found)
     say(f"\n{tables.all_as_text(found)}\n\nresults: {path}")
     return 0
 
 
-def connect(options: argparse.Namespace, folder: Path, tag: str) -> Network:
+def connect(options: Rig, folder: Path, tag: str) -> Network:
     """Create the hosts of the options `hosts`, `rtt` and `loss`."""
     rtt, loss = links.parse_rtt(options.rtt), links.parse_loss(options.loss)
     return Network(options.hosts, tag, folder, rtt, loss)
@@ -153,7 +163,7 @@ def running(group: Group) -> Iterator[None]:
 
 
 def start(
-    options: argparse.Namespace, network: Network, folder: Path, methods: Sequence[str]
+    options: Options, network: Network, folder: Path, methods: Sequence[str]
 ) -> dict[str, Group]:
     """Start the launches; return the stopped launch that holds each method."""
     groups: dict[str, Group] = {}
@@ -161,7 +171,7 @@ def start(
         held = [method for method in methods if contestants.group(method) == name]
         if held:
             say(f"starting {len(held)} method(s) in the launch {name!r}")
-            settings = {"framework": options.framework, "methods": held}
+            settings: results.Row = {"framework": options.framework, "methods": held}
             settings |= {"model": options.model, "batch": options.batch}
             backend = options.backend if name == contestants.HOROVOD else "torch"
             group = Group(name, network, folder, settings, backend, options.per_host)
@@ -171,7 +181,7 @@ def start(
 
 
 def measure(
-    options: argparse.Namespace, network: Network, groups: Mapping[str, Group]
+    options: Options, network: Network, groups: Mapping[str, Group]
 ) -> Iterator[results.Row]:
     """Yield a row per method, rate and repetition; the first method alternates."""
     methods = list(groups)
@@ -180,7 +190,7 @@ def measure(
             network.limit(rate)
             first = (repetition * len(options.rates) + place) * 5 % len(methods)
             for method in methods[first:] + methods[:first]:
-                row = {"method": method, "rate": rate, "repetition": repetition}
+                row: results.Row = {"method": method, "rate": rate, "repetition": repetition}
                 if contestants.gated(method):
                     row["verdict"] = restart_gate(groups[method], method)
                 if contestants.reduces_fp16(method):

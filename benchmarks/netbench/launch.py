@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.netbench.network import SUBNET, Network
 
-BACKENDS = ("gloo", "mpi", "torch")
+Backend = Literal["gloo", "mpi", "torch"]
+"""Backends of Horovod; torch starts processes for torch.distributed, without Horovod."""
 GRACE = 5.0
 """Seconds in which processes may end by themselves after one has failed."""
 
@@ -36,7 +37,7 @@ class Job:
         command: program and arguments.
         network: hosts on which to run the command.
         folder: new folder for the output that is not shown.
-        backend: one of `BACKENDS`.
+        backend: a `Backend`.
         per_host: number of processes per host.
         environment: variables to add to the environment of this process.
         show: whether to show the output of rank 0.

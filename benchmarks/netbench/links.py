@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -71,12 +70,6 @@ def parse_loss(word: str) -> float:
     if match is None or float(match[1]) >= 100:
         raise ValueError(f"loss {word!r} is invalid; write '0.1%' or 'none', less than '100%'.")
     return float(match[1]) / 100
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all links besides their rates."""
-    parser.add_argument("--rtt", default="none", help="round-trip time of two hosts, such as 20ms")
-    parser.add_argument("--loss", default="none", help="share of lost packets, such as 0.1%%")
 
 
 def token_bucket(bits: float) -> Sequence[str]:

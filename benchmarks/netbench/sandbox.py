@@ -33,13 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Refusal(Exception):
-    """Raised with one sentence when a requirement is missing or an option is invalid."""
-
-
-def stop(sentence: str) -> NoReturn:
-    """Print a sentence and exit with status 2."""
-    sys.stderr.write(f"netbench: {sentence}\n")
-    raise SystemExit(2)
+    """Raised with one sentence when a requirement is missing."""
 
 
 def obstacle() -> str | None:

@@ -1,15 +1,10 @@
 """Command line of `scripts/bench_optimizers.py`.
 
-bench_optimizers.py run [options]     train with all reported seeds, on real or simulated ranks
-bench_optimizers.py tune [options]    try grids of learning rates on simulated ranks, other seeds
-bench_optimizers.py report FILES      write a page and a picture of these results (and netbench's)
-
 Results are written after each training. Trainings whose results exist are skipped.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
@@ -17,16 +12,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, get_args
 
+from accordion_hvd import check
 from benchmarks.netbench.bench import machine, say
 from benchmarks.optbench import page
 from benchmarks.optbench.methods import METHODS, ON_ONE_HOST, SEEDS, TUNING
-from benchmarks.optbench.tasks import TASKS
+from benchmarks.optbench.tasks import TASKS, TaskName
 from examples import results
+from examples.command_line import option, read_options
 from examples.data import DataError
 from examples.results import Row
 
+OWNER = "bench_optimizers.py"
 FORMAT = 2
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 KEY = ("task", "method", "seed", "lr", "settings")
@@ -46,66 +46,108 @@ def main(script: Path) -> None:
     Args:
         script: program of the ranks.
     """
-    options = parse()
+    about = "Compressed optimizers and uncompressed Adam. Trainings with results are not repeated."
+    options = read_options(ACTIONS, owner=OWNER, about=about)
     try:
-        if options.action == "report":
-            files = [results.read_json(Path(name)) for name in options.files]
-            written = page.write(files, Path(options.output))
-            say("page: {}   picture: {}".format(*written))
+        if isinstance(options, Report):
+            files = [results.read_json(path) for path in options.files]
+            say("page: {}   picture: {}".format(*page.write(files, options.output)))
             return
         jobs = list(wanted(options))
-        if options.action == "run" and not (options.work or options.simulated):
+        if isinstance(options, Run) and not (options.work or options.simulated):
             launch(options, script)
         else:
             work(options, jobs)
     except (Refusal, DataError, OSError, ValueError) as error:
-        raise SystemExit(f"bench_optimizers: {error}") from None
+        raise SystemExit(f"{OWNER}: {error}") from None
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "bench_optimizers.py", description=__doc__, formatter_class=raw
-    )
-    actions = parser.add_subparsers(dest="action", required=True)
-    for name, text in (
-        ("run", "train on real or simulated ranks"),
-        ("tune", "try learning rates on simulated ranks"),
-    ):
-        action = actions.add_parser(name, help=text)
-        action.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
-        action.add_argument(
-            "--methods", nargs="+", choices=tuple(METHODS), default=list(ON_ONE_HOST)
-        )
-        seeds = SEEDS if name == "run" else TUNING
-        action.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
-        file = "accuracy" if name == "run" else "tuning"
-        action.add_argument("--output", default=f"runs/optbench/{file}.json")
-        action.add_argument("-np", type=int, default=4, help="number of ranks")
-        if name == "tune":
-            action.add_argument("--lr", nargs="+", type=float, help="instead of each method's grid")
-        else:
-            action.add_argument(
-                "--simulated", action="store_true",
-                help="simulate the ranks in one process, which takes less time and gives the same "
-                "losses up to rounding",
-            )  # fmt: skip
-            action.add_argument(
-                "--tuning", default="runs/optbench/tuning.json",
-                help="results of `tune`, whose best learning rates are used where they exist",
-            )  # fmt: skip
-        action.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    reports = actions.add_parser("report", help="write a page and a picture")
-    reports.add_argument("files", nargs="+")
-    reports.add_argument("--output", default="docs", help="folder for page and picture")
-    return parser.parse_args(arguments)
+@dataclass(kw_only=True)
+class Trainings:
+    """Trainings of tasks with methods.
+
+    Args:
+        tasks: tasks to train.
+        methods: names of methods; by default those that make sense on one host.
+        np: number of ranks.
+        work: run as one of the ranks.
+    """
+
+    action: ClassVar[str]
+    tasks: list[TaskName] = field(default_factory=lambda: list(get_args(TaskName)))
+    methods: list[str] = field(default_factory=lambda: list(ON_ONE_HOST))
+    np: int = option(4, "-np")
+    work: bool = option(False, hidden=True)
+    seeds: list[int]
+    output: Path
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        check.integer(OWNER, "-np", self.np, least=1)
+        for name in self.methods:
+            check.one_of(OWNER, "--methods", name, tuple(METHODS))
 
 
-def wanted(options: argparse.Namespace) -> Iterator[Row]:
+@dataclass(kw_only=True)
+class Run(Trainings):
+    """Train on real or simulated ranks.
+
+    Args:
+        seeds: seeds of weights and batches.
+        output: file of the results.
+        simulated: simulate the ranks in one process, which takes less time and gives the same
+            losses up to rounding.
+        tuning: results of `tune`, whose best learning rates are used where they exist.
+    """
+
+    action = "run"
+    seeds: list[int] = field(default_factory=lambda: list(SEEDS))
+    output: Path = Path("runs/optbench/accuracy.json")
+    simulated: bool = False
+    tuning: Path = Path("runs/optbench/tuning.json")
+
+
+@dataclass(kw_only=True)
+class Tune(Trainings):
+    """Try grids of learning rates on simulated ranks.
+
+    Args:
+        seeds: seeds of weights and batches, other than those of `run`.
+        output: file of the results.
+        lr: learning rates, instead of each method's grid.
+    """
+
+    action = "tune"
+    seeds: list[int] = field(default_factory=lambda: list(TUNING))
+    output: Path = Path("runs/optbench/tuning.json")
+    lr: list[float] | None = None
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Write a page and a picture of results, and of those of netbench.
+
+    Args:
+        files: results of `run`, `tune` and `netbench.py bench`.
+        output: folder for page and picture.
+    """
+
+    files: list[Path]
+    output: Path = Path("docs")
+
+
+ACTIONS = {"run": Run, "tune": Tune, "report": Report}
+
+
+def wanted(options: Run | Tune) -> Iterator[Row]:
     """Yield the requested trainings, seed by seed."""
-    tuning = Path(options.tuning) if options.action == "run" else Path()
-    found = results.read_json(tuning) if tuning.is_file() else None
+    found = None
+    if isinstance(options, Run) and options.tuning.is_file():
+        found = results.read_json(options.tuning)
     for seed in options.seeds:
         for task, name in itertools.product(options.tasks, options.methods):
             method, steps = METHODS[name], TASKS[task].steps
@@ -114,7 +156,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Row]:
             job: Row = {"task": task, "method": name, "seed": seed}
             job["settings"] = method.describe(task, steps)
             chosen = (best(found, task, name) if found else None) or method.lr[task]
-            for lr in (chosen,) if options.action == "run" else options.lr or method.grid:
+            for lr in (chosen,) if isinstance(options, Run) else options.lr or method.grid:
                 yield job | {"lr": lr}
 
 
@@ -124,7 +166,7 @@ def best(tuning: Row, task: str, method: str) -> float | None:
     return None if losses.empty else losses.idxmin()
 
 
-def launch(options: argparse.Namespace, script: Path) -> None:
+def launch(options: Run, script: Path) -> None:
     """Start the ranks and wait for them.
 
     Raises:
@@ -150,14 +192,14 @@ def launch(options: argparse.Namespace, script: Path) -> None:
         raise Refusal("the ranks failed; run make doctor to find the cause.")
 
 
-def work(options: argparse.Namespace, jobs: Sequence[Row]) -> None:
+def work(options: Run | Tune, jobs: Sequence[Row]) -> None:
     """Run trainings without results, as one of the ranks or with simulated ranks."""
     import torch
 
     from benchmarks.optbench import training
 
     torch.set_num_threads(1)
-    rank, size, hosts, path = 0, training.RANKS, 1, Path(options.output)
+    rank, size, hosts, path = 0, training.RANKS, 1, options.output
     team: type = training.Simulated
     if options.work:
         import horovod.torch as hvd

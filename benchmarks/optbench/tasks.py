@@ -216,7 +216,8 @@ def characters() -> Problem:
     return Problem(lambda: Characters(len(text.alphabet)), loss, draw_batch, judged)
 
 
-TASKS = {
+TaskName = Literal["convex", "digits", "characters"]
+TASKS: dict[str, StepTask] = {
     "convex": StepTask(
         title="a convex problem",
         what=f"Softmax regression on {FEATURES} random features (relu) of scikit-learn's digits, "

@@ -1,34 +1,84 @@
-"""Command line of `scripts/bench_plan.py`.
-
-bench_plan.py measure   measure all cells (root; 80 minutes; continues an earlier run)
-bench_plan.py fit       print the numbers of the engines that fit the cells that are not held out
-bench_plan.py report    write docs/plan.md
-"""
+"""Command line of `scripts/bench_plan.py`."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from accordion_hvd import check
 from benchmarks.netbench import bench, sandbox
 from benchmarks.plan import cells, judge, measure, page
 from examples import results
+from examples.command_line import read_options, stop
 
+OWNER = "bench_plan.py"
 RESULTS = Path("runs/plan/cells.json")
+
+
+@dataclass(kw_only=True)
+class Measure:
+    """Measure all cells (root; 80 minutes); continue an earlier run.
+
+    Args:
+        output: file of the results.
+        turn: seconds of a measurement.
+        cells: names of some cells; by default all.
+    """
+
+    output: Path = RESULTS
+    turn: float = 1.0
+    cells: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: if an option is not allowed.
+        """
+        if self.turn <= 0:
+            check.refuse(OWNER, "--turn", self.turn, "a number above 0")
+        known = tuple(cell.name for cell in cells.all_cells())
+        for name in self.cells:
+            check.one_of(OWNER, "--cells", name, known)
+
+
+@dataclass(kw_only=True)
+class Fit:
+    """Print the numbers of the engines that fit the cells that are not held out.
+
+    Args:
+        cells: results of measure.
+    """
+
+    cells: Path = RESULTS
+
+
+@dataclass(kw_only=True)
+class Report(Fit):
+    """Write docs/plan.md.
+
+    Args:
+        output: folder of the page.
+    """
+
+    output: Path = Path("docs")
+
+
+ACTIONS = {"measure": Measure, "fit": Fit, "report": Report}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the requested action; exit with its status."""
-    options = parse(list(sys.argv[1:] if arguments is None else arguments))
+    about = "Measured and predicted times per step."
+    options = read_options(ACTIONS, arguments, owner=OWNER, about=about)
     try:
-        if options.action == "measure":
+        if isinstance(options, Measure):
             raise SystemExit(_measure(options))
         known = results.read_json(options.cells)
         chosen = [cell for cell in cells.all_cells() if cell.name in known["cells"]]
         rehearsed = judge.rehearse(chosen, bench.say)
-        if options.action == "fit":
+        if not isinstance(options, Report):
             unseen = cells.held_out()
             seen = [cell for cell in chosen if cell.name not in unseen]
             for name, engine in judge.fit(seen, known["cells"], rehearsed).items():
@@ -40,12 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         bench.say(f"page: {page.write(known, compared, options.output)}")
     except sandbox.Refusal as refusal:
-        sandbox.stop(str(refusal))
+        stop(f"{OWNER}: {refusal}")
     except OSError as error:
-        sandbox.stop(f"results cannot be read: {error}; `bench_plan.py measure` makes them.")
+        stop(f"{OWNER}: results cannot be read: {error}; `bench_plan.py measure` makes them.")
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: Measure) -> int:
     """Measure the cells, each launch in namespaces of its own."""
     chosen = [x for x in cells.all_cells() if not options.cells or x.name in options.cells]
     if sandbox.inside():
@@ -58,20 +108,3 @@ def _measure(options: argparse.Namespace) -> int:
         if status := sandbox.enter(["measure", *settings, "--cells", *names], __package__ or ""):
             return status
     return 0
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("bench_plan.py", description=__doc__, formatter_class=raw)
-    actions = parser.add_subparsers(dest="action", required=True)
-    measures = actions.add_parser("measure", help="measure all cells")
-    measures.add_argument("--output", type=Path, default=RESULTS)
-    measures.add_argument("--turn", type=float, default=1.0, help="seconds of a measurement")
-    measures.add_argument("--cells", nargs="+", metavar="CELL", help="names of some cells")
-    fits = actions.add_parser("fit", help="print the numbers that fit the cells")
-    reports = actions.add_parser("report", help="write docs/plan.md")
-    for action in (fits, reports):
-        action.add_argument("--cells", type=Path, default=RESULTS, help="results of measure")
-    reports.add_argument("--output", type=Path, default=Path("docs"), help="folder of the page")
-    return parser.parse_args(arguments)

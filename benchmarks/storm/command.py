@@ -1,67 +1,82 @@
 """Storms: `make storm` and their section of docs/reliability.md.
 
-storm.py [SPEC ...]        train with each compression, calmly and in a storm; root
-storm.py report            write all results that exist into the page
-
 Results that exist are not measured again.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from benchmarks.netbench import sandbox
 from benchmarks.storm import job, page
+from examples.command_line import read_options, stop, words
 from examples.results import write_json
 
 MODULE = "benchmarks.storm.command"
-METHODS = ("none", "powersgd:4", "topk:0.01", "wagma:4,10")
-NUMBERS = ("ranks", "steps", "pace", "every", "interval", "lr", "seed")
+OWNER = "storm.py"
 
 
-def options() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("storm.py", description=__doc__, formatter_class=plain)
-    add = parser.add_argument
-    add("methods", nargs="*", default=list(METHODS), help="spec strings, or `report`")
-    defaults = {field.name: field.default for field in fields(job.Settings)}
-    for name in NUMBERS:
-        value = defaults[name]
-        add(f"--{name}", type=type(value), default=value, help=f"see job.Settings ({value})")
-    add("--limit", type=float, default=3600.0, help="seconds of a training that hangs (3600)")
-    add("--output", type=Path, default=Path("runs/storm"), help="folder for results")
-    add("--page", type=Path, default=Path("docs/reliability.md"), help="page to update")
-    return parser
+@dataclass(kw_only=True)
+class Options:
+    """Train with each compression, calmly and in a storm (root); `report` writes the page.
+
+    Args:
+        methods: spec strings, or `report` to write all results that exist into the page.
+        ranks: number of ranks at the beginning, and the largest.
+        steps: number of steps.
+        pace: least duration of a step in seconds.
+        every: number of steps between commits.
+        interval: seconds between changes of the ranks; 0 for none.
+        lr: highest learning rate of Adam.
+        seed: seed of weights, batches and victims.
+        limit: seconds of a training that hangs.
+        output: folder for results.
+        page: page to update.
+    """
+
+    methods: list[str] = words("none", "powersgd:4", "topk:0.01", "wagma:4,10")
+    ranks: int = job.Settings.ranks
+    steps: int = job.Settings.steps
+    pace: float = job.Settings.pace
+    every: int = job.Settings.every
+    interval: float = job.Settings.interval
+    lr: float = job.Settings.lr
+    seed: int = job.Settings.seed
+    limit: float = 3600.0
+    output: Path = Path("runs/storm")
+    page: Path = Path("docs/reliability.md")
+
+    def settings(self, method: str) -> job.Settings:
+        """Return the settings of a stormy training with a method."""
+        shared = {field.name: getattr(self, field.name) for field in fields(job.Settings)[1:]}
+        return job.Settings(method, **shared)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = options().parse_args(words)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    chosen: Options = read_options(Options, arguments, owner=OWNER)
     try:
         if chosen.methods == ["report"]:
             page.write(chosen.output, chosen.page)
         elif not sandbox.inside():
-            raise SystemExit(sandbox.enter(words, MODULE))
+            raise SystemExit(sandbox.enter(arguments, MODULE))
         else:
             raise SystemExit(sandbox.run(lambda folder, tag: _measure(chosen, folder)))
     except sandbox.Refusal as refusal:
-        raise SystemExit(f"storm.py: {refusal}") from None
+        stop(f"{OWNER}: {refusal}")
 
 
-def _measure(chosen: argparse.Namespace, folder: Path) -> int:
+def _measure(chosen: Options, folder: Path) -> int:
     """Train with all methods, calmly and in a storm; return the exit status."""
     job.prepare(folder)
-    base = job.Settings("none", **{name: getattr(chosen, name) for name in NUMBERS})
     failures = 0
     for method in chosen.methods:
-        calm = replace(base, compression=method, pace=0.0, interval=0.0)
-        stormy = replace(base, compression=method)
+        stormy = chosen.settings(method)
+        calm = replace(stormy, pace=0.0, interval=0.0)
         for kind, settings in {"calm": calm, "storm": stormy}.items():
             name = f"{method.replace(':', '-').replace(',', '-')}-{kind}"
             file = chosen.output / f"{name}.json"

@@ -29,7 +29,7 @@ from accordion_hvd import PrivacyBudget, TopAgg, check
 from accordion_hvd.comm.horovod.torch import HorovodCommunicator
 from accordion_hvd.privacy import multiplier_for
 from accordion_hvd.privacy.ballot import Ballot
-from examples.config import stop
+from examples.command_line import stop
 from examples.data import DataError, load
 from examples.datalens import dpsgd, gan
 from examples.pictures import figure

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from examples.config import stop
+from examples.command_line import stop
 from examples.data import DataError, load_graph
 from examples.graph.config import GraphSettings
 from examples.pictures import figure

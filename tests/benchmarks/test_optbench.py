@@ -267,26 +267,27 @@ def test_steps_with_infinite_gradients_are_skipped(short: str) -> None:
 
 
 def test_nothing_is_trained_twice(tmp_path: Path) -> None:
-    options = command.parse(["run", "--tasks", "digits", "--output", str(tmp_path / "x.json")])
-    options.tuning = str(tmp_path / "tuning.json")
+    options = command.Run(
+        tasks=["digits"], output=tmp_path / "x.json", tuning=tmp_path / "tuning.json"
+    )
     jobs = list(command.wanted(options))
     tuned = {**jobs[0], "lr": 0.5, "loss": [0.1]}
-    Path(options.tuning).write_text(json.dumps({"runs": [tuned, {**tuned, "lr": 1, "loss": [9]}]}))
+    options.tuning.write_text(json.dumps({"runs": [tuned, {**tuned, "lr": 1, "loss": [9]}]}))
     assert next(command.wanted(options)) == {**jobs[0], "lr": 0.5}
     wanted = [name for name in methods.ON_ONE_HOST if "digits" in METHODS[name].lr]
     assert len(jobs) == len(wanted) * len(methods.SEEDS)
-    rest = command.parse(["run", "--tasks", "characters", "--methods", "ZeroOneAdam"])
+    rest = command.Run(tasks=["characters"], methods=["ZeroOneAdam"])
     assert not list(command.wanted(rest))
-    found = command.read(Path(options.output), "run", 4)
+    found = command.read(options.output, "run", 4)
     found["runs"].append(jobs[0])
     assert [command.has(found, job) for job in jobs[:2]] == [True, False]
     assert not command.has(found, {**jobs[0], "lr": 1.0})
     command.add(found, {**jobs[0], "lr": 1.0})
     assert found["runs"] == [{**jobs[0], "lr": 1.0}]
     command.add(found, jobs[0])
-    Path(options.output).write_text(json.dumps(found))
-    assert command.read(Path(options.output), "run", 4)["runs"] == [jobs[0]]
+    options.output.write_text(json.dumps(found))
+    assert command.read(options.output, "run", 4)["runs"] == [jobs[0]]
     with pytest.raises(command.Refusal, match="ranks 4, not 2"):
-        command.read(Path(options.output), "run", 2)
+        command.read(options.output, "run", 2)
     with pytest.raises(command.Refusal, match="hosts 1, not 2"):
-        command.read(Path(options.output), "run", 4, 2)
+        command.read(options.output, "run", 4, 2)
