@@ -93,6 +93,18 @@ def test_figures_are_on_the_page_that_a_cell_links(claim: str, page: Path) -> No
     assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
 
 
+@pytest.mark.parametrize("page, start", [("index", "Four hosts")])
+def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
+    text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("performance", "accuracy"))
+    known = set(re.findall(r"\d+(?:\.\d+)?", text))
+    page_text = (ROOT / f"docs/{page}.md").read_text()
+    paragraph = rf"^{re.escape(start)}.*?(?=\n\n|\n- |\n#)"
+    found = re.findall(paragraph, page_text, re.DOTALL | re.MULTILINE)
+    assert found
+    for claim in found:
+        assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
+
+
 def test_cells_have_figures() -> None:
     counts = [len(numbers(claim.values[0])) for claim in claims("docs/choosing.md")]
     assert len(counts) > 40 and sum(map(bool, counts)) > 30
