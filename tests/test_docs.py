@@ -17,7 +17,7 @@ import pytest
 from frameworks import Framework, Ranks, normals, parameters
 from launch import command_for, need
 
-from accordion_hvd import TopK, parse
+from accordion_hvd import TopK, averaging, compressors, optimizers, parse
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
 from accordion_hvd.simulation.one_process import simulate
@@ -93,7 +93,7 @@ def test_figures_are_on_the_page_that_a_cell_links(claim: str, page: Path) -> No
     assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
 
 
-@pytest.mark.parametrize("page, start", [("index", "Four hosts")])
+@pytest.mark.parametrize("page, start", [("index", "Four hosts"), ("comparison", "- **Measured")])
 def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
     text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("performance", "accuracy"))
     known = set(re.findall(r"\d+(?:\.\d+)?", text))
@@ -121,6 +121,17 @@ def test_versions() -> None:
             assert requirement in declared.replace(" ", ""), requirement
         for requirement in re.findall(r"`([\w-]+[<>=][^`]*)`", row[3]):
             assert requirement in tested, requirement
+
+
+def test_papers_are_cited() -> None:
+    """Keys of BibTeX entries differ, and the methods of each catalog are named."""
+    page = (ROOT / "docs/citing.md").read_text()
+    keys = re.findall(r"^@\w+{(\w+),$", page, re.MULTILINE)
+    assert len(keys) == len(set(keys)) > 40
+    ours = {"BF16", "Dense", "FP16", "Gathered", "Nesterov", "Topology", "UpdateRule"}
+    for catalog in (compressors, averaging, optimizers):
+        for name in set(catalog.__all__) - ours:
+            assert re.search(rf"`{name}\b", page), name
 
 
 def test_horovod_and_torchrun_start_with_the_same_script() -> None:
