@@ -17,7 +17,7 @@ import pytest
 from frameworks import Framework, Ranks, normals, parameters
 from launch import command_for, need
 
-from accordion_hvd import TopK, parse, simulate
+from accordion_hvd import TopK, averaging, compressors, optimizers, parse, simulate
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
 
@@ -92,6 +92,18 @@ def test_figures_are_on_the_page_that_a_cell_links(claim: str, page: Path) -> No
     assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
 
 
+@pytest.mark.parametrize("page, start", [("index", "Four hosts"), ("comparison", "- **Measured")])
+def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
+    text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("performance", "accuracy"))
+    known = set(re.findall(r"\d+(?:\.\d+)?", text))
+    page_text = (ROOT / f"docs/{page}.md").read_text()
+    paragraph = rf"^{re.escape(start)}.*?(?=\n\n|\n- |\n#)"
+    found = re.findall(paragraph, page_text, re.DOTALL | re.MULTILINE)
+    assert found
+    for claim in found:
+        assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
+
+
 def test_cells_have_figures() -> None:
     counts = [len(numbers(claim.values[0])) for claim in claims("docs/choosing.md")]
     assert len(counts) > 40 and sum(map(bool, counts)) > 30
@@ -108,6 +120,17 @@ def test_versions() -> None:
             assert requirement in declared.replace(" ", ""), requirement
         for requirement in re.findall(r"`([\w-]+[<>=][^`]*)`", row[3]):
             assert requirement in tested, requirement
+
+
+def test_papers_are_cited() -> None:
+    """Keys of BibTeX entries differ, and the methods of each catalog are named."""
+    page = (ROOT / "docs/citing.md").read_text()
+    keys = re.findall(r"^@\w+{(\w+),$", page, re.MULTILINE)
+    assert len(keys) == len(set(keys)) > 40
+    ours = {"BF16", "Dense", "FP16", "Gathered", "Nesterov", "Topology", "UpdateRule"}
+    for catalog in (compressors, averaging, optimizers):
+        for name in set(catalog.__all__) - ours:
+            assert re.search(rf"`{name}\b", page), name
 
 
 def test_horovod_and_torchrun_start_with_the_same_script() -> None:
