@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+from tqdm import tqdm
 
 from accordion_hvd import check
 from accordion_hvd.comm import reference
@@ -284,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, dict[str, Cost]] = {}
     for framework in options.frameworks or installed:
         bench = Bench(framework, options.side, options.rounds)
-        found[framework] = {repr(compressor): bench.measure(compressor) for compressor in chosen}
+        bar = tqdm(chosen, desc=FRAMEWORKS[framework], unit="compressor")
+        found[framework] = {repr(compressor): bench.measure(compressor) for compressor in bar}
     rows = table(found)
     print(as_text(rows))
     if options.output:
