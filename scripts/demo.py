@@ -166,19 +166,21 @@ PATHS = {
 
 
 # ----------------------------------------------------------------------------- simulated workers
-def simulate(settings: config.Settings) -> None:
-    """Train one configuration on simulated workers."""
+def simulate(settings: config.Settings) -> str:
+    """Train one configuration on simulated workers; return a line about the result."""
     import torch
 
     from examples import simulated_training
 
     torch.set_num_threads(1)
     row = simulated_training.train(settings, start.load_for(settings), RANKS)
-    print(f"  seed {settings.seed}, {start.summary(row)}", flush=True)
+    return f"  seed {settings.seed}, {start.summary(row)}"
 
 
 def simulate_all(settings: Settings) -> None:
     """Train all configurations of all seeds, one process per core."""
+    from tqdm import tqdm
+
     print(f"PyTorch, {RANKS} simulated workers ...", flush=True)
     runs = [
         dataclasses.replace(chosen, output=settings.place("simulated", seed), seed=seed)
@@ -186,7 +188,8 @@ def simulate_all(settings: Settings) -> None:
         for chosen in configurations(settings).values()
     ]
     with multiprocessing.get_context("spawn").Pool() as pool:
-        pool.map(simulate, runs, chunksize=1)
+        for line in tqdm(pool.imap_unordered(simulate, runs), total=len(runs), unit="training"):
+            tqdm.write(line)
 
 
 # ----------------------------------------------------------------------------------- the results

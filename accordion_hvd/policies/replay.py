@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from accordion_hvd import averaging, check, compressors
@@ -21,19 +24,23 @@ class Replay(Policy):
     Accordion, that is the mild level.
 
     Args:
-        history: rows as in `Accordion.history` (a list, or rows read from JSON). Only step, name
-            and compressor are used.
+        history: rows as in `Accordion.history`, or the path of a JSON file with such rows, as
+            `accordion-hvd replay --output` writes it. Only step, name and compressor are used.
 
     Raises:
-        ValueError: if the history is empty, or a row lacks a key or is not about a layer.
+        ValueError: if the file cannot be read, the history is empty, or a row lacks a key or is not
+            about a layer.
     """
 
     KEPT = ("_step",)
 
-    def __init__(self, history: Iterable[Any]) -> None:
+    def __init__(self, history: Iterable[Any] | str | os.PathLike[str]) -> None:
         super().__init__()
+        given: Any = history
+        if isinstance(history, str | os.PathLike):
+            given = self._load(Path(history))
         try:
-            rows = [dict(row) for row in history]
+            rows = [dict(row) for row in given]
         except (TypeError, ValueError):
             check.refuse(self, "history", history, "a list of rows as in Accordion.history")
         for row in rows:
@@ -56,6 +63,13 @@ class Replay(Policy):
                 levels.append(level)
         agree(self, [level for levels in self._levels.values() for level in levels])
         self._step = 0
+
+    def _load(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            allowed = f"a list of rows, or the path of a JSON file with such a list ({error})"
+            check.refuse(self, "history", str(path), allowed)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """Return the compressors that served the layer in the recorded run.

@@ -553,12 +553,11 @@ def _check_before_build(
         print("Building with Gloo only, without MPI.", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, prog: str = "python -m accordion_hvd.build_horovod"
+) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m accordion_hvd.build_horovod",
-        description=(__doc__ or "").split("\n")[0],
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--force", action="store_true", help="build even if a wheel is cached")
     add("--no-mpi", action="store_true", help="build without MPI even if mpicxx is found")

@@ -508,11 +508,11 @@ def render(findings: Sequence[Finding], able: bool) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, prog: str = "python -m accordion_hvd.doctor"
+) -> int:
     """Run the command line; return 0 if distributed training can run, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m accordion_hvd.doctor", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--json", action="store_true", help="print the findings as JSON")
     add("--ranks", type=int, default=2, metavar="N", help="ranks on this host (default: 2)")

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from tqdm import tqdm
 
 from accordion_hvd import check
 from accordion_hvd.comm import reference
@@ -284,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, dict[str, Cost]] = {}
     for framework in options.frameworks or installed:
         bench = Bench(framework, options.side, options.rounds)
-        found[framework] = {repr(compressor): bench.measure(compressor) for compressor in chosen}
+        bar = tqdm(chosen, desc=FRAMEWORKS[framework], unit="compressor")
+        found[framework] = {repr(compressor): bench.measure(compressor) for compressor in bar}
     costs = table(found)
     print(as_text(costs))
     if options.output:

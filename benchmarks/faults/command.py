@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tqdm import tqdm
+
 from accordion_hvd import check
 from benchmarks.faults import launch, page, verdict
 from benchmarks.faults.cases import CASES, Case
-from benchmarks.netbench.bench import machine
+from benchmarks.netbench.bench import machine, say
 from examples.command_line import read_options, words
 from examples.results import read_json, write_json
 
@@ -59,17 +61,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs would ignore it
     found = read_json(chosen.output) if chosen.output.is_file() else {"rows": {}}
     found["machine"] = machine()
-    for case in [CASES[name] for name in chosen.cases] or CASES.values():
-        for framework, launcher in case.runs():
-            wanted = chosen.launchers is None or launcher in chosen.launchers
-            wanted &= chosen.frameworks is None or framework in chosen.frameworks
-            key = f"{case.name}/{framework}/{launcher}"
-            if wanted and (chosen.cases or key not in found["rows"]):
-                row = attempt(case, framework, launcher, found["rows"])
-                found["rows"][key] = row
-                write_json(chosen.output, found)
-                print(f"faults.py: {key}: {row['happened']}. {row['problem']}", flush=True)
+    for case, framework, launcher in tqdm(_missing(chosen, found["rows"]), unit="launch"):
+        row = attempt(case, framework, launcher, found["rows"])
+        key = _key(case, framework, launcher)
+        found["rows"][key] = row
+        write_json(chosen.output, found)
+        say(f"faults.py: {key}: {row['happened']}. {row['problem']}")
     page.write(found, chosen.page)
+
+
+def _missing(chosen: Options, rows: dict[str, Row]) -> list[tuple[Case, str, str]]:
+    """Return the requested cases with their frameworks and launchers."""
+    cases = [CASES[name] for name in chosen.cases] or list(CASES.values())
+    return [
+        (case, framework, launcher)
+        for case in cases
+        for framework, launcher in case.runs()
+        if chosen.launchers is None or launcher in chosen.launchers
+        if chosen.frameworks is None or framework in chosen.frameworks
+        if chosen.cases or _key(case, framework, launcher) not in rows
+    ]
+
+
+def _key(case: Case, framework: str, launcher: str) -> str:
+    return f"{case.name}/{framework}/{launcher}"
 
 
 def attempt(case: Case, framework: str, launcher: str, rows: dict[str, Row]) -> Row:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from tqdm import tqdm
+
 from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants, links
 from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS, TaskName
 from benchmarks.netbench.group import Group
@@ -99,7 +101,9 @@ def run(options: Options, folder: Path, tag: str) -> int:
         "runs": [],
     }
     for task in options.tasks:
-        for facts, row in trainings(options, network, folder, task, rates[task]):
+        rows = trainings(options, network, folder, task, rates[task])
+        count = options.seeds * len(rates[task]) * len(options.methods)
+        for facts, row in tqdm(rows, desc=task, total=count, unit="training"):
             found["tasks"][task] = facts
             found["runs"].append(row)
             results.write_json(path, found)
@@ -129,7 +133,7 @@ def trainings(
                 for method in options.methods[first:] + options.methods[:first]:
                     row = {"task": task, "rate": rate, "method": method, "seed": seed}
                     row |= train(groups[method], method, task, seed)
-                    say_result(row, f"{seed}/{options.seeds}")
+                    say_result(row)
                     yield facts, row
     finally:
         for group in set(groups.values()):
@@ -205,11 +209,11 @@ def advance(
     return answers, (busy, time.monotonic() - before[1])
 
 
-def say_result(row: results.Row, progress: str) -> None:
+def say_result(row: results.Row) -> None:
     """Print a line about a training."""
     steps, seconds = row["steps"][-1], row["seconds"][-1]
     bench.say(
-        f"{row['task']} {progress} {row['rate']:>8} {row['method']:<22} {seconds:7.1f} s "
+        f"{row['task']} seed {row['seed']} {row['rate']:>8} {row['method']:<22} {seconds:7.1f} s "
         f"{steps:4d} steps {1000 * seconds / steps:7.1f} ms/step {row['sent'][-1] / 1e6:8.2f} MB "
         f"{row['accuracy'][-1]:6.1%} {row['foreign']:5.2f} cores elsewhere"
     )

@@ -7,11 +7,14 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from tqdm import tqdm
 
 from benchmarks.netbench import contestants, links, tables, trace
 from benchmarks.netbench.group import Group
@@ -105,7 +108,8 @@ def run(options: Options, folder: Path, tag: str) -> int:
         for method in methods:
             with running(groups[method]):
                 groups[method].ask("warm", method, WARM_UP)
-        rows = list(measure(options, network, groups))
+        count = options.repetitions * len(options.rates) * len(methods)
+        rows = list(tqdm(measure(options, network, groups), total=count, unit="turn"))
         equal = {method: compare(groups[method], method) for method in methods}
     finally:
         for group in set(groups.values()):
@@ -197,7 +201,7 @@ def measure(
                     ask(groups[method], "judge", method, 0)  # as in a job that starts on this link
                 row |= measure_steps(network, groups[method], method, options.turn)
                 say(
-                    f"{repetition + 1}/{options.repetitions} {rate:>8} {method:<32} "
+                    f"{rate:>8} {method:<32} "
                     f"{max(row['ms']):8.1f} ms  {max(row['sent']) / 1e6:8.3f} MB sent  "
                     f"{max(row['cpu_ms']):7.1f} ms CPU  {row['foreign']:5.2f} cores elsewhere"
                 )
@@ -289,5 +293,6 @@ def machine() -> results.Row:
 
 
 def say(text: str) -> None:
-    """Print a line of progress immediately."""
-    print(text, flush=True)
+    """Print a line immediately, above the progress bar if there is one."""
+    tqdm.write(text)
+    sys.stdout.flush()

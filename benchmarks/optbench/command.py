@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, get_args
 
+from tqdm import tqdm
+
 from accordion_hvd import check
 from benchmarks.netbench.bench import machine, say
 from benchmarks.optbench import page
@@ -211,7 +213,7 @@ def work(options: Run | Tune, jobs: Sequence[Row]) -> None:
     missing = [job for job in jobs if not has(found, job)] if rank == 0 else []
     if options.work:
         missing = hvd.broadcast_object(missing, name="optbench.jobs")
-    for number, job in enumerate(missing, 1):
+    for job in tqdm(missing, unit="training", disable=rank > 0):
         ranks = team(job["task"], job["method"], job["lr"], job["seed"])
         row = job | training.train(ranks, job["task"], job["lr"])
         digests = hvd.allgather_object(row.pop("weights")) if options.work else [""]
@@ -221,7 +223,7 @@ def work(options: Run | Tune, jobs: Sequence[Row]) -> None:
             add(found, row)
             found["tasks"][job["task"]] = facts(job["task"])
             results.write_json(path, found)
-            say(summary(row, f"{number}/{len(missing)}"))
+            say(summary(row))
     if rank == 0:
         say("\n".join([*advice(found), f"results: {path}"]))
 
@@ -286,11 +288,11 @@ def facts(name: str) -> Row:
     }  # fmt: skip
 
 
-def summary(row: Row, progress: str) -> str:
+def summary(row: Row) -> str:
     """Return a line about a training."""
     sent = row["sent"][-1]
     return (
-        f"{progress:>7} {time.strftime('%H:%M')} {row['task']:<10} {row['method']:<16} seed "
+        f"{time.strftime('%H:%M')} {row['task']:<10} {row['method']:<16} seed "
         f"{row['seed']:<2} lr {row['lr']:<7g} loss {row['loss'][-1]:.5f}  {sent / 1e6:8.2f} MB  "
         f"{row['seconds']:6.1f} s"
     )

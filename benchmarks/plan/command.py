@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tqdm import tqdm
+
 from accordion_hvd import check
 from benchmarks.netbench import bench, sandbox
 from benchmarks.plan import cells, judge, measure, page
@@ -102,7 +104,7 @@ def _measure(options: Measure) -> int:
         return sandbox.run(
             lambda folder, tag: measure.measure(chosen, options.output, folder, tag, options.turn)
         )
-    for launch in measure.launches(chosen, options.output):
+    for launch in tqdm(measure.launches(chosen, options.output), unit="launch"):
         names = [cell.name for cell in launch]
         settings = ["--output", str(options.output), "--turn", str(options.turn)]
         if status := sandbox.enter(["measure", *settings, "--cells", *names], __package__ or ""):

@@ -6,14 +6,16 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from accordion_hvd.simulation.prediction import ENGINES, GOODPUT, Cluster
-from accordion_hvd.tools.plan import link, table
-from accordion_hvd.tools.plan.model import Model, companions, measure
 from accordion_hvd.tools.quantities import parse_rate, parse_time
+from accordion_hvd.tools.text import Misuse, number_of, short
+
+if TYPE_CHECKING:
+    from accordion_hvd.simulation.prediction import Cluster
+    from accordion_hvd.tools.plan.model import Model
 
 
 class Quantity(click.ParamType):
@@ -40,25 +42,27 @@ def _rate(word: str) -> float:
     return math.inf if bits is None else bits
 
 
+ENGINES = ("horovod", "torch")
+"""Names of `accordion_hvd.simulation.prediction.ENGINES`, whose import takes time."""
+
 EXAMPLE = "accordion_hvd.tools.plan.example:build"
 
 RATE, TIME = Quantity("rate", _rate), Quantity("time", parse_time)
 
 
-@click.command()
+@click.command(short_help="Predict what compression would cost on a cluster.")
 @click.argument("configurations", nargs=-1)
 @click.option(
     "--model", default=EXAMPLE, metavar="FILE.py:FUNCTION",
-    help="Function without arguments that returns a model, or a model and a step. By default, an "
-    "example with ten million parameters.",
+    help="Model, or (model, step); an example by default.",
 )  # fmt: skip
-@click.option("--hosts", type=click.IntRange(1), help="Number of hosts.")
-@click.option("--per-host", type=click.IntRange(1), default=1, help="Ranks per host.")
+@click.option("--hosts", type=click.IntRange(1), metavar="N", help="Number of hosts.")
+@click.option("--per-host", type=click.IntRange(1), default=1, metavar="N", help="Ranks per host.")
 @click.option("--link", "rate", type=RATE, help="Rate of each host's link, such as 1gbit.")
 @click.option("--rtt", type=TIME, default="none", help="Round-trip time of two hosts, as 20ms.")
-@click.option("--cores", type=float, help="Cores of each host; by default those of this machine.")
-@click.option("--compute", type=TIME, help="Time of a step without an exchange, such as 120ms.")
-@click.option("--engine", type=click.Choice(sorted(ENGINES)), help="By default horovod.")
+@click.option("--cores", type=float, help="Cores of each host; by default, as here.")
+@click.option("--compute", type=TIME, help="Time of a step without an exchange, as 120ms.")
+@click.option("--engine", type=click.Choice(ENGINES), help="By default horovod.")
 @click.option("--price", type=float, help="Price of an hour of the job.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="File for the results.")
 def plan(
@@ -76,13 +80,16 @@ def plan(
 ) -> None:
     """Predict what CONFIGURATIONS, such as powersgd:4, would cost on a cluster.
 
-    The model's step and the compressors are measured on this machine, in about 20 seconds; the
-    hosts of the cluster are assumed to be like it. Started with horovodrun or torchrun on the
-    hosts, the command measures the link, too. Otherwise pass --hosts and --link.
+    The model's step and the compressors are measured on this machine (20 seconds); hosts are
+    assumed to be like it. Started with horovodrun or torchrun, the command measures the link, too.
+    Otherwise pass --hosts and --link.
 
-    In PyTorch, FUNCTION returns (model, step), where step() runs forward and backward pass of one
-    batch; in Keras, step() is for example model.train_on_batch of one batch.
+    FUNCTION returns (model, step). In PyTorch, step() runs the forward and backward pass of one
+    batch; in Keras, it may call model.train_on_batch.
     """
+    from accordion_hvd.simulation.prediction import GOODPUT, Cluster
+    from accordion_hvd.tools.plan import link, table
+
     try:
         if rate is None or hosts is None:
             cluster, name = link.measured(engine)
@@ -93,7 +100,7 @@ def plan(
         chosen = list(configurations or table.CONFIGURATIONS)
         _plan(chosen, model, cluster, compute, name, price, path)
     except ValueError as error:
-        raise click.ClickException(str(error)) from None
+        raise Misuse(str(error)) from None
 
 
 def _cores(number: float | None) -> float:
@@ -110,6 +117,9 @@ def _plan(
     path: Path | None,
 ) -> None:
     """Measure, predict, and print the table."""
+    from accordion_hvd.tools.plan import link, table
+    from accordion_hvd.tools.plan.model import companions, measure
+
     with companions(word, busy(cluster) - 1, threads(cluster)):
         model = measure(word, compute, threads(cluster))
         rows = []
@@ -132,6 +142,8 @@ def _plan(
 
 def busy(cluster: Cluster) -> int:
     """Return the number of processes that compute on this machine while a step is measured."""
+    from accordion_hvd.tools.plan import link
+
     if link.launched():
         return 1  # the other ranks measure at the same time
     cores = os.cpu_count() or 1
@@ -146,18 +158,16 @@ def threads(cluster: Cluster) -> int:
 
 def _describe(model: Model, cluster: Cluster, engine: str) -> str:
     """Return a line about the model and one about the cluster."""
-    tensors = _count(len(model.gradients.tensors), "tensor")
-    compute = table.short(1000 * model.compute)
-    places = [f"{_count(cluster.hosts, 'host')} of {_count(cluster.per_host, 'rank')}"]
+    from accordion_hvd.simulation.prediction import GOODPUT
+
+    tensors = number_of(len(model.gradients.tensors), "tensor")
+    compute = short(1000 * model.compute)
+    places = [f"{number_of(cluster.hosts, 'host')} of {number_of(cluster.per_host, 'rank')}"]
     if cluster.hosts > 1:
         rate = cluster.bandwidth * 8e-6 / GOODPUT
-        places.append("unlimited links" if math.isinf(rate) else f"{table.short(rate)} Mbit/s")
-        places.append(f"round-trip time {table.short(1000 * cluster.rtt)} ms")
+        places.append("unlimited links" if math.isinf(rate) else f"{short(rate)} Mbit/s")
+        places.append(f"round-trip time {short(1000 * cluster.rtt)} ms")
     return (
         f"{model.parameters / 1e6:.1f} million parameters in {tensors}, "
         f"{compute} ms of computation a step\n{', '.join([*places, engine])}"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,6 +11,7 @@ from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation.prediction import ENGINES, Cluster, predict
 from accordion_hvd.simulation.rehearsal import Rehearsal, RehearsedStep
 from accordion_hvd.tools.plan.model import Model
+from accordion_hvd.tools.text import short, table
 
 CONFIGURATIONS = (
     "dense",
@@ -122,26 +123,12 @@ def text(rows: Sequence[Row], price: float | None = None) -> str:
         if price is not None:
             line.append(f"{price * 1000 * row.seconds / 3600:.2f}")
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_line(line, widths) for line in lines)
+    return table(lines)
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows for JSON."""
     return [{**asdict(row), "per_hour": row.per_hour} for row in rows]
-
-
-def short(number: float) -> str:
-    """Format a number with about three digits."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.ljust(width) if place == 0 else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *others])
 
 
 def _takes(row: Row) -> str:

@@ -1,0 +1,246 @@
+"""The command `accordion-hvd checkpoint show`: what the checkpoints of `save_state` hold."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accordion_hvd.tools.text import number_of, short, size, table
+
+MOST_RANKS = 16
+"""Largest number of ranks with a row each."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of a directory.
+
+    Attributes:
+        folder: its folder.
+        manifest: its manifest; empty if that cannot be read.
+        problem: why it cannot be used; empty if it is complete.
+    """
+
+    folder: Path
+    manifest: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+
+    def row(self) -> list[str]:
+        """Return a row of the list of checkpoints."""
+        steps = [str(row.get("steps")) for row in self.manifest.get("exchanges", ())]
+        ranks = number_of(self.manifest["ranks"], "rank") if self.manifest else ""
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.folder.stat().st_mtime))
+        state = f"damaged: {self.problem}" if self.problem else "complete"
+        step = f"step {', '.join(dict.fromkeys(steps))}" if steps else ""
+        return [self.folder.name, step, ranks, size(self.bytes), written, state]
+
+
+@click.group("checkpoint")
+def checkpoint() -> None:
+    """Look at checkpoints of hvd.save_state."""
+
+
+@checkpoint.command(short_help="Show what checkpoints hold.")
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--quick", is_flag=True, help="Read manifests and sizes, but not the ranks' files.")
+def show(path: Path, quick: bool) -> None:
+    """Show what the checkpoints in PATH hold, and whether they are complete.
+
+    PATH is the directory of hvd.save_state, or the folder of one checkpoint in it. The details
+    are those of the newest complete checkpoint, which hvd.load_state would restore. The files of
+    all ranks are read and compared with their checksums, on one rank and without a framework.
+
+    The exit status is 1 if a checkpoint is damaged, or if there is none.
+    """
+    found = find(path, quick)
+    if not found:
+        raise click.ClickException(
+            f"{path} has no checkpoint: neither manifest.json nor a folder such as state-00001."
+        )
+    click.echo(table([each.row() for each in found], left=(0, 2, 4, 5)))
+    complete = next((each for each in found if not each.problem), None)
+    if complete is not None:
+        click.echo()
+        click.echo(_described(complete, quick))
+    damaged = [each for each in found if each.problem]
+    if damaged:
+        raise click.ClickException(_verdict(damaged, complete))
+
+
+def find(directory: Path, quick: bool) -> list[Checkpoint]:
+    """Return the checkpoints of a directory, newest first.
+
+    Args:
+        directory: directory of `save_state`, or the folder of a checkpoint.
+        quick: whether to compare the sizes of the ranks' files only, not their checksums.
+    """
+    from accordion_hvd.engine import checkpoint_files as files
+
+    folders = files.folders(directory)
+    if not folders and any(directory.glob("rank-*-of-*.npz*")):
+        folders = [directory]
+    return [_examined(folder, quick) for folder in folders]
+
+
+def _examined(folder: Path, quick: bool) -> Checkpoint:
+    from accordion_hvd.engine import checkpoint_files as files
+
+    if not (folder / files.MANIFEST).exists():
+        return Checkpoint(folder, problem="it was not written to its end")
+    try:
+        manifest, problem = files.examine(folder)
+    except ValueError as error:  # of another format
+        return Checkpoint(folder, problem=str(error))
+    if not problem and not quick:
+        problem = files.problem_of(folder, manifest, range(manifest["ranks"]))
+    return Checkpoint(folder, manifest, problem)
+
+
+def _verdict(damaged: Sequence[Checkpoint], complete: Checkpoint | None) -> str:
+    """Return a sentence about damaged checkpoints, and about what `load_state` does."""
+    text = "; ".join(f"{each.folder.name} is damaged: {each.problem}" for each in damaged)
+    if complete is None:
+        return f"{text}. No checkpoint is complete."
+    if any("privacy" in row.get("policy", ()) for row in complete.manifest["exchanges"]):
+        after = "load_state restores no older one, which would miss releases of the privacy budget"
+        return f"{text}; {after}."
+    return f"{text}. load_state restores {complete.folder.name}."
+
+
+# ----------------------------------------------------------------------------------------- details
+@dataclass(frozen=True)
+class Kept:
+    """The state of one layer on one rank.
+
+    Attributes:
+        bytes: bytes of all tensors.
+        square: squared norm of the residuals; None if there are none.
+        levels: the levels that have a state.
+    """
+
+    bytes: int
+    square: float | None
+    levels: frozenset[int]
+
+
+def _described(found: Checkpoint, quick: bool) -> str:
+    """Return the text about the optimizers of a checkpoint."""
+    rows, ranks = found.manifest["exchanges"], found.manifest["ranks"]
+    version = found.manifest.get("version", "of an unknown version")
+    parts = [f"{found.folder.name}, written by accordion_hvd {version}"]
+    for number, about in enumerate(rows):
+        title = f"optimizer {number + 1} of {len(rows)}: " if len(rows) > 1 else ""
+        parts.append(title + _facts(about))
+        read = () if quick else range(ranks)
+        kept = [_measure(about, _load(found.folder, ranks, number, rank)) for rank in read]
+        if "buckets" in about:
+            parts.append(_layers(about, kept))
+        if kept:
+            parts.append(_per_rank(kept))
+    return "\n\n".join(parts)
+
+
+def _facts(about: dict[str, Any]) -> str:
+    """Return the compression of an optimizer, and a line of facts."""
+    name = about.get("compression") or about.get("averaging") or about.get("kind") or "unknown"
+    policy = about.get("policy") or {}
+    facts = [f"after step {about.get('steps')}"]
+    if about.get("skipped"):
+        facts.append(f"{number_of(about['skipped'], 'step')} skipped")
+    facts.append(number_of(len(about.get("tensors", ())), "tensor"))
+    if hosts := about.get("machines"):
+        facts.append(number_of(len(hosts), "host"))
+    if history := policy.get("history"):
+        facts.append(f"{number_of(len(history), 'decision')} (accordion-hvd replay)")
+    if privacy := policy.get("privacy"):
+        releases = sum(row["count"] for row in privacy["releases"])
+        spent = f"{number_of(releases, 'release')} of a privacy budget"
+        facts.append(f"{spent} (epsilon {privacy['epsilon']:g}, delta {privacy['delta']:g})")
+    return f"{name}\n{', '.join(facts)}"
+
+
+def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
+    """Return a table of the layers."""
+    from accordion_hvd.tools.recorded import compressor_at, policy_of
+
+    policy, served = policy_of(about["compression"]), about["policy"]["current"]
+    rows = [["layer", "compressor", "also kept", "shape", "steps", "state", "residual"]]
+    for bucket, *states in zip(about["buckets"], *kept, strict=True):
+        name, level = bucket["name"], bucket["level"]
+        others = sorted(frozenset[int]().union(*(state.levels for state in states)) - {level})
+        now, *inactive = (
+            compressor_at(policy, name, number) or f"level {number}" for number in (level, *others)
+        )
+        shape = " x ".join(map(str, bucket["shape"])) or "scalar"
+        cells = [name, now if name in served else "exempt", ", ".join(inactive), shape]
+        rows.append([*cells, str(bucket.get("served", "")), *_sums(states)])
+    filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    left = [place for place, i in enumerate(filled) if i < 3]
+    return table([[row[i] for i in filled] for row in rows], left)
+
+
+def _sums(states: Sequence[Kept]) -> list[str]:
+    """Return the bytes of a layer's states on all ranks, and the mean norm of its residuals."""
+    norms = [math.sqrt(state.square) for state in states if state.square is not None]
+    kept = size(sum(state.bytes for state in states)) if states else ""
+    return [kept, short(statistics.fmean(norms)) if norms else ""]
+
+
+def _per_rank(kept: Sequence[Sequence[Kept]]) -> str:
+    """Return a table of the ranks: bytes, and the norm of all residuals."""
+    sizes = [sum(state.bytes for state in states) for states in kept]
+    squares = [[x.square for x in states if x.square is not None] for states in kept]
+    norms = [math.sqrt(sum(each)) for each in squares]
+    if len(kept) <= MOST_RANKS:
+        numbers = enumerate(zip(sizes, norms, strict=True))
+        rows = [[str(rank), size(count), short(norm)] for rank, (count, norm) in numbers]
+    else:
+        some: dict[str, Any] = {"least": min, "median": statistics.median, "most": max}
+        rows = [[name, size(of(sizes)), short(of(norms))] for name, of in some.items()]
+    rows = [["rank", "state", "residual"], *rows]
+    return table(rows if any(squares) else [row[:2] for row in rows])
+
+
+def _measure(about: dict[str, Any], arrays: dict[str, Any]) -> list[Kept]:
+    """Return the state of each layer; of other objects than gradient exchanges, one row."""
+    from accordion_hvd.engine.checkpoint import read_named
+
+    if "buckets" not in about:
+        return [Kept(sum(x.nbytes for x in arrays.values()), None, frozenset())]
+    return [
+        Kept(
+            sum(tensor.nbytes for tensor in state.tensors().values()),
+            sum(map(_square, state.residuals())) if state.residuals() else None,
+            frozenset(state.states),
+        )
+        for state in read_named(arrays, about)
+    ]
+
+
+def _square(tensor: Any) -> float:
+    import numpy as np
+
+    return float(np.square(tensor, dtype=np.float64).sum())
+
+
+def _load(folder: Path, ranks: int, number: int, rank: int) -> dict[str, Any]:
+    """Return the arrays that a rank has saved for an optimizer, by their names."""
+    import numpy as np
+
+    from accordion_hvd.engine import checkpoint_files as files
+
+    prefix = f"{number}/"
+    with np.load(files.rank_file(folder, rank, ranks), allow_pickle=False) as file:
+        return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
