@@ -1,7 +1,7 @@
 # Image for CPUs with PyTorch, TensorFlow, Open MPI, Horovod and accordion_hvd.
 #
 #   docker build --build-arg TORCH_INDEX=URL -t accordion-hvd .
-#   docker run --rm accordion-hvd horovodrun -np 2 python examples/pytorch/images.py
+#   docker run --rm accordion-hvd horovodrun -np 2 python examples/pytorch/image_classification.py
 #
 # TORCH_INDEX is the URL of PyTorch's index of CPU wheels. Without it, pip installs the CUDA libraries of several GB.
 FROM python:3.11-slim AS build

@@ -61,7 +61,7 @@ def main() -> None:
         scores = model(blocks, store.fetch(blocks[0].sources))
         nn.functional.cross_entropy(scores, torch.from_numpy(labels[targets])).backward()
         optimizer.step()
-        needed += np.count_nonzero(~mine[plain.sample(targets, step=step)[0].sources])
+        needed += int(np.count_nonzero(~mine[plain.sample(targets, step=step)[0].sources]))
     got, dense = (rows * store.width / 1e6 for rows in (store.stats()["remote"], needed))
     blocks = Sampler(graph, (None, None)).sample(test)  # all neighbours
     with torch.no_grad():

@@ -46,7 +46,8 @@ class Compression(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Register the hook."""
-        policy = Accordion(low=PowerSGD(4), high=PowerSGD(1), window=trainer.num_training_batches)
+        window = int(trainer.num_training_batches)
+        policy = Accordion(low=PowerSGD(4), high=PowerSGD(1), window=window)
         model, optimizer = trainer.strategy.model, trainer.optimizers[0]
         self.state = ddp.register(model, policy, optimizer=optimizer)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -222,25 +221,6 @@ def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
     done = run("train_torch.py", "--data", "mnist", ACCORDION_DATA=str(tmp_path / "none"))
     assert done.returncode == 2
     assert done.stderr.startswith("data: ACCORDION_DATA is ") and done.stderr.count("\n") == 1
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("package", ["accelerate", "lightning"])
-def test_two_ranks_of_torchrun_train(package: str) -> None:
-    """The example of each framework above DDP reaches the accuracy at a tenth of the bytes."""
-    pytest.importorskip(package)
-    pytest.importorskip("sklearn")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "2", str(SCRIPTS / f"train_{package}.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = re.search(r"test accuracy ([\d.]+) %, ([\d.]+) times fewer", done.stdout)
-    assert found and float(found[1]) > 94 and float(found[2]) > 10, done.stdout
 
 
 @pytest.mark.launch
