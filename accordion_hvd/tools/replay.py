@@ -107,6 +107,7 @@ def read(path: Path) -> list[History]:
     from accordion_hvd.engine.ledger import files as ledgers
 
     places = ledgers.ledgers(path) if path.is_dir() else [path]
+    places.sort(key=lambda place: (len(place.name), place.name))  # ledger.json, ledger-1.json, ...
     if not places:
         places = [_manifest(path)]
     found: list[History] = []
