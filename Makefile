@@ -28,7 +28,7 @@ COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5'
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test coverage fuzz check bench bench-network bench-plan bench-accuracy bench-optimizers \
+.PHONY: help setup demo test coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-optimizers \
 	bench-kernels bench-compressors bench-graph bench-averaging faults storm doctor clean
 .DEFAULT_GOAL := help
 
@@ -65,6 +65,10 @@ check: setup ## ruff, mypy and the layers of imports
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
+
+docs: setup ## build the documentation site: runs/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "Open runs/site/index.html. To search the site, run python -m http.server -d runs/site."
 
 bench: setup ## measure against plain Horovod
 	@$(IN_VENV) $(RUN) scripts/bench.py

@@ -15,7 +15,7 @@ from typing import Any
 
 from accordion_hvd._moved import Finder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 sys.meta_path.insert(0, Finder)
 
@@ -48,6 +48,7 @@ _HOME = {
     "ops.spec": ("Spec",),
     "privacy": ("BudgetSpent", "PrivacyBudget", "TopAgg"),
     "resolve": ("as_policy", "parse"),
+    "simulation": ("simulate",),
 }
 
 _RENAMED = {"Conversation": "ExchangeGenerator"}
@@ -70,16 +71,20 @@ def __getattr__(name: str) -> Any:
         message = f"accordion_hvd.{name} is called {new} now."
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return getattr(sys.modules[__name__], new)
-    if name.startswith("_") or _is_module(name) or name not in _homes():
+    home = _home(name)
+    if home is None:
         raise AttributeError(f"module 'accordion_hvd' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_homes()[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 
 
-def _is_module(name: str) -> bool:
-    """Return whether `name` is a submodule, for which no other module need be imported."""
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+def _home(name: str) -> str | None:
+    """Return the module that defines a public name; None for submodules and unknown names."""
+    listed = next((module for module, names in _HOME.items() if name in names), None)
+    if listed or name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}"):
+        return listed
+    return _homes().get(name)
 
 
 def __dir__() -> list[str]:

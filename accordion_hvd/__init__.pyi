@@ -29,5 +29,6 @@ from accordion_hvd.privacy import PrivacyBudget as PrivacyBudget
 from accordion_hvd.privacy import TopAgg as TopAgg
 from accordion_hvd.resolve import as_policy as as_policy
 from accordion_hvd.resolve import parse as parse
+from accordion_hvd.simulation import simulate as simulate
 
 __version__: str

@@ -88,6 +88,16 @@ class Finder:
         return ModuleSpec(name, loader, origin=found.origin, is_package=package)
 
 
+class _Simulate(ModuleType):
+    """Class of a module with the name of a function: calling the module calls the function.
+
+    An import of `accordion_hvd.simulate` replaces the function `accordion_hvd.simulate`.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.simulate(*args, **options)
+
+
 class _Loader:
     """Loader that imports a module by its new name, so that both names give the same object."""
 
@@ -103,6 +113,9 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         """Restore the spec of the new name, which the import system has just replaced."""
+        assert module.__spec__ is not None
+        if module.__spec__.name == f"{__package__}.simulate":
+            module.__class__ = _Simulate
         module.__spec__ = self._found
 
     def get_code(self, name: str) -> CodeType | None:

@@ -28,6 +28,8 @@ from accordion_hvd.resolve import default_guard
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import HookedReducer, suitable
 
+__all__ = ["State", "hook", "register"]
+
 OWNER = "ddp.register"
 
 Future: TypeAlias = Any  # torch.futures.Future[torch.Tensor]

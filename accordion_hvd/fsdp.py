@@ -36,6 +36,8 @@ from accordion_hvd.resolve import default_guard
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
 
+__all__ = ["State", "between"]
+
 OWNER = "fsdp.between"
 
 

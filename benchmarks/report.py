@@ -69,11 +69,10 @@ def spread(
         middle: function that computes the number before the range.
         to: separator between the ends of the range.
     """
-    if not values:
+    if len(values) == 0:
         return "-"
-    if len(values) == 1:
-        return form(values[0])
-    return f"{form(middle(values))} ({form(min(values))}{to}{form(max(values))})"
+    least, most = form(min(values)), form(max(values))
+    return f"{form(middle(values))} ({least}{to}{most})" if len(values) > 1 else least
 
 
 def interval(values: Sequence[float], form: Callable[[float], str] = significant) -> str:

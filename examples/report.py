@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from accordion_hvd import parse
+from examples.pictures import figure
 from examples.results import Row
+from examples.tables import format_table
 
 FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras", "simulated": "simulated"}
 COLOURS = {
@@ -54,92 +58,67 @@ def _call(spec: str) -> str:
     return re.sub(r"\w+=", "", repr(parse(spec)))
 
 
-def table(runs: Runs) -> list[list[str]]:
-    """Return head and rows; numbers are means over seeds, and the range of the accuracy."""
-    head = ["framework", "compression", "test accuracy", "range", "MB sent/worker", "ratio"]
-    rows = [[*head, "seconds"]]
-    for (framework, method), results in runs.items():
-        accuracies = [result["epochs"][-1]["accuracy"] for result in results]
-        ratio = _mean(result["stats"]["ratio"] or 0.0 for result in results)
-        rows.append(
-            [
-                FRAMEWORKS[framework],
-                label(method, results[0]),
-                f"{_mean(accuracies):.1%}",
-                f"{100 * min(accuracies):.1f}-{max(accuracies):.1%}" if results[1:] else "1 seed",
-                f"{_mean(result['stats']['sent'] for result in results) / 1e6:.2f}",
-                f"{ratio:.1f}" if ratio else "-",
-                f"{_mean(result['seconds'] for result in results):.1f}",
-            ]
-        )
-    return rows
+COLUMNS = {
+    "framework": "{framework}",
+    "compression": "{compression}",
+    "test accuracy": "{accuracy:.1%}",
+    "range": "{range}",
+    "MB sent/worker": "{megabytes:.2f}",
+    "ratio": "{ratio:.1f}",
+    "seconds": "{seconds:.1f}",
+}
 
 
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
+def table(runs: Runs) -> pd.DataFrame:
+    """Return a table with means over seeds, and the range of the accuracy."""
+    found = pd.DataFrame(
+        {
+            "framework": FRAMEWORKS[framework],
+            "compression": label(method, result),
+            "accuracy": result["epochs"][-1]["accuracy"],
+            "megabytes": result["stats"]["sent"] / 1e6,
+            "ratio": result["stats"]["ratio"] or math.nan,
+            "seconds": result["seconds"],
+        }
+        for (framework, method), results in runs.items()
+        for result in results
+    )
+    by_method = found.groupby(["framework", "compression"], sort=False)
+    rows = by_method.mean().assign(range=by_method["accuracy"].agg(_range))
+    return format_table(COLUMNS, rows.reset_index())
 
 
-def tabulate(columns: Mapping[str, str], rows: Iterable[Row]) -> list[list[str]]:
-    """Return head and rows, given each column's head and cell format ("{seconds:.1f}")."""
-    return [list(columns), *([cell.format(**row) for cell in columns.values()] for row in rows)]
-
-
-def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table as aligned text."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]  # noqa: B905
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)
-
-
-def as_markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1)) -> str:
-    """Format a table as Markdown. Columns with indices in `left` are left-aligned, others right."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    rule = "|".join("---" if column in left else "---:" for column in range(len(rows[0])))
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+def _range(values: pd.Series) -> str:
+    return f"{100 * values.min():.1f}-{values.max():.1%}" if len(values) > 1 else "1 seed"
 
 
 # -------------------------------------------------------------------------------------- the picture
 def picture(runs: Runs, path: Path) -> None:
     """Draw accuracy over MB sent, an enlarged view of the final values, and levels of layers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     frameworks = list(dict.fromkeys(framework for framework, _ in runs))
     first = next(iter(runs.values()))[0]
-    figure, axes = plt.subplots(
-        2 + len(POLICIES), len(frameworks), figsize=(6.6 * len(frameworks), 14.2), squeeze=False,
-        height_ratios=[1.45, 1, *[0.85] * len(POLICIES)], layout="constrained",
-    )  # fmt: skip
-    for column, framework in enumerate(frameworks):
-        mine = {method: found for (which, method), found in runs.items() if which == framework}
-        _curves(axes[0][column], FRAMEWORKS[framework], mine)
-        _ends(axes[1][column], mine)
-        for axis, (method, name) in zip(axes[2:, column], POLICIES.items(), strict=True):
-            _levels(axis, name, mine[method][0])
-    _explain_levels(figure, runs[frameworks[0], "accordion"][0])
-    figure.suptitle(
-        f"{first['settings']['data'].capitalize()}, {first['ranks']} workers: "
-        "test accuracy and bytes sent",
-        fontsize=14,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    size, heights = (6.6 * len(frameworks), 14.2), [1.45, 1, *[0.85] * len(POLICIES)]
+    with figure(path, size, len(heights), len(frameworks), height_ratios=heights) as (canvas, axes):
+        for column, framework in enumerate(frameworks):
+            mine = {method: found for (which, method), found in runs.items() if which == framework}
+            _curves(axes[0][column], FRAMEWORKS[framework], mine)
+            _ends(axes[1][column], mine)
+            for axis, (method, name) in zip(axes[2:, column], POLICIES.items(), strict=True):
+                _levels(axis, name, mine[method][0])
+        _explain_levels(canvas, runs[frameworks[0], "accordion"][0])
+        canvas.suptitle(
+            f"{first['settings']['data'].capitalize()}, {first['ranks']} workers: "
+            "test accuracy and bytes sent",
+            fontsize=14,
+        )
 
 
 def _curves(axis: Any, title: str, runs: Mapping[str, Sequence[Row]]) -> None:
     """Draw the test accuracy after each epoch over the megabytes sent so far, means over seeds."""
     for method, results in runs.items():
-        sent, accuracy = [
-            [_mean(row[key] for row in rows) * factor for rows in _epochs(results)]
-            for key, factor in (("sent", 1e-6), ("accuracy", 100))
-        ]
+        epochs = pd.concat(pd.DataFrame(result["epochs"]) for result in results)
+        means = epochs.groupby("epoch")[["sent", "accuracy"]].mean()
+        sent, accuracy = means["sent"].to_numpy() / 1e6, 100 * means["accuracy"].to_numpy()
         line, marker = STYLES[method]
         text = f"{label(method, results[0])}: ends at {accuracy[-1]:.1f} %, {sent[-1]:.1f} MB"
         axis.plot(
@@ -150,26 +129,19 @@ def _curves(axis: Any, title: str, runs: Mapping[str, Sequence[Row]]) -> None:
     axis.set(xscale="log", ylim=(0, 101))
     axis.set_xlabel("MB sent by each worker since the start (logarithmic)")
     axis.set_ylabel("test accuracy after each epoch (%)")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_title(f"{title}, {f'means of {count} seeds' if count > 1 else 'one seed'}")
     axis.grid(alpha=0.3, which="major")
     axis.legend(loc="lower right", fontsize=8.5, labelspacing=0.35)
-
-
-def _epochs(results: Sequence[Row]) -> Iterable[tuple[Row, ...]]:
-    """Yield the rows of each epoch, one per seed."""
-    return zip(*(result["epochs"] for result in results), strict=True)
 
 
 def _ends(axis: Any, runs: Mapping[str, Sequence[Row]]) -> None:
     """Draw the last epoch of each seed, and means; uncompressed, far to the right, as a line."""
     for method, results in runs.items():
         last, (line, marker) = [result["epochs"][-1] for result in results], STYLES[method]
-        sent, accuracy = (
-            [row["sent"] / 1e6 for row in last],
-            [100 * row["accuracy"] for row in last],
-        )
-        mean = (_mean(sent), _mean(accuracy))
+        sent = pd.Series([row["sent"] / 1e6 for row in last])
+        accuracy = pd.Series([100 * row["accuracy"] for row in last])
+        mean = (sent.mean(), accuracy.mean())
         if method == "uncompressed":
             axis.axhline(mean[1], ls=line, color=COLOURS[method], lw=1.6)
             axis.annotate(

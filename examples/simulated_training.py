@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd import simulate
+from accordion_hvd.simulation.one_process import World
 from examples.config import Settings
 from examples.data import Dataset, Shard
 from examples.results import Record, Row

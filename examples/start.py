@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 
 from examples.command_line import stop
@@ -13,6 +14,8 @@ from examples.results import Row
 
 def run(framework: str, settings: Settings) -> Row:
     """Train with "torch" or "keras". Load the data first: missing data end the run early."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("accordion_hvd").setLevel(logging.INFO)  # such as the gate's decisions
     data = load_for(settings)
     training = importlib.import_module(f"examples.{framework}_training")
     result = training.train(settings, data)

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
 from accordion_hvd import check  # noqa: E402
-from examples import report, results  # noqa: E402
+from examples import results, tables  # noqa: E402
 from examples.command_line import as_settings, option, read_options, stop  # noqa: E402
 
 OWNER = "bench.py"
@@ -169,21 +171,15 @@ def by_tensors(options: Options) -> None:
         results.write_json(options.output / "tensors.json", {"settings": head, "methods": rows})
 
 
-def table_by_tensors(found: results.Row) -> list[list[str]]:
-    """Return a header and rows: milliseconds, and microseconds per additional tensor."""
+def table_by_tensors(found: results.Row) -> pd.DataFrame:
+    """Return a table of milliseconds, and microseconds per additional tensor."""
     counts = found["settings"]["tensors"]
-    first, last = str(counts[0]), str(counts[-1])
-    rows = [
-        ["method", *(f"{count} tensors" for count in counts), "us a tensor", "over no exchange"]
-    ]
-    base = 0.0
-    for method, row in found["methods"].items():
-        medians = {count: statistics.median(times) for count, times in row.items()}
-        slope = 1000 * (medians[last] - medians[first]) / max(counts[-1] - counts[0], 1)
-        base = slope if method == NO_EXCHANGE else base
-        times = [f"{medians[str(count)]:.1f} ms" for count in counts]
-        rows.append([method, *times, f"{slope:.0f}", f"{slope - base:.0f}"])
-    return rows
+    medians = pd.DataFrame(found["methods"]).T.map(statistics.median)[[str(x) for x in counts]]
+    slope = 1000 * (medians.iloc[:, -1] - medians.iloc[:, 0]) / max(counts[-1] - counts[0], 1)
+    table = medians.map("{:.1f} ms".format).add_suffix(" tensors")
+    table["us a tensor"] = slope.map("{:.0f}".format)
+    table["over no exchange"] = (slope - slope.get(NO_EXCHANGE, 0.0)).map("{:.0f}".format)
+    return table.rename_axis("method").reset_index()
 
 
 def work(options: Options) -> None:
@@ -242,13 +238,11 @@ COLUMNS = {
 }
 
 
-def table(found: results.Row) -> list[list[str]]:
-    """Return a header and rows."""
-    rows = []
-    for method, row in found["methods"].items():
-        whose = "" if method in STOCK else "ours"
-        rows.append({**row, "method": method, "whose": whose, "megabytes": row["sent"] / 1e6})
-    return report.tabulate(COLUMNS, rows)
+def table(found: results.Row) -> pd.DataFrame:
+    """Return a table with a row for each method."""
+    rows = pd.DataFrame(found["methods"].values(), index=found["methods"]).rename_axis("method")
+    rows["whose"] = ["" if method in STOCK else "ours" for method in rows.index]
+    return tables.format_table(COLUMNS, rows.assign(megabytes=rows["sent"] / 1e6).reset_index())
 
 
 def launch(options: Options) -> None:
@@ -275,10 +269,10 @@ def main() -> None:
     name, make = ("tensors", table_by_tensors) if options.tensors else ("bench", table)
     written = options.output / f"{name}.json"
     found = results.read_json(written)
-    rows, settings = make(found), found["settings"]
-    written.with_suffix(".md").write_text(report.as_markdown(rows) + "\n")
+    made, settings = make(found), found["settings"]
+    written.with_suffix(".md").write_text(tables.as_markdown(made) + "\n")
     print(f"{settings['ranks']} ranks on this machine, {settings['parameters']:,} parameters\n")
-    print(report.as_text(rows))
+    print(tables.as_text(made))
     print(f"\nresults: {written}")
 
 

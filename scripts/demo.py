@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
 from accordion_hvd import Displacement, StepSchedule, check, parse  # noqa: E402
-from examples import command_line, config, report, results, start  # noqa: E402
+from examples import command_line, config, report, results, start, tables  # noqa: E402
 
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
@@ -216,10 +216,10 @@ def main(arguments: list[str]) -> None:
         else:
             launch(framework, arguments)
         runs |= collect(settings, framework)
-    rows = report.table(runs)
-    (folder / "table.md").write_text(report.as_markdown(rows) + "\n")
+    table = report.table(runs)
+    (folder / "table.md").write_text(tables.as_markdown(table) + "\n")
     report.picture(runs, folder / "demo.png")
-    print(f"\n{report.as_text(rows)}\n\nratio: bytes of uncompressed training / bytes sent")
+    print(f"\n{tables.as_text(table)}\n\nratio: bytes of uncompressed training / bytes sent")
     print(f"picture: {folder / 'demo.png'}   table: {folder / 'table.md'}")
     print(f"results: {folder}/*/*/*/result.json   {time.perf_counter() - began:.0f} s in all")
 

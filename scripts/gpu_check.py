@@ -24,11 +24,10 @@ import torch
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
-from accordion_hvd import Accordion, PowerSGD, TopK, parse  # noqa: E402
+from accordion_hvd import Accordion, PowerSGD, TopK, parse, simulate  # noqa: E402
 from accordion_hvd.comm.local import LocalCommunicator  # noqa: E402
 from accordion_hvd.core.base import Info  # noqa: E402
 from accordion_hvd.ops import namespace  # noqa: E402
-from accordion_hvd.simulation.one_process import simulate  # noqa: E402
 
 SPECS = (
     "dense", "fp16", "bf16", "topk:0.01", "randomk:0.01", "threshold:0.02", "adacomp:50",

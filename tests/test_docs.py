@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import Framework, Ranks, normals, parameters
+from launch import command_for, need
 
-from accordion_hvd import TopK, parse
+from accordion_hvd import TopK, averaging, compressors, optimizers, parse, simulate
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
-from accordion_hvd.simulation.one_process import simulate
 from accordion_hvd.tools.command import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = "accordion_hvd|benchmarks|examples|scripts|configs|tests"
 
@@ -50,6 +50,114 @@ def test_there_are_blocks() -> None:
 @pytest.mark.parametrize("source", PYTHON)
 def test_python_compiles_and_its_imports_exist(source: str) -> None:
     check_imports(ast.parse(source))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_and_manifests_parse(page: str) -> None:
+    """Files for Slurm are scripts of bash, and manifests for Kubernetes are YAML of one object."""
+    yaml = pytest.importorskip("yaml")
+    for script in blocks(page, "sh"):
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    for manifest in blocks(page, "yaml"):
+        assert {"apiVersion", "kind", "metadata", "spec"} == yaml.safe_load(manifest).keys()
+
+
+LINK = re.compile(r"\[[^]]*\]\((?!https?:)([\w./-]+\.md)[^)]*\)")
+NUMBER = re.compile(r"(?<![\w.,:])\d+(?:,\d{3})*(?:\.\d+)?(?![\w:]|\.\d)")
+
+
+def numbers(text: str) -> set[str]:
+    """Numbers outside of code quotes, as they are written, without separators of thousands."""
+    text = LINK.sub(" ", re.sub(r"`[^`]*`", " ", text))
+    return {number.replace(",", "") for number in NUMBER.findall(text)}
+
+
+def claims(page: str) -> list[Any]:
+    """Pieces of a page's table cells that end with a link to a page, with that page."""
+    rows = [x for x in (ROOT / page).read_text().splitlines() if x.startswith("|")]
+    found = []
+    for cell in (cell for row in rows for cell in row.split("|")):
+        start = 0
+        for link in LINK.finditer(cell):
+            target = ((ROOT / page).parent / link[1]).resolve()
+            found.append(pytest.param(cell[start : link.start()], target, id=link[1]))
+            start = link.end()
+    return found
+
+
+@pytest.mark.parametrize("claim, page", claims("docs/choosing.md"))
+def test_figures_are_on_the_page_that_a_cell_links(claim: str, page: Path) -> None:
+    text = re.sub(r"[|`*()]", " ", page.read_text())
+    known = {number.replace(",", "") for number in re.findall(r"\d+(?:[.,]\d+)*", text)}
+    assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
+
+
+@pytest.mark.parametrize("page, start", [("index", "Four hosts"), ("comparison", "- **Measured")])
+def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
+    text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("performance", "accuracy"))
+    known = set(re.findall(r"\d+(?:\.\d+)?", text))
+    page_text = (ROOT / f"docs/{page}.md").read_text()
+    paragraph = rf"^{re.escape(start)}.*?(?=\n\n|\n- |\n#)"
+    found = re.findall(paragraph, page_text, re.DOTALL | re.MULTILINE)
+    assert found
+    for claim in found:
+        assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
+
+
+def test_cells_have_figures() -> None:
+    counts = [len(numbers(claim.values[0])) for claim in claims("docs/choosing.md")]
+    assert len(counts) > 40 and sum(map(bool, counts)) > 30
+
+
+def test_versions() -> None:
+    """Ranges and versions of the table of packages are those of setup.cfg and requirements.txt."""
+    page = (ROOT / "docs/versions.md").read_text()
+    rows = [row.split("|") for row in page.splitlines() if row.startswith("|") and "`" in row]
+    declared, tested = ((ROOT / name).read_text() for name in ("setup.cfg", "requirements.txt"))
+    assert len(rows) > 10
+    for row in rows:
+        for requirement in re.findall(r"`([\w-]*[<>=][^`]*)`", row[2]):
+            assert requirement in declared.replace(" ", ""), requirement
+        for requirement in re.findall(r"`([\w-]+[<>=][^`]*)`", row[3]):
+            assert requirement in tested, requirement
+
+
+def test_papers_are_cited() -> None:
+    """Keys of BibTeX entries differ, and the methods of each catalog are named."""
+    page = (ROOT / "docs/citing.md").read_text()
+    keys = re.findall(r"^@\w+{(\w+),$", page, re.MULTILINE)
+    assert len(keys) == len(set(keys)) > 40
+    ours = {"BF16", "Dense", "FP16", "Gathered", "Nesterov", "Topology", "UpdateRule"}
+    for catalog in (compressors, averaging, optimizers):
+        for name in set(catalog.__all__) - ours:
+            assert re.search(rf"`{name}\b", page), name
+
+
+def test_horovod_and_torchrun_start_with_the_same_script() -> None:
+    horovod, torchrun = (
+        blocks(f"docs/getting-started/{name}.md", "python")[0] for name in ("horovod", "torchrun")
+    )
+    assert horovod == torchrun
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "page, launcher, module", [("torchrun", "torchrun", "torch"), ("keras", "gloo", "tensorflow")]
+)
+def test_the_first_training_runs(page: str, launcher: str, module: str, tmp_path: Path) -> None:
+    """Two ranks: strong compression at the end, and a receipt."""
+    pytest.importorskip(module)
+    need(launcher)
+    script = tmp_path / "train.py"
+    script.write_text(blocks(f"docs/getting-started/{page}.md", "python")[0])
+    done = subprocess.run(
+        command_for(launcher, 2, [sys.executable, str(script)]), cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "PowerSGD(rank=1)" in done.stdout.splitlines()[-1], done.stdout
+    assert (tmp_path / "runs" / "first" / "receipt.html").exists()
 
 
 @pytest.mark.parametrize("source", blocks("README.md", "diff"))
@@ -177,6 +285,11 @@ def example(number: int = 0) -> Any:
     module = sys.modules.setdefault("example", types.ModuleType("example"))
     exec(compile(blocks("CONTRIBUTING.md", "python")[number], "example", "exec"), vars(module))
     return getattr(module, ("RoundRobin", "FadingFeedback", "ErrorBound")[number])
+
+
+def test_the_law_of_error_feedback(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks("docs/concepts.md", "python")[0], "concepts", "exec"), {})
+    assert float(capsys.readouterr().out) < 1e-4
 
 
 def test_the_example_of_a_policy() -> None:

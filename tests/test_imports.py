@@ -12,6 +12,7 @@ import pytest
 from setuptools import find_packages
 
 import accordion_hvd
+from accordion_hvd._moved import MOVED
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
@@ -32,7 +33,7 @@ def loaded(code: str) -> set[str]:
         "import accordion_hvd.simulation.one_process",
         "from accordion_hvd import *",
         "import accordion_hvd; accordion_hvd.parse('accordion(low=powersgd(4), high=topk)')",
-        "import numpy as np; from accordion_hvd.simulation.one_process import simulate\n"
+        "import numpy as np; from accordion_hvd import simulate\n"
         "simulate('topk', 2).step([{'w': np.ones((40, 50), 'f')}] * 2)",
     ],
 )
@@ -117,7 +118,46 @@ def test_only_the_package_is_installed() -> None:
     assert {name.partition(".")[0] for name in found} == {"accordion_hvd"}
 
 
-def test_no_public_name_is_hidden_by_a_module() -> None:
-    """A submodule of the same name would take its place once it is imported."""
+ORDERS = [
+    "pass",
+    "from accordion_hvd import *",
+    "import accordion_hvd.simulation",
+    "import accordion_hvd.simulation.one_process",
+    "import accordion_hvd.simulate",
+    "from accordion_hvd.simulate import World",
+    "from accordion_hvd import simulate; import accordion_hvd.simulate",
+    "import accordion_hvd.simulate as old; old.simulate('topk', 2), old.World",
+    "import accordion_hvd.graph.partition",
+]
+CALLED = """
+import os, sys
+import numpy
+for order in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            exec(order)
+            from accordion_hvd import simulate
+            from accordion_hvd.graph import partition
+            from accordion_hvd.simulation import World
+            assert isinstance(simulate("topk", 2), World) and simulate(ranks=3, compression="topk")
+            assert callable(partition)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, f"there is no function after: {order}"
+"""
+
+
+def test_functions_that_modules_have_the_names_of() -> None:
+    """They can be called whatever has been imported before."""
+    command = [sys.executable, "-c", CALLED, *ORDERS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_no_other_public_name_is_hidden_by_a_module() -> None:
+    """A submodule of the same name, new or old, would take its place once it is imported."""
     modules = {path.stem for path in (ROOT / "accordion_hvd").glob("*")}
-    assert not modules & set(accordion_hvd.__all__)
+    assert (modules | {*MOVED}) & set(accordion_hvd.__all__) == {"simulate"}

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from cases import CASES
 
+from accordion_hvd import simulate
 from accordion_hvd.engine.checkpoint import load_state, save_state
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 from examples.config import parse_settings
 
 ROOT = Path(__file__).resolve().parents[1]

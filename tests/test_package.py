@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,28 @@ def test_wheel_and_source_archive_are_whole(built: Path) -> None:
     assert names >= sources | {"LICENSE", "README.md", "setup.cfg"}
 
 
+def test_one_version() -> None:
+    """The citation and the newest release of the changelog have the version of the package."""
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## \[([\d.]+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] == citation["version"] == accordion_hvd.__version__
+    assert newest[2] == str(citation["date-released"])
+
+
+def test_the_image_has_what_it_copies() -> None:
+    """Files that .dockerignore lets through exist, and the image copies no others."""
+    allowed = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    assert allowed and all((ROOT / name).exists() for name in allowed)
+    for words in re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.M):
+        assert set(words.split()[:-1]) <= {".", *allowed}
+
+
 @pytest.mark.slow
 def test_a_users_script_passes_a_strict_type_checker(built: Path, tmp_path: Path) -> None:
     """The wheel is installed beside PyTorch, and the script is checked against it."""
@@ -115,5 +138,8 @@ def test_a_users_script_passes_a_strict_type_checker(built: Path, tmp_path: Path
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert 'Revealed type is "accordion_hvd.compressors.powersgd.PowerSGD"' in done.stdout
+    command = [python.with_name("accordion-hvd"), "--version"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert told.split()[-1] == accordion_hvd.__version__
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert len(errors) == 1 and 'Unexpected keyword argument "rnak"' in errors[0], done.stdout

@@ -193,7 +193,7 @@ def test_the_first_step_may_fail() -> None:
 
 @pytest.mark.parametrize("compression", SPECS)
 def test_a_replica_that_joins_takes_over_policy_and_a_share(
-    compression: str, capfd: pytest.CaptureFixture[str]
+    compression: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicas = group_of(compression)
     new = Replica(compression)
@@ -204,12 +204,12 @@ def test_a_replica_that_joins_takes_over_policy_and_a_share(
     assert_equal(replicas)
     assert new.averager.exchange.steps == 4
     norms = [np.linalg.norm(total([replica])) for replica in replicas]
-    assert min(norms) > 0.2 * max(norms) and "handover" not in capfd.readouterr().err
+    assert min(norms) > 0.2 * max(norms) and "handover" not in caplog.text
 
 
 @pytest.mark.parametrize("compression", SPECS)
 def test_an_orderly_change_keeps_the_sum_of_the_residuals(
-    compression: str, capfd: pytest.CaptureFixture[str]
+    compression: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicas = group_of(compression, 3)
     before = total(replicas)
@@ -226,12 +226,12 @@ def test_an_orderly_change_keeps_the_sum_of_the_residuals(
     connect(replicas)
     at_once([replica.averager._reducer._join for replica in replicas])
     np.testing.assert_allclose(total(replicas), before, atol=1e-5)
-    assert "handover" not in capfd.readouterr().err
+    assert "handover" not in caplog.text
 
 
 @pytest.mark.parametrize("compression", SPECS)
 def test_a_replica_that_dies_in_an_exchange(
-    compression: str, capfd: pytest.CaptureFixture[str]
+    compression: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicas = group_of(compression, 3, steps=0)
     connect(replicas, seconds=1)
@@ -244,12 +244,12 @@ def test_a_replica_that_dies_in_an_exchange(
     connect(replicas)
     train(replicas)
     assert_equal(replicas)
-    err = capfd.readouterr().err
-    assert err.count("replicas [2] of 3 ended without a handover") == 1, err
+    text = caplog.text
+    assert text.count("replicas [2] of 3 ended without a handover") == 1, text
     assert dead.averager.exchange.steps == 3
 
 
-def test_a_replica_that_misses_a_commit_counts_as_new(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_replica_that_misses_a_commit_counts_as_new(caplog: pytest.LogCaptureFixture) -> None:
     replicas = group_of("topk:0.1")
     replicas[0].manager.refuses = True
     train(replicas)
@@ -258,7 +258,7 @@ def test_a_replica_that_misses_a_commit_counts_as_new(capfd: pytest.CaptureFixtu
     connect(replicas)
     train(replicas)
     assert_equal(replicas)
-    assert "replicas [0] of 2" in capfd.readouterr().err
+    assert "replicas [0] of 2" in caplog.text
 
 
 def test_a_healing_replica_sends_zeros() -> None:

@@ -17,6 +17,8 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
 State = dict[str, Tensor]
+"""The state of a compressor for one bucket: tensors by name."""
+
 Hosts = tuple[tuple[int, ...], ...]
 """The ranks of each host."""
 

@@ -13,8 +13,8 @@ import abc
 import functools
 import io
 import json
+import logging
 import numbers
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +35,8 @@ from accordion_hvd.engine.saved_state import SavedState, of_parts, rescale_from_
 from accordion_hvd.ops import backend
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule
+
+logger = logging.getLogger(__name__)
 
 Loader = Callable[[int], dict[str, np.ndarray]]
 _live: list[weakref.ref[Any]] = []
@@ -115,7 +117,7 @@ def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
 def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
     """Restore a state written by `save_state`, on any number of ranks; collective.
 
-    A checkpoint that is incomplete or has changed is skipped, and rank 0 prints why: the one before
+    A checkpoint that is incomplete or has changed is skipped, and rank 0 logs why: the one before
     it is restored.
 
     Args:
@@ -251,7 +253,7 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
         adopt(exchange, {**snapshot(exchange), "rank": -1})  # as a state of another rank
     if link.rank == 0:
         text = "a rank loaded the state of another rank, so all ranks reset their per-rank state"
-        print(f"{exchange.policy!r}: {text} (residuals, replicas).", file=sys.stderr)
+        logger.warning("%r: %s (residuals, replicas).", exchange.policy, text)
 
 
 def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> None:
@@ -393,7 +395,7 @@ def _usable(
 def _fall_back(
     lead: Communicator, folder: Path, manifest: dict[str, Any], skipped: Sequence[str], lost: bool
 ) -> None:
-    """Print why the checkpoint `folder` is restored although there are newer ones.
+    """Log why the checkpoint `folder` is restored although there are newer ones.
 
     Raises:
         RuntimeError: if privacy was spent since, and the record of that is `lost`.
@@ -408,7 +410,7 @@ def _fall_back(
         )
     if lead.rank == 0:
         message = f"continuing from {text}, because newer checkpoints cannot be used: {reasons}"
-        print(f"accordion_hvd: {message}.", file=sys.stderr, flush=True)
+        logger.warning("accordion_hvd: %s.", message)
 
 
 def _prepare(manifest: dict[str, Any], chosen: Sequence[Any]) -> None:
@@ -447,8 +449,8 @@ def _report_rescaling(exchange: Exchange, ranks: int) -> None:
     size = exchange.communicator.size
     for name, text in sorted(kinds.items()):
         inactive = "; the states of inactive stages are discarded"
-        print(f"{name}: saved on {ranks} ranks, continues on {size}: {text}{inactive}.",
-              file=sys.stderr, flush=True)  # fmt: skip
+        sizes = f"saved on {ranks} ranks, continues on {size}"
+        logger.info("%s: %s: %s%s.", name, sizes, text, inactive)
 
 
 def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[SavedState]:

@@ -9,17 +9,12 @@ from accordion_hvd.policies.batch_growth import BatchGrowth
 
 
 class Controls:
-    """Properties and methods that users call on a `DistributedOptimizer`.
+    """Properties and methods that users call on a `DistributedOptimizer`."""
 
-    A wrapped optimizer defines these attributes:
-        _averager: the `GradientAverager`.
-        _models: the `ModelAverager`; None if the policy never averages models.
-        _statistics: a method that returns the `Parameters` of a model that are not trained.
-    """
-
-    _averager: Any
-    _models: Any
-    _statistics: Any
+    # A wrapped optimizer defines these attributes.
+    _averager: Any  # the `GradientAverager`
+    _models: Any  # the `ModelAverager`; None if the policy never averages models
+    _statistics: Any  # a method that returns the `Parameters` of a model that are not trained
 
     @property
     def exchange(self) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.rank_changes import Gather, Group
+
+logger = logging.getLogger(__name__)
 
 
 class Member(Protocol):
@@ -126,14 +128,13 @@ class FollowsRanks:
 
 
 def _report(group: Group, norms: list[float]) -> None:
-    """Print which ranks died and the norm of the residuals that are lost with them."""
+    """Log which ranks died and the norm of the residuals that are lost with them."""
     if len(norms) != group.lead.ranks:  # they died before the first commit
         return
     lost = math.hypot(*(norms[rank] for rank in group.lost))
     if lost:
-        print(
-            f"accordion_hvd: ranks {group.lost} of {group.lead.ranks} ended without a handover. "
-            f"Their residuals at the last commit (norm {lost:.3g} of {math.hypot(*norms):.3g}) are "
-            "lost.",
-            file=sys.stderr, flush=True,
+        logger.warning(
+            "accordion_hvd: ranks %s of %d ended without a handover. Their residuals at the last "
+            "commit (norm %.3g of %.3g) are lost.",
+            group.lost, group.lead.ranks, lost, math.hypot(*norms),
         )  # fmt: skip

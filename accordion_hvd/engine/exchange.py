@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gating import Gating
+
+logger = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -77,6 +80,7 @@ class Exchange:
         self.xp = communicator.xp
         self.skip = tuple(skip)
         self.steps = self.skipped = 0
+        self._skipped_here = 0  # skipped steps of this process
         self.device: Any = None
         self.replicas: Callable[[], Mapping[str, Tensor]] = _no_replicas
         self.hyper: Mapping[str, Mapping[str, Any]] = {}
@@ -246,6 +250,7 @@ class Exchange:
         if step.bad is True:
             self.skipped += 1
             self.ledger.event("skipped", self.steps - 1)
+            self._report_skipped(1)
         self.running = None
         return step.bad is not True
 
@@ -265,6 +270,16 @@ class Exchange:
         self.ledger.samples.after(self)
         self.ledger.add("decode", time.perf_counter() - began)
         self.ledger.close(self, step)
+
+    def _report_skipped(self, count: int) -> None:
+        """Warn on rank 0 after 1, 2, 4, 8, ... skipped steps: loss scalers skip some regularly."""
+        before, self._skipped_here = self._skipped_here, self._skipped_here + count
+        if before.bit_length() < self._skipped_here.bit_length() and self.communicator.rank == 0:
+            logger.warning(
+                "accordion_hvd: a gradient of some rank was not finite in %d of %d steps so far; "
+                "the exchanges of these steps were skipped.",
+                self.skipped, self.steps,
+            )  # fmt: skip
 
     def advance(self) -> bool:
         """Continue the step without waiting; return True once `close` may be called."""
@@ -368,17 +383,20 @@ class Exchange:
 
         Returns:
             A dict with these keys:
-                steps: number of exchanges.
-                dense: bytes of the uncompressed gradients.
-                dense_sent: bytes that a ring allreduce of the gradients would send.
-                payload, sent, received: see `comm.traffic`.
-                between: `sent` without the bytes known to have stayed within a host (see `hosts`).
-                ratio: dense_sent / sent.
-                seconds: seconds spent in encoding (before the first requests), waiting, and
-                    decoding (after the first requests).
-                reports: reports of the compressors by bucket (`Compressor.report`).
-                privacy: privacy spent so far (`PrivacyBudget.stats`), if there is a budget.
-                batch_size: number of examples of all ranks in a step, if the policy controls it.
+
+            - "steps": number of exchanges.
+            - "dense": bytes of the uncompressed gradients.
+            - "dense_sent": bytes that a ring allreduce of the gradients would send.
+            - "payload": bytes of this rank's messages.
+            - "sent", "received": bytes that this rank sends and receives for its messages, by the
+              model of ring collectives in `comm.traffic`.
+            - "between": "sent" without the bytes known to have stayed within a host.
+            - "ratio": "dense_sent" / "sent".
+            - "seconds": seconds spent in encoding (before the first requests), waiting, and
+              decoding (after the first requests).
+            - "reports": reports of the compressors by bucket (`Compressor.report`).
+            - "privacy": privacy spent so far (`PrivacyBudget.stats`), if there is a budget.
+            - "batch_size": number of examples of all ranks in a step, if the policy controls it.
         """
         counts = self.accounts.stats(self.communicator.size)
         result = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +14,8 @@ from accordion_hvd import check
 from accordion_hvd.comm.agreement import gather
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Tensor
+
+logger = logging.getLogger(__name__)
 
 MODES = ("error", "warn", "off")
 EARLY = (1, 2, 10)
@@ -96,7 +98,7 @@ class Guard:
         if self.mode == "error":
             message += " (To continue anyway, pass guard='warn' or guard='off'.)"
             if communicator.rank == 0:
-                print(f"accordion_hvd: {message}", file=sys.stderr, flush=True)
+                logger.error("accordion_hvd: %s", message)
             raise ReplicasDiffer(message)
         if communicator.rank == 0 and not self.warned:
             message += (

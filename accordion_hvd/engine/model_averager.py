@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
+import logging
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +26,8 @@ from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.rank_changes import Gather
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.policies.alternation import Alternation
+
+logger = logging.getLogger(__name__)
 
 _HALF = ("float16", "bfloat16")
 _numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
@@ -175,7 +177,7 @@ class ModelAverager(checkpoint.Keeper):
             text = f"averages wait for all members of a group, because {reason}"
             if possible:
                 text = "wait-avoiding averages over MPI"
-            print(f"accordion_hvd: {method!r}: {text}", file=sys.stderr, flush=True)
+            logger.info("accordion_hvd: %r: %s", method, text)
         return possible
 
     def _all(self, flag: bool) -> bool:
@@ -445,11 +447,14 @@ class ModelAverager(checkpoint.Keeper):
 
         Returns:
             A dict with these keys:
-                steps: number of steps.
-                sent: bytes that this rank has sent (if averaging is wait-avoiding, over MPI).
-                seconds: seconds spent in averages, waiting included.
-                reports: reports of the method, one per kind of parameters (`Averaging.report`).
-                late, on_time, lag: see `WaitAvoiding`; only if averaging is wait-avoiding.
+
+            - "steps": number of steps.
+            - "sent": bytes that this rank has sent (if averaging is wait-avoiding, over MPI).
+            - "seconds": seconds spent in averages, waiting included.
+            - "reports": reports of the method, one per kind of parameters (`Averaging.report`).
+            - "on_time", "late": numbers of averages that contained this rank's newest model, or an
+              older one; "lag": the largest age of an older one, in versions. Only if averaging is
+              wait-avoiding.
         """
         counts: dict[str, Any] = {"steps": self.steps, "seconds": self._seconds}
         counts |= {"sent": self._traffic.sent, "reports": self._reports()}
@@ -573,7 +578,7 @@ class ModelAverager(checkpoint.Keeper):
         restored = sorted(keys & set(self.method.shared))
         parts += [f"shared state ({', '.join(restored)}) is restored"] if restored else []
         text = f"saved on {ranks} ranks, continues on {self.communicator.size}: "
-        print(f"{self.method!r}: {text}{'; '.join(parts)}.", file=sys.stderr, flush=True)
+        logger.info("%r: %s%s.", self.method, text, "; ".join(parts))
 
 
 def _largest(x: Tensor) -> ExchangeGenerator:

@@ -9,6 +9,7 @@ thread is late, the average exists already, with the model that it published bef
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ from accordion_hvd.comm.launcher import started_by_mpi
 from accordion_hvd.engine import reduce_scatter
 from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
 from accordion_hvd.engine.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
 
 Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
@@ -498,7 +501,8 @@ class WaitAvoiding:
                     break
             if time.monotonic() - said > _REPORT:
                 said = time.monotonic()
-                self._say(f"waits for rank {_join_ranks(missing)} (version {round_.version})")
+                waits = f"waits for rank {_join_ranks(missing)} (version {round_.version})"
+                logger.warning("accordion_hvd: rank %d %s", self.rank, waits)
             if time.monotonic() - began > self.timeout:
                 answers = self._inquire(missing)
                 with self._changed:
@@ -612,12 +616,9 @@ class WaitAvoiding:
 
     def _abort(self, why: str) -> None:
         """Abort the job, which cannot end normally without some of its ranks."""
-        self._say(f"ends the job: {why}")
+        logger.error("accordion_hvd: rank %d ends the job: %s", self.rank, why)
+        logging.shutdown()  # writes what handlers hold back; no code runs after Abort
         self._comm.Abort(1)
-
-    def _say(self, what: str) -> None:
-        sys.stderr.write(f"accordion_hvd: rank {self.rank} {what}\n")
-        sys.stderr.flush()
 
 
 def _join_ranks(ranks: Sequence[int]) -> str:

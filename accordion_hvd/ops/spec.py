@@ -10,6 +10,7 @@ from typing import Any
 from accordion_hvd.ops.random import normal
 
 Tensor = Any
+"""A tensor of NumPy, PyTorch or TensorFlow."""
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
 """Bytes per element for each dtype."""

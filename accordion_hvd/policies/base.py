@@ -37,7 +37,9 @@ class Policy(NotForStockHorovod, abc.ABC):
     Attributes:
         evidence: the evidence for decisions; see `accordion_hvd.policies.evidence`.
         features: observers of the exchange, such as a gate; see `Observer`.
-        target, output, scope: those of the levels (see `Compressor`), on which all levels agree.
+        target: the levels' `target` (see `Compressor`), on which all levels agree.
+        output: the levels' `output`, on which all levels agree.
+        scope: the levels' `scope`, on which all levels agree.
         scopes: name pattern -> scope of the tensors that an override of this pattern serves.
         topology_aware: whether a level needs to know which ranks share a host.
         fp16_reduction: whether a level sends nothing but fp16.

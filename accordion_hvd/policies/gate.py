@@ -72,7 +72,7 @@ class Gate:
         fallbacks: compressors that may replace the wanted one, from lossy to exact.
 
     Attributes:
-        verdict: the line that rank 0 printed last.
+        verdict: the line that rank 0 logged last.
     """
 
     def __init__(

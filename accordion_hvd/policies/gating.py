@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Generator
 from typing import Any
 
@@ -10,6 +10,8 @@ from accordion_hvd.comm.agreement import share
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.gate import Cost, Gate, probe
+
+logger = logging.getLogger(__name__)
 
 PROBE = 1 << 18
 """Elements of the tensor that measures the link."""
@@ -49,7 +51,7 @@ class Gating(Observer):
             decision = gate.decide(exchange.steps, levels, *measured)
         decision = yield from share(communicator, decision, exchange.device)
         if gate.apply(decision, levels) and decision["verdict"] and communicator.rank == 0:
-            print(decision["verdict"], file=sys.stderr, flush=True)
+            logger.info("%s", decision["verdict"])
         self._totals.clear()
 
     @property

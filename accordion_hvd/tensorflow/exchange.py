@@ -46,7 +46,7 @@ class TensorFlowExchange(Exchange):
         self._seconds: tf.Variable | None = None  # time of all exchanges in graphs
         self._began: tf.Variable | None = None  # when the present one began; 0 between exchanges
         self._recorded = 0.0  # part of it that the ledger knows
-        self._skipped = 0
+        self._skipped = 0  # number of skipped steps that `account` has counted
         self._steps = 0
         self._counted = 0  # steps whose bytes have been counted
         self._ticked = 0  # steps that the policy has counted
@@ -284,7 +284,8 @@ class TensorFlowExchange(Exchange):
     # ---------------------------------------------------------------------------------- accounting
     def account(self) -> None:
         """Count the bytes of the steps that graphs have executed."""
-        steps, first = self.steps, self._counted - self.skipped
+        steps, skipped = self.steps, self.skipped
+        first = self._counted - skipped
         executed, before = steps - self._counted, self.accounts.traffic.sent
         for turn, (traffic, dense) in self._per_step.items():
             period = len(self._per_step)
@@ -292,6 +293,8 @@ class TensorFlowExchange(Exchange):
             self.accounts.traffic.add(Traffic(*(times * bytes_ for bytes_ in astuple(traffic))))
             self.accounts.dense_bytes += dense * times
         self._counted = steps
+        self._report_skipped(skipped - self._skipped)
+        self._skipped = skipped
         if executed and self._seconds is not None:
             self._record(executed, self.accounts.traffic.sent - before)
 

@@ -23,8 +23,9 @@ for the manager.
 - **Another quorum**: the first exchange gives every replica the policy and levels of a replica that
   has committed all steps, and an equal share of all residuals. So the state of compression must not
   be in the manager's `state_dict` functions, which are for the model and the optimizer.
-- **A replica that dies**: its residual at its last commit is lost, and one replica prints so. The
-  same holds for a replica that does not commit a step that others commit: it heals as a new one.
+- **A replica that dies**: its residual at its last commit is lost, and one replica logs a warning.
+  The same holds for a replica that does not commit a step that others commit: it heals as a new
+  one.
 - **A replica that leaves in order**: torchft does not tell the others. If all replicas call
   `hand_over()` after the same step, before some of them leave, then no residual is lost.
 """
@@ -32,7 +33,7 @@ for the manager.
 from __future__ import annotations
 
 import io
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,10 @@ from accordion_hvd.ops import torch as xp
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
+
+__all__ = ["Averager", "average"]
+
+logger = logging.getLogger(__name__)
 
 OWNER = "torchft.average"
 
@@ -306,12 +311,12 @@ def _absent(saved: dict[str, Any] | None) -> Communicator:
 
 
 def _report(group: Group, norms: list[float]) -> None:
-    """Print which replicas' residuals are lost, and how large those of the others are."""
+    """Log which replicas' residuals are lost, and how large those of the others are."""
     others = ", ".join(f"{norm:.3g}" for norm in norms)
-    print(
-        f"accordion_hvd: replicas {group.lost} of {group.lead.ranks} ended without a handover or "
-        f"missed a commit. Their residuals are lost; those of the others have norms {others}.",
-        file=sys.stderr, flush=True,
+    logger.warning(
+        "accordion_hvd: replicas %s of %d ended without a handover or missed a commit. Their "
+        "residuals are lost; those of the others have norms %s.",
+        group.lost, group.lead.ranks, others,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.nn import functional as F
 
@@ -103,20 +104,15 @@ def _accuracy(model: torch.nn.Module, shard: Shard) -> float:
     return correct / tested
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a header and rows: mean accuracies, and differences to averaged gradients by seed."""
-    lines = [["task", "average", "test accuracy", "difference in points", "seeds"]]
-    for task, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
-        found = _of(rows, task, method)
-        base = _of(rows, task, GRADIENTS)
-        points = [100 * (found[seed] - base[seed]) for seed in found if seed in base]
-        cells = [task, method, f"{100 * statistics.mean(found.values()):.2f} %"]
-        difference = ""
-        if method != GRADIENTS:
-            difference = spread(points, "{:+.2f}".format, statistics.mean, " to ")
-        lines.append([*cells, difference, str(len(found))])
-    return lines
-
-
-def _of(rows: Sequence[dict[str, Any]], task: str, method: str) -> dict[int, float]:
-    return {r["seed"]: r["accuracy"] for r in rows if (r["task"], r["method"]) == (task, method)}
+def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return a table of mean accuracies, and differences to averaged gradients by seed."""
+    found = pd.DataFrame(rows)
+    accuracy = 100 * found.pivot_table("accuracy", "seed", ["task", "method"], sort=False)
+    lines = []
+    for (task, method), own in accuracy.items():
+        points = (own - accuracy[task, GRADIENTS]).dropna()
+        difference = spread(points, "{:+.2f}".format, statistics.mean, " to ")
+        difference = difference if method != GRADIENTS else ""
+        lines.append([task, method, f"{own.mean():.2f} %", difference, f"{own.count()}"])
+    head = ["task", "average", "test accuracy", "difference in points", "seeds"]
+    return pd.DataFrame(lines, columns=head)

@@ -21,8 +21,8 @@ from accordion_hvd.simulation.links import Link
 from benchmarks.averaging import scale, waiting
 from benchmarks.report import END, render
 from examples.command_line import as_settings, read_options, words
-from examples.report import as_markdown
 from examples.results import read_json, write_json
+from examples.tables import as_markdown
 
 OWNER = "bench_averaging.py"
 Part = Literal["waiting", "horovod", "idle", "accuracy", "scale", "report"]

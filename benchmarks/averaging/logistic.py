@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK, check
 from accordion_hvd.averaging.base import Averaging
@@ -25,7 +26,7 @@ from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, loc
 from examples.command_line import read_options
 from examples.data import load
 from examples.pictures import figure
-from examples.report import as_markdown
+from examples.tables import as_markdown, format_table
 
 Array = np.ndarray
 
@@ -176,17 +177,21 @@ METHODS: dict[str, Averaging] = {
 }
 
 
-def table(curves: Sequence[Curve], error: float) -> list[list[str]]:
-    """Return a header and rows with the steps and bits to an error."""
-    rows = [["method", f"steps to {error:g}", "bits to each neighbour", "of NIDS'", "least error"]]
-    base = curves[0].until(error)
-    for curve in curves:
-        found, cells = curve.until(error), ["-", "-", "-"]
-        if found is not None and base is not None:
-            steps, bits = found
-            cells = [str(steps), f"{bits:.3g}", f"{bits / base[1]:.3f}"]
-        rows.append([curve.name, *cells, f"{min(curve.errors):.1e}"])
-    return rows
+def table(curves: Sequence[Curve], error: float) -> pd.DataFrame:
+    """Return a table of the steps and bits to an error; a dash if it was not reached."""
+    columns = {
+        "method": "{name}",
+        f"steps to {error:g}": "{steps:.0f}",
+        "bits to each neighbour": "{bits:.3g}",
+        "of NIDS'": "{share:.3f}",
+        "least error": "{least:.1e}",
+    }
+    found = pd.DataFrame(
+        [curve.until(error) or (np.nan, np.nan) for curve in curves], columns=["steps", "bits"]
+    )
+    found["share"] = found["bits"] / found["bits"][0]
+    names, least = [curve.name for curve in curves], [min(curve.errors) for curve in curves]
+    return format_table(columns, found.assign(name=names, least=least))
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:

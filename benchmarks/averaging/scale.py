@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from accordion_hvd import DPSGD, WAGMA, LocalSGD, check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
@@ -19,7 +21,7 @@ from accordion_hvd.simulation.links import Link
 from accordion_hvd.simulation.virtual_time import Outcome, train
 from examples.command_line import read_options
 from examples.pictures import figure
-from examples.report import as_markdown
+from examples.tables import as_markdown
 
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _COLOURS = ("#7f7f7f", "#0072B2", "#E69F00", "#56B4E9", "#009E73")
@@ -54,19 +56,17 @@ def measure(
 
 def table(found: Found) -> str:
     """Return Markdown tables of steps per second, the models' largest distance, and late models."""
-    ranks = [f"{count} ranks" for count in next(iter(found.values()))]
-    parts = []
-    for title, value in (
-        ("steps per second", lambda one: f"{one.rate:.2f}"),
-        ("largest distance from the mean model", lambda one: f"{max(one.distance):.3f}"),
-        ("late models in group averages", lambda one: f"{100 * one.late:.0f} %"),
-    ):
-        rows = [[title, *ranks]]
-        for name, row in found.items():
-            if "late" not in title or any(one.late for one in row.values()):
-                rows.append([name, *map(value, row.values())])
-        parts.append(as_markdown(rows, left=[0]))
-    return "\n\n".join(parts)
+    outcomes = pd.DataFrame(found).T.add_suffix(" ranks")
+    late = outcomes[outcomes.map(lambda one: one.late).any(axis=1)]
+    tables = {
+        "steps per second": outcomes.map(lambda one: f"{one.rate:.2f}"),
+        "largest distance from the mean model": outcomes.map(
+            lambda one: f"{max(one.distance):.3f}"
+        ),
+        "late models in group averages": late.map(lambda one: f"{100 * one.late:.0f} %"),
+    }
+    parts = [table.rename_axis(title).reset_index() for title, table in tables.items()]
+    return "\n\n".join(as_markdown(part, left=[0]) for part in parts)
 
 
 def draw(found: Found, path: Path) -> None:
@@ -82,7 +82,7 @@ def draw(found: Found, path: Path) -> None:
                 axis.plot(list(row), values, "o-", color=colour, label=name, ms=4)
             axis.set(xscale="log", xlabel="ranks", ylabel=what, ylim=(0, None))
             axis.set_xticks(list(next(iter(found.values()))))
-            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.xaxis.set_major_formatter("{x:g}")
             axis.grid(alpha=0.3)
         axes[0].legend(fontsize=8)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from accordion_hvd import WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
@@ -25,7 +26,7 @@ from accordion_hvd.simulation.compute_times import Stragglers
 from accordion_hvd.simulation.links import Link
 from accordion_hvd.simulation.virtual_time import train
 from benchmarks.report import digits, spread
-from examples.report import tabulate
+from examples.tables import format_table
 
 Array = np.ndarray
 ALL, LOCAL, WAITING, AVOIDING = "all", "local", "groups that wait", "groups that do not"
@@ -206,22 +207,18 @@ COLUMNS = {
     "% of limit": "{reached:.0f} %",
     "predicted": "{predicted:.2f}",
     "error": "{off:+.0f} %",
-    "CPU ms": "{core_ms:.1f}",
+    "CPU ms": "{busy:.1f}",
     "late": "{late}",
 }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a header and rows."""
-    lines = []
-    for row in rows:
-        rate = statistics.median(row["rates"])
-        cells = {
-            "rates": spread(row["rates"], digits(2)),
-            "reached": 100 * rate / row["best"],
-            "off": 100 * (row["predicted"] / rate - 1),
-            "core_ms": 1e3 * row["busy"],
-            "late": f"{100 * row['late']:.0f} %" if row["late"] else "",
-        }
-        lines.append({**row, **cells})
-    return tabulate(COLUMNS, lines)
+def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return a table with a row for each size and method."""
+    found = pd.DataFrame(rows)
+    rate = found["rates"].map(statistics.median)
+    found["rates"] = [spread(rates, digits(2)) for rates in found["rates"]]
+    found["reached"] = 100 * rate / found["best"]
+    found["off"] = 100 * (found["predicted"] / rate - 1)
+    found["busy"] *= 1e3
+    found["late"] = [f"{100 * late:.0f} %" if late else "" for late in found["late"]]
+    return format_table(COLUMNS, found)

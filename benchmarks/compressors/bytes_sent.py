@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from accordion_hvd import simulate
 from accordion_hvd.ops import indices
-from accordion_hvd.simulation.one_process import simulate
 from benchmarks.compressors.catalog import CATALOG, CatalogRow, missing
 from benchmarks.report import render, write_page
 from examples.command_line import read_options
-from examples.report import as_markdown
+from examples.tables import as_markdown
 
 SHAPE = (500, 400)
 """The gradient whose bytes the tables show."""
@@ -63,15 +64,15 @@ def by_formula(row: CatalogRow, ranks: int) -> float:
     return float(eval(row.moved, {"__builtins__": {}}, names))
 
 
-def table() -> list[list[str]]:
-    """Return a header and rows."""
-    heads = ["n = " + str(ranks) for ranks in RANKS]
-    rows = [["compressor", "bytes sent by each of n ranks", *heads]]
+def table() -> pd.DataFrame:
+    """Return a table with a row for each compressor."""
+    rows = []
     for row in CATALOG:
         formula = f"`{row.moved}`" if row.moved else "depends on the values"
         cells = [_cell(*counted(row, ranks)) for ranks in RANKS]
         rows.append([f"`{row.compressor!r}`", formula, *cells])
-    return rows
+    head = ["compressor", "bytes sent by each of n ranks", *(f"n = {ranks}" for ranks in RANKS)]
+    return pd.DataFrame(rows, columns=head)
 
 
 def _cell(sent: float, received: float) -> str:

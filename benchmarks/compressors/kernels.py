@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 from tqdm import tqdm
 
 from accordion_hvd import check
@@ -32,7 +33,7 @@ from accordion_hvd.resolve import parse
 from benchmarks.compressors.catalog import CATALOG
 from benchmarks.report import render, write_page
 from examples.command_line import read_options
-from examples.report import as_markdown, as_text
+from examples.tables import as_markdown, as_text
 
 RANKS = 4
 LATE = 10**6
@@ -207,20 +208,19 @@ def _status(key: str) -> float:
 
 
 # ----------------------------------------------------------------------------------- the page
-def table(found: dict[str, dict[str, Cost]]) -> list[list[str]]:
-    """Return a header and rows, from framework -> compressor -> cost."""
-    rows = [["compressor", "framework", "encode", "decode", "state", "peak memory"]]
-    compressors = list(dict.fromkeys(name for costs in found.values() for name in costs))
-    for name in compressors:
-        for framework, costs in found.items():
-            cost = costs[name]
-            numbers = [cost.encode, cost.decode, cost.state, cost.peak]
-            cells = ["-" if math.isnan(x) else f"{max(x, 0.0):.1f}" for x in numbers]
-            rows.append([f"`{name}`", FRAMEWORKS[framework], *cells])
-    return rows
+def table(found: dict[str, dict[str, Cost]]) -> pd.DataFrame:
+    """Return a table, from framework -> compressor -> cost."""
+    costs = {
+        (f"`{name}`", FRAMEWORKS[framework]): vars(costs[name])
+        for name in next(iter(found.values()))
+        for framework, costs in found.items()
+    }
+    numbers = pd.DataFrame(costs).T.clip(lower=0.0).rename(columns={"peak": "peak memory"})
+    table = numbers.map(lambda x: "-" if math.isnan(x) else f"{x:.1f}")
+    return table.rename_axis(["compressor", "framework"]).reset_index()
 
 
-def page(rows: list[list[str]], side: int, rounds: int) -> str:
+def page(costs: pd.DataFrame, side: int, rounds: int) -> str:
     """Return the text of docs/kernels.md."""
     return render(
         "kernels",
@@ -229,7 +229,7 @@ def page(rows: list[list[str]], side: int, rounds: int) -> str:
         processor=processor(),
         ranks=RANKS,
         rounds=rounds,
-        table=as_markdown(rows),
+        table=as_markdown(costs),
     )
 
 
@@ -287,10 +287,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench = Bench(framework, options.side, options.rounds)
         bar = tqdm(chosen, desc=FRAMEWORKS[framework], unit="compressor")
         found[framework] = {repr(compressor): bench.measure(compressor) for compressor in bar}
-    rows = table(found)
-    print(as_text(rows))
+    costs = table(found)
+    print(as_text(costs))
     if options.output:
-        write_page(options.output, page(rows, options.side, options.rounds))
+        write_page(options.output, page(costs, options.side, options.rounds))
         print(f"\npage: {options.output}")
 
 

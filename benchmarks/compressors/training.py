@@ -7,6 +7,7 @@ rates and seeds, so that only the compression differs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -16,21 +17,21 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal, get_args
 
+import pandas as pd
 import torch
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from accordion_hvd import check
+from accordion_hvd import check, simulate
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import as_policy, parse
-from accordion_hvd.simulation.one_process import simulate
 from benchmarks import report
 from benchmarks.task import Task
 from examples.command_line import read_options
 from examples.data import DataError, Dataset, Shard, load
-from examples.report import as_markdown
 from examples.results import read_json, write_json
+from examples.tables import as_markdown
 
 MOMENTUM = 0.9
 
@@ -280,25 +281,25 @@ def _section(task: EpochTask, outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _table(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Return a header and rows."""
-    head = ["compression", "learning rate factor", "test accuracy", "points lost", "ratio"]
-    rows = [[*head, "ratio in the last epoch"]]
-    for method in sorted_methods(outcomes):
-        accuracy = f"{_mean(outcomes, method, 'accuracy'):.1%}"
-        ratios = [f"{_mean(outcomes, method, key):.1f}" for key in ("ratio", "settled")]
-        rows.append(
-            [f"`{method.word}`", f"{method.rate:g}", accuracy, _lost(outcomes, method), *ratios]
-        )
-    return rows
-
-
-def _lost(outcomes: Sequence[Outcome], method: Method) -> str:
-    """Format the accuracy lost in points: mean, and range over seeds."""
-    plain = {o.seed: o.accuracy for o in outcomes if o.word == PLAIN.word}
-    lost = [100 * (plain[o.seed] - o.accuracy) for o in outcomes
-            if o.word == method.word and o.seed in plain]  # fmt: skip
-    return report.spread(lost, "{:+.1f}".format, statistics.fmean, " to ")
+def _table(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """Return a table of means over seeds, with the range of the points lost."""
+    found = pd.DataFrame(outcomes)
+    means = found.groupby("word")[["accuracy", "ratio", "settled"]].mean()
+    accuracy = 100 * found.pivot(index="seed", columns="word", values="accuracy")
+    lost = accuracy.rsub(accuracy.get(PLAIN.word, math.nan), axis=0)
+    return pd.DataFrame(
+        {
+            "compression": f"`{method.word}`",
+            "learning rate factor": f"{method.rate:g}",
+            "test accuracy": f"{means['accuracy'][method.word]:.1%}",
+            "points lost": report.spread(
+                lost[method.word].dropna(), "{:+.1f}".format, statistics.fmean, " to "
+            ),
+            "ratio": f"{means['ratio'][method.word]:.1f}",
+            "ratio in the last epoch": f"{means['settled'][method.word]:.1f}",
+        }
+        for method in sorted_methods(outcomes)
+    )
 
 
 def sorted_methods(outcomes: Sequence[Outcome]) -> list[Method]:
@@ -306,11 +307,6 @@ def sorted_methods(outcomes: Sequence[Outcome]) -> list[Method]:
     words = {o.word for o in outcomes}
     known = [method for method in METHODS if method.word in words]
     return known + [Method(word) for word in sorted(words - {method.word for method in known})]
-
-
-def _mean(outcomes: Sequence[Outcome], method: Method, key: str) -> float:
-    values = [getattr(o, key) for o in outcomes if o.word == method.word]
-    return statistics.fmean(values) if values else float("nan")
 
 
 # ------------------------------------------------------------------------------- the command line

@@ -18,7 +18,7 @@ from benchmarks.faults.cases import (
     Case,
 )
 from benchmarks.report import join, machine, render, write_page
-from examples.report import as_markdown, tabulate
+from examples.tables import as_markdown, format_table
 
 Row = dict[str, Any]
 
@@ -114,11 +114,8 @@ def section(title: str, cases: tuple[Case, ...], rows: dict[str, Row]) -> str:
             if row is not None:
                 place = {"title": case.title, "framework": framework, "launcher": launcher}
                 lines.append({**place, **cells(case, row)})
-    return (
-        f"### {title}\n\n{as_markdown(tabulate(COLUMNS, lines), left=[0, 1, 2, 3])}"
-        if lines
-        else ""
-    )
+    table = as_markdown(format_table(COLUMNS, lines), left=range(4))
+    return f"### {title}\n\n{table}" if lines else ""
 
 
 def cells(case: Case, row: Row) -> dict[str, str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from benchmarks import report
 from examples.graph import report as graph_report
-from examples.graph.report import COMPARED, LINKS, mean, methods
-from examples.report import as_markdown, tabulate
+from examples.graph.report import COMPARED, LINKS, methods
 from examples.results import Row, read_json
+from examples.tables import as_markdown, format_table
 
 
 def write(folder: Path, output: Path) -> Path:
@@ -56,8 +57,8 @@ def summary(found: Row) -> str:
     good = []
     for (kind, value), runs in by_method.items():
         points, _ = graph_report.difference(runs, base)
-        remote = mean(runs, "remote")
-        if runs is not base and points >= -0.5 and remote * 3 <= mean(base, "remote"):
+        fewer = 3 * runs["remote"].mean() <= base["remote"].mean()
+        if runs is not base and points >= -0.5 and fewer:
             good.append(f"{kind} = {value:g}")
     if not good:
         return "No sampler fetches a third of the rows or less within half a point of accuracy."
@@ -71,21 +72,21 @@ ON_LINKS = {
     "rows travel as": "{wire}",
     "sampler": "{sampler}",
     "MB an epoch": "{megabytes:.2f}",
-    "ms an epoch": "{ms:.0f}",
-    "range": "{least:.0f} to {most:.0f}",
+    "ms an epoch": "{median:.0f}",
+    "range": "{min:.0f} to {max:.0f}",
     "times as fast": "{faster:.2f}",
 }
 MOMENTS = {
     "mode": "{mode}",
     "D": "{budget:g}",
     "remote rows": "{remote:.0f}",
-    "M(q) / M(p), equal": "{constant_ratio:.2f}",
-    "M(q) / M(p), random": "{relu_ratio:.2f}",
+    "M(q) / M(p), equal": "{constant_1_ratio:.2f}",
+    "M(q) / M(p), random": "{relu_1_ratio:.2f}",
     "second moment": "{moment:.3f}",
-    "variance, equal": "{constant_1:.4f}",
-    "variance, random": "{relu_1:.4f}",
-    "2 hops, equal": "{constant_2:.4f}",
-    "2 hops, random": "{relu_2:.4f}",
+    "variance, equal": "{constant_1_variance:.4f}",
+    "variance, random": "{relu_1_variance:.4f}",
+    "2 hops, equal": "{constant_2_variance:.4f}",
+    "2 hops, random": "{relu_2_variance:.4f}",
 }
 SAMPLING = {
     "sampler": "{sampler}",
@@ -100,50 +101,41 @@ def _links(found: Sequence[Row]) -> str:
     rows = []
     for result in found:
         by_method = methods(result)
-        base = statistics.median(_epochs(by_method[("s", 1.0)]))
         for (kind, value), runs in by_method.items():
-            times = _epochs(runs)
-            middle = statistics.median(times)
             row = {"wire": result["settings"]["wire"] or "fp32", "sampler": f"{kind} = {value:g}"}
-            row |= {"megabytes": mean(runs, "received") / 1e6, "faster": base / middle}
-            row |= {"ms": 1000 * middle, "least": 1000 * min(times), "most": 1000 * max(times)}
-            rows.append(row)
-    table = as_markdown(tabulate(ON_LINKS, rows))
+            times = _epoch_ms(runs).agg(["median", "min", "max"])
+            faster = _epoch_ms(by_method["s", 1.0]).median() / times["median"]
+            megabytes = runs["received"].mean() / 1e6
+            rows.append({**row, **times, "faster": faster, "megabytes": megabytes})
+    table = as_markdown(format_table(ON_LINKS, rows))
     return report.render("graph/links", title=graph_report.title(found[0]), table=table)
 
 
-def _epochs(runs: Sequence[Row]) -> list[float]:
-    return [row["seconds"] for run in runs for row in run["epochs"][1:]]
+def _epoch_ms(runs: pd.DataFrame) -> pd.Series:
+    """Return the milliseconds of each epoch but the first, of all trainings."""
+    return pd.Series([1000 * row["seconds"] for rows in runs["epochs"] for row in rows[1:]])
 
 
 def _moments(found: Row) -> str:
     """Return the section with second moments and variances."""
-    rows = []
-    for each in found["samplers"]:
-        base = next(
-            row for row in found["samplers"] if (row["mode"], row["budget"]) == (each["mode"], 1)
-        )
-        row = {key: each[key] for key in ("mode", "budget", "remote")}
-        for key in ("constant_1", "relu_1", "constant_2", "relu_2"):
-            row[key] = each[key]["variance"]
-        row |= {f"{name}_ratio": each[f"{name}_1"]["ratio"] for name in ("constant", "relu")}
-        row["moment"] = each["relu_1"]["moment"] / base["relu_1"]["moment"]
-        rows.append(row)
+    rows = pd.json_normalize(found["samplers"], sep="_")
+    base = rows[rows["budget"] == 1].set_index("mode")["relu_1_moment"]
+    rows["moment"] = rows["relu_1_moment"] / rows["mode"].map(base)
     return report.render(
         "graph/moments",
         **{key: f"{found[key]:,}" for key in ("nodes", "edges", "targets", "fanout", "draws")},
         parts=found["parts"],
-        table=as_markdown(tabulate(MOMENTS, rows), left=[0]),
-        summary=_increase({(row["mode"], row["budget"]): row for row in rows}),
+        table=as_markdown(format_table(MOMENTS, rows), left=[0]),
+        summary=_increase(rows.set_index(["mode", "budget"])),
     )
 
 
-def _increase(rows: dict[tuple[str, float], Row]) -> str:
+def _increase(rows: pd.DataFrame) -> str:
     """State, in a sentence, how much the variance increases at D = 2; empty if not measured."""
-    if not {("fixed", 1.0), ("fixed", 2.0)} <= rows.keys():
+    variances = rows[["relu_1_variance", "relu_2_variance"]]
+    if not {("fixed", 1.0), ("fixed", 2.0)} <= set(variances.index):
         return ""
-    base, skewed = rows["fixed", 1.0], rows["fixed", 2.0]
-    one, two = (skewed[key] / base[key] for key in ("relu_1", "relu_2"))
+    one, two = variances.loc["fixed", 2.0] / variances.loc["fixed", 1.0]
     return (
         f'In mode "fixed" at D = 2, the variance with random features is {one:.1f} times that of '
         f"the base sampler over one hop and {two:.1f} times over two hops."
@@ -157,5 +149,5 @@ def _speed(found: Row) -> str:
         nodes=f"{found['nodes']:,}",
         edges=f"{found['edges']:,}",
         parts=found["parts"],
-        table=as_markdown(tabulate(SAMPLING, rows)),
+        table=as_markdown(format_table(SAMPLING, rows)),
     )

@@ -23,20 +23,20 @@ from accordion_hvd.simulation import (
 )
 from benchmarks.jobs.models import model_of
 from examples import command_line, config
-from examples.report import as_markdown
+from examples.tables import as_markdown, format_table
 
-HEAD = (
-    "compression",
-    "median s/step",
-    "p99",
-    "compute",
-    "encode, decode",
-    "exposed",
-    "idle",
-    "MB/rank",
-    "MB/host",
-    "goodput",
-)
+COLUMNS = {
+    "compression": "`{name}`",
+    "median s/step": "{job.median:.3f}",
+    "p99": "{job.p99:.3f}",
+    "compute": "{job.parts[compute]:.3f}",
+    "encode, decode": "{coding:.3f}",
+    "exposed": "{job.parts[exposed]:.3f}",
+    "idle": "{job.parts[idle]:.3f}",
+    "MB/rank": "{rank:.1f}",
+    "MB/host": "{host:.1f}",
+    "goodput": "{job.goodput:.1%}",
+}
 
 
 @dataclass
@@ -145,24 +145,17 @@ class Settings:
         }
 
 
-def row(name: str, outcome: JobOutcome) -> list[str]:
-    """Return a row of the table."""
-    parts = outcome.parts
-    seconds = [parts["compute"], parts["encode"] + parts["decode"], parts["exposed"], parts["idle"]]
-    times = [outcome.median, outcome.p99, *seconds]
-    sizes = [outcome.sent_by_rank, outcome.sent_by_host]
-    return [
-        f"`{name}`",
-        *(f"{value:.3f}" for value in times),
-        *(f"{size / 1e6:.1f}" for size in sizes),
-        f"{outcome.goodput:.1%}",
-    ]
+def row(name: str, job: JobOutcome) -> dict[str, Any]:
+    """Return the values of a row of the table."""
+    coding = job.parts["encode"] + job.parts["decode"]
+    sizes = {"rank": job.sent_by_rank / 1e6, "host": job.sent_by_host / 1e6}
+    return {"name": name, "job": job, "coding": coding, **sizes}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Simulate the job with each compression and print the table."""
     settings = config.read((__doc__ or "").splitlines()[0], words, Settings)
-    rows: list[Sequence[str]] = [HEAD]
+    rows = []
     try:
         model, options = model_of(settings.model), settings.options()
         for name in settings.compression:
@@ -170,4 +163,4 @@ def main(words: Sequence[str] | None = None) -> None:
             rows.append(row(name, outcome))
     except ValueError as error:
         command_line.stop(str(error))
-    print(as_markdown(rows, left=[0]))
+    print(as_markdown(format_table(COLUMNS, rows), left=[0]))

@@ -7,14 +7,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from benchmarks import report
 from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
 from benchmarks.netbench.contestants import DDP, OURS, STOCK
 from benchmarks.netbench.links import describe
 from benchmarks.report import digits, spread
 from examples.pictures import figure
-from examples.report import as_markdown, as_text
 from examples.results import Row
+from examples.tables import as_markdown, as_text
 
 STYLES = {
     STOCK: ("#000000", "-"),
@@ -54,18 +56,18 @@ def to_target(run: Row, target: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
-def ratios(found: Row, place: tuple[str, str], method: str, other: str) -> list[float]:
+def ratios(found: Row, place: tuple[str, str], method: str, other: str) -> pd.Series:
     """Return how many times as fast as `other` a method reaches the target, for each seed.
 
     Seeds with which one of the two methods misses the target are left out.
     """
     target = found["tasks"][place[0]]["target"]
-    seconds, baseline = (
+    fast, slow = (
         {run["seed"]: to_target(run, target)[0] for run in runs(found, place, name)}
         for name in (method, other)
     )
-    pairs = [(baseline[seed], seconds[seed]) for seed in seconds if seed in baseline]
-    return [slow / fast for slow, fast in pairs if math.isfinite(slow + fast)]
+    seconds = pd.DataFrame({"fast": fast, "slow": slow}, dtype=float).replace(math.inf, math.nan)
+    return (seconds["slow"] / seconds["fast"]).dropna()
 
 
 def _percent(value: float) -> str:
@@ -78,10 +80,9 @@ HEAD = [
 ]  # fmt: skip
 
 
-def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
-    """Return a header and a row for each method."""
-    task = found["tasks"][place[0]]
-    rows = [HEAD]
+def table(found: Row, place: tuple[str, str]) -> pd.DataFrame:
+    """Return a table with a row for each method."""
+    task, rows = found["tasks"][place[0]], []
     for method in found["settings"]["methods"]:
         mine = runs(found, place, method)
         if not mine:  # the benchmark was interrupted
@@ -97,16 +98,14 @@ def table(found: Row, place: tuple[str, str]) -> list[list[str]]:
                 method,
                 f"{len(reached)} of {len(mine)}",
                 spread([seconds for seconds, _ in reached]) if mostly else never,
-                spread(ratios(found, place, method, STOCK)),
-                spread(ratios(found, place, method, DDP)),
-                spread(ratios(found, place, method, HOOK)),
+                *(spread(ratios(found, place, method, other)) for other in (STOCK, DDP, HOOK)),
                 spread([steps for _, steps in reached], digits(0)),
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
                 spread([run["sent"][-1] / 1e6 for run in mine]),
                 spread([run["accuracy"][-1] for run in mine], _percent),
             ]
         )
-    return rows
+    return pd.DataFrame(rows, columns=HEAD)
 
 
 def all_as_text(found: Row) -> str:
@@ -160,7 +159,7 @@ def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
     axis.set_xlabel("training seconds (logarithmic)")
     axis.set_ylabel("test accuracy (%), seed of the median time")
     axis.set_xticks([one * ten for ten in (0.1, 1, 10, 100, 1000) for one in (1, 2, 5)])
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     seconds = [run["seconds"] for run in found["runs"] if (run["task"], run["rate"]) == place]
     axis.set_xlim(0.8 * min(map(min, seconds)), 1.3 * max(map(max, seconds)))

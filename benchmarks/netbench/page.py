@@ -25,8 +25,9 @@ from benchmarks.netbench.contestants import (
     STOCK,
 )
 from benchmarks.netbench.links import describe, describe_distance
-from examples.report import FRAMEWORKS, as_markdown
+from examples.report import FRAMEWORKS
 from examples.results import Row
+from examples.tables import as_markdown
 
 
 def text(found: Sequence[Row]) -> str:
@@ -68,8 +69,8 @@ def section(found: Row) -> str:
 
 def on_excess(found: Row, methods: Sequence[str]) -> str:
     """Return the section that compares excesses over computing alone with DDP's own hooks."""
-    rows = tables.excess(found, excess_pairs(methods))
-    return report.render("performance/excess", table=as_markdown(rows)) if len(rows) > 1 else ""
+    table = tables.excess(found, excess_pairs(methods))
+    return report.render("performance/excess", table=as_markdown(table)) if len(table) else ""
 
 
 def excess_pairs(methods: Sequence[str]) -> list[tuple[str, str]]:

@@ -57,9 +57,9 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
     """Draw the bars of one rate."""
     rows = tables.summary(found, rate)
     summaries = [tables.summary(found, each) for each in found["settings"]["rates"]]
-    most = max(row["most"] for each in summaries for row in each.values())
-    least = min(row["least"] for each in summaries for row in each.values())
-    for place, (method, row) in enumerate(rows.items()):
+    most = max(each["most"].max() for each in summaries)
+    least = min(each["least"].min() for each in summaries)
+    for place, (method, row) in enumerate(rows.iterrows()):
         spread = [[row["ms"] - row["least"]], [row["most"] - row["ms"]]]
         axis.barh(
             place,
@@ -76,9 +76,9 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
             textcoords="offset points", va="center", fontsize=8.5,
         )  # fmt: skip
     axis.set_xscale("log")
-    axis.set_yticks(range(len(rows)), list(rows) if names else [""] * len(rows))
+    axis.set_yticks(range(len(rows)), list(rows.index) if names else [""] * len(rows))
     axis.set_xticks([one * ten for ten in (1, 10, 100, 1000, 10000) for one in (1, 3)])
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set(xlim=(least / 2, most * 2.2), ylim=(len(rows) - 0.4, -0.6), axisbelow=True)
     axis.grid(alpha=0.3, axis="x")
     settings = found["settings"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import pandas as pd
 
 from benchmarks import report
 from benchmarks.netbench.contestants import ALONE, COMPUTE
 from benchmarks.netbench.links import describe
-from examples.report import as_text, tabulate
 from examples.results import Row
+from examples.tables import as_text, format_table
 
 COLUMNS = {
     "method": "{method}",
@@ -17,18 +19,29 @@ COLUMNS = {
     "ms/step": "{ms:.0f}",
     "(range)": "{least:.0f}-{most:.0f}",
     "CPU ms": "{cpu_ms:.0f}",
-    "MB sent": "{megabytes_sent:.3f}",
-    "MB received": "{megabytes_received:.3f}",
+    "MB sent": "{sent:.3f}",
+    "MB received": "{received:.3f}",
     "limit ms": "{limit:.0f}",
     "no overlap ms": "{one_by_one:.0f}",
     "time / limit": "{times:.2f}",
 }
 
 
-def summary(found: Row, rate: str) -> dict[str, Row]:
-    """Return the medians of each method at a rate, as method -> row.
+def repetitions(found: Row) -> pd.DataFrame:
+    """Return a row for each repetition of a method at a rate.
 
-    A row has the keys:
+    `ms` is that of the slowest rank, for which all ranks wait; `cpu_ms` is the mean over ranks;
+    `sent` and `received` are the bytes of the host with the most.
+    """
+    turns = pd.DataFrame(found["turns"])
+    merged = {"ms": max, "cpu_ms": statistics.mean, "sent": max, "received": max}
+    return turns.assign(**{key: turns[key].map(function) for key, function in merged.items()})
+
+
+def summary(found: Row, rate: str) -> pd.DataFrame:
+    """Return the medians of each method at a rate; the index is the method.
+
+    The columns are:
 
     - `ms`: milliseconds per step of the slowest rank;
     - `least` and `most`: range of `ms` over repetitions;
@@ -39,52 +52,37 @@ def summary(found: Row, rate: str) -> dict[str, Row]:
     - `one_by_one`: time of a step if they never overlapped;
     - `times`: `ms` / `limit`.
     """
-    compute = statistics.median(slowest(row) for row in repetitions(found, COMPUTE))
-    rows = {}
-    for method in found["equal"]:
-        own = [row for row in repetitions(found, method) if row["rate"] == rate]
-        ms = [slowest(row) for row in own]
-        sent = _median(own, lambda row: max(row["sent"]))
-        received = _median(own, lambda row: max(row["received"]))
-        wire = 1000 * max(sent, received) / found["bandwidth"][rate] if method not in ALONE else 0.0
-        row = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "sent": sent,
-               "received": received, "wire": wire, "limit": max(compute, wire),
-               "one_by_one": compute + wire}  # fmt: skip
-        row["cpu_ms"] = _median(own, lambda repetition: statistics.mean(repetition["cpu_ms"]))
-        row["times"] = row["ms"] / row["limit"]
-        rows[method] = row
-    return rows
+    turns = repetitions(found)
+    compute = turns["ms"][turns["method"] == COMPUTE].median()
+    by_method = turns[turns["rate"] == rate].groupby("method")
+    rows = by_method[["ms", "cpu_ms", "sent", "received"]].median().reindex(list(found["equal"]))
+    wire = 1000 * rows[["sent", "received"]].max(axis=1) / found["bandwidth"][rate]
+    rows["wire"] = wire.mask(rows.index.isin(ALONE), 0.0)
+    rows["limit"] = rows["wire"].clip(lower=compute)
+    return rows.assign(
+        least=by_method["ms"].min(),
+        most=by_method["ms"].max(),
+        one_by_one=compute + rows["wire"],
+        times=rows["ms"] / rows["limit"],
+    )
 
 
-def repetitions(found: Row, method: str) -> list[Row]:
-    """Return the rows of all repetitions of a method."""
-    return [row for row in found["turns"] if row["method"] == method]
+def times(found: Row, method: str, rate: str, key: str = "ms") -> pd.Series:
+    """Return a value of a method at a rate for each repetition, which is the index."""
+    turns = repetitions(found)
+    mine = turns[(turns["method"] == method) & (turns["rate"] == rate)]
+    return mine.set_index("repetition")[key]
 
 
-def slowest(row: Row) -> float:
-    """Return the milliseconds per step of the slowest rank, for which all ranks wait."""
-    return max(row["ms"])
-
-
-def _median(found: Sequence[Row], value: Callable[[Row], float]) -> float:
-    return statistics.median(value(row) for row in found)
-
-
-def ratios(found: Row, method: str, other: str, rate: str) -> list[float]:
+def ratios(found: Row, method: str, other: str, rate: str) -> pd.Series:
     """Return how many times as fast as `other` a method is, for each repetition.
 
     Both methods run within minutes of each other, so other load on the machine affects them alike.
     """
-    ms: dict[str, dict[int, float]] = {}
-    for name in (method, other):
-        own = [row for row in repetitions(found, name) if row["rate"] == rate]
-        ms[name] = {row["repetition"]: slowest(row) for row in own}
-    return [ms[other][number] / ms[method][number] for number in ms[method] if number in ms[other]]
+    return (times(found, other, rate) / times(found, method, rate)).dropna()
 
 
-def excesses(
-    found: Row, method: str, other: str, rate: str, value: Callable[[Row], float] | None = None
-) -> list[float]:
+def excesses(found: Row, method: str, other: str, rate: str, key: str = "ms") -> pd.Series:
     """Return the excess of a method as a multiple of that of `other`, for each repetition.
 
     The excess of a step is its time minus that of computing alone, in the same repetition.
@@ -94,69 +92,55 @@ def excesses(
         method: the method.
         other: the method to compare with.
         rate: rate of the links.
-        value: function that returns the time of a row. Default: that of the slowest rank.
+        key: the time, "ms" or "cpu_ms".
     """
-    value = value or slowest
-    times: dict[str, dict[int, float]] = {}
-    for name in (method, other, COMPUTE):
-        own = [row for row in repetitions(found, name) if row["rate"] == rate]
-        times[name] = {row["repetition"]: value(row) for row in own}
-    alone = times[COMPUTE]
-    numbers = [n for n in times[method] if n in times[other] and n in alone]
-    pairs = [(times[method][n] - alone[n], times[other][n] - alone[n]) for n in numbers]
-    return [mine / theirs for mine, theirs in pairs if theirs > 0]
+    alone = times(found, COMPUTE, rate, key)
+    mine, theirs = (times(found, name, rate, key) - alone for name in (method, other))
+    return (mine / theirs.where(theirs > 0)).dropna()
 
 
-def cpu(row: Row) -> float:
-    """Return the processor milliseconds per step, the mean over ranks."""
-    return statistics.mean(row["cpu_ms"])
-
-
-def excess(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """Return a header and rows: ratio of the excesses of each (method, other) pair at each rate.
+def excess(found: Row, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """Return a table of the ratio of the excesses of each (method, other) pair at each rate.
 
     The last column compares processor times, over all rates.
     """
+    rates, rows = found["settings"]["rates"], []
+    for pair in _measured(found, pairs):
+        cells = [report.interval(excesses(found, *pair, rate)) for rate in rates]
+        busy = pd.concat(excesses(found, *pair, rate, "cpu_ms") for rate in rates)
+        rows.append([*pair, *cells, report.interval(busy)])
+    return pd.DataFrame(rows, columns=["method", "compared with", *rates, "processor time"])
+
+
+def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """Return a table of the speedup of each (method, other) pair at each rate."""
     rates = found["settings"]["rates"]
-    rows = [["method", "compared with", *rates, "processor time"]]
-    for method, other in pairs:
-        if method in found["equal"] and other in found["equal"]:
-            cells = [report.interval(excesses(found, method, other, rate)) for rate in rates]
-            busy = [x for rate in rates for x in excesses(found, method, other, rate, cpu)]
-            rows.append([method, other, *cells, report.interval(busy)])
-    return rows
+    rows = [
+        [*pair, *(report.spread(ratios(found, *pair, rate)) for rate in rates)]
+        for pair in _measured(found, pairs)
+    ]
+    return pd.DataFrame(rows, columns=["method", "compared with", *rates])
 
 
-def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """Return a header and rows: speedup of each (method, other) pair at each rate."""
-    rates = found["settings"]["rates"]
-    rows = [["method", "compared with", *rates]]
-    for method, other in pairs:
-        if method in found["equal"] and other in found["equal"]:
-            cells = [report.spread(ratios(found, method, other, rate)) for rate in rates]
-            rows.append([method, other, *cells])
-    return rows
+def _measured(found: Row, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [pair for pair in pairs if set(pair) <= found["equal"].keys()]
 
 
-def limits(found: Row) -> list[list[str]]:
-    """Return a header and rows: time of each method as a multiple of the limit, at each rate."""
-    rates = found["settings"]["rates"]
-    all_rates = {rate: summary(found, rate) for rate in rates}
-    rows = [["method", "MB sent", *rates]]
-    for method in found["equal"]:
-        cells = [f"{all_rates[rate][method]['times']:.2f}" for rate in rates]
-        rows.append([method, f"{all_rates[rates[0]][method]['sent'] / 1e6:.3f}", *cells])
-    return rows
+def limits(found: Row) -> pd.DataFrame:
+    """Return a table of the time of each method as a multiple of the limit, at each rate."""
+    rows = {rate: summary(found, rate) for rate in found["settings"]["rates"]}
+    sent = next(iter(rows.values()))["sent"] / 1e6
+    table = pd.DataFrame({rate: row["times"].map("{:.2f}".format) for rate, row in rows.items()})
+    table.insert(0, "MB sent", sent.map("{:.3f}".format))
+    return table.reset_index()
 
 
-def table(found: Row, rate: str) -> list[list[str]]:
-    """Return a header and rows."""
-    rows = []
-    for method, row in summary(found, rate).items():
-        megabytes = {f"megabytes_{key}": row[key] / 1e6 for key in ("sent", "received")}
-        equal = "yes" if found["equal"][method] else "no"
-        rows.append({**row, **megabytes, "method": method, "equal": equal})
-    return tabulate(COLUMNS, rows)
+def table(found: Row, rate: str) -> pd.DataFrame:
+    """Return a table with a row for each method."""
+    rows = summary(found, rate)
+    rows[["sent", "received"]] /= 1e6
+    rows["equal"] = ["yes" if found["equal"][method] else "no" for method in rows.index]
+    return format_table(COLUMNS, rows.reset_index())
 
 
 def all_as_text(found: Row) -> str:

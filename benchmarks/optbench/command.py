@@ -165,7 +165,7 @@ def wanted(options: Run | Tune) -> Iterator[Row]:
 def best(tuning: Row, task: str, method: str) -> float | None:
     """Return the learning rate with the lowest loss; None if none was tried."""
     losses = page.tried(tuning, task, method)
-    return min(losses, key=lambda lr: losses[lr], default=None)
+    return None if losses.empty else losses.idxmin()
 
 
 def launch(options: Run, script: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from benchmarks import report
 from benchmarks.netbench import tables
 from benchmarks.netbench.contestants import OPTIMIZER
@@ -15,8 +17,8 @@ from benchmarks.netbench.links import describe
 from benchmarks.optbench.methods import METHODS, OURS
 from benchmarks.report import digits, significant, spread
 from examples.pictures import figure
-from examples.report import as_markdown
 from examples.results import Row
+from examples.tables import as_markdown
 
 GOAL = 0.97
 """Goal: least share of the uncompressed optimizer's further reduction of the loss."""
@@ -106,14 +108,19 @@ def told(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------- tables
-def overview(found: Row) -> list[list[str]]:
-    """Return a header and rows: goal, kept share and bytes saved of each compressed method."""
-    rows = [["optimizer", *(found["tasks"][task]["title"] for task in found["tasks"])]]
-    for name in METHODS:
-        cells = [verdict(found, task, name) for task in found["tasks"]]
-        if METHODS[name].beside and any(cell != "-" for cell in cells):
-            rows.append([f"`{name}`", *cells])
-    return rows
+def titles(found: Row) -> list[str]:
+    """Return the heads of the columns of the tasks."""
+    return [given["title"] for given in found["tasks"].values()]
+
+
+def overview(found: Row) -> pd.DataFrame:
+    """Return a table of the goal, kept share and bytes saved of each compressed method."""
+    rows = [
+        [f"`{name}`", *(verdict(found, task, name) for task in found["tasks"])]
+        for name in METHODS
+        if any(twins(found, task, name) for task in found["tasks"])
+    ]
+    return pd.DataFrame(rows, columns=["optimizer", *titles(found)])
 
 
 def verdict(found: Row, task: str, method: str) -> str:
@@ -132,47 +139,46 @@ def _goal(share: float) -> str:
     return "met" if share >= GOAL else "missed"
 
 
-def table(found: Row, task: str) -> list[list[str]]:
-    """Return a header and a row for each method of a task."""
+def table(found: Row, task: str) -> pd.DataFrame:
+    """Return a table with a row for each method of a task."""
     least = found["tasks"][task]["least"]
     graded = any(run["accuracy"] is not None for run in found["runs"] if run["task"] == task)
     head = ["optimizer", "lr", "seeds", "final loss"]
     head += ["test accuracy (%)"] if graded else []
     head += ["from step", "reduction kept (%)"]
     head += ["excess"] if least is not None else []
-    rows = [[*head, "bytes saved", "later", "goal"]]
+    head += ["bytes saved", "later", "goal"]
+    rows = []
     for name in methods(found, task):
         mine, pairs = runs(found, task, name), twins(found, task, name)
         row = [name, f"{mine[0]['lr']:g}", str(len(mine))]
         row.append(told([final(run) for run in mine], digits(5)))
         if graded:
             row.append(spread([100 * run["accuracy"] for run in mine], digits(1), to=" to "))
-        if not pairs:
-            rows.append([*row, *["-"] * (len(rows[0]) - len(row))])
-            continue
-        shares = [kept(*pair) for pair in pairs]
-        begins = statistics.median(run["begins"] or 0 for run in mine)
-        row += [f"{begins:.0f}", told([100 * share for share in shares], digits(1))]
-        if least is not None:
-            row.append(told([excess(*pair, least) for pair in pairs], significant))
-        row.append(f"{statistics.median(map(saved, mine)):.1f} x")
-        row.append(f"{statistics.median(map(saved_later, mine)):.1f} x")
-        rows.append([*row, _goal(statistics.median(shares))])
-    return rows
+        if pairs:
+            shares = [kept(*pair) for pair in pairs]
+            begins = statistics.median(run["begins"] or 0 for run in mine)
+            row += [f"{begins:.0f}", told([100 * share for share in shares], digits(1))]
+            if least is not None:
+                row.append(told([excess(*pair, least) for pair in pairs], significant))
+            row.append(f"{statistics.median(map(saved, mine)):.1f} x")
+            row.append(f"{statistics.median(map(saved_later, mine)):.1f} x")
+            row.append(_goal(statistics.median(shares)))
+        rows.append([*row, *["-"] * (len(head) - len(row))])
+    return pd.DataFrame(rows, columns=head)
 
 
-def states(found: Row) -> list[list[str]]:
-    """Return a header and rows: bytes of state per parameter."""
-    tasks = list(found["tasks"])
-    rows = [["optimizer", "state", *(found["tasks"][task]["title"] for task in tasks)]]
+def states(found: Row) -> pd.DataFrame:
+    """Return a table of the bytes of state per parameter."""
+    rows = []
     for name, method in METHODS.items():
         cells = []
-        for task in tasks:
+        for task in found["tasks"]:
             mine = runs(found, task, name)
             cells.append(f"{mine[0]['state'] / mine[0]['parameters']:.1f}" if mine else "-")
         if any(cell != "-" for cell in cells):
             rows.append([f"`{name}`", STATE[method.optimizer], *cells])
-    return rows
+    return pd.DataFrame(rows, columns=["optimizer", "state", *titles(found)])
 
 
 STATE = {
@@ -190,42 +196,40 @@ STATE = {
 }
 
 
-def tried(tuning: Row, task: str, method: str) -> dict[float, float]:
+def tried(tuning: Row, task: str, method: str) -> pd.Series:
     """Return the final loss by learning rate, as medians over seeds."""
-    losses: dict[float, list[float]] = {}
-    for run in runs(tuning, task, method):
-        losses.setdefault(run["lr"], []).append(final(run))
-    return {lr: statistics.median(losses[lr]) for lr in sorted(losses)}
+    mine = runs(tuning, task, method)
+    losses = pd.Series([final(run) for run in mine], [run["lr"] for run in mine], dtype=float)
+    return losses.groupby(level=0).median()
 
 
-def rates(tuning: Row, task: str) -> list[list[str]]:
-    """Return a header and rows: final loss by learning rate."""
-    grid = sorted({run["lr"] for run in tuning["runs"] if run["task"] == task})
-    rows = [["optimizer", "best", *(f"{lr:g}" for lr in grid)]]
-    for name in methods(tuning, task):
-        losses = tried(tuning, task, name)
-        cells = [told([losses[lr]], digits(4)) if lr in losses else "-" for lr in grid]
-        rows.append([name, f"{min(losses, key=lambda lr: losses[lr]):g}", *cells])
-    return rows
+def rates(tuning: Row, task: str) -> pd.DataFrame:
+    """Return a table of the final loss by learning rate."""
+    losses = pd.DataFrame({name: tried(tuning, task, name) for name in methods(tuning, task)}).T
+    shown = losses.map(lambda loss: "-" if math.isnan(loss) else told([loss], digits(4)))
+    shown.insert(0, "best", losses.idxmin(axis=1).map("{:g}".format))
+    shown.columns = ["best", *map("{:g}".format, losses)]
+    return shown.rename_axis("optimizer").reset_index()
 
 
-def links(timing: Row) -> list[list[str]]:
-    """Return a header and rows: milliseconds per step at each rate, and the speedup over Adam."""
+def links(timing: Row) -> pd.DataFrame:
+    """Return a table of milliseconds per step at each rate, and the speedup over Adam."""
     wanted = timing["settings"]["rates"]
-    rows = [["optimizer", "MB sent per step"]]
+    head = ["optimizer", "MB sent per step"]
     for rate in wanted:
-        rows[0] += [f"ms, {describe(rate, timing['settings'])}", "speedup over Adam"]
+        head += [f"ms, {describe(rate, timing['settings'])}", "speedup over Adam"]
     summaries = {rate: tables.summary(timing, rate) for rate in wanted}
-    plain = f"{OPTIMIZER}Adam"
+    rows = []
     for method in timing["equal"]:
         if not method.startswith(OPTIMIZER):
             continue
-        row = [method.removeprefix(OPTIMIZER), f"{summaries[wanted[0]][method]['sent'] / 1e6:.3f}"]
+        sent = summaries[wanted[0]].loc[method, "sent"]
+        row = [method.removeprefix(OPTIMIZER), f"{sent / 1e6:.3f}"]
         for rate in wanted:
-            row.append(f"{summaries[rate][method]['ms']:.0f}")
-            row.append(spread(tables.ratios(timing, method, plain, rate), digits(2)))
+            row.append(f"{summaries[rate].loc[method, 'ms']:.0f}")
+            row.append(spread(tables.ratios(timing, method, f"{OPTIMIZER}Adam", rate), digits(2)))
         rows.append(row)
-    return rows
+    return pd.DataFrame(rows, columns=head)
 
 
 # -------------------------------------------------------------------------------------- the picture
@@ -253,19 +257,16 @@ def _panel(axis: Any, found: Row, task: str, key: str) -> None:
     first = 0.0
     for name in methods(found, task):
         mine = runs(found, task, name)
-        curves = list(
-            zip(*([_number(x) - least for x in run["loss"]] for run in mine), strict=True)
-        )
+        curves = pd.DataFrame([[_number(x) - least for x in run["loss"]] for run in mine])
         x = [value / scale for value in mine[0][key]]
         colour, line = style(name)
-        middle = [statistics.median(values) for values in curves]
+        middle = curves.median()
         first = max(first, middle[0])
         start = 1 if key == "sent" else 0  # nothing has been sent before the first step
         axis.plot(x[start:], middle[start:], line, color=colour, lw=1.4, label=name)
         axis.fill_between(
-            x[start:], [min(v) for v in curves][start:], [max(v) for v in curves][start:],
-            color=colour, alpha=0.1, lw=0,
-        )  # fmt: skip
+            x[start:], curves.min()[start:], curves.max()[start:], color=colour, alpha=0.1, lw=0
+        )
     given = found["tasks"][task]
     above = " above the least" if given["least"] is not None else ""
     axis.set(yscale="log", title=given["title"])
@@ -339,9 +340,9 @@ def section(found: Row, task: str) -> str:
     )
 
 
-def settings(found: Row) -> list[list[str]]:
-    """Return a header and rows."""
-    rows = [["optimizer", "arguments", *(found["tasks"][task]["title"] for task in found["tasks"])]]
+def settings(found: Row) -> pd.DataFrame:
+    """Return a table of the arguments and learning rates."""
+    rows = []
     for name in METHODS:
         mine = [run for run in found["runs"] if run["method"] == name]
         if not mine:
@@ -350,7 +351,7 @@ def settings(found: Row) -> list[list[str]]:
         by_task = {run["task"]: f"{run['lr']:g}" for run in mine}
         rates = [by_task.get(task, "-") for task in found["tasks"]]
         rows.append([f"`{name}`", "; or ".join(f"`{text}`" for text in arguments if text), *rates])
-    return rows
+    return pd.DataFrame(rows, columns=["optimizer", "arguments", *titles(found)])
 
 
 def tuned(tuning: Row) -> str:

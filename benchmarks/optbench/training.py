@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from accordion_hvd import simulate
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.resolve import staged
-from accordion_hvd.simulation.one_process import simulate
 from benchmarks.optbench.methods import METHODS
 from benchmarks.optbench.tasks import TASKS, Batch, Problem
 from examples.results import Row

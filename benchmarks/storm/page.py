@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import END, digits, render, spread
-from examples.report import as_markdown, tabulate
 from examples.results import read_json
+from examples.tables import as_markdown, format_table
 
 BEGIN, STOP = "<!-- storms -->", "<!-- end of storms -->"
 COLUMNS = {
@@ -63,7 +63,7 @@ def row(calm: Found, stormy: Found) -> Found:
 def section(pairs: Sequence[tuple[Found, Found]]) -> str:
     """Return the section for pairs of calm and stormy trainings."""
     settings = pairs[0][1]["settings"]
-    table = as_markdown(tabulate(COLUMNS, [row(*pair) for pair in pairs]))
+    table = as_markdown(format_table(COLUMNS, [row(*pair) for pair in pairs]))
     return render("reliability/storm", table=table, **settings)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import filelock
 import numpy as np
+import pooch
 
 from examples.data.base import DataError, Split
 
@@ -46,12 +46,25 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold a lock that one process of a host can hold at a time."""
+    """Hold a lock that one process of a host can hold at a time.
+
+    Raises:
+        DataError: if the cache cannot be written.
+    """
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = filelock.FileLock(folder / f"{name}.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise DataError(
+            f"data: the cache {folder} cannot be written ({_reason(error)}); set XDG_CACHE_HOME to "
+            "a folder that can."
+        ) from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def cached(name: str, sources: Sequence[Path], decode: Callable[[], Splits]) -> Splits:
@@ -111,6 +124,8 @@ INSTEAD = ", or use --data digits, which needs none"
 def fetched(url: str, md5: str | None, what: str, instead: str = INSTEAD) -> Path:
     """Return the path of the file at `url`, which is downloaded once into the cache.
 
+    A file in the cache with another MD5 sum is downloaded again.
+
     Args:
         url: address of the file.
         md5: MD5 sum of the file; None if none is published.
@@ -120,37 +135,29 @@ def fetched(url: str, md5: str | None, what: str, instead: str = INSTEAD) -> Pat
     Raises:
         DataError: if the download fails, or the file has another MD5 sum.
     """
-    target = cache_folder() / url.rpartition("/")[2]
-    with locked(target.name):
-        if target.exists():
-            return target
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    name, known = url.rpartition("/")[2], md5 and f"md5:{md5}"
+    pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
+    download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=30)
+    with locked(name):
         try:
-            digest = _download(url, part)
-            if md5 is not None and digest != md5:
-                raise DataError(
-                    f"data: {url} has the MD5 sum {digest}, but must have {md5}; it is incomplete "
-                    "or has changed. Try again, or set ACCORDION_DATA to a folder with a good copy."
-                )
-            part.replace(target)
-        except (OSError, urllib.error.URLError) as error:
-            reason = getattr(error, "reason", error)
+            return Path(pooch.retrieve(url, known, name, cache_folder(), downloader=download))
+        except ValueError as error:
+            wrong = str(error).partition(". ")[0]  # with both sums
+            raise DataError(
+                f"data: {url} is incomplete or has changed ({wrong}). Try again, or set "
+                "ACCORDION_DATA to a folder with a good copy."
+            ) from None
+        except OSError as error:
             where = os.environ.get("ACCORDION_DATA")
             looked = f" is not in ACCORDION_DATA ({where}) and" if where else ""
             raise DataError(
-                f"data: {what}{looked} could not be fetched from {url} ({reason}); set "
+                f"data: {what}{looked} could not be fetched from {url} ({_reason(error)}); set "
                 f"ACCORDION_DATA to a folder with a copy{instead}."
             ) from None
-        finally:
-            part.unlink(missing_ok=True)
-    return target
 
 
-def _download(url: str, target: Path) -> str:
-    """Download a file and return its MD5 sum."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with urllib.request.urlopen(url, timeout=30) as answer, open(target, "wb") as file:
-        while block := answer.read(1 << 20):
-            digest.update(block)
-            file.write(block)
-    return digest.hexdigest()
+def _reason(error: BaseException) -> str:
+    """Describe the first of a chain of errors, such as the failed look-up of a host's name."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error)

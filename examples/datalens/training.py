@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from tqdm import tqdm
 
@@ -31,8 +32,9 @@ from accordion_hvd.privacy.ballot import Ballot
 from examples.command_line import stop
 from examples.data import DataError, load
 from examples.datalens import dpsgd, gan
-from examples.report import as_text
+from examples.pictures import figure
 from examples.results import write_json
+from examples.tables import as_text, format_table
 
 Images = dpsgd.Images
 
@@ -188,8 +190,10 @@ def _as_tensors(images: np.ndarray, labels: np.ndarray) -> Images:
     return torch.from_numpy(flat / most * 2 - 1), torch.from_numpy(labels)
 
 
-def _title(epsilon: float) -> str:
-    return "no privacy" if math.isinf(epsilon) else f"epsilon = {epsilon:g}"
+def _title(epsilon: float | None) -> str:
+    """Return the name of a budget; results in a file have None for infinity."""
+    infinite = epsilon is None or math.isinf(epsilon)
+    return "no privacy" if infinite else f"epsilon = {epsilon:g}"
 
 
 # ------------------------------------------------------------------------------------ the generator
@@ -348,41 +352,34 @@ def _baselines(
 
 
 # ------------------------------------------------------------------------------------------ results
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """Return a table of budgets, spent privacy and test accuracies, header first."""
-    rows = [
-        ["budget", "spent", "releases", "sigma", "DataLens", "DP-GAN", "DP-SGD, classifier",
-         "TopAgg in its place"]
-    ]  # fmt: skip
-    for row in result["rows"]:
-        cells = [row["accuracy"], *(row.get(name) for name in _BASELINES)]
-        shown = ["-" if cell is None else f"{cell:.1%}" for cell in cells]
-        spent = "-" if row["spent"] is None else f"{row['spent']:.3f}"
-        budget = _title(row["epsilon"]) if row["epsilon"] is not None else "no privacy"
-        rows.append([budget, spent, str(row["releases"]), f"{row['sigma']:.0f}", *shown])
-    return rows
+COLUMNS = {
+    "budget": "{budget}",
+    "spent": "{spent:.3f}",
+    "releases": "{releases}",
+    "sigma": "{sigma:.0f}",
+    "DataLens": "{accuracy:.1%}",
+    "DP-GAN": "{dpgan:.1%}",
+    "DP-SGD, classifier": "{dpsgd_classifier:.1%}",
+    "TopAgg in its place": "{topagg_classifier:.1%}",
+}
 
 
-_BASELINES = ("dpgan", "dpsgd_classifier", "topagg_classifier")
+def table(result: dict[str, Any]) -> pd.DataFrame:
+    """Return a table of budgets, spent privacy and test accuracies."""
+    missing = dict.fromkeys(("dpgan", "dpsgd_classifier", "topagg_classifier"))
+    rows = [missing | row | {"budget": _title(row["epsilon"])} for row in result["rows"]]
+    return format_table(COLUMNS, rows)
 
 
 def draw(pictures: dict[str, torch.Tensor], shape: tuple[int, ...], path: Path) -> None:
     """Draw one sheet of images for each budget, with a row for each class."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(pictures), figsize=(3.2 * len(pictures), 3.5))
-    for axis, (title, images) in zip(np.atleast_1d(axes), pictures.items(), strict=True):
-        classes, columns, _ = images.shape
-        tiles = images.numpy().reshape(classes, columns, *shape)
-        tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=1.0)
-        sheet = tiles.transpose(0, 2, 1, 3).reshape(classes * (shape[0] + 1), -1)
-        axis.imshow(sheet, cmap="gray", vmin=-1, vmax=1)
-        axis.set_title(title)
-        axis.set_axis_off()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    size = (3.2 * len(pictures), 3.5)
+    with figure(path, size, columns=len(pictures), dpi=100) as (_, axes):
+        for axis, (title, images) in zip(axes[0], pictures.items(), strict=True):
+            classes, columns, _ = images.shape
+            tiles = images.numpy().reshape(classes, columns, *shape)
+            tiles = np.pad(tiles, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=1.0)
+            sheet = tiles.transpose(0, 2, 1, 3).reshape(classes * (shape[0] + 1), -1)
+            axis.imshow(sheet, cmap="gray", vmin=-1, vmax=1)
+            axis.set_title(title)
+            axis.set_axis_off()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from examples.command_line import stop
 from examples.data import DataError, load_graph
 from examples.graph.config import GraphSettings
 from examples.pictures import figure
-from examples.report import FRAMEWORKS, as_text, tabulate
+from examples.report import FRAMEWORKS
 from examples.results import Row
+from examples.tables import as_text, format_table
 
 COLUMNS = {
     "sampler": "{sampler}",
@@ -21,8 +23,8 @@ COLUMNS = {
     "points against s = 1": "{against}",
     "remote rows an epoch": "{remote:.1f}",
     "times fewer": "{fewer}",
-    "MB an epoch": "{megabytes:.3f}",
-    "ms an epoch": "{ms:.1f}",
+    "MB an epoch": "{received:.3f}",
+    "ms an epoch": "{seconds:.1f}",
 }
 COMPARED = ("cora", "citeseer", "blocks")
 LINKS = ("links", "links_int8")
@@ -53,47 +55,40 @@ def method_of(run: Row) -> tuple[str, float]:
     return ("s", run["skew"]) if "skew" in run else ("D", run["budget"])
 
 
-def methods(result: Row) -> dict[tuple[str, float], list[Row]]:
+def methods(result: Row) -> dict[tuple[str, float], pd.DataFrame]:
     """Return the trainings of each sampler, in order of first appearance."""
-    rows: dict[tuple[str, float], list[Row]] = {}
-    for run in result["runs"]:
-        rows.setdefault(method_of(run), []).append(run)
-    return rows
+    runs = pd.DataFrame(result["runs"])
+    samplers = pd.Series([method_of(run) for run in result["runs"]])
+    return dict(iter(runs.groupby(samplers, sort=False)))
 
 
-def mean(runs: Sequence[Row], key: str) -> float:
-    """Return the mean of a value over seeds."""
-    return statistics.fmean(run[key] for run in runs)
-
-
-def difference(runs: Sequence[Row], base: Sequence[Row]) -> tuple[float, float]:
+def difference(runs: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float]:
     """Return the mean difference in accuracy to the base sampler, and its standard error.
 
     The difference, in percentage points, is taken between trainings of the same seed.
     """
-    other = {run["seed"]: run["accuracy"] for run in base}
-    points = [100 * (run["accuracy"] - other[run["seed"]]) for run in runs if run["seed"] in other]
-    spread = statistics.stdev(points) / len(points) ** 0.5 if len(points) > 1 else float("nan")
-    return statistics.fmean(points), spread
+    mine, other = (found.set_index("seed")["accuracy"] for found in (runs, base))
+    points = 100 * (mine - other).dropna()
+    return points.mean(), points.sem()
 
 
-def table(result: Row) -> list[list[str]]:
-    """Return the header and the rows of the table, with means over seeds."""
+def table(result: Row) -> pd.DataFrame:
+    """Return the table, with means over seeds."""
     rows: list[Row] = []
     by_method = methods(result)
     base = by_method.get(("s", 1.0))
     for (kind, value), runs in by_method.items():
-        row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": ""}
-        row |= {"remote": mean(runs, "remote"), "accuracy": 100 * mean(runs, "accuracy")}
-        row |= {"megabytes": mean(runs, "received") / 1e6, "ms": 1000 * mean(runs, "seconds")}
+        means = runs[["accuracy", "remote", "received", "seconds"]].mean() * [100, 1, 1e-6, 1e3]
+        row: Row = {"sampler": f"{kind} = {value:g}", "against": "", "fewer": "", **means}
         if runs is base:
             row["sampler"] += " (base)"
         elif base is not None:
             points, error = difference(runs, base)
             row["against"] = f"{points:+.2f}" + (f" ± {error:.2f}" if error == error else "")
-            row["fewer"] = f"{mean(base, 'remote') / row['remote']:.1f}" if row["remote"] else "-"
+            remote = base["remote"].mean()
+            row["fewer"] = f"{remote / row['remote']:.1f}" if row["remote"] else "-"
         rows.append(row)
-    return tabulate(COLUMNS, rows)
+    return format_table(COLUMNS, rows)
 
 
 def title(result: Row) -> str:
@@ -128,9 +123,9 @@ def _panel(axis: Any, result: Row) -> None:
     by_method = methods(result)
     for kind, label in (("s", "constant skew s"), ("D", "second-moment budget D")):
         points = sorted((x, runs) for (which, x), runs in by_method.items() if which == kind)
-        rows = [mean(runs, "remote") for _, runs in points]
-        accuracy = [100 * mean(runs, "accuracy") for _, runs in points]
-        spread = [100 * statistics.pstdev(run["accuracy"] for run in runs) for _, runs in points]
+        rows = [runs["remote"].mean() for _, runs in points]
+        accuracy = [100 * runs["accuracy"].mean() for _, runs in points]
+        spread = [100 * runs["accuracy"].std(ddof=0) for _, runs in points]
         axis.errorbar(
             rows, accuracy, yerr=spread, color=COLOURS[kind], marker="o", capsize=3, lw=1.4,
             label=label,
@@ -142,11 +137,11 @@ def _panel(axis: Any, result: Row) -> None:
             )  # fmt: skip
     base = by_method.get(("s", 1.0))
     if base is not None:
-        axis.axhline(100 * mean(base, "accuracy") - 0.5, color="grey", ls=":", lw=1)
+        axis.axhline(100 * base["accuracy"].mean() - 0.5, color="grey", ls=":", lw=1)
     settings = result["settings"]
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.xaxis.set_minor_formatter(lambda value, _: "")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
     axis.set_xlabel("rows from other ranks an epoch (logarithmic)")
     axis.set_title(f"{NAMES[settings['data']]}, {result['ranks']} ranks", fontsize=11)
     axis.margins(x=0.12, y=0.15)

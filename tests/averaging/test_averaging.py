@@ -33,6 +33,7 @@ from accordion_hvd import (
     TopK,
     Topology,
     TwoLevel,
+    simulate,
 )
 from accordion_hvd.averaging import point_to_point
 from accordion_hvd.averaging.base import Averaging
@@ -41,7 +42,6 @@ from accordion_hvd.core.base import Allreduce, Broadcast
 from accordion_hvd.core.codec import Wrapper
 from accordion_hvd.core.composition import within_group
 from accordion_hvd.core.shifted import Shifted
-from accordion_hvd.simulation.one_process import simulate
 
 
 class Dealing(Ranks):

@@ -124,9 +124,10 @@ def test_excesses_are_over_computing_alone() -> None:
     over = "ours over torch.distributed powersgd:4"
     found = made("torch", (COMPUTE, over, "DDP powersgd:4"))
     # 10 ms more than computing alone against 20 ms more, in each repetition
-    assert tables.excesses(found, over, "DDP powersgd:4", "50mbit") == pytest.approx([0.5] * 3)
+    excesses = tables.excesses(found, over, "DDP powersgd:4", "50mbit")
+    assert excesses.tolist() == pytest.approx([0.5] * 3)
     rows = tables.excess(found, page.excess_pairs(list(found["equal"])))
-    assert rows[1][:3] == [over, "DDP powersgd:4", "0.50 (0.50-0.50)"]
+    assert rows.iloc[0, :3].tolist() == [over, "DDP powersgd:4", "0.50 (0.50-0.50)"]
     assert page.excess_pairs([f"{OURS}fp16", "DDP + our hook powersgd:4,alternate"]) == [
         (f"{OURS}fp16", "DDP fp16"), ("DDP + our hook powersgd:4,alternate", "DDP powersgd:4"),
     ]  # fmt: skip
@@ -137,25 +138,26 @@ def test_summary() -> None:
     found = made("torch", (COMPUTE, "Horovod", "ours fp16"))
     rows = tables.summary(found, "50mbit")
     alone, sent = (11 + 21) / 2, 1e6  # ms in the median of all turns; bytes of the busier host
-    row = rows["Horovod"]
+    row = rows.loc["Horovod"]
     assert (row["ms"], row["least"], row["most"], row["cpu_ms"]) == (21, 20, 22, 5)
     assert row["sent"] == row["received"] == sent
     assert row["wire"] == pytest.approx(1000 * sent / 6e6)
     assert row["limit"] == pytest.approx(row["wire"])
     assert row["one_by_one"] == pytest.approx(alone + row["wire"])
     assert row["times"] == pytest.approx(21 / row["wire"])
-    assert rows[COMPUTE]["limit"] == alone
-    assert tables.summary(found, "1gbit")["Horovod"]["limit"] == alone  # the link is faster
+    assert rows["limit"][COMPUTE] == alone
+    assert tables.summary(found, "1gbit")["limit"]["Horovod"] == alone  # the link is faster
 
 
 def test_ratios_are_formed_within_a_repetition() -> None:
     found = made("torch", (COMPUTE, "Horovod", "ours fp16"))
     ratios = tables.ratios(found, "ours fp16", "Horovod", "50mbit")
-    assert ratios == pytest.approx([20 / 30, 21 / 31, 22 / 32])
-    assert tables.ratios(found, "ours fp16", "DDP", "50mbit") == []
+    assert ratios.tolist() == pytest.approx([20 / 30, 21 / 31, 22 / 32])
+    assert tables.ratios(found, "ours fp16", "DDP", "50mbit").empty
     rows = tables.comparison(found, page.pairs("torch", list(found["equal"])))
-    assert rows[0] == ["method", "compared with", "50mbit", "1gbit"]
-    assert rows[1][:3] == ["ours fp16", "Horovod", "0.68 (0.67-0.69)"] and len(rows) == 2
+    assert list(rows.columns) == ["method", "compared with", "50mbit", "1gbit"]
+    (row,) = rows.to_numpy().tolist()
+    assert row[:3] == ["ours fp16", "Horovod", "0.68 (0.67-0.69)"]
 
 
 def test_pairs() -> None:

@@ -85,14 +85,14 @@ def test_diverged_trainings_are_named() -> None:
         run["loss"][-1] = last
     assert [page.final(run) for run in page.runs(found, "one", "Birder")] == [math.inf] * 2
     assert page.verdict(found, "one", "Birder") == "missed: diverged"
-    row = page.table(found, "one")[2]
+    row = page.table(found, "one").iloc[1].tolist()
     assert row[3] == "diverged" and row[6:8] == ["diverged"] * 2 and row[-1] == "missed"
     assert page.told([1.0, math.inf, 2.0], str) == "2.0 (1.0 to diverged)"
 
 
 def test_the_goal_is_a_share() -> None:
     found = made()
-    verdicts = {row[0].strip("`"): row[1] for row in page.overview(found)[1:]}
+    verdicts = {row[0].strip("`"): row[1] for row in page.overview(found).to_numpy()}
     assert set(verdicts) == {name for name, method in METHODS.items() if method.beside}
     assert verdicts["OnebitAdam"] == "met: 98.6 %, 2.7 x"
     assert verdicts["CDAdam"].startswith("missed: ")
@@ -119,6 +119,8 @@ def test_a_broken_off_run_makes_a_page(tmp_path: Path) -> None:
     found["runs"] = found["runs"][:3]
     found["tasks"].pop("two")
     assert "`Birder`" in page.write([found], tmp_path)[0].read_text()
+    found["runs"] = found["runs"][:1]
+    assert "| Adam | 0.01 | 1 |" in page.write([found], tmp_path)[0].read_text()
     with pytest.raises(ValueError, match="no file has results of `run`"):
         page.write([{**found, "action": "tune"}], tmp_path)
 
@@ -142,7 +144,7 @@ def test_grids_and_times_join_the_page(tmp_path: Path) -> None:
 def test_a_better_rate_of_the_grid_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = {**made(("Adam",)), "action": "tune"}
     tuning["runs"] += [{**run, "lr": 0.02, "loss": [1.0, 0.01]} for run in tuning["runs"]]
-    assert page.tried(tuning, "one", "Adam") == pytest.approx({0.01: 0.3, 0.02: 0.01})
+    assert page.tried(tuning, "one", "Adam").to_dict() == pytest.approx({0.01: 0.3, 0.02: 0.01})
     told = "two: Adam is best at lr 0.02 (loss 0.01000)"
     assert command.advice(tuning)[1:] == [told] and command.advice(made()) == []
     monkeypatch.setitem(METHODS["Adam"].lr, "two", 0.02)

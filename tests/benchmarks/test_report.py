@@ -1,4 +1,4 @@
-"""Templates, pages that keep notes, and how tables and ranges are written."""
+"""Templates, pages that keep notes, and how ranges are written."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import re
 import statistics
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from benchmarks import report
-from examples.report import as_markdown, as_text
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = [["name", "kind", "number"], ["a", "long one", "1"], ["b", "", "10"]]
 
 
 def test_an_empty_place_leaves_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,18 +49,10 @@ def test_what_was_written_by_hand_stays(tmp_path: Path) -> None:
     [([], "-"), ([0.5], "0.50"), ([3, 1, 200], "3.00 (1.00-200)"), ([10, 30], "20.0 (10.0-30.0)")],
 )
 def test_median_and_range(values: list[float], wanted: str) -> None:
-    assert report.spread(values) == wanted
+    assert report.spread(values) == report.spread(pd.Series(values, dtype=float)) == wanted
 
 
 def test_ranges_as_they_are_asked_for() -> None:
     told = report.spread([1, 2, 6], "{:+.1f}".format, statistics.fmean, " to ")
     assert told == "+3.0 (+1.0 to +6.0)"
     assert report.spread([1, 2, 6], report.digits(0)) == "2 (1-6)"
-
-
-def test_tables() -> None:
-    assert as_markdown(ROWS).splitlines()[:2] == ["| name | kind | number |", "|---|---|---:|"]
-    assert as_markdown(ROWS, left=[1]).splitlines()[1] == "|---:|---|---:|"
-    assert as_text(ROWS).splitlines() == [
-        "name  kind      number", "-" * 22, "a     long one       1", "b                   10",
-    ]  # fmt: skip

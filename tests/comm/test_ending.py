@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+WAITING = """
+import logging, logging.handlers, sys, time
+file = logging.FileHandler(sys.argv[1])
+logging.basicConfig(handlers=[logging.handlers.MemoryHandler(1000, 60, target=file)])
+from accordion_hvd.comm.horovod import ending
+ending.watch(3, lambda: began)
+began = time.time() - 9
+time.sleep(600)
+"""
+
+
+def test_the_message_at_the_end_is_written_even_if_a_handler_holds_messages_back(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", WAITING, str(tmp_path / "log")]
+    environment = {**os.environ, "ACCORDION_HVD_TIMEOUT": "5"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    text = (tmp_path / "log").read_text()
+    assert done.returncode == 1 and not done.stderr
+    assert "rank 3 has waited for" in text and text.endswith("and this process ends.\n")
+
 
 SCRIPT = """
 import atexit, time

@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import step
 
-from accordion_hvd import EF21, AdaComp, ErrorFeedback, Fixed, Gathered, Momentum, TwoLevel
+from accordion_hvd import (
+    EF21,
+    AdaComp,
+    ErrorFeedback,
+    Fixed,
+    Gathered,
+    Momentum,
+    TwoLevel,
+    simulate,
+)
 from accordion_hvd.ops import bins, selection
 from accordion_hvd.resolve import parse
-from accordion_hvd.simulation.one_process import simulate
 
 
 def paper(r: np.ndarray, g: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -29,11 +29,11 @@ from accordion_hvd import (
     TopK,
     compressors,
     policies,
+    simulate,
 )
 from accordion_hvd.optimizers import OnebitAdam
 from accordion_hvd.policies import Gate, Policy, WarmUp
 from accordion_hvd.policies.critical_regimes import HIGH
-from accordion_hvd.simulation.one_process import simulate
 
 pytest.importorskip("sklearn")
 RANKS, BATCH, EPOCH, EPOCHS = 2, 32, 10, 24

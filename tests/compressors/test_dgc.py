@@ -19,9 +19,10 @@ from accordion_hvd import (
     Replay,
     TopK,
     TwoLevel,
+    simulate,
 )
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 from accordion_hvd.validate import Use, validate
 
 SHAPE = (24, 50)

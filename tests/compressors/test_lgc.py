@@ -23,7 +23,18 @@ from frameworks import (
 )
 from laws import SHAPE, several, step
 
-from accordion_hvd import LGC, Accordion, Broadcast, Dense, Fixed, Replay, TopK, TwoLevel, parse
+from accordion_hvd import (
+    LGC,
+    Accordion,
+    Broadcast,
+    Dense,
+    Fixed,
+    Replay,
+    TopK,
+    TwoLevel,
+    parse,
+    simulate,
+)
 from accordion_hvd.compressors.autoencoder import (
     DECODER,
     ENCODER,
@@ -36,7 +47,7 @@ from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.checkpoint_files import read_manifest
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 
 FORMS = pytest.mark.parametrize("form", ["ring", "server"])
 RNG = np.random.default_rng(0)

@@ -22,13 +22,14 @@ from accordion_hvd import (
     Threshold,
     TopK,
     TwoLevel,
+    simulate,
 )
 from accordion_hvd.check import PayloadError
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
 
 METHODS = [TopK(0.1), TopK(0.1, "float16"), Threshold(1.0), ScaleCom(0.1), AdaComp(50), DGC(0.1)]
 ODD, BAD_STEP = 1, 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from frameworks import TENSORFLOW, Ranks, installed, normals
 
-from accordion_hvd import PowerSGD, StepSchedule
+from accordion_hvd import PowerSGD, StepSchedule, simulate
 from accordion_hvd.compressors.powersgd import matrix_shape
 from accordion_hvd.core.base import Info
 from accordion_hvd.engine.buckets import TensorInfo
@@ -17,7 +17,7 @@ from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.policies.cost_model import bytes_sent
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
 
 Q = np.random.default_rng(1).normal(size=(2, 64)).astype(np.float32)
 

@@ -35,10 +35,10 @@ from accordion_hvd import (
     OneBit,
     SignSGD,
     TernGrad,
+    simulate,
 )
 from accordion_hvd.compressors.signsgd import majority
 from accordion_hvd.ops import quantization, random
-from accordion_hvd.simulation.one_process import simulate
 
 RNG = np.random.default_rng(0)
 SIZES = [1, 7, 8, 513, (1 << 16) + 3, 150_001]

@@ -9,8 +9,7 @@ import pytest
 from frameworks import NUMPY, Framework, Ranks, exact_mean, normals, parameters, same_bits
 from laws import step
 
-from accordion_hvd import Compressor, ScaleCom, TopK
-from accordion_hvd.simulation.one_process import simulate
+from accordion_hvd import Compressor, ScaleCom, TopK, simulate
 
 SHAPE = (24, 50)
 

@@ -22,10 +22,9 @@ from frameworks import (
 )
 from traced import same_in_a_graph
 
-from accordion_hvd import SketchedSGD
+from accordion_hvd import SketchedSGD, simulate
 from accordion_hvd.ops import count_sketch, random
 from accordion_hvd.policies import Fixed
-from accordion_hvd.simulation.one_process import simulate
 
 XP = NUMPY.xp
 RNG = np.random.default_rng(0)

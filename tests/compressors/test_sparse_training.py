@@ -10,8 +10,7 @@ import pytest
 from frameworks import NUMPY
 from laws import step
 
-from accordion_hvd import DGC, AdaComp, Dense, ScaleCom, Threshold, TopK
-from accordion_hvd.simulation.one_process import simulate
+from accordion_hvd import DGC, AdaComp, Dense, ScaleCom, Threshold, TopK, simulate
 from examples.data.digits import load_digits
 
 pytest.importorskip("sklearn")

@@ -7,10 +7,9 @@ import pytest
 from frameworks import Framework, Ranks, exact_mean, normals, parameters, same_bits
 from laws import step
 
-from accordion_hvd import Threshold
+from accordion_hvd import Threshold, simulate
 from accordion_hvd.compressors.sparsifier import decode, encode
 from accordion_hvd.ops import indices
-from accordion_hvd.simulation.one_process import simulate
 
 SHAPE = (24, 50)
 

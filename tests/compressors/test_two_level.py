@@ -27,6 +27,7 @@ from accordion_hvd import (
     TopK,
     TwoLevel,
     parse,
+    simulate,
 )
 from accordion_hvd.comm.hosts import VARIABLE, discover_hosts
 from accordion_hvd.compressors.two_level import slice_shape
@@ -34,7 +35,7 @@ from accordion_hvd.core.placement import consecutive, groups, place
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.checkpoint_files import read_manifest
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 
 INNER = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(2)]
 

@@ -35,10 +35,11 @@ from accordion_hvd import (
     RandomK,
     Threshold,
     TopK,
+    simulate,
 )
 from accordion_hvd.core.codec import Message, parse
 from accordion_hvd.core.shifted import Shifted
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 CODECS = [
     TopK(0.1),

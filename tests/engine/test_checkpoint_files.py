@@ -164,11 +164,11 @@ def test_the_one_before_is_loaded_and_rank_0_says_so(
     damage: Callable[[Path], Any],
     words: tuple[str, ...],
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     damage(saved(tmp_path, 2))
     assert load(tmp_path) == 1
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = caplog.messages
     assert line.startswith(
         f"accordion_hvd: continuing from {tmp_path / 'state-00001'}, saved after"
     )

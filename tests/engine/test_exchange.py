@@ -26,18 +26,13 @@ from accordion_hvd import (
     PowerSGD,
     RandomK,
     TopK,
+    simulate,
 )
 from accordion_hvd.engine import plan
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import (
-    Hub,
-    SimulatedCommunicator,
-    World,
-    lockstep,
-    simulate,
-)
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, lockstep
 
 
 def exchanges(

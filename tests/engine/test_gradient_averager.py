@@ -13,7 +13,7 @@ import pytest
 from frameworks import NUMPY
 from threads import Threaded
 
-from accordion_hvd import Accordion, Dense, PowerSGD, TopK
+from accordion_hvd import Accordion, Dense, PowerSGD, TopK, simulate
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.engine import checkpoint, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
@@ -21,7 +21,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard, ReplicasDiffer
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import Hub, simulate
+from accordion_hvd.simulation.one_process import Hub
 
 SHAPES = {"w": (40, 50), "v": (30, 40), "b": (7,)}
 

@@ -49,6 +49,7 @@ from accordion_hvd import (
     TopAgg,
     TopK,
     TwoLevel,
+    simulate,
 )
 from accordion_hvd.core.base import Info
 from accordion_hvd.engine.buckets import TensorInfo
@@ -69,7 +70,7 @@ from accordion_hvd.optimizers.birder import Draw
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.warmup import WarmUp
 from accordion_hvd.simulation import one_process
-from accordion_hvd.simulation.one_process import Hub, World, simulate
+from accordion_hvd.simulation.one_process import Hub, World
 
 SHAPES = {"w": (32, 32), "small": (3, 3), "b": (4,)}
 TWO = {"w": (32, 32), "v": (32, 32), "b": (4,)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
+import http.server
 import io
 import os
 import pickle
@@ -11,10 +13,13 @@ import struct
 import subprocess
 import sys
 import tarfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pooch
 import pytest
 
 from examples import data
@@ -31,10 +36,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("ACCORDION_DATA", str(tmp_path / "data"))
 
-    def offline(url: str, target: Path) -> str:
+    def offline(*_: Any) -> None:
         raise OSError("no network in tests")
 
-    monkeypatch.setattr(files, "_download", offline)
+    monkeypatch.setattr(pooch.HTTPDownloader, "__call__", offline)
     return tmp_path / "data"
 
 
@@ -296,23 +301,92 @@ def test_folder_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         data.load("mnist")
 
 
-def test_a_download_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Server of a folder that counts its answers."""
+
+    answers: list[str]
+
+    def log_request(self, *_: Any) -> None:
+        """Count, and print nothing."""
+        self.answers.append(self.path)
+
+    def log_error(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder and the address at which it is served; the network is as it is outside of tests."""
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = tmp_path / "file.bin"
-    source.write_bytes(b"hello")
-    good, bad = "5d41402abc4b2a76b9719d911017c592", "0" * 32
-    with pytest.raises(
-        DataError, match="MD5 sum 5d41402abc4b2a76b9719d911017c592, but must have 00"
-    ):
-        files.fetched(source.as_uri(), bad, "It")
-    assert (
-        not list(files.cache_folder().glob("file.bin*part"))
-        and not (files.cache_folder() / "file.bin").exists()
-    )
-    kept = files.fetched(source.as_uri(), good, "It")
-    source.unlink()
-    assert files.fetched(source.as_uri(), good, "It") == kept and kept.read_bytes() == b"hello"
+    (folder := tmp_path / "served").mkdir()
+    monkeypatch.setattr(Quiet, "answers", [], raising=False)
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+HELLO = "5d41402abc4b2a76b9719d911017c592"
+
+
+def test_a_download_is_checked(served: tuple[Path, str]) -> None:
+    folder, address = served
+    (folder / "file.bin").write_bytes(b"hello")
+    url, bad = f"{address}/file.bin", "0" * 32
+    with pytest.raises(DataError, match=f"expected md5:{bad} but got {HELLO}") as refusal:
+        files.fetched(url, bad, "It")
+    assert url in str(refusal.value) and "set ACCORDION_DATA to a folder" in str(refusal.value)
+    assert {path.suffix for path in files.cache_folder().iterdir()} <= {".lock"}
+    kept = files.fetched(url, HELLO, "It")
+    kept.write_bytes(b"hel")  # damaged since: it is fetched again
+    assert files.fetched(url, HELLO, "It") == kept and kept.read_bytes() == b"hello"
+    (folder / "file.bin").unlink()
+    assert files.fetched(url, HELLO, "It") == kept and len(Quiet.answers) == 3
+    assert kept == files.cache_folder() / "file.bin"
+
+
+def test_a_file_without_a_sum_is_fetched_once(served: tuple[Path, str]) -> None:
+    folder, address = served
+    with pytest.raises(DataError, match=r"It could not be fetched from .* \(404 ") as refusal:
+        files.fetched(f"{address}/file.bin", None, "It")
+    assert str(refusal.value).endswith("with a copy, or use --data digits, which needs none.")
+    (folder / "file.bin").write_bytes(b"hello")
+    for _ in range(2):
+        assert files.fetched(f"{address}/file.bin", None, "It").read_bytes() == b"hello"
+    assert len(Quiet.answers) == 2
+
+
+def test_a_host_that_does_not_answer(served: tuple[Path, str]) -> None:
+    with pytest.raises(DataError, match=r"could not be fetched from .* \(.*refused\); set "):
+        files.fetched("http://127.0.0.1:9/file.bin", HELLO, "It")
+
+
+def test_ranks_download_together_and_once(served: tuple[Path, str]) -> None:
+    folder, address = served
+    (folder / "file.bin").write_bytes(b"hello")
+    found: list[bytes] = []
+    ranks = [
+        threading.Thread(
+            target=lambda: found.append(
+                files.fetched(f"{address}/file.bin", HELLO, "It").read_bytes()
+            )
+        )
+        for _ in range(4)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=60)
+    assert found == [b"hello"] * 4 and len(Quiet.answers) == 1
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="the cache .* cannot be written .*; set XDG_CACHE_HOME"):
+        data.load("mnist")
 
 
 # ------------------------------------------------------------------------------------ who sees what

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -225,25 +224,6 @@ def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("package", ["accelerate", "lightning"])
-def test_two_ranks_of_torchrun_train(package: str) -> None:
-    """The example of each framework above DDP reaches the accuracy at a tenth of the bytes."""
-    pytest.importorskip(package)
-    pytest.importorskip("sklearn")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "2", str(SCRIPTS / f"train_{package}.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = re.search(r"test accuracy ([\d.]+) %, ([\d.]+) times fewer", done.stdout)
-    assert found and float(found[1]) > 94 and float(found[2]) > 10, done.stdout
-
-
-@pytest.mark.launch
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_two_ranks_train_and_resume(framework: str, tmp_path: Path) -> None:
     """Three epochs at once, and one and then two more, end with the same weights and levels."""
@@ -347,9 +327,9 @@ def runs() -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 
 def test_table(runs: Any) -> None:
-    rows = report.table(runs)
-    assert len(rows) == 15 and {len(row) for row in rows} == {7}
-    assert [row[1] for row in rows[1:8]] == [
+    table = report.table(runs)
+    assert table.shape == (14, 7)
+    assert table["compression"][:7].tolist() == [
         "uncompressed",
         "always low: PowerSGD(4)",
         "always middle: PowerSGD(2)",
@@ -359,11 +339,9 @@ def test_table(runs: Any) -> None:
         "Displacement: low or high for each layer",
     ]
     name = "always low: PowerSGD(4)"
-    assert rows[2] == ["PyTorch", name, "84.0%", "82.0-86.0%", "5.00", "2.5", "1.2"]
-    assert rows[9] == ["Keras", name, "82.0%", "1 seed", "4.00", "2.5", "1.2"]
-    text = report.as_text(rows).splitlines()
-    assert len(text) == 16 and set(text[1]) == {"-"}
-    assert report.as_markdown(rows).splitlines()[1] == "|---|---|---:|---:|---:|---:|---:|"
+    rows = table.to_numpy().tolist()
+    assert rows[1] == ["PyTorch", name, "84.0%", "82.0-86.0%", "5.00", "2.5", "1.2"]
+    assert rows[8] == ["Keras", name, "82.0%", "1 seed", "4.00", "2.5", "1.2"]
 
 
 def test_picture(runs: Any, tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ import numpy as np
 from fuzzing import fuzz, seeds
 from hypothesis import strategies as st
 
+from accordion_hvd import simulate
 from accordion_hvd.engine import checkpoint_files
 from accordion_hvd.engine.checkpoint import load_state, save_state
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 SHAPES = {"v": (40,), "w": (30, 40)}
 METHODS = ["Accordion(PowerSGD(4), TopK(0.1))", "ef21:topk:0.1", "lgc:0.05", "dgc:0.1", "topk:0.1",

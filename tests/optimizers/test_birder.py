@@ -23,14 +23,13 @@ from frameworks import (
 )
 from rules import BirderOracle, birder_rounds, numbers
 
-from accordion_hvd import Accordion, StepSchedule
+from accordion_hvd import Accordion, StepSchedule, simulate
 from accordion_hvd.core.base import Info
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops import quantization, random
 from accordion_hvd.optimizers import Birder
 from accordion_hvd.optimizers.birder import Draw
-from accordion_hvd.simulation.one_process import simulate
 
 HALVES = np.array([-1, -0.999, -0.5, -0.01, 0, 0.3, 0.75, 1])
 PLACES = [(3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (4, 4)]

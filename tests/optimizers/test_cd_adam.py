@@ -33,9 +33,10 @@ from accordion_hvd import (
     compressors,
     namespace,
     optimizers,
+    simulate,
 )
 from accordion_hvd.optimizers import AMSGrad, CDAdam
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 SHAPE = (9, 11)
 OURS = (TopK(0.1), RandomK(0.2), PowerSGD(1), OneBit(), Int8(32), EFSignSGD())

@@ -11,10 +11,11 @@ import pytest
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, combined
 from rules import LambOracle, OnebitOracle
 
+from accordion_hvd import simulate
 from accordion_hvd.core.base import Info
 from accordion_hvd.core.running import drive
 from accordion_hvd.optimizers import Lamb, OnebitAdam, OnebitLamb
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 SHAPES = {"w": (27, 43), "v": (27, 43), "bias": (27,), "norm": (5, 2), "scale": (1,)}
 """Two that are compressed, in one call, and three that are packed into one vector."""

@@ -13,10 +13,10 @@ import rules
 from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, combined, parameters
 from rules import REFUSED, ROWS, Row
 
-from accordion_hvd import StepSchedule, optimizers
+from accordion_hvd import StepSchedule, optimizers, simulate
 from accordion_hvd.core.base import Info
 from accordion_hvd.resolve import as_policy
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 SHAPE = (27, 43)  # large enough to be compressed; no multiple of 8
 STEPS = 10

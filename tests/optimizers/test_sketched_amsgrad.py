@@ -12,12 +12,12 @@ import pytest
 import rules
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, Ranks, combined, parameters, same_bits
 
-from accordion_hvd import StepSchedule
+from accordion_hvd import StepSchedule, simulate
 from accordion_hvd.core.base import Info
 from accordion_hvd.ops import count_sketch, random
 from accordion_hvd.optimizers import SketchedAMSGrad, sketched_amsgrad
 from accordion_hvd.optimizers.sketched_amsgrad import FlooredAMSGrad
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 XP = NUMPY.xp
 SHAPE, SIZE = (27, 43), 1161

@@ -12,11 +12,11 @@ import rules
 from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, combined
 from rules import ZeroOneOracle
 
-from accordion_hvd import Accordion, StepSchedule
+from accordion_hvd import Accordion, StepSchedule, simulate
 from accordion_hvd.core.base import Info
 from accordion_hvd.optimizers import Adam, ZeroOneAdam
 from accordion_hvd.optimizers.zero_one_adam import EXACT, FIRST, LOCAL, SIGNS, SYNC
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 SHAPE, SIZE = (27, 43), 27 * 43
 SHORT = ZeroOneAdam(

@@ -56,6 +56,7 @@ from accordion_hvd import (
     Threshold,
     TopK,
     TwoLevel,
+    simulate,
 )
 from accordion_hvd.check import PayloadError
 from accordion_hvd.comm.agreement import RanksDisagree
@@ -68,7 +69,7 @@ from accordion_hvd.engine.ledger.series import PARTS
 from accordion_hvd.engine.ledger.summary import summarize
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import windows
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -40,13 +40,14 @@ from accordion_hvd import (
     RandomK,
     Replay,
     TopK,
+    simulate,
 )
 from accordion_hvd.compressors.autoencoder import Autoencoder
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.policies.critical_regimes import CHANGED, HIGH, LOW
 from accordion_hvd.policies.windows import PATIENCE
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 
 MILD, STRONG = PowerSGD(4), PowerSGD(1)
 SOCIABLE = [case for case in CASES if not case.private]  # private ones serve alone

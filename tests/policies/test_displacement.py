@@ -12,9 +12,9 @@ import pytest
 from decisions import decide, rows_of
 from frameworks import NUMPY, Framework, parameters
 
-from accordion_hvd import Dense, Displacement, PowerSGD, TopK, parse
+from accordion_hvd import Dense, Displacement, PowerSGD, TopK, parse, simulate
 from accordion_hvd.policies.displacement import HIGH, LOW, RelativeResidual
-from accordion_hvd.simulation.one_process import World, lockstep, simulate
+from accordion_hvd.simulation.one_process import World, lockstep
 
 SHAPES = {"w": (48, 40), "v": (40, 50), "b": (7,)}
 BOUND = 0.01

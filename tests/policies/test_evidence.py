@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
 
-from accordion_hvd import Dense, PowerSGD, TopK, namespace
+from accordion_hvd import Dense, PowerSGD, TopK, namespace, simulate
 from accordion_hvd.policies.base import Seen
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.evidence import (
@@ -20,7 +20,6 @@ from accordion_hvd.policies.evidence import (
     StepTimes,
 )
 from accordion_hvd.policies.windows import Windowed
-from accordion_hvd.simulation.one_process import simulate
 
 SHAPES = {"one": (40, 30), "two": (40, 30), "large": (300, 256), "small": (5,)}
 WINDOW = 3

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import several, step
 
-from accordion_hvd import BF16, FP16, LGC, Accordion, Dense, Fixed, Gate, PowerSGD, TopK
+from accordion_hvd import BF16, FP16, LGC, Accordion, Dense, Fixed, Gate, PowerSGD, TopK, simulate
 from accordion_hvd.policies import gate as gates
 from accordion_hvd.policies.gate import Cost, Link
-from accordion_hvd.simulation.one_process import simulate
 
 NAMES = [f"layer{i}" for i in range(6)]
 

@@ -32,6 +32,7 @@ from accordion_hvd import (
     SignSGD,
     TopK,
     parse,
+    simulate,
 )
 from accordion_hvd.core.base import Info
 from accordion_hvd.optimizers import OnebitAdam
@@ -41,7 +42,7 @@ from accordion_hvd.policies.byte_budget import OVER, affordable
 from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
 from accordion_hvd.policies.critical_regimes import HIGH, LOW
 from accordion_hvd.resolve import staged
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 
 class Owner:

@@ -9,8 +9,7 @@ import pytest
 from frameworks import Framework, normals, parameters, same_bits
 from laws import step
 
-from accordion_hvd import Dense, ScaleCom, ScaleComRecipe, parse
-from accordion_hvd.simulation.one_process import simulate
+from accordion_hvd import Dense, ScaleCom, ScaleComRecipe, parse, simulate
 
 SHAPES = {"conv1.w": (16, 3, 5, 5), "conv2.w": (16, 8, 3, 3), "conv3.w": (40, 30), "fc.w": (80, 50)}
 SHAPES |= {"fc.b": (50,)}

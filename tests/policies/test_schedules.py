@@ -15,10 +15,10 @@ from decisions import decide, rows_of
 from frameworks import NUMPY, Framework, parameters, same_bits
 from laws import SHAPE, step
 
-from accordion_hvd import AdaQS, Dense, Policy, PowerSGD, StepSchedule, TopK, parse
+from accordion_hvd import AdaQS, Dense, Policy, PowerSGD, StepSchedule, TopK, parse, simulate
 from accordion_hvd.policies.adaqs import FELL, FIRST, MILDEST, STEADY, UNKNOWN
 from accordion_hvd.policies.windows import PATIENCE
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 
 LADDER = [PowerSGD(1), PowerSGD(2), PowerSGD(4)]
 ROW = {"step", "window", "name", "level", "compressor", "norm", "ratio", "previous", "change"}

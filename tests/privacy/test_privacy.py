@@ -17,14 +17,14 @@ from frameworks import NUMPY, TENSORFLOW, TORCH, installed
 from scipy import optimize, special, stats
 from threads import Threaded
 
-from accordion_hvd import BudgetSpent, PrivacyBudget, TopAgg
+from accordion_hvd import BudgetSpent, PrivacyBudget, TopAgg, simulate
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.ops import secret
 from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
 from accordion_hvd.privacy.ballot import Ballot
 from accordion_hvd.privacy.budget import epsilon_of
-from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, simulate
+from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
 
 DELTA = 1e-5
 

@@ -36,9 +36,9 @@ from accordion_hvd import (
     TopAgg,
     TopK,
     parse,
+    simulate,
 )
 from accordion_hvd.ops import random, secret
-from accordion_hvd.simulation.one_process import simulate
 
 SIZE = 60
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd import optimizers
-from accordion_hvd.simulation.one_process import simulate
+from accordion_hvd import optimizers, simulate
 
 STEPS, DECAY = 5, 0.1
 LR = 2.0**-6  # the same number in fp32, in which Keras keeps it

@@ -16,8 +16,7 @@ import tensorflow as tf
 from keras_checks import assert_equal_ranks, everywhere, in_graph, raises, weights
 
 import accordion_hvd.tensorflow.keras as hvd
-from accordion_hvd import Accordion, optimizers
-from accordion_hvd.simulation.one_process import simulate
+from accordion_hvd import Accordion, optimizers, simulate
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE

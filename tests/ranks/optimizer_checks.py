@@ -25,9 +25,8 @@ from torch_checks import (
 )
 
 import accordion_hvd.torch as hvd
-from accordion_hvd import Accordion, TopK, optimizers
+from accordion_hvd import Accordion, TopK, optimizers, simulate
 from accordion_hvd.engine.drift import span
-from accordion_hvd.simulation.one_process import simulate
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE

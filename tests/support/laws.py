@@ -23,7 +23,8 @@ from frameworks import (
     same_bits,
 )
 
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd import simulate
+from accordion_hvd.simulation.one_process import World
 
 Law = Callable[[Case, Framework, int], None]
 SHAPE = (24, 50)  # large enough to be a bucket of its own

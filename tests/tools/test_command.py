@@ -142,3 +142,13 @@ def test_without_a_checkout(
     done = CliRunner().invoke(main, ["demo", "--seed", "4"])
     assert done.exit_code == 2 and not started
     assert done.output.count("\n") == 1 and str(installed) in done.output
+
+
+def test_a_script_runs() -> None:
+    words = ["accordion-hvd", "netbench", "run", "--hosts", "0", "--", "true", "--flag"]
+    code = f"import sys; sys.argv = {words}; {ENTRY}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("netbench: --hosts is 0")

@@ -145,7 +145,8 @@ def test_refused(name: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["3", "{}", "[1]", '[{"step": 1}]', '{"history": 1}', '{"exchanges": [{}]}', "[]"]
+    "content",
+    ["", "{", "3", "{}", "[1]", '[{"step": 1}]', '{"history": 1}', '{"exchanges": [{}]}', "[]"],
 )
 def test_other_json_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"

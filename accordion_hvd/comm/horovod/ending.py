@@ -22,6 +22,8 @@ from collections.abc import Callable
 
 from accordion_hvd.comm import timeouts
 
+logger = logging.getLogger(__name__)
+
 _gave_up = False
 _waits: list[Callable[[], float]] = []
 
@@ -72,7 +74,7 @@ def _run(rank: int) -> None:
         waited = max((now - since for since in (wait() for wait in _waits) if since), default=0.0)
         if waited > limit:
             text = f"rank {rank} has waited for {waited:.0f} s: a rank does not answer, and this"
-            print(f"accordion_hvd: {text} process ends.", file=sys.stderr)
+            logger.error("accordion_hvd: %s process ends.", text)
             give_up()
             _leave()
 

@@ -7,7 +7,7 @@ change has stopped. While waits are short, a wait costs three assignments.
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 import time
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from accordion_hvd.comm import timeouts
+
+logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -80,7 +82,7 @@ class Watch:
                     continue
                 self._look()
                 text = f"rank {self._rank} has waited for {waited:.0f} s: {self.missing()}"
-                print(f"accordion_hvd: {text}.", file=sys.stderr, flush=True)
+                logger.warning("accordion_hvd: %s.", text)
         except RuntimeError:  # the store has ended, with the process that keeps it
             self._seen = {}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
-import sys
 import time
 import weakref
 from collections import deque
@@ -26,6 +26,8 @@ from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
 from accordion_hvd.engine.ledger.sinks import Sink
 from accordion_hvd.policies.advice import Link
 from accordion_hvd.policies.decision import plain
+
+logger = logging.getLogger(__name__)
 
 VARIABLE, OFF = "ACCORDION_HVD_LEDGER", "off"
 
@@ -317,10 +319,10 @@ class Ledger:
         except RuntimeError:
             return  # there was no step
         except OSError as error:
-            sys.stderr.write(f"The receipt could not be written: {error}\n")
+            logger.warning("accordion_hvd: the receipt could not be written: %s", error)
             return
         if path is not None:
-            sys.stderr.write(f"Receipt of the communication: {path}\n")
+            logger.info("accordion_hvd: receipt of the communication: %s", path)
 
 
 def _sent_over_tcp() -> float:

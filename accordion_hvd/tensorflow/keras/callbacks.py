@@ -343,7 +343,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         last = self.end_epoch is not None and epoch == self.end_epoch - 1
         if last and self.verbose > 0 and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+            print(  # noqa: T201 (as Keras does)
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}."
+            )
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -145,23 +145,26 @@ class CompressedOptimizer(_Ruled, Directions):
 
     Args:
         learning_rate: a number or a schedule.
-        beta_1: decay rate of the first moment, for optimizers that have one. Default: the value of
-            the optimizer's paper. `beta_2` (second moment) and `epsilon` (constant for numerical
-            stability) are accepted in the same manner.
-        weight_decay: coefficient of the decoupled weight decay, as everywhere in Keras.
-        gradient_accumulation_steps: number of batches whose gradients are averaged for one step.
-        policy: policy that switches between the stages of the optimizer, instead of the paper's
-            rule: `Accordion(...)` without levels, or another policy whose levels are
+        options: the keyword arguments below; the other arguments of the optimizer of the same name
+            in `accordion_hvd.optimizers`; and the arguments of all Keras optimizers.
+
+    Keyword Args:
+        beta_1 (float): decay rate of the first moment, for optimizers that have one. Default: the
+            value of the optimizer's paper. `beta_2` (second moment) and `epsilon` (constant for
+            numerical stability) are accepted in the same manner.
+        weight_decay (float): coefficient of the decoupled weight decay, as everywhere in Keras.
+        gradient_accumulation_steps (int): number of batches whose gradients are averaged for one
+            step.
+        policy (Policy): policy that switches between the stages of the optimizer, instead of the
+            paper's rule: `Accordion(...)` without levels, or another policy whose levels are
             `accordion_hvd.optimizers`.
-        process_set: the ranks that communicate. Other ranks take local steps.
-        skip: shell-style patterns of the paths of variables that stay in the dense stage.
-        guard: reaction to replicas that differ: "error", "warn" or "off". Default: the environment
-            variable ACCORDION_HVD_GUARD, else "error".
-        guard_every: number of steps between comparisons of the replicas. Default: the environment
-            variable ACCORDION_HVD_GUARD_EVERY, else 100.
-        settings: the other arguments of the optimizer of the same name in
-            `accordion_hvd.optimizers`.
-        options: arguments of all Keras optimizers.
+        process_set (ProcessSet): the ranks that communicate. Other ranks take local steps.
+        skip (Sequence[str]): shell-style patterns of the paths of variables that stay in the dense
+            stage.
+        guard (str): reaction to replicas that differ: "error", "warn" or "off". Default: the
+            environment variable ACCORDION_HVD_GUARD, else "error".
+        guard_every (int): number of steps between comparisons of the replicas. Default: the
+            environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
 
     Raises:
         ValueError: if an argument is invalid.
