@@ -43,6 +43,7 @@ def _new_parser(description: str | None) -> Any:
         ValueError: if jsonargparse is not installed.
     """
     try:
+        import docstring_parser  # noqa: F401 (of the extra "signatures")
         import jsonargparse
     except ImportError:
         raise ValueError(
@@ -149,10 +150,10 @@ def as_settings(options: Any) -> dict[str, Any]:
 
 
 def _options_parser(kind: Any) -> Any:
+    parser, hints = _new_parser(None), typing.get_type_hints(kind)
     from jsonargparse import SUPPRESS
 
-    summary, texts = _documentation(kind)
-    parser, hints = _new_parser(summary), typing.get_type_hints(kind)
+    parser.description, texts = _documentation(kind)
     for field in dataclasses.fields(kind):
         hint, several = _element(hints[field.name])
         about: dict[str, Any] = {"help": texts.get(field.name, ""), "default": _default(field)}
@@ -166,6 +167,8 @@ def _options_parser(kind: Any) -> Any:
             about["type"] = hint if several else hints[field.name]
         if several:
             about["nargs"] = "*" if field.metadata.get("words") else "+"
+        if field.metadata.get("names"):
+            about["dest"] = field.name
         parser.add_argument(*_names(field), **about)
     return parser
 

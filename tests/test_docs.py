@@ -20,6 +20,7 @@ from launch import command_for, need
 from accordion_hvd import TopK, averaging, compressors, optimizers, parse, simulate
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
+from accordion_hvd.tools.command import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -245,6 +246,21 @@ def test_files_and_targets_exist() -> None:
             assert (ROOT / page).parent.joinpath(link).exists(), link
         for path in re.findall(rf"`((?:{FOLDERS})/[\w/.]+)`", text):
             assert (ROOT / path).exists(), path
+
+
+def test_commands_exist() -> None:
+    """Each `accordion-hvd COMMAND` of a page; the page of the command has all of them."""
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for name in re.findall(r"(?:^|`)accordion-hvd ([a-z][a-z-]*)", text, re.MULTILINE):
+            assert name in main.commands, (page, name)
+    text = (ROOT / "docs/cli.md").read_text()
+    for name, command in main.commands.items():
+        assert re.search(rf"`(accordion-hvd )?{name}\b", text), name
+        options = {word for each in command.params for word in each.opts} | {"--help"}
+        named = re.findall(rf"^accordion-hvd {name} (?!.* -- )(.*)", text, re.MULTILINE)
+        if command.params:  # its options are its own
+            assert {w for line in named for w in line.split() if w[:2] == "--"} <= options, name
 
 
 @pytest.mark.parametrize("broken, wanted", [("", "check test"), ("check", "check")])

@@ -11,8 +11,14 @@ import click
 import accordion_hvd
 from accordion_hvd.tools.text import Misuse
 
-FORWARDED = {"ignore_unknown_options": True, "help_option_names": []}
-"""Settings of commands that pass all options, --help included, on to another parser."""
+
+class Forwarded(click.Command):
+    """A command that passes all words on to another parser, --help and -- included."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take all words as they are."""
+        ctx.params["arguments"] = tuple(args)
+        return []
 
 
 def run(name: str, arguments: tuple[str, ...]) -> None:
@@ -33,22 +39,19 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
     )
 
 
-@click.command(context_settings=FORWARDED)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.command(cls=Forwarded)
 def demo(arguments: tuple[str, ...]) -> None:
     """Train on digits with four workers (checkout)."""
     run("demo", arguments)
 
 
-@click.command(context_settings=FORWARDED)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.command(cls=Forwarded)
 def bench(arguments: tuple[str, ...]) -> None:
     """Time steps against plain Horovod (checkout)."""
     run("bench", arguments)
 
 
-@click.command(context_settings=FORWARDED)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.command(cls=Forwarded)
 def netbench(arguments: tuple[str, ...]) -> None:
     """Train on limited links (checkout; root)."""
     run("netbench", arguments)

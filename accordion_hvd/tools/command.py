@@ -28,8 +28,7 @@ def main() -> None:
     """
 
 
-@main.command("doctor", context_settings=checkout.FORWARDED)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@main.command("doctor", cls=checkout.Forwarded)
 def _doctor(arguments: tuple[str, ...]) -> None:
     """Check the installation, and say how to repair it."""
     from accordion_hvd.tools import doctor
@@ -37,8 +36,7 @@ def _doctor(arguments: tuple[str, ...]) -> None:
     sys.exit(doctor.main(arguments, f"{NAME} doctor"))
 
 
-@main.command("build-horovod", context_settings=checkout.FORWARDED)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@main.command("build-horovod", cls=checkout.Forwarded)
 def _build_horovod(arguments: tuple[str, ...]) -> None:
     """Compile and install Horovod for these frameworks."""
     from accordion_hvd.tools import build_horovod

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,21 @@ def replay(
     if not history.rows:
         raise click.ClickException(f"{history.place} has no decisions{_of(history)}.")
     shown = history.switches() if switches else history.rows
-    shown = [row for row in shown if fnmatch.fnmatchcase(row["name"], layer or "*")]
+    shown = list(filter(_pattern(layer or "*"), shown))
     click.echo(_summary(history, optimizer, len(histories)))
     if shown:
         click.echo()
         click.echo(_table(shown))
+    elif layer is not None and not any(map(_pattern(layer), history.rows)):
+        names = ", ".join(dict.fromkeys(row["name"] for row in history.rows))
+        raise Misuse(f"--layer is {layer!r}, which fits none of {names}.")
     if output is not None:
         click.echo()
         click.echo(_write(history, output))
+
+
+def _pattern(layer: str) -> Callable[[Row], bool]:
+    return lambda row: fnmatch.fnmatchcase(row["name"], layer)
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -107,6 +114,7 @@ def read(path: Path) -> list[History]:
     from accordion_hvd.engine.ledger import files as ledgers
 
     places = ledgers.ledgers(path) if path.is_dir() else [path]
+    places.sort(key=lambda place: (len(place.name), place.name))  # ledger.json, ledger-1.json, ...
     if not places:
         places = [_manifest(path)]
     found: list[History] = []
@@ -192,7 +200,7 @@ def _cell(row: Row, column: str) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     if column == "change":
-        return f"{100 * value:+.0f} %"
+        return f"{100 * value:.0f} %"
     return short(value) if column in ("norm", "lr") else str(value)
 
 

@@ -1,115 +1,154 @@
-"""The console command `accordion-hvd`."""
+"""The console command: help, exit statuses, start-up, completion, and scripts of a checkout."""
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
+import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
-from accordion_hvd import PowerSGD, Replay
+import accordion_hvd
+from accordion_hvd.simulation import prediction
+from accordion_hvd.tools import checkout
 from accordion_hvd.tools.command import main
+from accordion_hvd.tools.plan.command import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
-SAVED = ROOT / "tests" / "engine" / "saved"
-COMMANDS = sorted(main.commands)
-FORWARDED = ("bench", "build-horovod", "demo", "doctor", "netbench")
+ENTRY = "from accordion_hvd.tools.command import main; main(prog_name='accordion-hvd')"
 
 
-def call(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words], prog_name="accordion-hvd")
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = [path]
+    for name, command in group.commands.items():
+        inner = isinstance(command, click.Group)
+        found += commands(command, (*path, name)) if inner else [(*path, name)]
+    return found
 
 
-@pytest.mark.parametrize("name", ["", *(name for name in COMMANDS if name not in FORWARDED)])
-def test_help_fits_a_screen(name: str) -> None:
-    found = call(*name.split(), "--help")
-    lines = found.output.splitlines()
-    assert found.exit_code == 0 and len(lines) <= 24 and max(map(len, lines)) <= 80
+FORWARDED = {"doctor", "build-horovod", "demo", "bench", "netbench"}
+OWN = [path for path in commands(main) if not FORWARDED & set(path)]
 
 
-def test_help_loads_no_framework() -> None:
-    code = (
-        "import sys; from accordion_hvd.tools.command import main; "
-        "main(['--help'], standalone_mode=False); "
-        "sys.exit(bool({'torch', 'tensorflow', 'horovod', 'keras'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+@pytest.mark.parametrize("path", OWN, ids=" ".join)
+def test_help_fits_a_screen(path: tuple[str, ...]) -> None:
+    for option in ("-h", "--help"):
+        done = CliRunner().invoke(main, [*path, option], terminal_width=80)
+        lines = done.output.splitlines()
+        assert done.exit_code == 0 and len(lines) <= 24 and max(map(len, lines)) <= 80
+        assert not any(line.endswith("...") for line in lines[1:]), "a text is cut off"
 
 
-@pytest.mark.parametrize("words", [("nonsense",), ("checkpoint", "show", "nowhere"), ("replay",)])
-def test_wrong_usage_ends_with_status_2(words: tuple[str, ...]) -> None:
-    assert call(*words).exit_code == 2
+def run(code: str, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    ).stdout  # fmt: skip
+
+
+def test_start_up_imports_no_framework_and_no_array() -> None:
+    heavy = ("numpy", "torch", "tensorflow", "keras", "horovod", "accordion_hvd.engine")
+    loaded = run(f"import sys, accordion_hvd.tools.command\nprint(set({heavy}) & set(sys.modules))")
+    assert loaded.strip() == "set()"
+
+
+def test_engines_are_those_of_predictions() -> None:
+    assert set(ENGINES) == set(prediction.ENGINES)
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(path.parent.name for path in SAVED.glob("*/manifest.json"))
+    "words",
+    [["no-such"], ["plan", "--hosts", "0"], ["completion", "tcsh"], ["checkpoint", "show", "/no"]],
 )
-def test_every_checkpoint_can_be_shown(folder: str) -> None:
-    found = call("checkpoint", "show", SAVED / folder)
-    manifest = json.loads((SAVED / folder / "manifest.json").read_text())
-    assert found.exit_code == 0, found.output
-    assert "complete" in found.output and f"{manifest['ranks']} rank" in found.output
+def test_wrong_usage_ends_with_2(words: Sequence[str]) -> None:
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2 and "Error: " in done.output and "Traceback" not in done.output
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    folder = shutil.copytree(SAVED / "accordion", tmp_path / "saved")
-    victim = sorted(folder.glob("*.npz"))[-1]
-    victim.write_bytes(victim.read_bytes()[:-40])
-    found = call("checkpoint", "show", folder)
-    assert found.exit_code == 1 and "damaged" in found.output and victim.name in found.output
+# ------------------------------------------------------------------------------------- completion
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    done = CliRunner().invoke(main, ["completion", shell])
+    assert done.exit_code == 0 and f"_ACCORDION_HVD_COMPLETE={shell}_complete" in done.output
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=done.output, text=True, check=True)
 
 
-def test_decisions_are_shown_and_repeated(tmp_path: Path) -> None:
-    """The written file makes a policy with the recorded compressors at the recorded steps."""
-    file = tmp_path / "decisions.json"
-    found = call("replay", SAVED / "accordion", "--output", file)
-    assert found.exit_code == 0, found.output
-    history = json.loads(file.read_text())
-    rows = [line.split() for line in found.output.splitlines() if line.strip()[:1].isdigit()]
-    shown = [row for row in rows if len(row) > 3 and "PowerSGD" in row[3]]
-    assert [(int(row[0]), row[2], row[3]) for row in shown] == [
-        (row["step"], row["name"], row["compressor"]) for row in history
-    ]
-    assert set(Replay(file).levels("w")) <= {PowerSGD(1), PowerSGD(2)}
-    only = call("replay", SAVED / "accordion", "--layer", "v").output
-    assert " v " in only and " w " not in only
+@pytest.mark.parametrize(
+    ("words", "number", "found"),
+    [("accordion-hvd che", "1", "checkpoint"), ("accordion-hvd plan --engine h", "3", "horovod")],
+)
+def test_words_are_completed(words: str, number: str, found: str) -> None:
+    given = {"COMP_WORDS": words, "COMP_CWORD": number}
+    assert run(ENTRY, _ACCORDION_HVD_COMPLETE="bash_complete", **given) == f"plain,{found}\n"
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"a": 1}', "[]"])
-def test_a_file_without_decisions_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "decisions.json"
-    file.write_text(text)
-    assert call("replay", file).exit_code == 1
-    with pytest.raises(ValueError, match="Replay: (the )?history"):
-        Replay(file)
+# ------------------------------------------------------------------------- scripts of a checkout
+class Replaced(Exception):
+    """Stands for the end of a process that another program replaces."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    found: list[list[str]] = []
+
+    def replace(program: str, arguments: list[str]) -> NoReturn:
+        found.append(arguments)
+        raise Replaced
+
+    monkeypatch.setattr(checkout.os, "execv", replace)
+    return found
+
+
+def made(folder: Path) -> Path:
+    """Make a folder that looks like a checkout."""
+    for name in ("accordion_hvd/__init__.py", "scripts/demo.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
 
 
 @pytest.mark.parametrize("name", ["demo", "bench", "netbench"])
-def test_scripts_need_a_checkout(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_scripts_get_all_arguments(name: str, started: list[Any]) -> None:
+    done = CliRunner().invoke(main, [name, "--help", "--rates", "a", "--", "-x"])
+    assert isinstance(done.exception, Replaced)
+    script = str(ROOT / "scripts" / f"{name}.py")
+    assert started == [[sys.executable, script, "--help", "--rates", "a", "--", "-x"]]
+    assert Path(script).is_file()
+
+
+def test_the_current_directory_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
 ) -> None:
+    monkeypatch.chdir(made(tmp_path))
+    CliRunner().invoke(main, ["demo"])
+    assert started == [[sys.executable, str(tmp_path / "scripts" / "demo.py")]]
+
+
+def test_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    """The scripts folder of another program is not run."""
+    (made(tmp_path) / "accordion_hvd" / "__init__.py").unlink()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accordion_hvd.__file__", str(tmp_path / "accordion_hvd" / "__init__.py"))
-    found = call(name)
-    assert found.exit_code == 2 and f"scripts/{name}.py is part of a checkout" in found.output
+    installed = tmp_path / "site-packages"
+    monkeypatch.setattr(accordion_hvd, "__file__", str(installed / "accordion_hvd/__init__.py"))
+    done = CliRunner().invoke(main, ["demo", "--seed", "4"])
+    assert done.exit_code == 2 and not started
+    assert done.output.count("\n") == 1 and str(installed) in done.output
 
 
-def test_scripts_of_a_checkout_receive_their_options() -> None:
-    command = [sys.executable, "-m", "accordion_hvd.tools.command", "netbench", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "accuracy" in done.stdout and "report" in done.stdout
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_names_the_command(shell: str) -> None:
-    found = call("completion", shell)
-    assert found.exit_code == 0 and "_ACCORDION_HVD_COMPLETE" in found.output
-
-
-def test_the_page_names_every_command() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text()
-    assert all(f"`{name}" in page for name in COMMANDS)
+def test_a_script_runs() -> None:
+    words = ["accordion-hvd", "netbench", "run", "--hosts", "0", "--", "true", "--flag"]
+    code = f"import sys; sys.argv = {words}; {ENTRY}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("netbench: --hosts is 0")

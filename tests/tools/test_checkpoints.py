@@ -1,0 +1,198 @@
+"""`accordion-hvd checkpoint show` tells what is there, and what is damaged."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from accordion_hvd import Accordion, Gate, PowerSGD, TopK
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import checkpoint_files as files
+from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.tools import checkpoints, recorded
+from accordion_hvd.tools.command import main
+
+SAVED = Path(__file__).resolve().parents[1] / "engine" / "saved"
+
+
+def save(directory: Path, world: World) -> Path:
+    """Write what `save_state` writes, without the collectives around it."""
+    folder = files.new_folder(directory)
+    rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
+    checkpoint._complete(folder, world.exchanges[:1], rows)
+    return folder
+
+
+def train(world: World, steps: int, ranks: int = 2) -> World:
+    rng = np.random.default_rng(0)
+    shapes = {"w": (64, 48), "v": (48, 64), "bias": (5,)}
+    for _ in range(steps):
+        world.step([
+            {name: rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
+            for _ in range(ranks)
+        ])  # fmt: skip
+    return world
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, World]:
+    """A directory with checkpoints after steps 3 and 6, on two ranks."""
+    policy = Accordion(
+        low=PowerSGD(4), high=TopK(0.1), window=2, interval=1, overrides={"v": PowerSGD(1)}
+    )
+    world = train(simulate(policy, 2), 3)
+    save(tmp_path, world)
+    save(tmp_path, train(world, 3))
+    return tmp_path, world
+
+
+def show(*words: object) -> Result:
+    return CliRunner().invoke(main, ["checkpoint", "show", *map(str, words)])
+
+
+def cells(text: str, first: str) -> list[str]:
+    """Return the cells of the row that begins with a word."""
+    (line,) = (line for line in text.splitlines() if line.split() and line.split()[0] == first)
+    return re.split(r"\s{2,}", line)
+
+
+def test_what_a_checkpoint_holds(two: tuple[Path, World]) -> None:
+    directory, world = two
+    done = show(directory)
+    assert done.exit_code == 0, done.output
+    assert cells(done.output, "state-00002")[1:3] == ["step 6", "2 ranks"]
+    assert cells(done.output, "state-00001")[-1] == "complete"
+    lead = world.exchanges[0]
+    assert repr(lead.policy) in done.output
+    assert f"{len(lead.policy.history)} decisions" in done.output
+    for entry in lead.bucket_states:
+        row = cells(done.output, entry.bucket.name)
+        compress = entry.bucket.compress
+        assert row[1] == (repr(entry.compressor) if compress else "exempt")
+        assert " x ".join(map(str, entry.bucket.shape)) in row
+    assert "PowerSGD(rank=4)" in cells(done.output, "w")[2], "the inactive level"
+
+
+def test_residuals_of_layers_and_ranks(two: tuple[Path, World]) -> None:
+    """Their norms are those of the ranks' states."""
+    directory, world = two
+    text = show(directory).output
+    by_rank = [
+        [state.residuals() for state in checkpoint.saved_of(exchange)]
+        for exchange in world.exchanges
+    ]
+    for rank, layers in enumerate(by_rank):
+        whole = np.concatenate([x.ravel() for layer in layers for x in layer])
+        assert float(cells(text, str(rank))[2]) == pytest.approx(np.linalg.norm(whole), rel=0.01)
+    place = [entry.bucket.name for entry in world.exchanges[0].bucket_states].index("w")
+    norms = [np.linalg.norm(np.concatenate([x.ravel() for x in rank[place]])) for rank in by_rank]
+    assert float(cells(text, "w")[-1]) == pytest.approx(np.mean(norms), rel=0.01)
+
+
+def test_quick_reads_no_ranks_file(
+    two: tuple[Path, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = two
+    monkeypatch.setattr(np, "load", None)
+    newest = directory / "state-00002" / "rank-00001-of-00002.npz"
+    size = newest.stat().st_size
+    newest.write_bytes(bytes(size))
+    done = show(directory, "--quick")
+    assert done.exit_code == 0 and "TopK(ratio=0.1)" in done.output
+    assert show(directory, "--quick").exit_code == 0
+    newest.write_bytes(bytes(size - 1))
+    assert show(directory, "--quick").exit_code == 1
+
+
+RANK = "rank-00001-of-00002.npz"
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    f"{RANK} has 100 bytes": lambda folder: os.truncate(folder / RANK, 100),
+    f"{RANK} has changed": lambda folder: (folder / RANK).write_bytes(
+        bytes((folder / RANK).stat().st_size)
+    ),
+    "the files of ranks [1] of 2 are missing": lambda folder: (folder / RANK).unlink(),
+    "manifest.json is not JSON": lambda folder: os.truncate(folder / "manifest.json", 100),
+    "manifest.json has changed": lambda folder: _replace(folder, '"steps": 6', '"steps": 7'),
+    "has format 9": lambda folder: _replace(folder, '"format": 2', '"format": 9'),
+    "not written to its end": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+def _replace(folder: Path, old: str, new: str) -> None:
+    text = (folder / "manifest.json").read_text()
+    assert old in text
+    (folder / "manifest.json").write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("told", DAMAGES)
+def test_damage(told: str, two: tuple[Path, World]) -> None:
+    """The sentence names the file; the details are those of the checkpoint that is restored."""
+    directory, _ = two
+    DAMAGES[told](directory / "state-00002")
+    done = show(directory)
+    *_, last = done.output.splitlines()
+    assert done.exit_code == 1 and told in last and "Traceback" not in done.output
+    assert last.startswith("Error: state-00002 is damaged: ")
+    assert last.endswith("load_state restores state-00001.")
+    assert "after step 3" in done.output
+    alone = show(directory / "state-00002")
+    assert alone.exit_code == 1 and alone.output.rstrip().endswith("No checkpoint is complete.")
+
+
+def test_older_damage_is_a_problem_too(two: tuple[Path, World]) -> None:
+    directory, _ = two
+    os.truncate(directory / "state-00001" / RANK, 100)
+    done = show(directory)
+    assert done.exit_code == 1 and "load_state restores state-00002." in done.output
+    assert "after step 6" in done.output
+
+
+def test_a_directory_without_checkpoints(tmp_path: Path) -> None:
+    done = show(tmp_path)
+    assert done.exit_code == 1 and f"{tmp_path} has no checkpoint" in done.output
+
+
+def test_checkpoints_of_older_versions_and_of_every_kind() -> None:
+    folders = [folder for folder in SAVED.iterdir() if folder.is_dir()]
+    assert len(folders) > 30
+    for folder in folders:
+        done = show(folder)
+        assert done.exit_code == 0, (folder, done.output)
+        found = checkpoints.find(folder, quick=True)[0].manifest
+        for about in found["exchanges"]:
+            assert (about.get("compression") or about["averaging"]) in done.output
+        assert "written by accordion_hvd 0.1.0" in done.output
+    spent = show(SAVED / "budget").output
+    assert "4 releases of a privacy budget (epsilon 8, delta 1e-05)" in spent
+
+
+def test_privacy_that_was_spent_since(tmp_path: Path) -> None:
+    """`load_state` restores no older checkpoint, so `show` must not say so."""
+    complete = checkpoints.Checkpoint(tmp_path, {"exchanges": [{"policy": {"privacy": {}}}]})
+    damaged = [checkpoints.Checkpoint(tmp_path / "x", problem="cut")]
+    assert "restores no older one" in checkpoints._verdict(damaged, complete)
+
+
+def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    ranks = checkpoints.MOST_RANKS + 1
+    save(tmp_path, train(simulate(TopK(0.1), ranks), 1, ranks))
+    text = show(tmp_path).output
+    least, middle, most = (float(cells(text, name)[2]) for name in ("least", "median", "most"))
+    assert least <= middle <= most and "\n16 " not in text
+
+
+def test_compressors_by_the_policys_text() -> None:
+    """Levels, then the fallbacks of a gate; a policy that reads a file is not made."""
+    policy = Accordion(low=PowerSGD(4), high=TopK(0.1), gate=Gate())
+    again = recorded.policy_of(repr(policy))
+    found = [recorded.compressor_at(again, "w", level) for level in range(5)]
+    assert found == [repr(x) for x in (PowerSGD(4), TopK(0.1), *Gate().fallbacks)] + [""]
+    assert recorded.start_of(again, "w") == repr(PowerSGD(4))
+    assert recorded.policy_of("Replay('/dev/zero')") is None
+    assert recorded.policy_of("MyPolicy(3)") is None and not recorded.start_of(None, "w")

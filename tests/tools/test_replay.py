@@ -1,0 +1,178 @@
+"""`accordion-hvd replay` shows decisions, and writes those that `Replay` repeats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from accordion_hvd import Accordion, PowerSGD, Replay, StepSchedule, TopK, parse
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import checkpoint_files as files
+from accordion_hvd.policies.decision import plain
+from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.tools.command import main
+
+SAVED = Path(__file__).resolve().parents[1] / "engine" / "saved"
+SHAPES = {"w": (64, 48), "v": (48, 64), "bias": (5,)}
+
+
+def accordion() -> Accordion:
+    return Accordion(low=PowerSGD(4), high=TopK(0.1), window=2, interval=1)
+
+
+def schedule() -> StepSchedule:
+    return StepSchedule({0: TopK(0.5), 1: PowerSGD(2), 2: TopK(0.1)}, window=2)
+
+
+def gradients(steps: int = 8, ranks: int = 2) -> list[list[dict[str, np.ndarray]]]:
+    """Return gradients that make Accordion switch: those of v grow."""
+    rng = np.random.default_rng(0)
+    return [
+        [
+            {
+                name: rng.standard_normal(shape).astype("f4") * (3**step if name == "v" else 1)
+                for name, shape in SHAPES.items()
+            }
+            for _ in range(ranks)
+        ]
+        for step in range(steps)
+    ]
+
+
+def train(policy: Any) -> tuple[World, list[dict[str, str]]]:
+    """Return ranks that have trained, and the compressors of each step."""
+    world, levels = simulate(policy, 2), []
+    for step in gradients():
+        world.step(step, lr=0.1)
+        levels.append(world.exchanges[1].levels())
+    return world, levels
+
+
+def replay(*words: object) -> Result:
+    return CliRunner().invoke(main, ["replay", *map(str, words)])
+
+
+def saved(world: World, directory: Path) -> Path:
+    folder = files.new_folder(directory)
+    rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
+    checkpoint._complete(folder, world.exchanges[:1], rows)
+    return directory
+
+
+def ledger(world: World, folder: Path) -> Path:
+    world.exchanges[0].ledger.write(folder)
+    return folder
+
+
+def result(world: World, folder: Path) -> Path:
+    policy = world.exchanges[0].policy
+    content = {"history": plain(policy.history), "compression": repr(policy)}
+    (folder / "result.json").write_text(json.dumps(content))
+    return folder / "result.json"
+
+
+@pytest.mark.parametrize("make", [saved, ledger, result])
+@pytest.mark.parametrize("policy", [accordion, schedule])
+def test_another_run_repeats_them(policy: Any, make: Any, tmp_path: Path) -> None:
+    """From the first step on, with the same compressors in each step."""
+    world, levels = train(policy())
+    assert len({json.dumps(each) for each in levels}) > 1
+    path = tmp_path / "decisions.json"
+    done = replay(make(world, tmp_path), "--output", path)
+    assert done.exit_code == 0, done.output
+    for again in (Replay(path), parse(f"Replay({str(path)!r})")):
+        assert train(again)[1] == levels
+    assert replay(path).exit_code == 0, "what it writes, it reads"
+
+
+def rows(done: Result) -> list[list[str]]:
+    """Return the first three cells of each row of the table."""
+    lines = done.output.split("\n\n")[1].splitlines()
+    assert lines[0].split()[:3] == ["step", "window", "layer"]
+    return [line.split()[:3] for line in lines[1:]]
+
+
+def test_the_table(tmp_path: Path) -> None:
+    world, levels = train(accordion())
+    history = world.exchanges[0].policy.history
+    done = replay(saved(world, tmp_path))
+    assert rows(done) == [[str(d.step), str(d.window), d.name] for d in history]
+    assert repr(world.exchanges[0].policy) in done.output
+    changed = [
+        [str(step), name]
+        for step in range(1, len(levels))
+        for name in SHAPES.keys() & levels[step].keys()
+        if levels[step][name] != levels[step - 1][name]
+    ]
+    assert changed and f"{len(changed)} change" in done.output
+    switched = rows(replay(tmp_path, "--switches"))
+    assert sorted([step, name] for step, _, name in switched) == sorted(changed)
+    assert {row[2] for row in rows(replay(tmp_path, "--layer", "[v]"))} == {"v"}
+    done = replay(tmp_path, "--layer", "x*")
+    assert done.exit_code == 2 and "fits none of w, v" in done.output
+
+
+def test_the_first_change_of_a_schedule_is_one(tmp_path: Path) -> None:
+    world, _ = train(schedule())
+    done = replay(saved(world, tmp_path), "--switches", "--layer", "w")
+    assert [row[0] for row in rows(done)] == ["2", "4"]
+
+
+def test_decisions_about_the_model_are_left_out(tmp_path: Path) -> None:
+    done = replay(SAVED / "accordion_batches", "--output", tmp_path / "rows.json")
+    assert done.exit_code == 0 and "(batch size)" in done.output
+    assert "1 decision about the entire model cannot be repeated" in done.output
+    Replay(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("saved/topk", "has no decisions of Fixed(TopK(ratio=0.1))"),
+        ("saved/cold", "models are averaged without a policy"),
+        ("saved", "has neither a ledger.json nor a complete checkpoint"),
+        ("saved/README.md", "has no decisions of a policy"),
+    ],
+)
+def test_refused(name: str, told: str) -> None:
+    done = replay(SAVED.parent / name)
+    assert done.exit_code == 1 and told in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "3", "{}", "[1]", '[{"step": 1}]', '{"history": 1}', '{"exchanges": [{}]}', "[]"],
+)
+def test_other_json_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    done = replay(path)
+    assert done.exit_code == 1 and f"{path} has no decisions" in done.output
+    with pytest.raises(ValueError, match=r"^Replay: "):
+        Replay(path)
+
+
+def test_what_cannot_be_repeated_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    done = replay(SAVED / "onebit_adam", "--output", path)
+    assert done.exit_code == 1 and "cannot be repeated" in done.output and not path.exists()
+    assert replay(SAVED / "accordion", "--output", tmp_path / "no" / "x.json").exit_code == 1
+
+
+def test_optimizers_are_numbered(tmp_path: Path) -> None:
+    world, _ = train(accordion())
+    world.exchanges[0].ledger.write(tmp_path)
+    (tmp_path / "ledger-1.json").write_bytes((tmp_path / "ledger.json").read_bytes())
+    assert "ledger-1.json, optimizer 2 of 2" in replay(tmp_path, "--optimizer", "2").output
+    done = replay(tmp_path, "--optimizer", "3")
+    assert done.exit_code == 2 and "has 2 of them" in done.output
+
+
+def test_files_that_replay_cannot_read() -> None:
+    with pytest.raises(ValueError, match="history is '/no/file', but must be a list of rows"):
+        Replay("/no/file")
