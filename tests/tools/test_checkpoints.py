@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from accordion_hvd import Accordion, Gate, PowerSGD, TopK
+from accordion_hvd import Accordion, Gate, PowerSGD, TopK, simulate
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import checkpoint_files as files
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 from accordion_hvd.tools import checkpoints, recorded
 from accordion_hvd.tools.command import main
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from accordion_hvd import Accordion, PowerSGD, Replay, StepSchedule, TopK, parse
+from accordion_hvd import Accordion, PowerSGD, Replay, StepSchedule, TopK, parse, simulate
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import checkpoint_files as files
 from accordion_hvd.policies.decision import plain
-from accordion_hvd.simulation.one_process import World, simulate
+from accordion_hvd.simulation.one_process import World
 from accordion_hvd.tools.command import main
 
 SAVED = Path(__file__).resolve().parents[1] / "engine" / "saved"
