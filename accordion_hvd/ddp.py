@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.ledger import as_ledger
-from accordion_hvd.resolve import default_guard
+from accordion_hvd.engine.guard import Guard, Mode
+from accordion_hvd.engine.ledger import LedgerOption, as_ledger
+from accordion_hvd.resolve import Compression, default_guard
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import HookedReducer, suitable
 
@@ -35,13 +35,29 @@ OWNER = "ddp.register"
 Future: TypeAlias = Any  # torch.futures.Future[torch.Tensor]
 
 
-def register(model: Any, compression: Any, **options: Any) -> State:
+def register(
+    model: torch.nn.parallel.DistributedDataParallel,
+    compression: Compression,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    skip: Sequence[str] = (),
+    guard: Mode | None = None,
+    guard_every: int | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    ledger: LedgerOption = None,
+) -> State:
     """Register a hook that averages the gradients of `model` with compression.
 
     Args:
         model: the `DistributedDataParallel`. It must not have a hook yet.
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
-        options: further arguments of `State`.
+        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
+            constant learning rate.
+        skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
+        guard: reaction to replicas that differ, as for `DistributedOptimizer`.
+        guard_every: number of steps between comparisons of the replicas.
+        grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
+        ledger: record of the steps, as for `DistributedOptimizer`.
 
     Returns:
         The state of the hook, with `exchange.stats()`, `end_window()` and `state_dict()`.
@@ -54,7 +70,11 @@ def register(model: Any, compression: Any, **options: Any) -> State:
         raise TypeError(
             f"{OWNER}: model is a {type(model).__name__}, but must be a DistributedDataParallel."
         )
-    state = State(compression, model.module, process_group=model.process_group, **options)
+    state = State(
+        compression, model.module, optimizer=optimizer, skip=skip, guard=guard,
+        guard_every=guard_every, grad_scaler=grad_scaler, ledger=ledger,
+        process_group=model.process_group,
+    )  # fmt: skip
     state.connect()
     model.register_comm_hook(state, hook)
     return state
@@ -103,16 +123,16 @@ class State:
 
     def __init__(
         self,
-        compression: Any,
+        compression: Compression,
         model: torch.nn.Module,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         skip: Sequence[str] = (),
-        guard: str | None = None,
+        guard: Mode | None = None,
         guard_every: int | None = None,
-        grad_scaler: Any = None,
-        ledger: Any = None,
-        process_group: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        ledger: LedgerOption = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.policy = suitable(OWNER, compression, optimizer, skip)
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

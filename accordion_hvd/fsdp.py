@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,15 @@ from accordion_hvd import check
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.buckets import TensorInfo
-from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.guard import Guard, Mode
+from accordion_hvd.engine.ledger import LedgerOption
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.resolve import default_guard
+from accordion_hvd.resolve import Compression, default_guard
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["State", "between"]
 
@@ -43,16 +47,16 @@ OWNER = "fsdp.between"
 
 def between(
     model: torch.nn.Module,
-    mesh: Any,
-    compression: Any,
+    mesh: DeviceMesh,
+    compression: Compression,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     passes: int = 1,
     skip: Sequence[str] = (),
-    guard: str | None = None,
+    guard: Mode | None = None,
     guard_every: int | None = None,
-    grad_scaler: Any = None,
-    ledger: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    ledger: LedgerOption = None,
 ) -> State:
     """Average the gradients of a sharded model between its replicas, with compression.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from accordion_hvd import averaging, check, compressors
 from accordion_hvd import policies as policy
@@ -24,6 +24,22 @@ from accordion_hvd.policies.byte_budget import ByteBudget
 from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
 Serving: TypeAlias = Policy | Averaging
+
+
+class WireCompression(Protocol):
+    """One of Horovod's compression objects, such as `hvd.Compression.fp16`."""
+
+    def compress(self, tensor: Any, /) -> tuple[Any, Any]:
+        """Return the tensor to send, and what `decompress` needs to know."""
+
+    def decompress(self, tensor: Any, context: Any, /) -> Any:
+        """Return a received tensor in its original type."""
+
+
+Compression: TypeAlias = (
+    Compressor | Policy | Averaging | type[Compressor] | type[Policy] | str | WireCompression
+)
+"""The types of `DistributedOptimizer(compression=)`; see `resolve`."""
 
 VARIABLE = "ACCORDION_HVD_COMPRESSION"
 """Environment variable with the spec string for scripts that pass no `compression=`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from accordion_hvd import check
 from accordion_hvd.comm import packing, timeouts
@@ -24,6 +24,19 @@ _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
 
 
 _SAFE = 1.0  # seconds; no timeout is shorter
+
+
+class ProcessSet(Protocol):
+    """A set of ranks, of Horovod or of torch.distributed (`hvd.ProcessSet`)."""
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None if the process set has not been added."""
+
+    def rank(self) -> int | None:
+        """Return this process' rank within the set; None if the set has not been added."""
+
+    def included(self) -> bool | None:
+        """Return whether this process is a member; None if the ranks are not known yet."""
 
 
 class RankLost(RuntimeError):

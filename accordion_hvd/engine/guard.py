@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from accordion_hvd.core.base import Tensor
 
 logger = logging.getLogger(__name__)
 
+Mode: TypeAlias = Literal["error", "warn", "off"]
 MODES = ("error", "warn", "off")
 EARLY = (1, 2, 10)
 """Steps to check besides every `every`-th one: most mistakes show in the first steps."""

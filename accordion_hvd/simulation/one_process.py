@@ -22,12 +22,13 @@ from accordion_hvd import check
 from accordion_hvd.comm import reference
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, Pending
-from accordion_hvd.core.base import Hosts, Tensor
+from accordion_hvd.core.base import Compressor, Hosts, Tensor
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import namespace
+from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import as_policy
@@ -258,7 +259,11 @@ class World:
 
 
 def simulate(
-    compression: Any, ranks: int, *, skip: Sequence[str] = (), local_size: int = 1
+    compression: Compressor | Policy | type[Compressor] | type[Policy] | str,
+    ranks: int,
+    *,
+    skip: Sequence[str] = (),
+    local_size: int = 1,
 ) -> World:
     """Return simulated ranks that exchange gradients with one compression.
 

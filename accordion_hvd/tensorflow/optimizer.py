@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
-from accordion_hvd.resolve import is_ours
+from accordion_hvd.engine.guard import Mode
+from accordion_hvd.resolve import Compression, is_ours
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -17,19 +19,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
+    compression: Compression = hvd.Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
+    op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
     skip: Sequence[str] = (),
-    guard: str | None = None,
+    guard: Mode | None = None,
     guard_every: int | None = None,
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.

@@ -12,12 +12,13 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd import check
+from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.compressors import Dense
 from accordion_hvd.compressors.horovod_compression import HorovodCompression
-from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.policies import Fixed, Policy
-from accordion_hvd.resolve import default_guard, resolve
+from accordion_hvd.resolve import Compression, default_guard, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.variables import key_of, weights_of
@@ -28,17 +29,17 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
+    compression: Compression = hvd.Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = hvd.Average,
+    op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
     skip: Sequence[str] = (),
-    guard: str | None = None,
+    guard: Mode | None = None,
     guard_every: int | None = None,
 ) -> Any:
     """Wrap a gradient tape so that `gradient` returns averages over all ranks.
@@ -116,13 +117,13 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
+    compression: Compression = hvd.Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = hvd.Average,
+    op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = hvd.global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
     **options: Any,

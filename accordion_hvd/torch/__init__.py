@@ -19,8 +19,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.engine.checkpoint import load_state, save_state
+from accordion_hvd.torch import compressed
 from accordion_hvd.torch import engines as _engines
 from accordion_hvd.torch.batches import AccordionBatchSampler
+from accordion_hvd.torch.compressed import *  # noqa: F403
 from accordion_hvd.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -28,7 +30,6 @@ from accordion_hvd.torch.functions import (
     shutdown,
 )
 from accordion_hvd.torch.optimizer import DistributedOptimizer
-from accordion_hvd.torch.optimizers import NATIVE
 
 _OURS = {
     "AccordionBatchSampler": AccordionBatchSampler,
@@ -39,9 +40,8 @@ _OURS = {
     "load_state": load_state,
     "save_state": save_state,
     "shutdown": shutdown,
-    **NATIVE,
+    **compressed.NATIVE,
 }
-globals().update(NATIVE)
 
 if TYPE_CHECKING:  # `__getattr__` returns more names, without types
     __all__ = [
@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # `__getattr__` returns more names, without types
         "save_state",
         "shutdown",
     ]
+    __all__ += compressed.__all__
 
 
 def __getattr__(name: str) -> Any:

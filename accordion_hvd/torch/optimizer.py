@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
+from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.engine.controls import Controls
-from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.ledger import as_ledger
+from accordion_hvd.engine.guard import Guard, Mode
+from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.resolve import default_guard, resolve
+from accordion_hvd.resolve import Compression, default_guard, resolve
 from accordion_hvd.torch import averaging, engines, validation
 from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.reducer import Reducer
@@ -29,21 +30,21 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: torch.optim.Optimizer,
-    named_parameters: Any = None,
-    compression: Any = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compression | None = None,
     backward_passes_per_step: int = 1,
-    op: Any = None,
+    op: int | None = None,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: Any = None,
+    process_set: ProcessSet | None = None,
     *,
     skip: Sequence[str] = (),
-    guard: str | None = None,
+    guard: Mode | None = None,
     guard_every: int | None = None,
-    grad_scaler: Any = None,
-    ledger: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    ledger: LedgerOption = None,
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 

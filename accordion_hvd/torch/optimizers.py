@@ -12,23 +12,30 @@ accumulate, clip and unscale them as with any optimizer. All communication takes
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 
 from accordion_hvd import check, optimizers
+from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.optimizers import UpdateRule
+from accordion_hvd.optimizers.constructor import constructor
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.optimizer import _Distributed
 from accordion_hvd.torch.reducer import Reducer
+
+Parameters: TypeAlias = (
+    Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+)
 
 
 class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
@@ -75,7 +82,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Parameters,
         lr: float = 1e-3,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
@@ -84,10 +91,10 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         decoupled_weight_decay: bool | None = None,
         max_grad_norm: float | None = None,
         policy: Policy | None = None,
-        named_parameters: Any = None,
-        process_set: Any = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        process_set: ProcessSet | None = None,
         skip: Sequence[str] = (),
-        guard: str | None = None,
+        guard: Mode | None = None,
         guard_every: int | None = None,
         **settings: Any,
     ) -> None:
@@ -113,6 +120,12 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         names = validation.check_names(self.param_groups, named_parameters or self._own_names())
         validation.check_parameters(names)
         self._set_up(names, options)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let `inspect.signature` read the constructor of a subclass that has its own."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__signature__ = None  # type: ignore[attr-defined]
 
     def _own_names(self) -> list[tuple[str, torch.Tensor]] | None:
         if any("param_names" not in group for group in self.param_groups):
@@ -293,12 +306,14 @@ def _mean(tensor: torch.Tensor) -> ExchangeGenerator:
     return result  # type: ignore[return-value]
 
 
-def _native(name: str) -> type[CompressedOptimizer]:
+def from_rule(name: str, module: str) -> type[CompressedOptimizer]:
+    """Return the optimizer, a class of `module`, of a rule in `accordion_hvd.optimizers`.
+
+    `inspect.signature` shows the rule's arguments, too.
+    """
     rule = getattr(optimizers, name)
     text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for arguments that all of them take."
-    contents = {"_rule": rule, "__doc__": text, "__module__": __name__}
+    own = inspect.signature(rule).parameters.values()
+    signature = constructor(CompressedOptimizer.__init__, own, ("betas", "eps"))
+    contents = {"_rule": rule, "__doc__": text, "__module__": module, "__signature__": signature}
     return type(name, (CompressedOptimizer,), contents)
-
-
-NATIVE = {name: _native(name) for name in optimizers.NATIVE}
-NATIVE |= {alias: NATIVE[name] for alias, name in optimizers.ALIASES.items()}

@@ -48,6 +48,7 @@ from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine.rank_changes import Gather, Group, Part
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
+from accordion_hvd.resolve import Compression
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
@@ -62,12 +63,12 @@ OWNER = "torchft.average"
 def average(
     manager: Any,
     model: torch.nn.Module,
-    compression: Any,
+    compression: Compression,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     passes: int = 1,
     skip: Sequence[str] = (),
-    grad_scaler: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Averager:
     """Average the gradients of `model` over the replicas of a quorum, with compression.
 

@@ -1,6 +1,6 @@
 """The ledger of an exchange, the receipt that is made from it, and sinks for other programs."""
 
-from accordion_hvd.engine.ledger.ledger import Ledger, as_ledger
+from accordion_hvd.engine.ledger.ledger import Ledger, LedgerOption, as_ledger
 from accordion_hvd.engine.ledger.sinks import CSV, JsonLines, Perfetto, Record, Sink
 from accordion_hvd.engine.ledger.trackers import MLflow, TensorBoard, Tracker, WandB
 
@@ -8,6 +8,7 @@ __all__ = [
     "CSV",
     "JsonLines",
     "Ledger",
+    "LedgerOption",
     "MLflow",
     "Perfetto",
     "Record",

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -348,7 +348,11 @@ def _groups(exchange: Any, step: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def as_ledger(ledger: Any) -> Ledger:
+LedgerOption: TypeAlias = Ledger | str | os.PathLike[str] | bool | None
+"""The types of `DistributedOptimizer(ledger=)`; see `as_ledger`."""
+
+
+def as_ledger(ledger: LedgerOption) -> Ledger:
     """Return the ledger that an argument `ledger` means.
 
     Args:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from accordion_hvd.comm.horovod.keras import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
-from accordion_hvd.tensorflow.keras import callbacks, elastic
+from accordion_hvd.tensorflow.keras import callbacks, compressed, elastic
 from accordion_hvd.tensorflow.keras.batches import AccordionDataset
+from accordion_hvd.tensorflow.keras.compressed import *  # noqa: F403
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
-from accordion_hvd.tensorflow.keras.optimizers import NATIVE
 from accordion_hvd.tensorflow.keras.partial import PartialDistributedOptimizer
 from accordion_hvd.tensorflow.keras.saving import load_model
 
@@ -38,9 +38,8 @@ _OURS = {
     "load_model": load_model,
     "load_state": load_state,
     "save_state": save_state,
-    **NATIVE,
+    **compressed.NATIVE,
 }
-globals().update(NATIVE)
 if TYPE_CHECKING:  # `__getattr__` returns more names, without types
     __all__ = [
         "AccordionDataset",
@@ -54,6 +53,7 @@ if TYPE_CHECKING:  # `__getattr__` returns more names, without types
         "load_state",
         "save_state",
     ]
+    __all__ += compressed.__all__
 else:
     __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
 

@@ -13,14 +13,15 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine.controls import Controls
-from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.ledger import as_ledger
+from accordion_hvd.engine.guard import Guard, Mode
+from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.byte_budget import ByteBudget
-from accordion_hvd.resolve import default_guard, resolve
+from accordion_hvd.resolve import Compression, default_guard, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
@@ -34,21 +35,21 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
+    compression: Compression = hvd.Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
+    op: int = hvd.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
     skip: Sequence[str] = (),
-    guard: str | None = None,
+    guard: Mode | None = None,
     guard_every: int | None = None,
-    ledger: Any = None,
+    ledger: LedgerOption = None,
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
@@ -145,9 +146,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wrapped = wrap(optimizer, averaging_settings, _ModelAveraging)
         wrapped.averaging.set_up_early()
         return wrapped
-    guard = Guard(guard, guard_every, default_guard(compression)).mode
+    mode = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
-        serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), guard, guard_every,
+        serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), mode, guard_every,
         scale_local_gradients, passes, average_aggregated_gradients, ledger=as_ledger(ledger),
     )  # fmt: skip
     wrapped = wrap(optimizer, settings)

@@ -11,7 +11,9 @@ Do not wrap it in `DistributedOptimizer`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -19,10 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd import check, optimizers
+from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.optimizers import UpdateRule
+from accordion_hvd.optimizers.constructor import constructor
+from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
@@ -173,6 +178,12 @@ class CompressedOptimizer(_Ruled, Directions):
 
     _rule: ClassVar[type[UpdateRule]]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let `inspect.signature` read the constructor of a subclass that has its own."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__signature__ = None  # type: ignore[attr-defined]
+
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Create the optimizer; under mixed_float16, create a `LossScaleOptimizer` instead."""
         if keras.config.dtype_policy().name != "mixed_float16":
@@ -194,15 +205,23 @@ class CompressedOptimizer(_Ruled, Directions):
     @classmethod
     def _parse_arguments(
         cls,
-        learning_rate: Any = 1e-3,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 1e-3,
         *,
-        policy: Any = None,
-        process_set: Any = hvd.global_process_set,
-        skip: Any = (),
-        guard: str | None = None,
-        guard_every: int | None = None,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
+        policy: Policy | None = None,
+        process_set: ProcessSet | None = None,
+        skip: Sequence[str] = (),
+        guard: Mode | None = None,
+        guard_every: int | None = None,
         **options: Any,
     ) -> tuple[Settings, dict[str, Any], UpdateRule]:
         """Return the settings of the wrapper, the arguments of `Directions`, and the rule."""
@@ -213,16 +232,22 @@ class CompressedOptimizer(_Ruled, Directions):
         passes = gradient_accumulation_steps or 1
         check.integer(cls.__name__, "gradient_accumulation_steps", passes, least=1)
         validation.check_strategy()
-        decay = float(options.get("weight_decay") or 0.0)
-        decayed = {"weight_decay": decay, "decoupled_weight_decay": True}
+        decayed = {"weight_decay": float(weight_decay or 0.0), "decoupled_weight_decay": True}
         hyper = {"": decayed, UNDECAYED: decayed | {"weight_decay": 0.0}}
         settings = Settings(
-            staged(rule, policy), process_set, False, True, tuple(skip), guard,
-            guard_every, False, passes, True, hyper,
+            staged(rule, policy), process_set or hvd.global_process_set, False, True, tuple(skip),
+            guard, guard_every, False, passes, True, hyper,
         )  # fmt: skip
         Guard(guard, guard_every)
-        name = name or keras.src.utils.naming.to_snake_case(cls.__name__)
-        return settings, {"learning_rate": learning_rate, "name": name, **options}, rule
+        plain = {
+            "learning_rate": learning_rate, "weight_decay": weight_decay, "clipnorm": clipnorm,
+            "clipvalue": clipvalue, "global_clipnorm": global_clipnorm, "use_ema": use_ema,
+            "ema_momentum": ema_momentum, "ema_overwrite_frequency": ema_overwrite_frequency,
+            "name": name or keras.src.utils.naming.to_snake_case(cls.__name__),
+        }  # fmt: skip
+        if loss_scale_factor is not None:  # the first versions of Keras 3 lack this argument
+            plain["loss_scale_factor"] = loss_scale_factor
+        return settings, plain | options, rule
 
 
 _FROM_KERAS = {"beta_1", "beta_2", "epsilon"}
@@ -250,13 +275,30 @@ def _to_keras(rule: Any) -> dict[str, Any]:
     return config
 
 
-def _native(name: str) -> type[CompressedOptimizer]:
+def _own_arguments(rule: Any) -> list[inspect.Parameter]:
+    """Return the arguments of a rule by Keras' names."""
+    found = []
+    for parameter in inspect.signature(rule).parameters.values():
+        if parameter.name == "betas":
+            found += [
+                parameter.replace(name=name, default=beta, annotation="float")
+                for name, beta in zip(("beta_1", "beta_2"), parameter.default, strict=True)
+            ]
+        else:
+            name = "epsilon" if parameter.name == "eps" else parameter.name
+            found.append(parameter.replace(name=name))
+    return found
+
+
+def from_rule(name: str, module: str) -> type[CompressedOptimizer]:
+    """Return the optimizer, a class of `module`, of a rule in `accordion_hvd.optimizers`.
+
+    `inspect.signature` shows the rule's arguments, too.
+    """
     rule = getattr(optimizers, name)
     text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for arguments that all of them take."
-    contents = {"_rule": rule, "__doc__": text, "__module__": __name__}
+    common = CompressedOptimizer._parse_arguments.__func__  # type: ignore[attr-defined]
+    signature = constructor(common, _own_arguments(rule))
+    contents = {"_rule": rule, "__doc__": text, "__module__": module, "__signature__": signature}
     kind = type(name, (CompressedOptimizer,), contents)
     return keras.saving.register_keras_serializable("accordion_hvd")(kind)
-
-
-NATIVE = {name: _native(name) for name in optimizers.NATIVE}
-NATIVE |= {alias: NATIVE[name] for alias, name in optimizers.ALIASES.items()}
