@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from accordion_hvd.comm import mpi
 from accordion_hvd.comm.traffic import Traffic, traffic_of
 from accordion_hvd.core.base import Neighbours, Tensor
 from accordion_hvd.core.composition import RequestGenerator, intercept
@@ -49,7 +50,12 @@ class Neighbourhood:
 
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
         """Serve a request and return its result; collective."""
+        with mpi.in_use():
+            return self._exchange(asked)
+
+    def _exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
         if self._named is None:
+            mpi.free_retired()
             self._named = asked.of, asked.to
             self._graph = self._world.Create_dist_graph_adjacent(list(asked.of), list(asked.to))
         assert self._named == (asked.of, asked.to), "the topology has changed"
@@ -64,7 +70,7 @@ class Neighbourhood:
         return tuple(xp.from_bytes(xp.asarray(row, device), *kind) for row in received)
 
     def close(self) -> None:
-        """Free the MPI communicator of the neighbourhood; collective."""
+        """Give up the MPI communicator of the neighbourhood; collective."""
         if self._graph is not None:
-            self._graph.Free()
+            mpi.retire(self._graph)
             self._named = self._graph = None

@@ -24,7 +24,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.comm import timeouts
+from accordion_hvd.comm import mpi, timeouts
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.launcher import started_by_mpi
 from accordion_hvd.engine import reduce_scatter
@@ -176,6 +176,7 @@ class WaitAvoiding:
         self.on_time = self.late = self.lag = self.sent = 0
         self.steps, self.version = steps, version  # of the training thread
         self._steps_after = steps  # `steps` after the next average of all ranks
+        mpi.free_retired()
         self._comm = world.Dup()
         self.rank, self.size = self._comm.Get_rank(), size
         strides = [1 << i for i in range((size - 1).bit_length())]
@@ -418,17 +419,21 @@ class WaitAvoiding:
     # -------------------------------------------------------------------------- the progress thread
     def _serve(self) -> None:
         try:
-            while self._ended is None:
-                self._listen()
-                with self._changed:
-                    round_ = self._agent.next_round()
-                if round_ is None:
-                    self._bell.wait()
-                else:
-                    self._execute(round_)
-            self._say_goodbye()
+            with mpi.in_use():
+                self._follow_protocol()
+                self._say_goodbye()
         except BaseException:
             self._abort(f"its progress thread has failed:\n{traceback.format_exc()}")
+
+    def _follow_protocol(self) -> None:
+        while self._ended is None:
+            self._listen()
+            with self._changed:
+                round_ = self._agent.next_round()
+            if round_ is None:
+                self._bell.wait()
+            else:
+                self._execute(round_)
 
     def _listen(self) -> None:
         """Receive all control messages and send the pending ones.
@@ -611,7 +616,7 @@ class WaitAvoiding:
                 )
             self._bell.wait()
         MPI.Request.Waitall([request for request, _ in self._sending])
-        self._comm.Free()
+        mpi.retire(self._comm)
         self._bell.close()
 
     def _abort(self, why: str) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+TORCHRUN = "torchrun"
 BUILD = "python -m accordion_hvd.build_horovod"
 PROBE_SECONDS = 120.0
 LAUNCH_SECONDS = 180.0
@@ -69,6 +70,7 @@ say(alone=hvd.size() == 1)
 _TORCH = """
 import torch
 say(torch=torch.__version__, torch_gpus=torch.cuda.device_count())
+say(torchrun=torch.distributed.is_available())
 import horovod.torch as hvd
 """ + _BUILT.format(name="torch")
 
@@ -222,7 +224,10 @@ def check_horovod(name: str, outcome: Outcome) -> Finding | None:
     if version is None:
         return None
     if not outcome.facts.get(f"{name}_horovod"):
-        return Finding(title, FAIL, _missing("horovod", outcome), BUILD)
+        what = _missing("horovod", outcome)
+        if what == "not installed" and outcome.facts.get("torchrun"):
+            return Finding(title, WARN, what, f"torchrun works without it; for horovodrun: {BUILD}")
+        return Finding(title, FAIL, what, BUILD)
     parts = [part for part in ("mpi", "gloo", "nccl") if outcome.facts.get(part)]
     horovod = _installed("horovod")
     titles = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
@@ -273,11 +278,11 @@ def _off_path(path: str) -> str:
     return f'not on PATH: export PATH="{Path(path).parent}:$PATH"'
 
 
-def check_horovodrun() -> Finding:
-    """Check Horovod's launcher."""
+def check_horovodrun(torchrun: bool = False) -> Finding:
+    """Check Horovod's launcher; it is not necessary where `torchrun` works."""
     path, on_path = find_command("horovodrun")
     if path is None:
-        return Finding("horovodrun", FAIL, "not found", BUILD)
+        return Finding("horovodrun", WARN if torchrun else FAIL, "not found", BUILD)
     if not on_path:
         return Finding("horovodrun", WARN, path, _off_path(path))
     return Finding("horovodrun", OK, path)
@@ -399,22 +404,40 @@ def check_memory(tunables: str | None) -> Finding | None:
 # --- launching two ranks -------------------------------------------------------------------
 
 _RANK = {
-    "torch": "import torch, horovod.torch as hvd\n"
-    "hvd.init(); t = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum, name='x')\n",
-    "tensorflow": "import tensorflow as tf, horovod.tensorflow as hvd\n"
-    "hvd.init(); t = tf.ones(3) * (hvd.rank() + 1.0)\n"
-    "t = hvd.allreduce(t, op=hvd.Sum, name='x').numpy()\n",
+    "torch": """
+import torch, horovod.torch as hvd
+hvd.init()
+t = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum, name='x')
+size, controller = hvd.size(), 'MPI' if hvd.mpi_enabled() else 'Gloo'
+""",
+    "tensorflow": """
+import tensorflow as tf, horovod.tensorflow as hvd
+hvd.init()
+t = hvd.allreduce(tf.ones(3) * (hvd.rank() + 1.0), op=hvd.Sum, name='x').numpy()
+size, controller = hvd.size(), 'MPI' if hvd.mpi_enabled() else 'Gloo'
+""",
+    TORCHRUN: """
+import torch, torch.distributed as dist
+gpus = torch.cuda.device_count() >= 2 and dist.is_nccl_available()
+dist.init_process_group('nccl' if gpus else 'gloo')
+t = torch.ones(3) * (dist.get_rank() + 1)
+if gpus:
+    torch.cuda.set_device(dist.get_rank())
+    t = t.cuda()
+dist.all_reduce(t)
+size, controller = dist.get_world_size(), 'NCCL' if gpus else 'Gloo'
+dist.destroy_process_group()
+""",
 }
 # One write, because launchers may interleave several writes of two ranks.
 _REPORT = (
     "import sys\n"
-    "controller = 'mpi' if hvd.mpi_enabled() else 'gloo'\n"
-    "sys.stdout.write(f'@sum {hvd.size()} {t.tolist()} {controller}\\n'); sys.stdout.flush()\n"
+    "sys.stdout.write(f'@sum {size} {t.tolist()} {controller}\\n'); sys.stdout.flush()\n"
 )
 
 
 def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield names and commands that may start two ranks on this host."""
+    """Yield names and commands of Horovod that may start two ranks on this host."""
     horovodrun, _ = find_command("horovodrun")
     mpirun, _ = find_command("mpirun")
     if horovodrun and facts.get("gloo"):
@@ -425,19 +448,27 @@ def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
         yield "mpirun", [mpirun, "-np", "2"]
 
 
-def launch(title: str, command: Sequence[str], framework: str) -> Finding:
-    """Start two ranks that add (1, 1, 1) and (2, 2, 2), and check that both receive (3, 3, 3)."""
+def launch(title: str, command: Sequence[str], program: str) -> Finding:
+    """Start two ranks that add (1, 1, 1) and (2, 2, 2), and check that both receive (3, 3, 3).
+
+    Args:
+        title: name of the launcher.
+        command: launcher's words before those of the program.
+        program: `torch` or `tensorflow` for Horovod's functions, or `torchrun` for PyTorch's.
+    """
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **_AS_ROOT, **os.environ}
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", os.defpath)])
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"
-        script.write_text(_RANK[framework] + _REPORT, encoding="utf-8")
-        status, text = _run([*command, sys.executable, str(script)], env, LAUNCH_SECONDS)
+        script.write_text(_RANK[program] + _REPORT, encoding="utf-8")
+        python = [] if program == TORCHRUN else [sys.executable]
+        status, text = _run([*command, *python, str(script)], env, LAUNCH_SECONDS)
     title = f"2 ranks, {title}"
     sums = re.findall(r"@sum 2 \[3\.0, 3\.0, 3\.0\] (\w+)", text)
     if status == 0 and len(sums) == 2:
-        return Finding(title, OK, f"allreduce of {framework} over {sums[0].upper()} is correct")
+        framework = "torch" if program == TORCHRUN else program
+        return Finding(title, OK, f"allreduce of {framework} over {sums[0]} is correct")
     what = f"timed out after {LAUNCH_SECONDS:g} s" if status is None else _last_line(text)
     return Finding(
         title, FAIL, what, f"for the full output, run {' '.join(command)} python -c '...'"
@@ -447,8 +478,16 @@ def launch(title: str, command: Sequence[str], framework: str) -> Finding:
 # --- the report ----------------------------------------------------------------------------
 
 
-def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
-    """Return all findings, and whether distributed training can run.
+@dataclass(frozen=True)
+class Report:
+    """All findings, and the names of the launchers with which distributed training can run."""
+
+    findings: list[Finding]
+    launchers: list[str]
+
+
+def examine(ranks: int, really_launch: bool) -> Report:
+    """Check everything.
 
     Args:
         ranks: number of ranks on this host.
@@ -457,6 +496,7 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
     outcomes = probe_all()
     torch, tensorflow = outcomes["torch"], outcomes["tensorflow"]
     has = {"torch": "torch" in torch.facts, "tensorflow": "tensorflow" in tensorflow.facts}
+    torchrun = bool(torch.facts.get("torchrun"))
     horovods = {
         "torch": check_horovod("torch", torch),
         "tensorflow": check_horovod("tensorflow", tensorflow),
@@ -468,7 +508,7 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
         check_framework("tensorflow", "TensorFlow", tensorflow, has["torch"]),
         check_keras(tensorflow),
         *horovods.values(),
-        check_horovodrun(),
+        check_horovodrun(torchrun),
         check_mpirun(),
         check_mpi4py(outcomes["mpi4py"]),
         check_hostname(outcomes["hostname"]),
@@ -476,36 +516,38 @@ def examine(ranks: int, really_launch: bool) -> tuple[list[Finding], bool]:
         check_memory(os.environ.get("GLIBC_TUNABLES")),
     ]
     findings = [finding for finding in results if finding is not None]
-    working = [name for name, finding in horovods.items() if finding and finding.status != FAIL]
-    facts = {"torch": torch, "tensorflow": tensorflow}[working[0]].facts if working else {}
-    commands = list(launchers(facts))
+    working = [name for name in horovods if outcomes[name].facts.get(f"{name}_horovod")]
+    programs = [
+        (title, command, name)
+        for name in working[:1]
+        for title, command in launchers(outcomes[name].facts)
+    ]
+    if torchrun:
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        programs.append((TORCHRUN, start, TORCHRUN))
+    usable = [title for title, _, _ in programs]
     if really_launch:
-        launches = [launch(title, command, working[0]) for title, command in commands]
+        launches = [launch(*program) for program in programs]
         findings += launches or [Finding("2 ranks", FAIL, "no launcher was found", BUILD)]
-        commands = [
-            command
-            for command, result in zip(commands, launches, strict=True)
-            if result.status == OK
-        ]
+        pairs = zip(usable, launches, strict=True)
+        usable = [title for title, finding in pairs if finding.status == OK]
     basics = all(f.status != FAIL for f in findings if f.name in ("Python", "NumPy"))
-    return findings, bool(basics and working and commands)
+    return Report(findings, usable if basics else [])
 
 
-def render(findings: Sequence[Finding], able: bool) -> str:
+def render(report: Report) -> str:
     """Return the report as aligned lines of text."""
-    width = max(len(finding.name) for finding in findings)
+    width = max(len(finding.name) for finding in report.findings)
     lines = []
-    for finding in findings:
+    for finding in report.findings:
         lines.append(f"{finding.status:<4}  {finding.name:<{width}}  {finding.what}")
         if finding.advice:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
-    lines.append("")
-    lines.append(
-        "Distributed training can run here."
-        if able
-        else "Distributed training cannot run here: see the lines with status fail."
-    )
-    return "\n".join(lines)
+    if report.launchers:
+        end = f"Distributed training can run here with {', '.join(report.launchers)}."
+    else:
+        end = "Distributed training cannot run here: see the lines with status fail."
+    return "\n".join([*lines, "", end])
 
 
 def main(
@@ -520,11 +562,12 @@ def main(
     options = parser.parse_args(arguments)
     if options.ranks < 1:
         parser.error("--ranks must be at least 1")
-    findings, able = examine(options.ranks, options.launch)
+    report = examine(options.ranks, options.launch)
+    able = bool(report.launchers)
     if options.json:
-        print(json.dumps({"ok": able, "findings": [asdict(f) for f in findings]}, indent=2))
+        print(json.dumps({"ok": able, **asdict(report)}, indent=2))
     else:
-        print(render(findings, able))
+        print(render(report))
     return 0 if able else 1
 
 

@@ -52,3 +52,11 @@ def test_the_end_is_named(how: str, words: str, tmp_path: Path) -> None:
     assert "rank 0 did not" not in output, "it waits for rank 1 itself"
     if how in ("uncaught", "exit", "interrupt"):
         assert "MPI_ABORT" not in output
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(90)
+def test_horovod_ends_mpi_when_no_rank_needs_it(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    status, output, _ = run("horovod", tmp_path, ranks=2)
+    assert status == 0, output[-4000:]

@@ -24,7 +24,11 @@ RESULT = re.compile(
     r"test (accuracy|loss) ([\d.]+)%?, ([\d.]+) MB (?:sent|received) instead of ([\d.]+) MB"
 )
 LAUNCHERS = {"torchrun": "torchrun", "horovodrun": "gloo", "mpirun": "mpirun"}
-PACKAGES = {"with_accelerate": "accelerate", "with_lightning": "lightning"}
+PACKAGES = {
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+    "with_ray_train": "ray.train.torch",
+}
 
 
 def names(paths: list[Path]) -> list[str]:

@@ -66,8 +66,8 @@ def test_a_probe_that_crashes_keeps_what_it_knew():
 
 
 def test_a_probe_that_hangs_is_ended():
-    outcome = doctor.run_probe("say(a=1); import time; time.sleep(60)", seconds=1)
-    assert outcome == Outcome({"a": 1}, "did not end within 1 s")
+    outcome = doctor.run_probe("say(a=1); import time; time.sleep(60)", seconds=5)
+    assert outcome == Outcome({"a": 1}, "did not end within 5 s")
 
 
 def test_a_probe_that_raises_says_why():
@@ -188,10 +188,11 @@ def test_unresolvable_host_name():
 
 def test_report_is_aligned():
     findings = [doctor.Finding("a", OK, "fine"), doctor.Finding("longer", WARN, "hm", "do this")]
-    lines = doctor.render(findings, able=True).splitlines()
+    lines = doctor.render(doctor.Report(findings, ["mpirun", "torchrun"])).splitlines()
     assert lines[0] == "ok    a       fine"
     assert lines[1] == "warn  longer  hm"
     assert lines[2] == "              -> do this"
+    assert lines[-1] == "Distributed training can run here with mpirun, torchrun."
 
 
 # --- with Horovod ------------------------------------------------------------------------
@@ -200,10 +201,29 @@ def test_report_is_aligned():
 @pytest.mark.launch
 def test_launch_for_real():
     pytest.importorskip("horovod")
-    ways = dict(doctor.launchers({"gloo": True}))
+    commands = dict(doctor.launchers({"gloo": True}))
     framework = "torch" if doctor.importlib.util.find_spec("torch") else "tensorflow"
-    finding = doctor.launch("horovodrun --gloo", ways["horovodrun --gloo"], framework)
+    finding = doctor.launch("horovodrun --gloo", commands["horovodrun --gloo"], framework)
     assert finding.status == OK, finding.what
+
+
+@pytest.mark.launch
+def test_torchrun_is_enough(bare_python, tmp_path):
+    """PyTorch and NumPy alone, and no launcher but torchrun, of which two ranks are started."""
+    torch = pytest.importorskip("torch")
+    packages = next(bare_python.parent.parent.glob("lib/python*/site-packages"))
+    absent = {"horovod", "tensorflow", "keras", "mpi4py"}
+    source = Path(torch.__file__).parent.parent
+    for entry in source.iterdir():
+        if entry.name not in absent and entry.suffix != ".pth":
+            (tmp_path / entry.name).symlink_to(entry)
+    (packages / "torch_only.pth").write_text(f"{tmp_path}\n")
+    done = run_doctor(bare_python, "--json", "--launch", PATH="/bin:/usr/bin")
+    report = json.loads(done.stdout)
+    by_name = {finding["name"]: finding for finding in report["findings"]}
+    assert by_name["Horovod for torch"]["status"] == by_name["horovodrun"]["status"] == WARN
+    assert by_name["2 ranks, torchrun"]["status"] == OK
+    assert done.returncode == 0 and report["launchers"] == ["torchrun"]
 
 
 def test_a_launch_that_fails_says_so():
