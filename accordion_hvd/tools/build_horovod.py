@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-RECIPE = 2  # increase it when EDITS or the build environment change, to invalidate old wheels
+RECIPE = 3  # increase it when EDITS or the build environment change, to invalidate old wheels
 BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -85,6 +85,20 @@ EDITS = (
         "horovod/tensorflow/CMakeLists.txt",
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
+    ),
+    # A CUDA build of PyTorch would need the whole CUDA toolkit, even where nothing but CPU tensors
+    # are trained. If only a part of the toolkit is installed, Horovod is built for CPU tensors, as
+    # it is where no part is.
+    Edit(
+        "cmake/Modules/FindPytorch.cmake",
+        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n',
+        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n'
+        "if(Pytorch_CUDA AND NOT HAVE_CUDA)\n"
+        "    find_package(CUDAToolkit QUIET)\n"
+        "    if(NOT CUDAToolkit_FOUND)\n"
+        "        set(Pytorch_CUDA FALSE)\n"
+        "    endif()\n"
+        "endif()\n",
     ),
     # This library has no soname. If it were linked by its path, the wheel would contain the path.
     Edit(
