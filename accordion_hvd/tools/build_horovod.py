@@ -106,6 +106,26 @@ EDITS = (
         "${Tensorflow_LIB_PATH}/python/_pywrap_tensorflow_internal.so",
         "-L${Tensorflow_LIB_PATH}/python -l:_pywrap_tensorflow_internal.so",
     ),
+    # In an elastic job, the operation of a rank fails if another rank dies. The rank would go on to
+    # the next negotiation, take the messages of ranks that are still in the operation for those of
+    # the negotiation, and abort or wait for ever. With this edit, its thread ends at once.
+    Edit(
+        "horovod/common/operations.cc",
+        "    status = Status::UnknownError(ex.what());\n  }\n",
+        "    status = Status::UnknownError(ex.what());\n"
+        "    failed = horovod_global.elastic_enabled;\n  }\n",
+    ),
+    Edit(
+        "horovod/common/operations.cc",
+        "      e.FinishWithCallback(status);\n    }\n  }\n}\n\n#if HAVE_MPI\nvoid Enrich",
+        "      e.FinishWithCallback(status);\n    }\n  }\n"
+        "  if (failed) throw std::runtime_error(status.reason());\n}\n\n#if HAVE_MPI\nvoid Enrich",
+    ),
+    Edit(
+        "horovod/common/operations.cc",
+        "  Status status;\n  try {\n",
+        "  Status status;\n  bool failed = false;\n  try {\n",
+    ),
     # Open MPI from pip knows its location only if mpirun started the process. Without this edit,
     # `hvd.init()` aborts in a plain `python train.py`.
     Edit(

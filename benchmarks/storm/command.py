@@ -13,6 +13,8 @@ from pathlib import Path
 from benchmarks.netbench import sandbox
 from benchmarks.storm import job, page
 from examples.command_line import read_options, stop, words
+from examples.data import DataError
+from examples.data.text import load_tinyshakespeare
 from examples.results import write_json
 
 MODULE = "benchmarks.storm.command"
@@ -63,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.methods == ["report"]:
             page.write(chosen.output, chosen.page)
         elif not sandbox.inside():
+            load_tinyshakespeare()  # fetched here: the sandbox has no network
             raise SystemExit(sandbox.enter(arguments, MODULE))
         else:
             raise SystemExit(sandbox.run(lambda folder, tag: _measure(chosen, folder)))
-    except sandbox.Refusal as refusal:
-        stop(f"{OWNER}: {refusal}")
+    except (sandbox.Refusal, DataError) as error:
+        stop(f"{OWNER}: {error}")
 
 
 def _measure(chosen: Options, folder: Path) -> int:

@@ -174,15 +174,21 @@ class Storm:
                 due += self.settings.interval
         return process.returncode
 
+    def _running(self) -> dict[str, int]:
+        """Return host -> process ID of the ranks that run."""
+        files = {name: self.folder / f"pid-{name}" for name in self.hosts.names}
+        pids = {name: int(file.read_text()) for name, file in files.items() if file.exists()}
+        return {name: pid for name, pid in pids.items() if Path(f"/proc/{pid}").exists()}
+
     def _change(self, change: str) -> None:
         if change == "join":
             self.journal.write("join", host=self.hosts.add())
             return
-        pids = {name: self.folder / f"pid-{name}" for name in self.hosts.names}
-        name = self.random.choice([name for name, file in pids.items() if file.exists()])
+        pids = self._running()
+        name = self.random.choice(sorted(pids))
         self.journal.write(change, host=name)
         if change == "kill":
-            os.kill(int(pids[name].read_text()), signal.SIGKILL)
+            os.kill(pids[name], signal.SIGKILL)
             self.hosts.forget(name)
         else:
             self.hosts.remove(name)

@@ -10,6 +10,7 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 
 from accordion_hvd import TopK, simulate
+from accordion_hvd.comm import reference
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
 from accordion_hvd.engine.buckets import TensorInfo
@@ -140,7 +141,7 @@ def test_different_set_ups_are_explained() -> None:
 
 def test_plans_that_differ_raise_on_every_rank() -> None:
     """Through the flags that ride along: no step is taken with different levels or tensors."""
-    for ranks in (2, 4):
+    for ranks in (2, 4, 7, 100):
         hub, exchanges = Hub(ranks), []
         for rank in range(ranks):
             communicator = SimulatedCommunicator(hub, rank, NUMPY.xp)
@@ -152,6 +153,29 @@ def test_plans_that_differ_raise_on_every_rank() -> None:
         for exchange in exchanges:
             with pytest.raises(RuntimeError, match="disagree"):
                 exchange.advance()
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7, 13, 15])
+def test_equal_plans_pass_when_the_mean_is_rounded(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod multiplies a sum by the reciprocal of the number of ranks, in fp32."""
+
+    def reduce(xp: Any, parts: list[np.ndarray], op: str) -> np.ndarray:
+        return sum(parts[1:], parts[0]) * np.float32(1 / len(parts))
+
+    monkeypatch.setattr(reference, "reduce", reduce)
+    for name in map(str, range(20)):  # each name gives another number of the plan
+        hub = Hub(ranks)
+        tensors = [TensorInfo(name, (40, 50), "float32")]
+        exchanges = [
+            Exchange(SimulatedCommunicator(hub, rank, NUMPY.xp), as_policy(TopK(0.1)), tensors)
+            for rank in range(ranks)
+        ]
+        for exchange in exchanges:
+            exchange.open(0.1)
+            exchange.start(0, np.ones((40, 50), np.float32))
+        hub.advance_all([exchange.advance for exchange in exchanges])
 
 
 @pytest.mark.parametrize("framework", parameters())
