@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
 
-from accordion_hvd import TopK, simulate
+from accordion_hvd import PowerSGD, TopK, simulate
 from accordion_hvd.comm import reference
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
@@ -169,7 +169,7 @@ def test_equal_plans_pass_when_the_mean_is_rounded(
         hub = Hub(ranks)
         tensors = [TensorInfo(name, (40, 50), "float32")]
         exchanges = [
-            Exchange(SimulatedCommunicator(hub, rank, NUMPY.xp), as_policy(TopK(0.1)), tensors)
+            Exchange(SimulatedCommunicator(hub, rank, NUMPY.xp), as_policy(PowerSGD(2)), tensors)
             for rank in range(ranks)
         ]
         for exchange in exchanges:
