@@ -58,7 +58,8 @@ def train() -> dict[str, float]:
 if __name__ == "__main__":
     ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
     # Ray's type hints know neither a function that returns a value nor the value.
-    trainer: Any = TorchTrainer(train, scaling_config=ScalingConfig(WORKERS))  # type: ignore[arg-type]
+    loop: Any = train
+    trainer: Any = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=WORKERS))
     found = trainer.fit().return_value  # of the first worker
     sent, dense = found["sent"] / 1e6, found["dense_sent"] / 1e6
     print(f"test accuracy {found['accuracy']:.1%}, {sent:.2f} MB sent instead of {dense:.2f} MB")
