@@ -29,7 +29,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-optimizers \
-	bench-kernels bench-compressors bench-graph bench-averaging faults storm doctor clean
+	bench-kernels bench-compressors bench-graph bench-averaging results faults storm doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -115,6 +115,9 @@ bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (r
 
 bench-averaging: setup ## averaging of models when ranks are late, for docs/averaging.md (80 minutes)
 	@$(IN_VENV) $(RUN) scripts/bench_averaging.py
+
+results: setup ## Accordion and its competitors, for docs/results.md (a night; what is trained is kept)
+	@$(IN_VENV) $(RUN) scripts/results.py
 
 faults: setup ## what ranks do when one of them fails, for docs/reliability.md (40 minutes)
 	@$(IN_VENV) $(RUN) scripts/faults.py

@@ -1,0 +1,1 @@
+"""Accordion and its competitors: trainings for docs/results.md (`make results`)."""

@@ -1,0 +1,13 @@
+"""Accordion and its competitors, for docs/results.md; see `benchmarks.regimes.command`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.regimes.command import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()
