@@ -27,6 +27,9 @@ MOST_HOSTS = 250
 CHANGES = ("kill", "join", "leave", "join")
 """Changes in their order, which repeats."""
 
+TORCHFT = "torchft"
+"""Stands for torchft's own DistributedDataParallel, without compression, among the methods."""
+
 NAME = "storm"
 FOLDER = "STORM_FOLDER"
 """Environment variable with the folder of a training."""
@@ -37,7 +40,8 @@ class Settings:
     """Settings of a training.
 
     Attributes:
-        compression: spec string of a compressor, a policy or an averaging method.
+        compression: spec string of a compressor, a policy or an averaging method, or `TORCHFT`.
+        task: task of `benchmarks.optbench.tasks`.
         ranks: number of ranks at the beginning, and the largest.
         steps: number of steps.
         pace: least duration of a step in seconds.
@@ -48,8 +52,9 @@ class Settings:
     """
 
     compression: str
+    task: str = "characters"
     ranks: int = 8
-    steps: int = 3000
+    steps: int = 1500
     pace: float = 0.3
     every: int = 5
     interval: float = 30.0
@@ -146,11 +151,14 @@ class Storm:
         }
 
     def _command(self) -> list[str]:
+        settings = json.dumps(asdict(self.settings))
+        if self.settings.compression == TORCHFT:
+            module = "benchmarks.storm.torchft_launcher"
+            return [sys.executable, "-m", module, str(self.folder), settings]
         launcher = str(Path(sys.executable).with_name("horovodrun"))
         ranks = str(self.settings.ranks)
         command = [launcher, "--gloo", "--network-interface", "lo", "-np", ranks, "--min-np", "2"]
         command += ["--max-np", ranks, "--host-discovery-script", str(self.hosts.script)]
-        settings = json.dumps(asdict(self.settings))
         module = "benchmarks.storm.worker"
         return [*command, sys.executable, "-m", module, str(self.folder), settings]
 
@@ -167,7 +175,7 @@ class Storm:
             now = time.monotonic()
             if now - began > self.limit:
                 return None
-            if due == math.inf and self.settings.interval and self.journal.path.exists():
+            if due == math.inf and self.settings.interval and self.journal.has("commit"):
                 due = now + self.settings.interval
             if now >= due:
                 self._change(next(changes))
@@ -185,6 +193,8 @@ class Storm:
             self.journal.write("join", host=self.hosts.add())
             return
         pids = self._running()
+        if not pids:  # all have just ended
+            return
         name = self.random.choice(sorted(pids))
         self.journal.write(change, host=name)
         if change == "kill":

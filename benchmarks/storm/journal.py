@@ -30,6 +30,10 @@ class Journal:
         with self.path.open("a") as file:
             file.write(line + "\n")
 
+    def has(self, event: str) -> bool:
+        """Return whether an event has been noted."""
+        return self.path.exists() and f'"event": "{event}"' in self.path.read_text()
+
     def entries(self) -> list[Entry]:
         """Return all entries, in the order of their times."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
@@ -41,14 +45,16 @@ def evaluate(entries: Sequence[Entry]) -> list[Entry]:
 
     A row has the `event` ("kill", "leave" or "join"), the `seconds` to the next committed step of
     the new ranks, the number of `ranks` then, the steps `lost`, the steps since the last commit
-    (`uncommitted`), and the `drift` of what an orderly change conserves. A change that a later one
-    overtook before ranks had connected counts for the later one.
+    (`uncommitted`), and the `drift` of what an orderly change conserves. Changes that follow each
+    other before the ranks have connected give one row: that of the first kill, else of the last
+    change.
     """
     changes = ("kill", "leave", "join")
     rows, pending = [], None
     for index, entry in enumerate(entries):
         if entry["event"] in changes:
-            pending = entry
+            if pending is None or pending["event"] != "kill":
+                pending = entry
         elif entry["event"] == "enter" and pending is not None:
             rows.append(_row(pending, entry, entries[:index], entries[index:]))
             pending = None
