@@ -101,12 +101,12 @@ class Gate:
         self._option = ""  # the option on trial
         self._until = 0  # the step of the next decision
         self._probes = True  # whether that decision starts with measuring the link
-        self._measured = 0  # the step of the last measurement of the link; on rank 0
+        self._measured = 0  # the step of the last measurement of the link or verdict; on rank 0
         self._pattern: tuple[tuple[str, int], ...] | None = None  # None before the first decision
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
         self._clock = StepTimes(every)
         self._judged = _Trials()
-        self._usual = math.nan  # seconds per step at the last verdict
+        self._usual = math.nan  # seconds per step in the first steps after the verdict
 
     # --------------------------------------------------------------------- queries of the exchange
     def level(self, name: str, wanted: int, own: int) -> int:
@@ -182,6 +182,8 @@ class Gate:
         if link is not None and self._has_changed(link):
             self._known.clear()
         elif not self._option and self._pattern == pattern:
+            if math.isnan(self._usual) and self._clock.times:
+                self._usual = statistics.median(self._clock.times)
             if link is None and self._is_slower_or_faster():
                 return {"until": step, "probes": True, "keep": True}
             return self._wait(step) | {"keep": True}
@@ -242,7 +244,7 @@ class Gate:
             until = step + self.steps + 2 + (startup_steps if option == WANTED else 0)
             return {"until": until, "option": option, "assignment": assignment, "verdict": ""}
         trials.best, self._judged = self._choose(trials), trials
-        self._usual = min(trials.seconds.get(trials.best, [math.nan]))
+        self._usual, self._measured = math.nan, step
         verdict = self._verdict(trials, names) if trials.seconds else ""
         assignment = self._assign(trials.best, trials, names)
         more = {"option": "", "assignment": assignment, "verdict": verdict}

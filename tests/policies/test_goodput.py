@@ -110,7 +110,8 @@ def test_the_fastest_level_serves(clocked: Make, bandwidth: float, work: float) 
 @pytest.mark.parametrize(
     ("residuals", "strongest", "reason"),
     [
-        ((0.01, 0.05), STRONG, "the strongest level"),
+        ((0.01, 0.05), STRONG, "between the bounds"),
+        ((0.001, 0.01), STRONG, "the strongest level"),
         ((0.01, 0.1), MILD, "the next level would displace"),
         ((0.04, 0.05), MILD, "between the bounds"),
         ((0.1, 0.3), HALF, "the next level would displace"),
