@@ -6,6 +6,7 @@ from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.displacement import Displacement
 from accordion_hvd.policies.fixed import Fixed
 from accordion_hvd.policies.gate import Gate
+from accordion_hvd.policies.goodput import Goodput
 from accordion_hvd.policies.replay import Replay
 from accordion_hvd.policies.scalecom_recipe import ScaleComRecipe
 from accordion_hvd.policies.schedule import StepSchedule
@@ -17,6 +18,7 @@ __all__ = [
     "Displacement",
     "Fixed",
     "Gate",
+    "Goodput",
     "Policy",
     "Replay",
     "ScaleComRecipe",

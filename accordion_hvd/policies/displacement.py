@@ -18,6 +18,7 @@ from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 from accordion_hvd.policies.windows import Windowed
 
 COLUMNS = 256
+BOUND, RELEASE = 0.006, 1 / 3
 
 
 class RelativeResidual(Evidence):
@@ -84,8 +85,8 @@ class Displacement(Windowed):
         low: Compressor,
         high: Compressor,
         *,
-        bound: float = 0.006,
-        release: float = 1 / 3,
+        bound: float = BOUND,
+        release: float = RELEASE,
         window: int | None = None,
     ) -> None:
         super().__init__(window)

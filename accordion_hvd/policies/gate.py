@@ -27,6 +27,7 @@ MARGIN = 1.03  # factor by which a lossy option must be faster than a less lossy
 CLOSE = 2.0  # options within this factor of the fastest are tried twice, since times are noisy
 HOPELESS = 2.0  # an option whose bytes alone take this many steps of the wanted one is not tried
 CHANGED = 1.5  # change of the bandwidth or the step time that starts all trials again
+CHECK = 50  # steps between comparisons of the step time with that of the verdict
 WANTED, MIX = "wanted", "mixed"
 
 
@@ -38,11 +39,17 @@ class Cost:
         seconds: seconds of encoding and decoding; 0 if they cannot be measured (in a graph).
         sent: bytes sent.
         dense: bytes that a ring allreduce of the bucket would send.
+        fallbacks: fallback -> bytes that it would send; may leave out fallbacks to 16 or 32 bits.
     """
 
     seconds: float
     sent: float
     dense: float
+    fallbacks: Mapping[str, float] = field(default_factory=dict)
+
+    def with_fallback(self, option: str) -> float:
+        """Return the bytes that a fallback would send."""
+        return self.fallbacks.get(option, self.dense * (0.5 if _loss(option) else 1.0))
 
 
 @dataclass
@@ -66,9 +73,13 @@ class Gate:
     method with phases (`LGC`) is measured in its last phase: its first trial lasts until then
     (`Compressor.startup_steps`).
 
+    The gate measures the link again after `every` steps, and earlier if the time of a step has
+    changed by half or more; it compares the time every 50 steps. It repeats all trials if the link
+    or the time of a step has changed by half or more.
+
     Args:
         steps: number of timed steps in a trial, at least 2; one untimed step precedes them.
-        every: optimizer steps between measurements of the link and the step time.
+        every: optimizer steps between measurements of the link.
         fallbacks: compressors that may replace the wanted one, from lossy to exact.
 
     Attributes:
@@ -89,11 +100,13 @@ class Gate:
         self.assignment: dict[str, int] = {}  # bucket -> 1 + index of the fallback that serves it
         self._option = ""  # the option on trial
         self._until = 0  # the step of the next decision
+        self._probes = True  # whether that decision starts with measuring the link
+        self._measured = 0  # the step of the last measurement of the link or verdict; on rank 0
         self._pattern: tuple[tuple[str, int], ...] | None = None  # None before the first decision
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
         self._clock = StepTimes(every)
         self._judged = _Trials()
-        self._usual = math.nan  # seconds per step at the last verdict
+        self._usual = math.nan  # seconds per step in the first steps after the verdict
 
     # --------------------------------------------------------------------- queries of the exchange
     def level(self, name: str, wanted: int, own: int) -> int:
@@ -116,7 +129,7 @@ class Gate:
     def probes(self, wanted: Mapping[str, int]) -> bool:
         """Return whether a decision starts with measuring the link; equal on all ranks."""
         return self._pattern is None or (
-            not self._option and tuple(wanted.items()) == self._pattern
+            self._probes and not self._option and tuple(wanted.items()) == self._pattern
         )
 
     @property
@@ -164,10 +177,16 @@ class Gate:
             startup_steps: steps that the wanted compressors still need before a fair measurement.
         """
         pattern = tuple(wanted.items())
+        if link is not None:
+            self._measured = step
         if link is not None and self._has_changed(link):
             self._known.clear()
         elif not self._option and self._pattern == pattern:
-            return {"until": step + self.every, "keep": True}
+            if math.isnan(self._usual) and self._clock.times:
+                self._usual = statistics.median(self._clock.times)
+            if link is None and self._is_slower_or_faster():
+                return {"until": step, "probes": True, "keep": True}
+            return self._wait(step) | {"keep": True}
         self.link = link or self.link
         if pattern != self._pattern:
             self._option = ""
@@ -182,6 +201,7 @@ class Gate:
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
         """Apply a decision of rank 0. Returns whether levels may have changed."""
         self._until = decision["until"]
+        self._probes = decision.get("probes", True)
         self._clock.restart()
         if decision.get("keep"):
             return False
@@ -191,15 +211,20 @@ class Gate:
         self.verdict = decision["verdict"] or self.verdict
         return True
 
-    def _has_changed(self, link: Link) -> bool:
-        if self.link is None:
-            return True
+    def _wait(self, step: int) -> dict[str, Any]:
+        """Return the step of the next decision, and whether that measures the link."""
+        remeasure = self._measured + self.every
+        return {"until": min(step + CHECK, remeasure), "probes": step + CHECK >= remeasure}
+
+    def _is_slower_or_faster(self) -> bool:
+        """Return whether the time of a step has changed since the verdict."""
         times = self._clock.times
-        now = statistics.median(times) if times else self._usual
-        ratios = [link.bandwidth / self.link.bandwidth]
-        if not math.isnan(self._usual):
-            ratios.append(now / self._usual)
-        return any(not 1 / CHANGED < ratio < CHANGED for ratio in ratios)
+        return bool(times) and _changed(statistics.median(times), self._usual)
+
+    def _has_changed(self, link: Link) -> bool:
+        if self.link is None or _changed(link.bandwidth, self.link.bandwidth):
+            return True
+        return self._is_slower_or_faster()
 
     def _trials(self, pattern: tuple[tuple[str, int], ...]) -> _Trials:
         """Return the measurements of this pattern; fallbacks take the same time in all patterns."""
@@ -219,11 +244,11 @@ class Gate:
             until = step + self.steps + 2 + (startup_steps if option == WANTED else 0)
             return {"until": until, "option": option, "assignment": assignment, "verdict": ""}
         trials.best, self._judged = self._choose(trials), trials
-        self._usual = min(trials.seconds.get(trials.best, [math.nan]))
+        self._usual, self._measured = math.nan, step
         verdict = self._verdict(trials, names) if trials.seconds else ""
         assignment = self._assign(trials.best, trials, names)
-        until = step + self.every
-        return {"until": until, "option": "", "assignment": assignment, "verdict": verdict}
+        more = {"option": "", "assignment": assignment, "verdict": verdict}
+        return more | self._wait(step)
 
     def _untried(self, trials: _Trials, names: Mapping[str, str]) -> str | None:
         """Return the next option to try: each option once, close ones twice, then a mixture."""
@@ -253,8 +278,8 @@ class Gate:
         """Return the seconds that sending a fallback's bytes takes at least."""
         if option == WANTED or self.link is None:
             return 0.0
-        dense = sum(cost.dense for cost in trials.costs.values())
-        return _share(option) * dense / self.link.bandwidth
+        sent = sum(cost.with_fallback(option) for cost in trials.costs.values())
+        return sent / self.link.bandwidth
 
     def _mixture(self, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
         """Assign the fastest fallback to the buckets where compressing costs more than it saves."""
@@ -269,14 +294,14 @@ class Gate:
         return {
             name: number
             for name, number in self._assign(fallback, trials, names).items()
-            if price * (_share(fallback) * costs[name].dense - costs[name].sent)
+            if price * (costs[name].with_fallback(fallback) - costs[name].sent)
             < costs[name].seconds
         }
 
     def _price(self, fallback: str, trials: _Trials) -> float:
         """Estimate the seconds per byte in this job, overlap included, from two options' times."""
         costs = trials.costs.values()
-        saved_bytes = sum(_share(fallback) * cost.dense - cost.sent for cost in costs)
+        saved_bytes = sum(cost.with_fallback(fallback) - cost.sent for cost in costs)
         work = sum(cost.seconds for cost in costs)
         saved = min(trials.seconds[fallback]) - min(trials.seconds[WANTED])
         return max(0.0, saved + work) / saved_bytes if saved_bytes > 0 else 0.0
@@ -295,8 +320,20 @@ class Gate:
         if option == WANTED:
             return {}
         options = [repr(fallback) for fallback in self.fallbacks]
-        lossier = {name for name, wanted in names.items() if _loss(wanted) > _loss(option)}
+        rank = self._rank(option)
+        lossier = {name for name, wanted in names.items() if self._rank(wanted) > rank}
         return dict.fromkeys(sorted(lossier), 1 + options.index(option))
+
+    def _rank(self, compressor: str) -> float:
+        """Rank compressors by their loss; a fallback never loses more than the wanted one."""
+        options = [repr(fallback) for fallback in self.fallbacks]
+        ranks = {option: float(len(options) - place) for place, option in enumerate(options)}
+        loss = _loss(compressor)
+        if compressor in ranks or loss == LOSSY:
+            return ranks.get(compressor, math.inf)
+        alike = [rank for option, rank in ranks.items() if _loss(option) == loss]
+        below = [rank for option, rank in ranks.items() if _loss(option) < loss]
+        return max(alike) if alike else max(below, default=0.0) + 0.5
 
     # ----------------------------------------------------------------------------- output for users
     def _verdict(self, trials: _Trials, names: Mapping[str, str]) -> str:
@@ -351,13 +388,17 @@ class Gate:
         return f"Gate({shown})"
 
 
+LOSSY = 2
+
+
 def _loss(compressor: str) -> int:
-    """Rank compressors by their loss; a fallback never loses more than the wanted compressor."""
-    return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, 2)
+    """Return 0 for exact compressors, 1 for 16 bits, LOSSY for all others."""
+    return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, LOSSY)
 
 
-def _share(option: str) -> float:
-    return 0.5 if _loss(option) else 1.0
+def _changed(now: float, before: float) -> bool:
+    """Return whether a number has changed by half or more; False if one is unknown."""
+    return now / before >= CHANGED or before / now >= CHANGED
 
 
 def as_gate(owner: Any, gate: Any) -> Gate | None:

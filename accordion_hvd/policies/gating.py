@@ -9,6 +9,7 @@ from typing import Any
 from accordion_hvd.comm.agreement import share
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.advice import Advice
+from accordion_hvd.policies.cost_model import bytes_sent
 from accordion_hvd.policies.gate import Cost, Gate, probe
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Gating(Observer):
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self._totals: dict[str, tuple[float, float, int]] = {}  # bucket -> seconds, bytes, steps
+        self._bytes: dict[str, dict[str, float]] = {}  # bucket -> fallback -> bytes
         self._weight = 1
 
     def due(self, exchange: Any) -> bool:
@@ -79,8 +81,18 @@ class Gating(Observer):
         for entry in _compressed(exchange):
             seconds, sent, steps = self._totals.get(entry.bucket.name, (0.0, 0.0, 1))
             dense = 2 * (ranks - 1) / ranks * entry.bucket.dense_bytes
-            costs[entry.bucket.name] = Cost(seconds / steps, sent / steps, dense)
+            fallbacks = self._fallbacks(entry.bucket, ranks)
+            costs[entry.bucket.name] = Cost(seconds / steps, sent / steps, dense, fallbacks)
         return costs
+
+    def _fallbacks(self, bucket: Any, ranks: int) -> dict[str, float]:
+        """Return the bytes of each fallback for a bucket, computed once."""
+        if bucket.name not in self._bytes:
+            self._bytes[bucket.name] = {
+                repr(fallback): bytes_sent(fallback, bucket.shape, bucket.dtype, ranks)
+                for fallback in self.gate.fallbacks
+            }
+        return self._bytes[bucket.name]
 
     def advice(self, exchange: Any) -> Advice:
         """Return the gate's verdict and measurements."""

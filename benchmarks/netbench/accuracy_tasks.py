@@ -14,12 +14,15 @@ from examples.data import Dataset, load
 
 ADAPTIVE = OURS + ACCORDION
 GATED = f"{ADAPTIVE} auto"
+GOODPUT = OURS + "goodput"
+LADDER = "[Dense(), FP16(), PowerSGD(4), PowerSGD(1)]"
 INTERVAL = 2
 """Number of windows between Accordion's decisions."""
 
 METHODS = (
     STOCK, STOCK + FP16, DDP, f"{DDP} powersgd:4", f"{DDP} powersgd:1",
-    OURS + "fp16", OURS + "powersgd:4", OURS + "topk:0.01", ADAPTIVE, GATED,
+    OURS + "fp16", OURS + "powersgd:4", OURS + "powersgd:1", OURS + "topk:0.01",
+    ADAPTIVE, GATED, GOODPUT,
 )  # fmt: skip
 HOOK = f"{DDP} powersgd:4"
 """Baseline of comparisons, besides plain Horovod."""
@@ -78,6 +81,8 @@ def images(name: str) -> Dataset:
 
 def spelled(method: str, window: int) -> str:
     """Return a method as `contestants.compression` accepts it, with windows of `window` steps."""
+    if method == GOODPUT:
+        return f"{OURS}Goodput({LADDER}, window={window})"
     if method not in (ADAPTIVE, GATED):
         return method
     gate = ", gate='auto'" if method == GATED else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accordion_hvd.policies import Accordion
+from accordion_hvd.policies import Accordion, Goodput
 from benchmarks.netbench import accuracy_page, accuracy_tasks, command, contestants
 from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, METHODS, TASKS
 
@@ -144,6 +144,8 @@ def test_ways() -> None:
         policy = contestants.compression(accuracy_tasks.spelled(method, 25))
         assert isinstance(policy, Accordion) and policy.window == 25
         assert (policy.gate is not None) == gated
+    policy = contestants.compression(accuracy_tasks.spelled(accuracy_tasks.GOODPUT, 25))
+    assert isinstance(policy, Goodput) and policy.window == 25
 
 
 def test_networks_begin_alike() -> None:

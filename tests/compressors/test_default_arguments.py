@@ -11,6 +11,7 @@ from test_sparse_training import Weights, digits, gradients
 
 from accordion_hvd import (
     EF21,
+    FP16,
     QSGD,
     Accordion,
     AdaQS,
@@ -21,6 +22,7 @@ from accordion_hvd import (
     ErrorFeedback,
     Fixed,
     Gathered,
+    Goodput,
     Momentum,
     PowerSGD,
     Replay,
@@ -112,6 +114,7 @@ POLICIES = [
     (Displacement(MILD, STRONG), 0.2),
     (Fixed(TopK()), 0.2),
     (Fixed(TopK(), gate=Gate()), 0.2),
+    (Goodput([Dense(), FP16(), MILD, STRONG]), 0.2),
     (ScaleComRecipe(["in"]), 0.2),
     (StepSchedule({0: Dense(), 5: TopK()}), 0.2),
     (WarmUp(OnebitAdam().dense(), OnebitAdam()), 0.002),

@@ -141,9 +141,9 @@ def test_a_link_that_changes_is_noticed(clocked: Callable[..., World]) -> None:
     assert world.served() == ["Dense()"] * 6
     before = world.decisions
     world.run(100)
-    assert world.decisions == before + 1  # a look, no trial
+    assert world.decisions == before + 2  # comparisons, no trial
     world.bandwidth = 5e6
-    world.run(160)
+    world.run(gates.CHECK + 60)
     assert world.served() == ["wanted"] * 6
 
 
