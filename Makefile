@@ -122,7 +122,7 @@ results: setup ## Accordion and its competitors, for docs/results.md (a night; w
 faults: setup ## what ranks do when one of them fails, for docs/reliability.md (40 minutes)
 	@$(IN_VENV) $(RUN) scripts/faults.py
 
-storm: setup ## elastic trainings while ranks die, leave and join, for docs/reliability.md (root; 2.5 hours)
+storm: setup ## elastic trainings while ranks die, leave and join, for docs/reliability.md (root; two hours)
 	@$(IN_VENV) $(RUN) scripts/storm.py
 	@$(IN_VENV) $(RUN) scripts/storm.py report
 

@@ -27,8 +27,7 @@ class Options:
     """Train with each compression, calmly and in a storm (root); `report` writes the page.
 
     Args:
-        methods: spec strings; `torchft` for that library's uncompressed DistributedDataParallel;
-            `report` to write all results that exist into the page.
+        methods: spec strings, or `report` to write all results that exist into the page.
         task: task of the benchmark of optimizers.
         ranks: number of ranks at the beginning, and the largest.
         steps: number of steps.
@@ -42,7 +41,7 @@ class Options:
         page: page to update.
     """
 
-    methods: list[str] = words("powersgd:4", "topk:0.01", "wagma:4,10", "none", job.TORCHFT)
+    methods: list[str] = words("powersgd:4", "topk:0.01", "wagma:4,10", "none")
     task: TaskName = "characters"
     ranks: int = job.Settings.ranks
     steps: int = job.Settings.steps

@@ -27,9 +27,6 @@ MOST_HOSTS = 250
 CHANGES = ("kill", "join", "leave", "join")
 """Changes in their order, which repeats."""
 
-TORCHFT = "torchft"
-"""Stands for torchft's own DistributedDataParallel, without compression, among the methods."""
-
 NAME = "storm"
 FOLDER = "STORM_FOLDER"
 """Environment variable with the folder of a training."""
@@ -40,7 +37,7 @@ class Settings:
     """Settings of a training.
 
     Attributes:
-        compression: spec string of a compressor, a policy or an averaging method, or `TORCHFT`.
+        compression: spec string of a compressor, a policy or an averaging method.
         task: task of `benchmarks.optbench.tasks`.
         ranks: number of ranks at the beginning, and the largest.
         steps: number of steps.
@@ -152,9 +149,6 @@ class Storm:
 
     def _command(self) -> list[str]:
         settings = json.dumps(asdict(self.settings))
-        if self.settings.compression == TORCHFT:
-            module = "benchmarks.storm.torchft_launcher"
-            return [sys.executable, "-m", module, str(self.folder), settings]
         launcher = str(Path(sys.executable).with_name("horovodrun"))
         ranks = str(self.settings.ranks)
         command = [launcher, "--gloo", "--network-interface", "lo", "-np", ranks, "--min-np", "2"]

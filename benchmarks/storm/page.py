@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import END, digits, render, spread
-from benchmarks.storm.job import TORCHFT
 from examples.results import read_json
 from examples.tables import as_markdown, format_table
 
@@ -65,9 +64,7 @@ def section(pairs: Sequence[tuple[Found, Found]]) -> str:
     """Return the section for pairs of calm and stormy trainings."""
     settings = pairs[0][1]["settings"]
     table = as_markdown(format_table(COLUMNS, [row(*pair) for pair in pairs]))
-    methods = [stormy["settings"]["compression"] for _, stormy in pairs]
-    torchft = render("reliability/torchft") if TORCHFT in methods else ""
-    return render("reliability/storm", table=table, torchft=torchft, **settings)
+    return render("reliability/storm", table=table, **settings)
 
 
 def write(folder: Path, path: Path) -> None:

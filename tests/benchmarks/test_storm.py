@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.netbench import sandbox
 from benchmarks.report import END, write_page
 from benchmarks.storm import job, page
 from benchmarks.storm.journal import Journal, evaluate
-from examples.results import read_json, write_json
+from examples.results import write_json
 
 
 def entry(time: float, event: str, **values: Any) -> dict[str, Any]:
@@ -116,56 +113,3 @@ def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
     assert path.read_text() == once
     write_page(path, "measured again")  # as `make faults` does
     assert text in path.read_text() and "an old page" not in path.read_text()
-
-
-# ------------------------------------------------------------------------------- real processes
-BRIEF: dict[str, Any] = {
-    "task": "digits",
-    "ranks": 3,
-    "steps": 200,
-    "pace": 0.15,
-    "interval": 10.0,
-    "lr": 0.01,
-}
-"""Settings of a training in which one rank is killed and one joins."""
-
-LIMIT = 240
-"""Seconds that a loaded machine may need."""
-
-
-def check_survivors(found: dict[str, Any]) -> None:
-    """The training survives a kill, and loses no committed step."""
-    assert found["result"]["equal"] and found["result"]["loss"] < 1.0
-    kills = [row for row in found["changes"] if row["event"] == "kill"]
-    assert kills and all(row["lost"] <= row["uncommitted"] for row in kills), found["changes"]
-    assert all(row["ranks"] == 2 for row in kills[:1])
-
-
-@pytest.mark.launch
-@pytest.mark.timeout(LIMIT + 60)
-def test_torchft_survives_a_kill(tmp_path: Path) -> None:
-    pytest.importorskip("torchft")
-    storm = job.Storm(job.Settings(job.TORCHFT, **BRIEF), tmp_path / "storm", LIMIT)
-    found = storm.run()
-    assert found["status"] == 0, (storm.folder / "output").read_text()[-4000:]
-    check_survivors(found)
-
-
-@pytest.mark.launch
-@pytest.mark.timeout(2 * LIMIT)
-def test_a_storm(tmp_path: Path) -> None:
-    """Elastic ranks survive a kill; an orderly change keeps the sum of all residuals."""
-    if (why := sandbox.obstacle()) is not None:
-        pytest.skip(why)
-    words = [word for key, value in BRIEF.items() for word in (f"--{key}", str(value))]
-    script = Path(__file__).resolve().parents[2] / "scripts" / "storm.py"
-    command = [sys.executable, str(script), "topk:0.1", *words, "--output", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--limit", str(LIMIT / 2)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    found = read_json(tmp_path / "topk-0.1-storm.json")
-    check_survivors(found)
-    drifts = [row["drift"] for row in found["changes"] if row["event"] != "kill"]
-    assert drifts and max(drifts) < 1e-5
-    assert read_json(tmp_path / "topk-0.1-calm.json")["changes"] == []
