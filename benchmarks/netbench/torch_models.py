@@ -21,7 +21,15 @@ def vgg() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(1024, 10))
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
+    """A block of a ResNet: two convolutions with batch normalisation, and a skip connection.
+
+    Args:
+        before: number of channels before the block.
+        after: number of channels after it.
+        stride: stride of the first convolution.
+    """
+
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -38,6 +46,7 @@ class _Residual(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activations of the next layer."""
         return torch.relu(self.body(x) + self.skip(x))
 
 
@@ -47,7 +56,7 @@ def resnet() -> nn.Module:
     width = 32
     for stage in (32, 64, 128, 256):
         for block in range(2):
-            layers.append(_Residual(width, stage, 2 if block == 0 and stage > 32 else 1))
+            layers.append(Residual(width, stage, 2 if block == 0 and stage > 32 else 1))
             width = stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 
@@ -94,7 +103,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 }
 """Name -> (network, batch of a size)."""
 
-UNITS = (nn.TransformerEncoderLayer, _Residual)
+UNITS = (nn.TransformerEncoderLayer, Residual)
 """Modules that are sharded one by one."""
 
 

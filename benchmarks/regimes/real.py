@@ -23,7 +23,6 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "low": ("low", "powersgd:4"),
     "high": ("high", "powersgd:1"),
     "accordion": ("Accordion", f"Accordion({LEVELS}, threshold=0.7, interval=10)"),
-    "displacement": ("Displacement", f"Displacement({LEVELS})"),
     "wagma": ("WAGMA throughout", "WAGMA(2)"),
     "accordion-wagma": (
         "Accordion, WAGMA as high",

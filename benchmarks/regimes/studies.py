@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from benchmarks.netbench.torch_models import Residual
 from benchmarks.optbench.tasks import TASKS
 from examples.data import Dataset, Shard, load
 
@@ -209,25 +209,6 @@ def vgg(layers: Layers, normalized: bool = True) -> nn.Module:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     return network
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch normalisation, and a connection past them."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after),
-        )  # fmt: skip
-        self.skip: nn.Module = nn.Identity()
-        if before != after or stride != 1:
-            projection = nn.Conv2d(before, after, 1, stride, bias=False)
-            self.skip = nn.Sequential(projection, nn.BatchNorm2d(after))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activations of the next layer."""
-        return F.relu(self.body(x) + self.skip(x))
 
 
 def resnet(widths: Sequence[int], blocks: int, first_stride: int = 1) -> nn.Module:

@@ -35,7 +35,7 @@ class Outcome:
         score: test accuracy in %, or test loss.
         megabytes: MB (10^6 bytes) that a rank sent in the whole training.
         dense: MB that a rank would have sent without compression.
-        low: fraction of layers and epochs with low compression; NaN without levels.
+        low: fraction of layers and epochs at a policy's first level; NaN without layers.
         changes: number of changes of a layer's level.
         steps: number of exchanges.
         seconds: duration on this machine.

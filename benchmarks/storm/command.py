@@ -37,7 +37,7 @@ class Options:
         lr: highest learning rate of Adam.
         seed: seed of weights, batches and victims.
         limit: seconds of a training that hangs.
-        output: folder for results.
+        output: folder for results; trainings with results there are not repeated.
         page: page to update.
     """
 

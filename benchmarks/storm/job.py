@@ -148,11 +148,11 @@ class Storm:
         }
 
     def _command(self) -> list[str]:
-        settings = json.dumps(asdict(self.settings))
         launcher = str(Path(sys.executable).with_name("horovodrun"))
         ranks = str(self.settings.ranks)
         command = [launcher, "--gloo", "--network-interface", "lo", "-np", ranks, "--min-np", "2"]
         command += ["--max-np", ranks, "--host-discovery-script", str(self.hosts.script)]
+        settings = json.dumps(asdict(self.settings))
         module = "benchmarks.storm.worker"
         return [*command, sys.executable, "-m", module, str(self.folder), settings]
 

@@ -64,7 +64,8 @@ def section(pairs: Sequence[tuple[Found, Found]]) -> str:
     """Return the section for pairs of calm and stormy trainings."""
     settings = pairs[0][1]["settings"]
     table = as_markdown(format_table(COLUMNS, [row(*pair) for pair in pairs]))
-    return render("reliability/storm", table=table, **settings)
+    shown = {name: f"{value:,g}" for name, value in settings.items() if not isinstance(value, str)}
+    return render("reliability/storm", table=table, **shown)
 
 
 def write(folder: Path, path: Path) -> None:
