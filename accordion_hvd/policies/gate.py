@@ -39,7 +39,7 @@ class Cost:
         seconds: seconds of encoding and decoding; 0 if they cannot be measured (in a graph).
         sent: bytes sent.
         dense: bytes that a ring allreduce of the bucket would send.
-        fallbacks: fallback -> bytes that it would send; may leave out fallbacks to 16 or 32 bits.
+        fallbacks: lossy fallback -> bytes that it would send; not those of 16 or 32 bits.
     """
 
     seconds: float
@@ -394,6 +394,11 @@ LOSSY = 2
 def _loss(compressor: str) -> int:
     """Return 0 for exact compressors, 1 for 16 bits, LOSSY for all others."""
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, LOSSY)
+
+
+def is_lossy(compressor: Compressor) -> bool:
+    """Return whether a compressor is neither exact nor one of 16 bits per element."""
+    return _loss(repr(compressor)) == LOSSY
 
 
 def _changed(now: float, before: float) -> bool:

@@ -10,7 +10,7 @@ from accordion_hvd.comm.agreement import share
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.cost_model import bytes_sent
-from accordion_hvd.policies.gate import Cost, Gate, probe
+from accordion_hvd.policies.gate import Cost, Gate, is_lossy, probe
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,15 @@ class Gating(Observer):
         return costs
 
     def _fallbacks(self, bucket: Any, ranks: int) -> dict[str, float]:
-        """Return the bytes of each fallback for a bucket, computed once."""
+        """Return the bytes of each lossy fallback for a bucket, computed once.
+
+        Those of other fallbacks follow from the size; to compute them would take as much memory.
+        """
         if bucket.name not in self._bytes:
             self._bytes[bucket.name] = {
                 repr(fallback): bytes_sent(fallback, bucket.shape, bucket.dtype, ranks)
                 for fallback in self.gate.fallbacks
+                if is_lossy(fallback)
             }
         return self._bytes[bucket.name]
 
