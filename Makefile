@@ -124,6 +124,7 @@ faults: setup ## what ranks do when one of them fails, for docs/reliability.md (
 
 storm: setup ## elastic trainings while ranks die, leave and join, for docs/reliability.md (root; two hours)
 	@$(IN_VENV) $(RUN) scripts/storm.py
+	@$(IN_VENV) $(RUN) scripts/storm.py torchft "torchft powersgd:4" --pace 0.8
 	@$(IN_VENV) $(RUN) scripts/storm.py report
 
 doctor: setup ## say what works here and what to do about the rest

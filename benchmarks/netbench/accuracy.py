@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from tqdm import tqdm
 
-from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants, links
+from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants, trace
 from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS, TaskName
 from benchmarks.netbench.group import Group
 from benchmarks.netbench.network import Network
@@ -33,7 +33,7 @@ class Options(Rig):
     Args:
         tasks: tasks to train (all).
         backend: backend of Horovod.
-        rate: rates of links (200mbit, and for digits also 50mbit).
+        rate: rates of links, or names of traces (200mbit, and for digits also 50mbit).
         seeds: trainings of each method (3).
         methods: names of methods; 'ours SPEC' accepts any compression.
         quick: digits, 200mbit, one seed, three methods.
@@ -67,7 +67,7 @@ class Options(Rig):
             raise ValueError(f"--seeds is {self.seeds}, but must be positive.")
         need_links(self.hosts)
         for rate in self.rate or ():
-            links.parse_rates(rate, self.hosts)
+            trace.changes(rate, self.hosts)
 
 
 def fetch(options: Options) -> None:
@@ -128,9 +128,9 @@ def trainings(
         facts = describe(task, groups[options.methods[0]])
         for seed in range(1, options.seeds + 1):
             for place, rate in enumerate(rates):
-                network.limit(rate)
                 first = ((seed - 1) * len(rates) + place) * 4 % len(options.methods)
                 for method in options.methods[first:] + options.methods[:first]:
+                    network.limit(rate)  # a trace begins anew with each training
                     row = {"task": task, "rate": rate, "method": method, "seed": seed}
                     row |= train(groups[method], method, task, seed)
                     say_result(row)

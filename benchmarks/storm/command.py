@@ -5,6 +5,7 @@ Results that exist are not measured again.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,8 @@ class Options:
     """Train with each compression, calmly and in a storm (root); `report` writes the page.
 
     Args:
-        methods: spec strings, or `report` to write all results that exist into the page.
+        methods: spec strings over Horovod, `torchft` for its dense DDP, or `torchft SPEC`; `report`
+            writes all results that exist into the page.
         task: task of the benchmark of optimizers.
         ranks: number of ranks at the beginning, and the largest.
         steps: number of steps.
@@ -41,7 +43,7 @@ class Options:
         page: page to update.
     """
 
-    methods: list[str] = words("powersgd:4", "topk:0.01", "wagma:4,10", "none")
+    methods: list[str] = words("powersgd:4", "topk:0.01", "wagma:4,10")
     task: TaskName = "characters"
     ranks: int = job.Settings.ranks
     steps: int = job.Settings.steps
@@ -85,7 +87,7 @@ def _measure(chosen: Options, folder: Path) -> int:
         stormy = chosen.settings(method)
         calm = replace(stormy, pace=0.0, interval=0.0)
         for kind, settings in {"storm": stormy, "calm": calm}.items():  # the likelier failure first
-            name = f"{method.replace(':', '-').replace(',', '-')}-{kind}"
+            name = f"{re.sub('[ :,]', '-', method)}-{kind}"
             file = chosen.output / f"{name}.json"
             if file.exists():
                 continue

@@ -28,6 +28,13 @@ CHANGES = ("kill", "join", "leave", "join")
 """Changes in their order, which repeats."""
 
 NAME = "storm"
+TORCHFT = "torchft"
+"""First word of a compression: torchft instead of Horovod; alone, torchft's own dense DDP."""
+
+QUIET_END = 0.05
+"""Part of the steps at the end without changes: Horovod's driver fails a job in which a rank dies
+while others have ended."""
+
 FOLDER = "STORM_FOLDER"
 """Environment variable with the folder of a training."""
 
@@ -37,7 +44,8 @@ class Settings:
     """Settings of a training.
 
     Attributes:
-        compression: spec string of a compressor, a policy or an averaging method.
+        compression: spec string of a compressor, a policy or an averaging method; or
+            "torchft", or "torchft" and one of a compressor or policy.
         task: task of `benchmarks.optbench.tasks`.
         ranks: number of ranks at the beginning, and the largest.
         steps: number of steps.
@@ -148,13 +156,15 @@ class Storm:
         }
 
     def _command(self) -> list[str]:
+        python = [sys.executable, "-m"]
+        program = [str(self.folder), json.dumps(asdict(self.settings))]
+        if self.settings.compression.startswith(TORCHFT):
+            return [*python, "benchmarks.storm.torchft_launcher", *program]
         launcher = str(Path(sys.executable).with_name("horovodrun"))
         ranks = str(self.settings.ranks)
         command = [launcher, "--gloo", "--network-interface", "lo", "-np", ranks, "--min-np", "2"]
         command += ["--max-np", ranks, "--host-discovery-script", str(self.hosts.script)]
-        settings = json.dumps(asdict(self.settings))
-        module = "benchmarks.storm.worker"
-        return [*command, sys.executable, "-m", module, str(self.folder), settings]
+        return [*command, *python, "benchmarks.storm.worker", *program]
 
     def _environment(self) -> dict[str, str]:
         more = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -172,7 +182,8 @@ class Storm:
             if due == math.inf and self.settings.interval and self.journal.has("commit"):
                 due = now + self.settings.interval
             if now >= due:
-                self._change(next(changes))
+                if self.journal.last_step() < (1 - QUIET_END) * self.settings.steps:
+                    self._change(next(changes))
                 due += self.settings.interval
         return process.returncode
 

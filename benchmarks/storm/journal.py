@@ -34,6 +34,11 @@ class Journal:
         """Return whether an event has been noted."""
         return self.path.exists() and f'"event": "{event}"' in self.path.read_text()
 
+    def last_step(self) -> int:
+        """Return the number of the last step that has been noted, 0 before the first."""
+        steps = (entry["step"] for entry in self.entries() if entry["event"] == "step")
+        return max(steps, default=0)
+
     def entries(self) -> list[Entry]:
         """Return all entries, in the order of their times."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []

@@ -21,6 +21,9 @@ class Training:
     Args:
         folder: folder for the journal.
         settings: fields of `benchmarks.storm.job.Settings`.
+
+    Attributes:
+        wrapped: the model, or a wrapper that averages its gradients.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -30,11 +33,13 @@ class Training:
         self.problem: Problem = self.task.problem()
         torch.manual_seed(settings["seed"])
         self.model = self.problem.make()
+        self.wrapped = self.model
 
     def backward(self, step: int, rank: int) -> None:
         """Add the gradients of a batch, which depends on step and rank."""
         generator = np.random.default_rng([self.settings["seed"], step, rank])
-        self.problem.loss(self.model, self.problem.draw(generator, self.task.batch)).backward()
+        batch = self.problem.draw(generator, self.task.batch)
+        self.problem.loss(self.wrapped, batch).backward()
 
     def set_lr(self, groups: Iterable[dict[str, Any]], step: int) -> None:
         """Set the learning rate of a step."""

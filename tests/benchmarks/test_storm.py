@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from benchmarks.report import END, write_page
 from benchmarks.storm import job, page
 from benchmarks.storm.journal import Journal, evaluate
-from examples.results import write_json
+from examples.results import read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def entry(time: float, event: str, **values: Any) -> dict[str, Any]:
@@ -113,3 +117,25 @@ def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
     assert path.read_text() == once
     write_page(path, "measured again")  # as `make faults` does
     assert text in path.read_text() and "an old page" not in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("token")
+@pytest.mark.parametrize("method", ["topk:0.1", "torchft powersgd:2"])
+def test_ranks_survive_a_short_storm(method: str, tmp_path: Path) -> None:
+    """A rank is killed, another joins; afterwards all have equal weights, and have learnt."""
+    options = ["--task", "digits", "--ranks", "3", "--steps", "120", "--pace", "0.2"]
+    options += ["--interval", "8", "--lr", "0.01", "--output", str(tmp_path), "--limit", "150"]
+    done = subprocess.run(
+        [sys.executable, "scripts/storm.py", method, *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=360, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    calm, stormy = (read_json(next(tmp_path.glob(f"*-{kind}.json"))) for kind in ("calm", "storm"))
+    assert calm["changes"] == [] and calm["result"]["equal"]
+    assert "kill" in [change["event"] for change in stormy["changes"]]
+    assert stormy["result"]["equal"]
+    assert stormy["result"]["loss"] == pytest.approx(calm["result"]["loss"], rel=0.2)
+    for change in stormy["changes"]:
+        assert change["lost"] <= 5
+        assert change["drift"] is None or change["drift"] < 1e-5

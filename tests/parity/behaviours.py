@@ -40,6 +40,7 @@ from accordion_hvd import (
     Displacement,
     EFSignSGD,
     Fixed,
+    Goodput,
     Int8,
     LocalSGD,
     Momentum,
@@ -647,6 +648,24 @@ def check_decisions_equal_simulation(a: Adapter) -> None:
         for step, scale in enumerate(scales):
             again.step(gradients(a.hvd.rank(), step, scale))
         assert_close(again.weights(), job.weights(), "the replay")
+
+
+def check_goodput_on_real_ranks(a: Adapter) -> None:
+    """Ranks measure different times and residuals, but decide alike; evidence permits a level."""
+    policy = Goodput([TopK(0.5), TopK(0.05)], bound=0.02, window=5)
+    job, served = a.job(policy, lr=0.1), set()
+    for step in range(80):
+        if step == 40:
+            job.set_lr(1e-4)
+        job.step(gradients(a.hvd.rank(), step))
+        served |= set(job.optimizer.exchange.levels().values())
+    found = job.optimizer.exchange.policy
+    for alike in (found.history, found.gate.verdict, found.state_dict()["_ratios"], sorted(served)):
+        assert_alike(a, repr(alike))
+    assert_alike(a, repr({name: array.tobytes() for name, array in job.weights().items()}))
+    permitted = {(row.lr > 0.01, row.level) for row in found.history}
+    assert permitted >= {(True, 0), (False, 1)}, found.history
+    assert "TopK(ratio=0.5)" in served, served
 
 
 def check_windows_end_by_hand_and_learning_rates_fall(a: Adapter) -> None:
