@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import END, digits, render, spread
+from benchmarks.storm.job import TORCHFT
 from examples.results import read_json
 from examples.tables import as_markdown, format_table
 
@@ -65,7 +66,9 @@ def section(pairs: Sequence[tuple[Found, Found]]) -> str:
     settings = pairs[0][1]["settings"]
     table = as_markdown(format_table(COLUMNS, [row(*pair) for pair in pairs]))
     shown = {name: f"{value:,g}" for name, value in settings.items() if not isinstance(value, str)}
-    return render("reliability/storm", table=table, **shown)
+    others = any(pair[1]["settings"]["compression"].startswith(TORCHFT) for pair in pairs)
+    torchft = render("reliability/torchft") + "\n\n" if others else ""
+    return render("reliability/storm", torchft=torchft, table=table, **shown)
 
 
 def write(folder: Path, path: Path) -> None:
