@@ -15,6 +15,7 @@ from pathlib import Path
 from torchft.coordination import LighthouseServer
 
 FEWEST = 2  # as horovodrun's --min-np
+JOIN_TIMEOUT = 60_000  # ms, as that of the command torchft_lighthouse; live replicas wait for others
 PATIENCE = 60.0  # seconds for the others after the first replica has ended
 
 
@@ -28,7 +29,9 @@ class Launcher:
 
     def __init__(self, folder: Path, settings: str) -> None:
         self._folder, self._settings = folder, settings
-        self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=FEWEST)
+        self._lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=FEWEST, join_timeout_ms=JOIN_TIMEOUT
+        )
         self._replicas: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> None:
