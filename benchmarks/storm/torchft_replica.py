@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -20,6 +21,9 @@ from accordion_hvd.torch import torchft as compressed
 from benchmarks.storm.job import TORCHFT
 from benchmarks.storm.torchft_launcher import FEWEST
 from benchmarks.storm.training import Training
+
+TIMEOUT = datetime.timedelta(seconds=20)
+"""Timeout of operations: a replica may wait so long for one that has died."""
 
 
 class Replica:
@@ -37,8 +41,9 @@ class Replica:
         # The manager does not keep the store alive.
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(), load_state_dict=self._load, state_dict=self._state,
-            min_replica_size=FEWEST, replica_id=host, rank=0, world_size=1, hostname="localhost",
+            pg=torchft.ProcessGroupGloo(timeout=TIMEOUT), timeout=TIMEOUT,
+            load_state_dict=self._load, state_dict=self._state, min_replica_size=FEWEST,
+            replica_id=host, rank=0, world_size=1, hostname="localhost",
             store_addr="localhost", store_port=self._store.port, lighthouse_addr=lighthouse,
         )  # fmt: skip
         self._quorum = -1
