@@ -15,7 +15,7 @@ from pathlib import Path
 from torchft.coordination import LighthouseServer
 
 FEWEST = 2  # as horovodrun's --min-np
-JOIN_TIMEOUT = 60_000  # ms, as that of the command torchft_lighthouse; live replicas wait for others
+JOIN_TIMEOUT = 60_000  # ms, as that of torchft_lighthouse; live replicas wait for others
 PATIENCE = 60.0  # seconds for the others after the first replica has ended
 
 
