@@ -26,6 +26,24 @@ TIMEOUT = datetime.timedelta(seconds=20)
 """Timeout of operations: a replica may wait so long for one that has died."""
 
 
+class DenseAverager(torchft.DistributedDataParallel):  # type: ignore[misc]
+    """torchft's `DistributedDataParallel`, whose hook returns even after a failed exchange.
+
+    In torchft 0.2.0 an assertion of the hook then ends the replica, before its manager can refuse
+    the step.
+    """
+
+    @staticmethod
+    def _comm_hook(
+        state: torchft.Manager, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        averaged = bucket.buffer()
+        state.allreduce(averaged).wait()  # notes an error; then the step is not committed
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(averaged)
+        return future
+
+
 class Replica:
     """One replica of the training.
 
@@ -53,7 +71,7 @@ class Replica:
                 self.manager, training.model, spec, optimizer=self.optimizer
             )
         else:
-            training.wrapped = torchft.DistributedDataParallel(self.manager, training.model)
+            training.wrapped = DenseAverager(self.manager, training.model)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.training.model.load_state_dict(state["model"])
