@@ -253,6 +253,9 @@ def parse_settings(description: str | None, arguments: Sequence[str] | None, kin
     except RecursionError:  # a list that contains itself, say
         raise ValueError("settings: values are nested too deeply.") from None
     found.pop("config", None)
+    for key, hint in typing.get_type_hints(kind).items():
+        if found.get(key, ...) is None and type(None) not in typing.get_args(hint):
+            raise ValueError(f"settings: {key} is null, but must be {_allowed(hint)}.")
     return kind(**found)
 
 

@@ -120,6 +120,9 @@ def test_refused(words: str, told: list[str]) -> None:
         ("epocs: 3\n", ["'epocs'", "not known", "epochs"]),
         ("epochs: [3\n", ["--config", "YAML"]),
         ("- epochs\n", ["--config", "YAML"]),
+        ("name: null\n", ["name", "null", "a text"]),
+        ("drops: null\n", ["drops", "null", "a list of integers"]),
+        ("data: null\n", ["data", "null", "'digits', 'mnist', 'cifar10'"]),
         ("compression: [3]\n", ["compression", "[3]", "topk:0.01"]),
         (
             "compression: {low: powersgd:0, high: dense}\n",
