@@ -14,6 +14,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,8 @@ MANIFEST = "manifest.json"
 _KEPT = 2
 _FOLDER = re.compile(r"state-(\d{5,})")
 _CHUNK = 1 << 20
+MOST_NAMED = 10
+"""Most missing files in a message."""
 
 
 class Damaged(ValueError):
@@ -180,6 +183,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} has changed: its checksum is {found}, but was {stated}")
     if missing := {"ranks", "exchanges"} - manifest.keys():
         raise Damaged(f"{MANIFEST} has no {sorted(missing)[0]!r}")
+    if (ranks := manifest["ranks"]) is True or not isinstance(ranks, int) or ranks < 1:
+        raise Damaged(f"{MANIFEST} has ranks {ranks!r}, but must have an integer of at least 1")
     return manifest
 
 
@@ -189,10 +194,12 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     Raises:
         Damaged: if they are not.
     """
-    paths = [rank_file(folder, rank, manifest["ranks"]) for rank in range(manifest["ranks"])]
-    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
-    if missing:
-        raise Damaged(f"the files of ranks {missing} of {manifest['ranks']} are missing")
+    ranks = manifest["ranks"]
+    missing = (rank for rank in range(ranks) if not rank_file(folder, rank, ranks).exists())
+    if some := list(itertools.islice(missing, MOST_NAMED)):  # a wrong `ranks` may be any number
+        named = ", ".join(map(str, some)) + (", ..." if len(some) == MOST_NAMED else "")
+        raise Damaged(f"the files of ranks [{named}] of {ranks} are missing")
+    paths = (rank_file(folder, rank, ranks) for rank in range(ranks))
     for path, row in zip(paths, manifest.get("files", ()), strict=False):  # format 1 has none
         size = path.stat().st_size
         if size != row["bytes"]:
@@ -219,13 +226,11 @@ def problem_of(folder: Path, manifest: dict[str, Any], ranks: Iterable[int]) -> 
 
 def _check_archive(path: Path) -> None:
     """Check the checksums that every zip file has."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            changed = file.testzip()
-    except OSError:
-        raise
-    except Exception as error:  # damage shows in many kinds: of zipfile, zlib, struct, ...
-        raise Damaged(f"{path.name} is damaged ({error})") from error
+    with open(path, "rb") as file:
+        try:
+            changed = zipfile.ZipFile(file).testzip()
+        except Exception as error:  # damage shows in many kinds: of zipfile, zlib, struct, OSError
+            raise Damaged(f"{path.name} is damaged ({error})") from error
     if changed:
         raise Damaged(f"{path.name} has changed: {changed} does not have its checksum")
 

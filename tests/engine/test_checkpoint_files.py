@@ -121,6 +121,11 @@ def edited(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def edited_and_signed(at: Path, **values: Any) -> None:
+    manifest = checkpoint_files.read_manifest(at) | values
+    edited(at / "manifest.json", **values, checksum=checkpoint_files._checksum(manifest))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "cut short": (lambda at: os.truncate(at / RANK_1, 100), (RANK_1, "has 100 bytes", "must have")),
     "missing": (lambda at: (at / RANK_1).unlink(), ("files of ranks [1] of 2 are missing",)),
@@ -142,6 +147,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda at: edited(at / "manifest.json", version="9"),
         ("manifest.json has changed", "checksum is"),
     ),
+    "of too many ranks": (
+        lambda at: edited_and_signed(at, ranks=2**70),
+        (f"files of ranks [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...] of {2**70} are missing",),
+    ),
+    "of no integer": (
+        lambda at: edited_and_signed(at, ranks="2"),
+        ("ranks '2'", "an integer of at least 1"),
+    ),
+    "of no ranks": (lambda at: edited_and_signed(at, ranks=0), ("ranks 0", "at least 1")),
     "unfinished": (lambda at: (at / "manifest.json").unlink(), ("not written to its end",)),
 }
 by_damage = pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
@@ -200,9 +214,11 @@ def test_manifests_of_format_1_need_what_is_read(tmp_path: Path) -> None:
     assert "manifest.json has no 'ranks'" in str(load(tmp_path))
 
 
-def test_numbers_of_files_that_do_not_fit_are_no_hang(tmp_path: Path) -> None:
+def test_an_unexpected_failure_is_no_hang(tmp_path: Path) -> None:
     """A rank that fails in an unexpected way tells the others."""
-    (tmp_path / "manifest.json").write_text('{"format": 1, "exchanges": [], "ranks": "two"}')
+    checkpoint_files.rank_file(tmp_path, 0, 1).write_bytes(b"")
+    text = '{"format": 1, "exchanges": [], "ranks": 1, "files": [3]}'
+    (tmp_path / "manifest.json").write_text(text)
     assert "TypeError" in str(load(tmp_path))
 
 
