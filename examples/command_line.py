@@ -13,6 +13,7 @@ jsonargparse parses both.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -51,7 +52,34 @@ def _new_parser(description: str | None) -> Any:
             "install the extra: pip install 'accordion_hvd[train]'."
         ) from None
     warnings.filterwarnings("ignore", module="jsonargparse")
-    return jsonargparse.ArgumentParser(description=description, exit_on_error=False)
+    jsonargparse.set_loader(MODE, _load_yaml, (ValueError,))
+    return jsonargparse.ArgumentParser(
+        description=description, exit_on_error=False, parser_mode=MODE
+    )
+
+
+MODE = "finite yaml"
+
+
+def _load_yaml(text: str) -> Any:
+    """Return the value of a YAML text, as jsonargparse reads it.
+
+    Raises:
+        ValueError: if the text is no YAML, or if a value contains itself, for which jsonargparse
+            would search without end.
+    """
+    import jsonargparse
+    from yaml import YAMLError
+
+    try:
+        value = jsonargparse.get_loader("yaml")(text)
+    except YAMLError as error:
+        raise ValueError(str(error)) from error
+    try:
+        json.dumps(value, skipkeys=True, default=repr)
+    except ValueError:
+        raise ValueError("a value contains itself") from None
+    return value
 
 
 def _parse(parser: Any, arguments: Sequence[str] | None, refusal: Callable[[str], str]) -> Any:

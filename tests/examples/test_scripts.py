@@ -120,6 +120,8 @@ def test_refused(words: str, told: list[str]) -> None:
         ("epocs: 3\n", ["'epocs'", "not known", "epochs"]),
         ("epochs: [3\n", ["--config", "YAML"]),
         ("- epochs\n", ["--config", "YAML"]),
+        ("compression: &a {low: *a}\n", ["--config", "a value contains itself"]),
+        ("unknown: &a {low: *a}\n", ["--config", "a value contains itself"]),
         ("name: null\n", ["name", "null", "a text"]),
         ("drops: null\n", ["drops", "null", "a list of integers"]),
         ("data: null\n", ["data", "null", "'digits', 'mnist', 'cifar10'"]),
