@@ -119,13 +119,14 @@ def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
     assert text in path.read_text() and "an old page" not in path.read_text()
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("method", ["topk:0.1", "torchft powersgd:2"])
 def test_ranks_survive_a_short_storm(method: str, tmp_path: Path) -> None:
     """A rank is killed, another joins; afterwards all have equal weights, and have learnt."""
-    options = ["--task", "digits", "--ranks", "3", "--steps", "120", "--pace", "0.2"]
-    options += ["--interval", "8", "--lr", "0.01", "--output", str(tmp_path), "--limit", "150"]
+    options = ["--task", "digits", "--ranks", "3", "--steps", "160", "--pace", "0.2"]
+    options += ["--interval", "15", "--lr", "0.01", "--output", str(tmp_path), "--limit", "150"]
     done = subprocess.run(
         [sys.executable, "scripts/storm.py", method, *options],
         cwd=ROOT, capture_output=True, text=True, timeout=360, check=False,

@@ -318,6 +318,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
     """A folder and the address at which it is served; the network is as it is outside of tests."""
     monkeypatch.undo()
+    monkeypatch.delenv("ACCORDION_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (folder := tmp_path / "served").mkdir()
     monkeypatch.setattr(Quiet, "answers", [], raising=False)
