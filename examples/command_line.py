@@ -28,6 +28,10 @@ LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 """Environment variables that launchers set to the rank within the host."""
 
 
+MODE = "finite yaml"
+"""Name under which jsonargparse knows `_load_yaml`."""
+
+
 def stop(sentence: str) -> NoReturn:
     """End this rank with status 2. One rank per host writes the sentence."""
     ranks = [os.environ.get(name, "0") for name in LOCAL_RANK]
@@ -56,9 +60,6 @@ def _new_parser(description: str | None) -> Any:
     return jsonargparse.ArgumentParser(
         description=description, exit_on_error=False, parser_mode=MODE
     )
-
-
-MODE = "finite yaml"
 
 
 def _load_yaml(text: str) -> Any:
@@ -278,7 +279,7 @@ def parse_settings(description: str | None, arguments: Sequence[str] | None, kin
     parser.add_class_arguments(kind)
     try:
         found = _parse(parser, arguments, lambda text: _refuse_setting(text, kind))
-    except RecursionError:  # a list that contains itself, say
+    except RecursionError:  # hundreds of brackets, say
         raise ValueError("settings: values are nested too deeply.") from None
     found.pop("config", None)
     for key, hint in typing.get_type_hints(kind).items():

@@ -28,8 +28,7 @@ MANIFEST = "manifest.json"
 _KEPT = 2
 _FOLDER = re.compile(r"state-(\d{5,})")
 _CHUNK = 1 << 20
-MOST_NAMED = 10
-"""Most missing files in a message."""
+_MOST_NAMED = 10  # missing files in a message
 
 
 class Damaged(ValueError):
@@ -196,8 +195,12 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     """
     ranks = manifest["ranks"]
     missing = (rank for rank in range(ranks) if not rank_file(folder, rank, ranks).exists())
-    if some := list(itertools.islice(missing, MOST_NAMED)):  # a wrong `ranks` may be any number
-        named = ", ".join(map(str, some)) + (", ..." if len(some) == MOST_NAMED else "")
+    if some := list(
+        itertools.islice(missing, _MOST_NAMED + 1)
+    ):  # a wrong `ranks` may be any number
+        named = ", ".join(map(str, some[:_MOST_NAMED])) + (
+            ", ..." if len(some) > _MOST_NAMED else ""
+        )
         raise Damaged(f"the files of ranks [{named}] of {ranks} are missing")
     paths = (rank_file(folder, rank, ranks) for rank in range(ranks))
     for path, row in zip(paths, manifest.get("files", ()), strict=False):  # format 1 has none

@@ -34,7 +34,7 @@ class DenseAverager(torchft.DistributedDataParallel):  # type: ignore[misc]
     """
 
     @staticmethod
-    def _comm_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses postponed ones
+    def _comm_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP evaluates none
         averaged = bucket.buffer()
         state.allreduce(averaged).wait()  # notes an error; then the step is not committed
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -215,7 +215,7 @@ def test_manifests_of_format_1_need_what_is_read(tmp_path: Path) -> None:
 
 
 def test_an_unexpected_failure_is_no_hang(tmp_path: Path) -> None:
-    """A rank that fails in an unexpected way tells the others."""
+    """A rank with an error of any kind tells the others."""
     checkpoint_files.rank_file(tmp_path, 0, 1).write_bytes(b"")
     text = '{"format": 1, "exchanges": [], "ranks": 1, "files": [3]}'
     (tmp_path / "manifest.json").write_text(text)
