@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
 from accordion_hvd import check  # noqa: E402
-from examples import results, tables  # noqa: E402
+from examples import launcher, results, tables  # noqa: E402
 from examples.command_line import as_settings, option, read_options, stop  # noqa: E402
 
 OWNER = "bench.py"
@@ -247,15 +247,12 @@ def table(found: results.Row) -> pd.DataFrame:
 
 def launch(options: Options) -> None:
     """Start the ranks and wait for them."""
-    launcher = Path(sys.executable).parent / "horovodrun"
-    if not launcher.exists():
-        stop(f"{OWNER}: {launcher.name} was not found beside {sys.executable}; run make setup.")
-    path = f"{launcher.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    root = f"{HERE.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    shared = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [launcher, "--gloo", "-np", str(options.np), sys.executable, HERE, "--work"]
-    environment = {**shared, **os.environ, "PATH": path, "PYTHONPATH": root}
-    if subprocess.run([*command, *sys.argv[1:]], env=environment, check=False).returncode:
+    program = [HERE, "--work", *sys.argv[1:]]
+    try:
+        command = launcher.command(options.np, program, mpi=False)
+    except launcher.NoLauncher as error:
+        stop(f"{OWNER}: {error}")
+    if subprocess.run(command, env=launcher.environment(), check=False).returncode:
         raise SystemExit(f"{OWNER}: the ranks failed; run `make doctor` to find the cause.")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parent.parent))
 
 from accordion_hvd import Displacement, StepSchedule, check, parse  # noqa: E402
-from examples import command_line, config, report, results, start, tables  # noqa: E402
+from examples import command_line, config, launcher, report, results, start, tables  # noqa: E402
 
 RANKS = 4
 CONFIG = ["--config", str(HERE.parent.parent / "configs" / "demo.yaml")]
@@ -116,25 +115,14 @@ def work(framework: str, arguments: list[str]) -> None:
 
 def launch(framework: str, arguments: list[str]) -> None:
     """Start the ranks; show their output without the launcher's prefixes."""
-    launcher = Path(sys.executable).parent / "horovodrun"
-    if not launcher.exists():
-        command_line.stop(
-            f"demo: {launcher.name} was not found beside {sys.executable}; run make setup."
-        )
     print(f"{report.FRAMEWORKS[framework]}, {RANKS} workers ...", flush=True)
+    try:
+        command = launcher.command(RANKS, [HERE, "--work", framework, *arguments])
+    except launcher.NoLauncher as error:
+        command_line.stop(f"demo: {error}")
     process = subprocess.Popen(
-        [
-            launcher,
-            "--gloo",
-            "-np",
-            str(RANKS),
-            sys.executable,
-            HERE,
-            "--work",
-            framework,
-            *arguments,
-        ],
-        env={**DEFAULTS, **os.environ, **PATHS},
+        command,
+        env=launcher.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,20 +137,6 @@ def launch(framework: str, arguments: list[str]) -> None:
     if process.wait():
         print("\n".join(lines[-40:]), file=sys.stderr)
         command_line.stop(f"demo: {framework} failed; run `make doctor` to find the cause.")
-
-
-DEFAULTS = {
-    "OMP_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-"""Environment of ranks, which share the cores of this machine."""
-
-PATHS = {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    "PYTHONPATH": f"{HERE.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-}
 
 
 # ----------------------------------------------------------------------------- simulated workers

@@ -6,8 +6,6 @@ Results are written after each training. Trainings whose results exist are skipp
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -23,14 +21,13 @@ from benchmarks.netbench.bench import machine, say
 from benchmarks.optbench import page
 from benchmarks.optbench.methods import METHODS, ON_ONE_HOST, SEEDS, TUNING
 from benchmarks.optbench.tasks import TASKS, TaskName
-from examples import results
+from examples import launcher, results
 from examples.command_line import option, read_options
 from examples.data import DataError
 from examples.results import Row
 
 OWNER = "bench_optimizers.py"
 FORMAT = 2
-DEFAULTS = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 KEY = ("task", "method", "seed", "lr", "settings")
 """Keys that identify a training."""
 
@@ -60,7 +57,7 @@ def main(script: Path) -> None:
             launch(options, script)
         else:
             work(options, jobs)
-    except (Refusal, DataError, OSError, ValueError) as error:
+    except (Refusal, launcher.NoLauncher, DataError, OSError, ValueError) as error:
         raise SystemExit(f"{OWNER}: {error}") from None
 
 
@@ -172,24 +169,13 @@ def launch(options: Run, script: Path) -> None:
     """Start the ranks and wait for them.
 
     Raises:
-        Refusal: if the ranks cannot be started or fail.
+        Refusal: if the ranks fail.
+        launcher.NoLauncher: if they cannot be started.
     """
-    folder = Path(sys.executable).parent
-    launcher = shutil.which("horovodrun", path=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
-    if launcher is None:
-        raise Refusal(
-            f"horovodrun was not found beside {sys.executable} or on PATH; run make setup."
-        )
+    command = launcher.command(options.np, [script, *sys.argv[1:], "--work"])
     for task in options.tasks:  # find or fetch data before ranks wait for each other
         TASKS[task].problem()
-    paths = {
-        "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONPATH": f"{script.parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    command = [launcher, "--gloo", "-np", str(options.np), sys.executable, str(script)]
-    result = subprocess.run(
-        [*command, *sys.argv[1:], "--work"], env={**DEFAULTS, **os.environ, **paths}
-    )
+    result = subprocess.run(command, env=launcher.environment(), check=False)
     if result.returncode:
         raise Refusal("the ranks failed; run make doctor to find the cause.")
 

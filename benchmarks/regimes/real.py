@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.regimes.training import RANKS, Outcome, changes, low_share
+from examples import launcher
 from examples.results import read_json
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "demo.yaml"
+CONFIG = launcher.ROOT / "configs" / "demo.yaml"
 LIMIT = 1800
 """Seconds of a training that hangs."""
 
@@ -68,12 +67,17 @@ def train(study: str, method: str, seed: int, epochs: int) -> Outcome:
         RuntimeError: if the training fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        launcher = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(RANKS)]
-        command = [*launcher, sys.executable, str(ROOT / "scripts" / STUDIES[study].script)]
+        script = launcher.ROOT / "scripts" / STUDIES[study].script
+        command = launcher.command(RANKS, [script])
         command += ["--config", str(CONFIG), "--compression", METHODS[method][1]]
         command += ["--seed", str(seed), "--epochs", str(epochs), "--output", folder]
         done = subprocess.run(
-            [*command, "--name", "run"], timeout=LIMIT, capture_output=True, text=True, check=False
+            [*command, "--name", "run"],
+            env=launcher.environment(),
+            timeout=LIMIT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             told = (done.stdout + done.stderr)[-2000:]
