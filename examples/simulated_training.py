@@ -30,7 +30,9 @@ def train(settings: Settings, data: Dataset, ranks: int) -> Row:
     optimizer = torch.optim.SGD(
         model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay
     )
-    world = simulate(settings.policy() or "none", ranks, skip=settings.skip)
+    world = simulate(
+        settings.policy() or "none", ranks, skip=settings.skip, momentum=settings.momentum
+    )
     shards = [
         Shard(data, rank, ranks, settings.batch_size, settings.seed, "NCHW", settings.shift)
         for rank in range(ranks)

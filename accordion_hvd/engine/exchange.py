@@ -52,6 +52,7 @@ class Exchange:
         evidence: collector of the policy's evidence.
         replicas: function that returns the weights by the tensors' names, for evidence that depends
             on the weights.
+        momentum: function that returns the momentum of SGD, for evidence that depends on it.
         hyper: settings of each parameter group, as compressors receive them (`Info.hyper`).
         bucket_states: states of the buckets.
         entry_of: bucket state of each tensor, by the tensor's number.
@@ -83,6 +84,7 @@ class Exchange:
         self._skipped_here = 0  # skipped steps of this process
         self.device: Any = None
         self.replicas: Callable[[], Mapping[str, Tensor]] = _no_replicas
+        self.momentum: Callable[[], float] = usual_momentum
         self.hyper: Mapping[str, Mapping[str, Any]] = {}
         self.bucket_states: list[BucketState] = []
         self.entry_of: dict[int, BucketState] = {}
@@ -424,6 +426,11 @@ class Exchange:
                 "Fixed(PowerSGD(1), gate='auto')."
             )
         return gating.advice(self)
+
+
+def usual_momentum() -> float:
+    """Return the momentum that is assumed if the optimizer's is unknown."""
+    return 0.9
 
 
 def _no_replicas() -> Mapping[str, Tensor]:

@@ -18,11 +18,17 @@ from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 from accordion_hvd.policies.windows import Windowed
 
 COLUMNS = 256
-BOUND, RELEASE = 0.006, 1 / 3
+SHORTEST = 1e-3
+"""Smallest 1 - m, for momenta of 1 and above."""
+
+BOUND, RELEASE = 0.06, 1 / 3
 
 
 class RelativeResidual(Evidence):
     """Evidence: the norm of the ranks' mean residual, relative to the norm of the weights.
+
+    The norm is divided by 1 - m, with the momentum m of the optimizer, because a gradient changes
+    the weights by lr / (1 - m) times itself, spread over the steps that follow.
 
     The residual of a single rank is no good measure: with PowerSGD, its deviation from the mean is
     never sent and walks at random. Therefore the ranks average count sketches of their residuals:
@@ -43,7 +49,8 @@ class RelativeResidual(Evidence):
             return {}
         norms, weights = np.linalg.norm(mean, axis=1).tolist(), weight_norms(exchange)
         names = [entry.bucket.name for entry in entries]
-        return {n: _ratio(norm, weights[n]) for n, norm in zip(names, norms, strict=True)}
+        lasting = max(1 - exchange.momentum(), SHORTEST)
+        return {n: _ratio(norm / lasting, weights[n]) for n, norm in zip(names, norms, strict=True)}
 
     def _sketch(self, exchange: Any, entry: Any) -> Any:
         """Return the count sketch of this rank's residual; zeros if there is no residual."""
@@ -60,11 +67,13 @@ class RelativeResidual(Evidence):
 class Displacement(Windowed):
     """Uses low compression for the layers whose residuals displace the weights by much.
 
-    With error feedback, gradients are computed at the weights x instead of x - lr e, the weights of
-    a training without compression; e is the ranks' mean residual. At the end of each window, let
-    d = lr |e| / |x| for a layer, with the learning rate of the next step. `low` serves the layer if
+    With error feedback, gradients are computed at the weights x instead of x - lr e / (1 - m), the
+    weights of a training without compression; e is the ranks' mean residual, m the momentum of SGD.
+    At the end of each window, let d = lr |e| / ((1 - m) |x|) for a layer, with the learning rate of
+    the next step. `low` serves the layer if
     d exceeds `bound`, and `high` if d is below `release` times `bound`. Between the two bounds the
-    level remains. In the first window, `low` serves all layers. Ours, not from a paper.
+    level remains. In the first window, `low` serves all layers. The default bound is meant for SGD;
+    Adam divides gradients by their size, so d is no displacement there. Ours, not from a paper.
 
     Args:
         low: the level of low compression; it must have error feedback.

@@ -26,7 +26,7 @@ from accordion_hvd.core.base import Compressor, Hosts, Tensor
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
-from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.exchange import Exchange, usual_momentum
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
@@ -153,7 +153,12 @@ class World:
     """
 
     def __init__(
-        self, compression: Any, ranks: int, skip: Sequence[str] = (), local_size: int = 1
+        self,
+        compression: Any,
+        ranks: int,
+        skip: Sequence[str] = (),
+        local_size: int = 1,
+        momentum: float | None = None,
     ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
         if any(policy.target != "gradient" for policy in self._policies):
@@ -163,6 +168,7 @@ class World:
             allowed = "one that never averages models; for others, see simulation.virtual_time"
             check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
+        self._momentum = usual_momentum() if momentum is None else momentum
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []
 
@@ -229,6 +235,8 @@ class World:
             Exchange(link, policy, tensors, skip=self._skip)
             for link, policy in zip(self._links, self._policies, strict=True)
         ]
+        for exchange in self.exchanges:
+            exchange.momentum = lambda: self._momentum
 
     def _compare(self, gradients: Mapping[str, Tensor]) -> None:
         known = self.exchanges[0].tensors
@@ -264,6 +272,7 @@ def simulate(
     *,
     skip: Sequence[str] = (),
     local_size: int = 1,
+    momentum: float | None = None,
 ) -> World:
     """Return simulated ranks that exchange gradients with one compression.
 
@@ -272,8 +281,9 @@ def simulate(
         ranks: number of ranks.
         skip: name patterns of tensors that are exchanged without compression.
         local_size: number of ranks per host (`TwoLevel` depends on it).
+        momentum: momentum of SGD, for policies that depend on it; 0.9 by default.
     """
-    return World(compression, ranks, skip, local_size)
+    return World(compression, ranks, skip, local_size, momentum)
 
 
 def lockstep(

@@ -82,6 +82,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.hyper, self.group_of = hyper, _no_group
         self.agrees, self.managed = True, False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
+        self.optimizer_momentum: float | None = None
         self._idle: set[int] = set()  # keys of variables without a gradient on any rank
         self._function: Any = None
         self._traced_version = -1
@@ -128,6 +129,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         variables = [v for v in known if key_of(v) not in self.local]
         rows = zip(variables, describe(variables), strict=True)
         return {key_of(v): replace(row, group=self.group_of(v)) for v, row in rows}
+
+    def momentum(self) -> float:
+        """Return the momentum of the optimizer."""
+        found = self.optimizer_momentum
+        return super().momentum() if found is None else found
 
     def replicas(self) -> dict[str, Tensor]:
         """Return the values of all variables except the local ones."""

@@ -252,6 +252,12 @@ class Reducer(GradientAverager[Exchange]):
                 }
             self.exchange.begin(self._rates())
 
+    def momentum(self) -> float:
+        """Return the momentum of the first parameter group."""
+        groups = self.groups()
+        found = groups[0].get("momentum") if groups else None
+        return super().momentum() if found is None else float(found)
+
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
         for_all = self.settings is not None or self.policy.observers.any("decides_ahead")

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from accordion_hvd import check
-from benchmarks.regimes import page, real, table
+from benchmarks.regimes import bounds, page, real, table
 from benchmarks.regimes.methods import BATCHES, METHODS, methods_of
 from benchmarks.regimes.studies import STUDIES
 from benchmarks.regimes.table import Outcomes
@@ -60,9 +60,10 @@ class Options:
             ValueError: if an option is not allowed.
         """
         for name in self.studies:
-            check.one_of(OWNER, "--studies", name, (*STUDIES, *real.STUDIES))
+            check.one_of(OWNER, "--studies", name, (*STUDIES, *bounds.STUDIES, *real.STUDIES))
         for name in self.methods:
-            check.one_of(OWNER, "--methods", name, (*METHODS, *BATCHES, *real.METHODS))
+            allowed = dict.fromkeys((*METHODS, *BATCHES, *bounds.METHODS, *real.METHODS))
+            check.one_of(OWNER, "--methods", name, tuple(allowed))
         check.integer(OWNER, "--processes", self.processes, least=1)
         if self.short:
             self.seeds = self.seeds[:1]
@@ -71,22 +72,28 @@ class Options:
 
     def epochs(self, study: str) -> int:
         """Return the number of epochs of a study."""
-        full = (STUDIES | real.STUDIES)[study].epochs
+        full = (STUDIES | bounds.STUDIES | real.STUDIES)[study].epochs
         return max(4, full // SHORT) if self.short else full
 
     def jobs(self) -> Iterator[Job]:
         """Yield the trainings, seed by seed."""
         for seed in self.seeds:
-            for name, study in STUDIES.items():
-                if name in self.studies or not (self.studies or study.gpu):
-                    for method in methods_of(study):
-                        if method in (self.methods or [method]):
-                            yield Job(name, method, seed, self.epochs(name))
-            for name in real.STUDIES:
-                if name in (self.studies or [name]):
-                    for method in real.STUDIES[name].methods:
-                        if method in (self.methods or [method]):
-                            yield Job(name, method, seed, self.epochs(name))
+            for name, methods in self._studies():
+                for method in methods:
+                    if method in (self.methods or [method]):
+                        yield Job(name, method, seed, self.epochs(name))
+
+    def _studies(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield the chosen studies with their methods."""
+        for name, study in STUDIES.items():
+            if name in self.studies or not (self.studies or study.gpu):
+                yield name, methods_of(study)
+        for name in bounds.STUDIES:
+            if name in (self.studies or [name]):
+                yield name, bounds.METHODS
+        for name, real_study in real.STUDIES.items():
+            if name in (self.studies or [name]):
+                yield name, real_study.methods
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ class Job:
 def run(job: Job, share: float, device: str) -> Outcome:
     """Train once; called in a process of its own."""
     torch.set_num_threads(1)
+    if job.study in bounds.STUDIES:
+        return bounds.train(job.study, job.method, job.seed, job.epochs)
     return Training(job.study, job.method, job.seed, job.epochs, share, device).run()
 
 
@@ -148,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _fetch(jobs: Sequence[Job]) -> None:
     """Download data that is missing, once, before processes need it."""
-    studies = {job.study for job in jobs if not job.real}
+    studies = {job.study for job in jobs} & STUDIES.keys()
     if studies - {"characters"}:
         load("cifar10")
     if "characters" in studies:

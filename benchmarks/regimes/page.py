@@ -6,8 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
+
+from accordion_hvd.policies.displacement import BOUND
 from benchmarks import report
-from benchmarks.regimes import real
+from benchmarks.regimes import bounds, real
 from benchmarks.regimes.methods import BATCHES, METHODS, methods_of
 from benchmarks.regimes.studies import STUDIES, Study
 from benchmarks.regimes.training import RANKS, Outcome
@@ -36,7 +39,10 @@ def write(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 def text(outcomes: Sequence[Outcome]) -> str:
     """Return the text of the page."""
-    found = {name: _by_method(name, outcomes) for name in STUDIES | real.STUDIES}
+    known: dict[str, Sequence[str]] = {name: methods_of(x) for name, x in STUDIES.items()}
+    known |= {name: bounds.METHODS for name in bounds.STUDIES}
+    known |= {name: study.methods for name, study in real.STUDIES.items()}
+    found = {name: _by_method(name, methods, outcomes) for name, methods in known.items()}
     sections = [_section(STUDIES[name], found[name]) for name in STUDIES if found[name]]
     rows = [row for name in STUDIES if found[name] for row in rivals(STUDIES[name], found[name])]
     columns = {
@@ -49,15 +55,15 @@ def text(outcomes: Sequence[Outcome]) -> str:
         rivals=as_markdown(format_table(columns, rows), left=(0, 1, 2)) if rows else "",
         studies=report.join(sections),
         batches=_batches(found),
+        bounds=_bounds(found),
         real=_real(found),
     )
 
 
-def _by_method(study: str, outcomes: Sequence[Outcome]) -> Found:
+def _by_method(study: str, methods: Sequence[str], outcomes: Sequence[Outcome]) -> Found:
     """Return the results of a study; methods keep their order."""
     found: dict[str, dict[int, Outcome]] = {}
-    known = methods_of(STUDIES[study]) if study in STUDIES else real.STUDIES[study].methods
-    for name in known:
+    for name in methods:
         seeds = {o.seed: o for o in outcomes if (o.study, o.method) == (study, name)}
         if seeds:
             found[name] = dict(sorted(seeds.items()))
@@ -161,6 +167,39 @@ def _batches(found: Mapping[str, Found]) -> str:
     }  # fmt: skip
     table = as_markdown(format_table(columns, rows))
     return report.render("results/batches", table=table) if rows else ""
+
+
+def _bounds(found: Mapping[str, Found]) -> str:
+    """Return the section about the bounds of Displacement."""
+    names = [name for name in bounds.STUDIES if found[name]]
+    if not names:
+        return ""
+    first = {"low": "low"} | {bounds.bounded(x): f"{BOUND * x:.2g}" for x in bounds.FACTORS}
+    second = {"middle": "middle", "rate": "until half the rate"}
+    second |= {bounds.released(1 / 6): "1/6", bounds.bounded(1): "1/3", bounds.released(1): "1"}
+    scores = [[o.score for o in seeds.values()] for n in names for seeds in found[n].values()]
+    widest = max(abs(score - statistics.fmean(same)) for same in scores for score in same)
+    return report.render(
+        "results/bounds",
+        bounds=_cells(names, found, first | {"high": "high"}),
+        releases=_cells(names, found, second),
+        seeds=max(map(len, scores)),
+        widest=f"{widest:.1f}",
+    )
+
+
+def _cells(names: Sequence[str], found: Mapping[str, Found], heads: Mapping[str, str]) -> str:
+    """Return a table with a row for each study; the cells are mean accuracies and MB."""
+    rows = []
+    for name in names:
+        row = {"settings": bounds.STUDIES[name].title}
+        for method, head in heads.items():
+            seeds = found[name].get(method, {}).values()
+            score = statistics.fmean(o.score for o in seeds) if seeds else 0.0
+            sent = statistics.fmean(o.megabytes for o in seeds) if seeds else 0.0
+            row[head] = f"{score:.1f} @ {sent:.1f}" if seeds else "-"
+        rows.append(row)
+    return as_markdown(pd.DataFrame(rows), left=(0,))
 
 
 def _real(found: Mapping[str, Found]) -> str:

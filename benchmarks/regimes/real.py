@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.regimes.training import RANKS, Outcome, changes, low_share
+from benchmarks.regimes.training import RANKS, Outcome, outcome_of
 from examples import launcher
 from examples.results import read_json
 
@@ -83,10 +83,4 @@ def train(study: str, method: str, seed: int, epochs: int) -> Outcome:
             told = (done.stdout + done.stderr)[-2000:]
             raise RuntimeError(f"{study} with {method} failed with {done.returncode}:\n{told}")
         found = read_json(Path(folder) / "run" / "result.json")
-    stats, rows = found["stats"], found["epochs"]
-    levels = [row["levels"] for row in rows]
-    return Outcome(
-        study, method, seed, epochs, 100 * rows[-1]["accuracy"], stats["sent"] / 1e6,
-        stats["dense_sent"] / 1e6, low_share(levels), changes(levels), stats["steps"],
-        found["seconds"],
-    )  # fmt: skip
+    return outcome_of(study, method, seed, epochs, found)

@@ -17,6 +17,7 @@ from accordion_hvd.policies.critical_regimes import LOW
 from accordion_hvd.simulation.one_process import World
 from benchmarks.regimes.methods import BATCHES, METHODS, Plan
 from benchmarks.regimes.studies import STUDIES, Batch, Source, Study
+from examples.results import Row
 
 RANKS = 4
 Gradients = dict[str, Any]
@@ -128,6 +129,17 @@ class Training:
         self.model.zero_grad(set_to_none=True)
         F.cross_entropy(self.model(batch[0]), batch[1]).backward()
         return {name: x.grad for name, x in self.model.named_parameters() if x.grad is not None}
+
+
+def outcome_of(study: str, method: str, seed: int, epochs: int, found: Row) -> Outcome:
+    """Return the outcome of a training of the examples, given the content of `result.json`."""
+    stats, rows = found["stats"], found["epochs"]
+    levels = [row["levels"] for row in rows]
+    return Outcome(
+        study, method, seed, epochs, 100 * rows[-1]["accuracy"], stats["sent"] / 1e6,
+        stats["dense_sent"] / 1e6, low_share(levels), changes(levels), stats["steps"],
+        found["seconds"],
+    )  # fmt: skip
 
 
 def low_share(levels: Sequence[Mapping[str, int]]) -> float:

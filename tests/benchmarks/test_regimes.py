@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.regimes import command, page, table
+from accordion_hvd import Displacement, Fixed, StepSchedule, parse
+from accordion_hvd.policies.displacement import BOUND, RELEASE
+from accordion_hvd.resolve import as_policy
+from benchmarks.regimes import bounds, command, page, table
 from benchmarks.regimes.methods import METHODS, Plan, RandomLayers
 from benchmarks.regimes.studies import STUDIES, Study
 from benchmarks.regimes.training import RANKS, Outcome, Training, changes, low_share
@@ -198,6 +201,35 @@ def test_bad_options(words: list[str], told: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         command.main(words)
     assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bounds.STUDIES)
+def test_studies_of_bounds_change_what_they_say(name: str) -> None:
+    study = bounds.STUDIES[name]
+    settings = study.settings(48)
+    chosen = {x: as_policy(bounds.policy(study, x, settings)) for x in bounds.METHODS}
+    assert all(isinstance(chosen[x], Fixed) for x in bounds.FIXED)
+    found = {x: policy for x, policy in chosen.items() if isinstance(policy, Displacement)}
+    assert [found[bounds.bounded(x)].bound / BOUND for x in bounds.FACTORS] == list(bounds.FACTORS)
+    assert {policy.release for policy in found.values()} == {RELEASE, *bounds.RELEASES}
+    assert all(policy.low == parse(study.levels[0]) for policy in found.values())
+    constant = settings.schedule == "constant"
+    assert isinstance(chosen["rate"], Fixed if constant else StepSchedule)
+    rates = [settings.lr_at(epoch) for epoch in range(48)]
+    assert constant or rates[0] / rates[-1] > 9
+
+
+def test_a_study_of_bounds_is_trained_and_shown(tmp_path: Path) -> None:
+    outcome = bounds.train("bounds-plain", bounds.bounded(10), 1, 4)
+    assert outcome.steps == 48 and 10 < outcome.score < 90
+    low = dataclasses.replace(outcome, method="low", score=80.04)
+    page.write(tmp_path / "x.md", [outcome, low, dataclasses.replace(low, seed=2, score=82.0)])
+    text = (tmp_path / "x.md").read_text()
+    last = f"{outcome.score:.1f} @ {outcome.megabytes:.1f}"
+    assert (
+        f"| momentum 0, rate 1 | 81.0 @ {low.megabytes:.1f} | - | - | - | - | {last} | - |" in text
+    )
+    assert "by up to\n1.0 points" in text
 
 
 def test_ranks_see_different_batches() -> None:

@@ -280,7 +280,8 @@ class Simulated:
     """The weights of a training by SGD on simulated ranks, in the same framework."""
 
     def __init__(self, a: Adapter, compression: Any, lr: float = 1.0, local_size: int = 1) -> None:
-        self.world: World = simulate(compression, a.hvd.size(), local_size=local_size)
+        ranks = a.hvd.size()
+        self.world: World = simulate(compression, ranks, local_size=local_size, momentum=0.0)
         self.weights = dict(ZEROS)
         self._a, self._lr = a, lr
 

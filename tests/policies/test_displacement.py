@@ -80,7 +80,7 @@ def measured(world: World) -> dict[str, float]:
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
 def test_the_evidence_is_the_mean_errors_norm(compressor: Any, framework: Framework) -> None:
-    world = simulate(compressor, 4)
+    world = simulate(compressor, 4, momentum=0.0)
     weights = train(world, framework, 6)
     found = measured(world)
     assert set(found) == {"w", "v"}
@@ -90,9 +90,22 @@ def test_the_evidence_is_the_mean_errors_norm(compressor: Any, framework: Framew
         assert ratio == pytest.approx(wanted, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("momentum", "factor"), [(0.0, 1.0), (0.5, 2.0), (None, 10.0), (0.9, 10.0), (1.0, 1000.0)]
+)
+def test_momentum_multiplies_the_effect_of_a_residual(
+    momentum: float | None, factor: float
+) -> None:
+    plain, world = (simulate(TopK(0.1), 2, momentum=m) for m in (0.0, momentum))
+    for one in (plain, world):
+        train(one, NUMPY, 3)
+    expected = {name: factor * ratio for name, ratio in measured(plain).items()}
+    assert measured(world) == pytest.approx(expected)
+
+
 def test_what_a_rank_owes_by_itself_is_no_evidence() -> None:
     """PowerSGD never sends a rank's deviation from the mean: it grows like a random walk."""
-    world = simulate(PowerSGD(4), 8)
+    world = simulate(PowerSGD(4), 8, momentum=0.0)
     weights = train(world, NUMPY, 60, noise=4.0)
     own = np.linalg.norm(residuals(world, NUMPY, "w")[0]) / np.linalg.norm(weights["w"])
     assert measured(world)["w"] < 0.5 * own

@@ -19,7 +19,7 @@ from accordion_hvd.policies.gate import Cost, Gate, Link
 
 LADDER = (Dense(), FP16(), PowerSGD(4), PowerSGD(1))
 DENSE, HALF, MILD, STRONG = range(4)
-BOUND = 0.006
+BOUND = 0.06
 NAMES = ("w", "v", "u")
 
 
@@ -110,11 +110,11 @@ def test_the_fastest_level_serves(clocked: Make, bandwidth: float, work: float) 
 @pytest.mark.parametrize(
     ("residuals", "strongest", "reason"),
     [
-        ((0.01, 0.05), STRONG, "between the bounds"),
-        ((0.001, 0.01), STRONG, "the strongest level"),
-        ((0.01, 0.1), MILD, "the next level would displace"),
-        ((0.04, 0.05), MILD, "between the bounds"),
-        ((0.1, 0.3), HALF, "the next level would displace"),
+        ((0.1, 0.5), STRONG, "between the bounds"),
+        ((0.01, 0.1), STRONG, "the strongest level"),
+        ((0.1, 1.0), MILD, "the next level would displace"),
+        ((0.4, 0.5), MILD, "between the bounds"),
+        ((1.0, 3.0), HALF, "the next level would displace"),
     ],
 )
 def test_a_level_that_displaces_does_not_serve(
@@ -130,7 +130,7 @@ def test_a_level_that_displaces_does_not_serve(
 
 
 def test_a_forbidden_level_returns_when_the_rate_has_fallen(clocked: Make) -> None:
-    job = clocked(2.5e6, residuals=(0.01, 0.1))
+    job = clocked(2.5e6, residuals=(0.1, 1.0))
     assert job.run(300) == MILD
     job.lr = 0.07  # 0.007 is still too much
     assert job.run(100) == MILD
@@ -151,7 +151,7 @@ def test_the_level_follows_the_link(clocked: Make) -> None:
 
 def test_windows_begin_after_trials(clocked: Make) -> None:
     """Residuals of other levels are no evidence."""
-    job = clocked(25e6, residuals=(0.01, 0.05))
+    job = clocked(25e6, residuals=(0.1, 0.5))
     while not job.policy.history:
         job.run(1)
     first = job.policy.history[0].step
@@ -191,7 +191,7 @@ def test_ranks_follow_and_nothing_is_lost(framework: Framework) -> None:
 
 
 def test_resumed_in_the_middle(clocked: Make) -> None:
-    one = clocked(2.5e6, residuals=(0.01, 0.1))
+    one = clocked(2.5e6, residuals=(0.1, 1.0))
     one.run(150)
     two = Goodput(LADDER, window=10)
     two.bind(one.owner, NAMES)
@@ -200,7 +200,7 @@ def test_resumed_in_the_middle(clocked: Make) -> None:
     assert two.level("w") == MILD
     two._steps, two.gate = 10, one.gate
     lr = {name: 0.1 for name in NAMES}
-    rows = two.decide({RelativeResidual.key: dict.fromkeys(NAMES, 0.01)}, lr)
+    rows = two.decide({RelativeResidual.key: dict.fromkeys(NAMES, 0.1)}, lr)
     assert {row.reason for row in rows} == {"the next level would displace"}
 
 

@@ -283,6 +283,7 @@ class _Distributed(Controls):
         super().__init__(*args, **options)
         reference = weakref.ref(self)
         self._averager = self._settings.averager(lambda: _exchanged(reference()))
+        self._averager.optimizer_momentum = getattr(self, "momentum", None)
         self._models = self._settings.models(self._averager)  # the model averager, or None
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
