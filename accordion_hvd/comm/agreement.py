@@ -13,6 +13,8 @@ import numpy as np
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, Broadcast, ExchangeGenerator, Tensor
 
+_HEAD, _LENGTH = 4096, 8  # bytes of the first message of `share`, and of the length in it
+
 
 class RanksDisagree(RuntimeError):
     """Raised if ranks were set up differently."""
@@ -27,14 +29,23 @@ def gather(communicator: Communicator, values: Tensor) -> ExchangeGenerator:
 
 
 def share(communicator: Communicator, value: Any, device: Any = None) -> Generator[Any, Any, Any]:
-    """Return rank 0's `value`, which JSON must support, on every rank."""
-    xp = communicator.xp
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = yield Broadcast(xp.asarray(np.array([text.size], np.int64), device))
-    if communicator.rank != 0:
-        text = np.zeros(int(xp.to_numpy(length)[0]), np.uint8)
-    text = yield Broadcast(xp.asarray(text, device))
-    return json.loads(xp.to_numpy(text).tobytes())
+    """Return rank 0's `value`, which JSON must support, on every rank.
+
+    A first message contains the length of the text and its beginning. Only a long text needs a
+    second one.
+    """
+    xp, words = communicator.xp, json.dumps(value).encode()
+    head = np.zeros(_HEAD, np.uint8)
+    begin = np.frombuffer(len(words).to_bytes(_LENGTH, "little") + words[: _HEAD - _LENGTH], "u1")
+    head[: begin.size] = begin
+    sent = yield Broadcast(xp.asarray(head, device))
+    told = xp.to_numpy(sent).tobytes()
+    left = int.from_bytes(told[:_LENGTH], "little") + _LENGTH - _HEAD
+    if left > 0:
+        own = np.frombuffer(words[_HEAD - _LENGTH :], "u1") if communicator.rank == 0 else None
+        rest = np.zeros(left, np.uint8) if own is None else own
+        told += xp.to_numpy((yield Broadcast(xp.asarray(rest, device)))).tobytes()
+    return json.loads(told[_LENGTH : left + _HEAD])
 
 
 def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:

@@ -21,7 +21,7 @@ COLUMNS = 256
 SHORTEST = 1e-3
 """Smallest 1 - m, for momenta of 1 and above."""
 
-BOUND, RELEASE = 0.06, 1 / 3
+BOUND, RELEASE = 0.02, 1 / 3
 
 
 class RelativeResidual(Evidence):

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.half import FP16
@@ -27,6 +29,7 @@ MARGIN = 1.03  # factor by which a lossy option must be faster than a less lossy
 CLOSE = 2.0  # options within this factor of the fastest are tried twice, since times are noisy
 HOPELESS = 2.0  # an option whose bytes alone take this many steps of the wanted one is not tried
 CHANGED = 1.5  # change of the bandwidth or the step time that starts all trials again
+SMALL, ENOUGH = 8, 4  # the link is measured with 1 / 8 of a tensor if that takes 4 latencies
 CHECK = 50  # steps between comparisons of the step time with that of the verdict
 WANTED, MIX = "wanted", "mixed"
 
@@ -425,6 +428,8 @@ def as_gate(owner: Any, gate: Any) -> Gate | None:
 def probe(tensor: Any, xp: Any, ranks: int) -> Any:
     """Measure the link and return a `Link`; a generator of collectives.
 
+    On a slow link, an eighth of the tensor suffices.
+
     Args:
         tensor: fp32 vector of some hundred kB; its memory may be overwritten.
         xp: operations of the tensor's framework.
@@ -440,7 +445,12 @@ def probe(tensor: Any, xp: Any, ranks: int) -> Any:
         return times
 
     latency = statistics.median((yield from seconds(tensor[:1], 6))[1:])
-    total = statistics.median((yield from seconds(tensor, 3)))
-    sent = 2 * (ranks - 1) / ranks * 4 * xp.shape(tensor)[0]
+    for size in (xp.shape(tensor)[0] // SMALL, xp.shape(tensor)[0]):
+        total = statistics.median((yield from seconds(tensor[:size], 3)))
+        times = xp.asarray(np.array([total, latency], np.float32), xp.device(tensor))
+        means = xp.to_numpy((yield Allreduce(times)))  # ranks must agree on the next size
+        if means[0] > ENOUGH * means[1]:
+            break
+    sent = 2 * (ranks - 1) / ranks * 4 * size
     transfer = max(total - latency, total / 5)  # on a fast link, latency may seem to be all
     return Link(sent / transfer, latency)

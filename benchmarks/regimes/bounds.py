@@ -56,16 +56,14 @@ STUDIES = {
 }
 """Studies by name."""
 
-FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
-"""Multiples of Displacement's default bound."""
-
+BOUNDS = (0.002, 0.006, 0.02, 0.06, 0.2)
 RELEASES = (1 / 6, 1.0)
 FIXED = ("low", "middle", "high")
 
 
-def bounded(factor: float) -> str:
-    """Return the name of the method with a multiple of the default bound."""
-    return f"bound {factor:g}"
+def bounded(bound: float) -> str:
+    """Return the name of the method with a bound."""
+    return f"bound {bound:g}"
 
 
 def released(release: float) -> str:
@@ -73,7 +71,7 @@ def released(release: float) -> str:
     return f"release {release:.2g}"
 
 
-METHODS = (*FIXED, "rate", *map(bounded, FACTORS), *map(released, RELEASES))
+METHODS = (*FIXED, "rate", *map(bounded, BOUNDS), *map(released, RELEASES))
 
 
 def policy(study: BoundStudy, method: str, settings: config.Settings) -> str:
@@ -84,14 +82,14 @@ def policy(study: BoundStudy, method: str, settings: config.Settings) -> str:
     if method == "rate":
         half = [e for e in range(settings.epochs) if settings.lr_at(e) < settings.lr_at(0) / 2]
         return repr(StepSchedule({0: low, half[0]: high})) if half else study.levels[0]
-    factors = {bounded(factor): factor for factor in FACTORS}
+    allowed = {bounded(bound): bound for bound in BOUNDS}
     releases = {released(release): release for release in RELEASES}
-    bound, release = BOUND * factors.get(method, 1.0), releases.get(method, RELEASE)
+    bound, release = allowed.get(method, BOUND), releases.get(method, RELEASE)
     return repr(Displacement(low, high, bound=bound, release=release))
 
 
 def train(name: str, method: str, seed: int, epochs: int) -> Outcome:
-    """Train once."""
+    """Run one training."""
     settings = STUDIES[name].settings(epochs)
     compression = policy(STUDIES[name], method, settings)
     with tempfile.TemporaryDirectory() as folder:

@@ -174,9 +174,9 @@ def _bounds(found: Mapping[str, Found]) -> str:
     names = [name for name in bounds.STUDIES if found[name]]
     if not names:
         return ""
-    first = {"low": "low"} | {bounds.bounded(x): f"{BOUND * x:.2g}" for x in bounds.FACTORS}
+    first = {"low": "low"} | {bounds.bounded(x): f"{x:g}" for x in bounds.BOUNDS}
     second = {"middle": "middle", "rate": "until half the rate"}
-    second |= {bounds.released(1 / 6): "1/6", bounds.bounded(1): "1/3", bounds.released(1): "1"}
+    second |= {bounds.released(1 / 6): "1/6", bounds.bounded(BOUND): "1/3", bounds.released(1): "1"}
     scores = [[o.score for o in seeds.values()] for n in names for seeds in found[n].values()]
     widest = max(abs(score - statistics.fmean(same)) for same in scores for score in same)
     return report.render(

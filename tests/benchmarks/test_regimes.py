@@ -210,7 +210,8 @@ def test_studies_of_bounds_change_what_they_say(name: str) -> None:
     chosen = {x: as_policy(bounds.policy(study, x, settings)) for x in bounds.METHODS}
     assert all(isinstance(chosen[x], Fixed) for x in bounds.FIXED)
     found = {x: policy for x, policy in chosen.items() if isinstance(policy, Displacement)}
-    assert [found[bounds.bounded(x)].bound / BOUND for x in bounds.FACTORS] == list(bounds.FACTORS)
+    assert [found[bounds.bounded(x)].bound for x in bounds.BOUNDS] == list(bounds.BOUNDS)
+    assert all(found[bounds.released(x)].bound == BOUND for x in bounds.RELEASES)
     assert {policy.release for policy in found.values()} == {RELEASE, *bounds.RELEASES}
     assert all(policy.low == parse(study.levels[0]) for policy in found.values())
     constant = settings.schedule == "constant"
@@ -220,7 +221,7 @@ def test_studies_of_bounds_change_what_they_say(name: str) -> None:
 
 
 def test_a_study_of_bounds_is_trained_and_shown(tmp_path: Path) -> None:
-    outcome = bounds.train("bounds-plain", bounds.bounded(10), 1, 4)
+    outcome = bounds.train("bounds-plain", bounds.bounded(0.2), 1, 4)
     assert outcome.steps == 48 and 10 < outcome.score < 90
     low = dataclasses.replace(outcome, method="low", score=80.04)
     page.write(tmp_path / "x.md", [outcome, low, dataclasses.replace(low, seed=2, score=82.0)])

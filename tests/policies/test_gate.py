@@ -313,3 +313,27 @@ def test_without_anything_to_compress_nothing_is_asked() -> None:
         world.step([{"b": np.ones(9, np.float32)} for _ in range(2)])
         (exchange, _) = world.exchanges
         assert not exchange.decisions.due(exchange.rates(0.0))
+
+
+@pytest.mark.parametrize("bandwidth", [2.5e6, 25e6, 125e6, 1.25e9])
+@pytest.mark.parametrize("latency", [1e-4, 5e-3])
+def test_a_slow_link_is_measured_with_fewer_bytes(
+    bandwidth: float, latency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurement is right within its latencies, and takes half a second at most."""
+    now, ranks = [0.0], 4
+    monkeypatch.setattr(gates.time, "perf_counter", lambda: now[0])
+    measuring = gates.probe(np.zeros(1 << 18, np.float32), NUMPY.xp, ranks)
+    request, largest = next(measuring), 0
+    while True:
+        now[0] += latency + 2 * (ranks - 1) / ranks * request.tensor.nbytes / bandwidth
+        largest = max(largest, request.tensor.size)
+        try:
+            request = measuring.send(request.tensor)
+        except StopIteration as end:
+            link = end.value
+            break
+    assert link.bandwidth == pytest.approx(bandwidth, rel=0.01) or bandwidth > 1e9
+    assert link.latency == pytest.approx(latency, rel=0.1)
+    assert (largest == 1 << 15) == (4 * latency < 1.5 * (1 << 17) / bandwidth + latency)
+    assert now[0] < 0.5

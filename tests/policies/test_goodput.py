@@ -20,6 +20,7 @@ from accordion_hvd.policies.gate import Cost, Gate, Link
 LADDER = (Dense(), FP16(), PowerSGD(4), PowerSGD(1))
 DENSE, HALF, MILD, STRONG = range(4)
 BOUND = 0.06
+"""Bound for which the residuals below were chosen."""
 NAMES = ("w", "v", "u")
 
 
@@ -42,7 +43,7 @@ class Job:
         self.bandwidth, self.work = bandwidth, (0.0, 0.0, work, work)
         self.residuals = (0.0, 0.0, *residuals)
         self.lr, self.now, self.step = 0.1, 0.0, 0
-        self.policy, self.owner = Goodput(LADDER, window=10), Owner()
+        self.policy, self.owner = Goodput(LADDER, bound=BOUND, window=10), Owner()
         self.policy.bind(self.owner, NAMES)
         self.served: list[int] = []  # of each step, by the first bucket
 
@@ -193,7 +194,7 @@ def test_ranks_follow_and_nothing_is_lost(framework: Framework) -> None:
 def test_resumed_in_the_middle(clocked: Make) -> None:
     one = clocked(2.5e6, residuals=(0.1, 1.0))
     one.run(150)
-    two = Goodput(LADDER, window=10)
+    two = Goodput(LADDER, bound=BOUND, window=10)
     two.bind(one.owner, NAMES)
     two.load_state_dict(json.loads(json.dumps(one.policy.state_dict())))
     assert json.dumps(two.state_dict()) == json.dumps(one.policy.state_dict())
@@ -205,7 +206,7 @@ def test_resumed_in_the_middle(clocked: Make) -> None:
 
 
 def test_unknown_residuals_count_as_harm() -> None:
-    policy, owner = Goodput(LADDER, window=2), Owner()
+    policy, owner = Goodput(LADDER, bound=BOUND, window=2), Owner()
     policy.bind(owner, ["w"])
     (row,) = policy.decide({}, {"w": 0.1})
     assert (row.level, row.reason) == (HALF, "displaced") and math.isnan(row.norm)
