@@ -87,6 +87,8 @@ class Gate:
 
     Attributes:
         verdict: the line that rank 0 logged last.
+        trial_steps: number of steps in trials so far, on rank 0.
+        trial_seconds: duration of these steps.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Gate:
         check.integer(self, "every", every, least=1)
         self.steps, self.every, self.fallbacks = steps, every, tuple(fallbacks)
         self.verdict = ""
+        self.trial_steps, self.trial_seconds = 0, 0.0
         self.link: Link | None = None
         self.assignment: dict[str, int] = {}  # bucket -> 1 + index of the fallback that serves it
         self._option = ""  # the option on trial
@@ -195,8 +198,10 @@ class Gate:
             self._option = ""
         trials = self._trials(pattern)
         if self._option and not (self._option == WANTED and startup_steps):
-            times = self._clock.times[-self.steps :]
-            trials.seconds.setdefault(self._option, []).append(statistics.median(times))
+            seconds = statistics.median(self._clock.times[-self.steps :])
+            trials.seconds.setdefault(self._option, []).append(seconds)
+            self.trial_steps += self.steps + 2
+            self.trial_seconds += (self.steps + 2) * seconds
             if self._option == WANTED:
                 trials.costs = dict(costs)
         return self._next(step, trials, names, startup_steps)

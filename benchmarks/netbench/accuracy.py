@@ -170,7 +170,8 @@ def train(group: Group, method: str, task: str, seed: int) -> results.Row:
         After each evaluation: `steps`, training `seconds` (of the slowest rank), bytes `sent` (by
         the host with the most), and `accuracy` on all test images. At the end: whether all ranks
         have `equal` weights, the share of layers at Accordion's `high` level, the gate's `verdict`,
-        and the number of cores that other processes used (`foreign`).
+        the numbers of steps and seconds of its `trials`, and the number of cores that other
+        processes used (`foreign`).
     """
     goal, readings = TASKS[task], []
     row: results.Row = {"steps": [], "seconds": [], "sent": [], "accuracy": []}
@@ -193,7 +194,7 @@ def train(group: Group, method: str, task: str, seed: int) -> results.Row:
         notes = group.ask("digest", method)
     others, clock = (sum(values) for values in zip(*readings, strict=True))
     equal = len({note["weights"] for note in notes}) == 1
-    final = {key: notes[0][key] for key in ("high", "verdict")}
+    final = {key: notes[0][key] for key in ("high", "verdict", "trials")}
     return row | final | {"equal": equal, "foreign": others / clock}
 
 

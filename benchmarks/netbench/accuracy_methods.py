@@ -142,6 +142,7 @@ class Accuracy:
             "weights": digest.hexdigest(),
             "high": self._high / max(1, self._done),
             "verdict": gate.verdict if gate is not None else "",
+            "trials": [gate.trial_steps, gate.trial_seconds] if gate is not None else [0, 0.0],
         }
 
     def _next(self, step: int) -> Batch:

@@ -220,8 +220,10 @@ def levels(found: Row, place: tuple[str, str]) -> str:
         for run in mine:
             if run["verdict"]:
                 verdict = run["verdict"].removeprefix("accordion_hvd: ")
-                seed = run["seed"]
-                lines.append(f"- `{method}`, seed {seed}, last decision of the gate: {verdict}.")
+                text = f"- `{method}`, seed {run['seed']}, last decision of the gate: {verdict}"
+                steps, seconds = run.get("trials", (0, 0.0))
+                text += f"; {steps} steps were trials, which took {seconds:.1f} s" if steps else ""
+                lines.append(f"{text}.")
         if not all(run["equal"] for run in mine):
             lines.append(f"- `{method}`: ranks ended with **different weights**.")
     return "\n".join(lines)

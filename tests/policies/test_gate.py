@@ -105,6 +105,17 @@ def test_only_some_tensors(clocked: Callable[..., World]) -> None:
     assert world.seconds(world.served()) < min(map(world.seconds, PURE))
 
 
+def test_steps_of_trials_are_counted(clocked: Callable[..., World]) -> None:
+    world, steps, seconds = clocked([1e-4, 1e-2] * 3, 0.02, 125e6), 0, 0.0
+    for _ in range(90):
+        began = world.now
+        world.run(1)
+        if world.step > gates.WARM and not world.gate.decided:
+            steps, seconds = steps + 1, seconds + world.now - began
+    assert world.gate.decided and world.gate.trial_steps == steps > 0
+    assert world.gate.trial_seconds == pytest.approx(seconds)
+
+
 def test_a_restart_judges_anew(clocked: Callable[..., World]) -> None:
     world = clocked([1e-3] * 6, 0.02, 1e11)
     assert not world.gate.decided
