@@ -195,12 +195,10 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     """
     ranks = manifest["ranks"]
     missing = (rank for rank in range(ranks) if not rank_file(folder, rank, ranks).exists())
-    if some := list(
-        itertools.islice(missing, _MOST_NAMED + 1)
-    ):  # a wrong `ranks` may be any number
-        named = ", ".join(map(str, some[:_MOST_NAMED])) + (
-            ", ..." if len(some) > _MOST_NAMED else ""
-        )
+    some = list(itertools.islice(missing, _MOST_NAMED + 1))  # a wrong `ranks` may be any number
+    if some:
+        more = ", ..." if len(some) > _MOST_NAMED else ""
+        named = ", ".join(map(str, some[:_MOST_NAMED])) + more
         raise Damaged(f"the files of ranks [{named}] of {ranks} are missing")
     paths = (rank_file(folder, rank, ranks) for rank in range(ranks))
     for path, row in zip(paths, manifest.get("files", ()), strict=False):  # format 1 has none

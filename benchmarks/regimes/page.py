@@ -183,6 +183,7 @@ def _bounds(found: Mapping[str, Found]) -> str:
         "results/bounds",
         bounds=_cells(names, found, first | {"high": "high"}),
         releases=_cells(names, found, second),
+        default=f"{BOUND:g}",
         seeds=max(map(len, scores)),
         widest=f"{widest:.1f}",
     )
