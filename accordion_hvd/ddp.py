@@ -52,7 +52,7 @@ def register(
         model: the `DistributedDataParallel`. It must not have a hook yet.
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
         optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate.
+            constant learning rate; `Displacement` and `Goodput` are refused.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
         guard_every: number of steps between comparisons of the replicas.
@@ -108,7 +108,7 @@ class State:
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
         model: the module that is, or will be, wrapped; it names the parameters.
         optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate.
+            constant learning rate; `Displacement` and `Goodput` are refused.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
         guard_every: number of steps between comparisons of the replicas.

@@ -69,7 +69,7 @@ def between(
         compression: compressor, policy or spec string, as for `DistributedOptimizer`. Compressors
             see a shard of each parameter, some of its rows. A policy decides for these.
         optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate.
+            constant learning rate; `Displacement` and `Goodput` are refused.
         passes: number of backward passes whose gradients are summed before replicas exchange them.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.

@@ -37,6 +37,7 @@ class Use:
         passes: number of backward passes per exchange.
         owner: name of the wrapper in error messages.
         takes_steps: whether the wrapper takes the optimizer's steps; a tape does not.
+        knows_optimizer: whether the wrapper knows the optimizer; a tape does not.
     """
 
     module: str
@@ -50,6 +51,7 @@ class Use:
     passes: int = 1
     owner: str = OWNER
     takes_steps: bool = True
+    knows_optimizer: bool = True
 
 
 def validate(serving: Serving, use: Use) -> None:
@@ -64,6 +66,7 @@ def validate(serving: Serving, use: Use) -> None:
         _check_averaging(serving, use)
         return
     _check_levels(serving, use)
+    _check_evidence(serving, use)
     _check_private(serving, use)
     growth, method = growth_of(serving), method_of(serving)
     if growth is not None:
@@ -159,6 +162,16 @@ def _check_levels(policy: Policy, use: Use) -> None:
             f"{use.optimizer} has momentum or step sizes of its own; wrap plain SGD without "
             "momentum instead."
         )
+
+
+def _check_evidence(policy: Policy, use: Use) -> None:
+    if use.knows_optimizer or not any(x.needs_optimizer for x in policy.evidence):
+        return
+    allowed = (
+        f"one that needs no learning rate, since {use.owner} does not know the optimizer; pass "
+        "optimizer= if that is an argument, or use DistributedOptimizer"
+    )
+    check.refuse(use.owner, "compression", policy, allowed)
 
 
 def _check_private(policy: Policy, use: Use) -> None:

@@ -14,7 +14,9 @@ from accordion_hvd import (
     Accordion,
     Dense,
     DiLoCo,
+    Displacement,
     Fixed,
+    Goodput,
     LocalSGD,
     PowerSGD,
     TopAgg,
@@ -98,6 +100,8 @@ USE = Use("accordion_hvd.torch", ranks=4, members=4, optimizer="SGD")
 MIXED = Accordion(low=Dense(), high=WAGMA(4), window=5)
 GROWING = Accordion(batch_size=(6, 12), window=5)
 VOTES: dict[str, Any] = {"k": 5, "clip": None, "sigma": 20.0}
+DISPLACED = Displacement(Dense(), TopK(0.1), window=5)
+BLIND = replace(USE, owner="ddp.register", knows_optimizer=False)
 SUITS: list[tuple[Any, Use]] = [
     (TopK(0.1), replace(USE, plain=False, total=True, skip=("w",), passes=3)),
     (DGC(), USE),
@@ -106,6 +110,8 @@ SUITS: list[tuple[Any, Use]] = [
     (MIXED, replace(USE, plain=False)),
     (GROWING, replace(USE, ranks=3, members=3)),
     (TopAgg(**VOTES), USE),
+    (DISPLACED, USE),
+    (Accordion(low=Dense(), high=TopK(0.1), window=5), BLIND),
 ]
 TAPE = replace(USE, owner="DistributedGradientTape", takes_steps=False)
 REFUSED: list[tuple[Any, Use, str]] = [
@@ -122,6 +128,8 @@ REFUSED: list[tuple[Any, Use, str]] = [
     (WAGMA(), TAPE, "DistributedGradientTape: compression is WAGMA.*works with accordion_hvd"),
     (MIXED, TAPE, "DistributedGradientTape: compression is Accordion.*one without WAGMA"),
     (GROWING, TAPE, "one without batch_size: a tape takes no steps"),
+    (DISPLACED, BLIND, "compression is Displacement.*ddp.register does not know the optimizer"),
+    (Goodput([Dense(), TopK(0.1)], window=5), BLIND, "compression is Goodput.*no learning rate"),
 ]
 
 

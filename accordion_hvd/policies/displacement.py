@@ -36,6 +36,7 @@ class RelativeResidual(Evidence):
     """
 
     key = "relative residuals"
+    needs_optimizer = True
 
     def read(self, exchange: Any) -> Reading:
         """Return the relative norm for each bucket, after the last step; one allreduce."""

@@ -56,10 +56,12 @@ class Evidence:
     Attributes:
         key: name of the evidence in the arguments of `Policy.decide` and in checkpoints.
         everywhere: whether to include buckets that are exempt from the policy.
+        needs_optimizer: whether the exchange must know the optimizer's learning rate and momentum.
     """
 
     key: str = ""
     everywhere: bool = False
+    needs_optimizer: bool = False
 
     def zeros(self, entry: Any) -> Tensor:
         """Return the tensor of a bucket (a `BucketState`) at the start of a window."""

@@ -47,8 +47,9 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     The signature is Horovod's, with a few more keyword arguments. A loop creates a new tape in each
     step, but the state of compression (residuals, levels) belongs to the variables: tapes with the
     same sources and an equal compressor, or the same policy object, share one state. Therefore
-    create a policy such as `Accordion` once, outside of the loop. A tape does not know the learning
-    rate, so policies decide without it.
+    create a policy such as `Accordion` once, outside of the loop. A tape does not know the
+    optimizer, so policies decide without the learning rate, and `Displacement` and `Goodput`, which
+    need it, are refused.
 
     ```python
     compression = TopK(0.01)
@@ -222,7 +223,8 @@ def _averager(
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if elastic:
             _check_elastic(serving)
-        validate(serving, replace(use, owner="DistributedGradientTape", takes_steps=False))
+        use = replace(use, owner="DistributedGradientTape")
+        validate(serving, replace(use, takes_steps=False, knows_optimizer=False))
         assert isinstance(serving, Policy)
         references = [weakref.ref(variable) for variable in variables]
         averager = TensorFlowGradientAverager(

@@ -112,6 +112,7 @@ def suitable(
     use = Use(
         module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
         plain=plain, skip=tuple(skip), passes=passes, owner=owner, takes_steps=False,
+        knows_optimizer=optimizer is not None,
     )  # fmt: skip
     validate(policy, use)
     if isinstance(policy, Averaging) or per_sample(policy):

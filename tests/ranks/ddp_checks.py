@@ -21,6 +21,7 @@ from accordion_hvd import (
     Accordion,
     AdaComp,
     Dense,
+    Displacement,
     Int8,
     PowerSGD,
     ScaleCom,
@@ -278,6 +279,9 @@ def check_refusals() -> None:
         ddp.register(model, Accordion(batch_size=(64, 512)))
     with refused(ValueError, "OnebitAdam"):
         ddp.register(model, OnebitAdam())
+    displacement = Displacement(PowerSGD(4), PowerSGD(1), window=5)
+    with refused(ValueError, "ddp.register does not know the optimizer", "pass optimizer="):
+        ddp.register(model, displacement)
     ddp.register(model, TopK(0.1))
     with refused(RuntimeError, "register_comm_hook"):
         ddp.register(model, TopK(0.1))

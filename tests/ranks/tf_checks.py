@@ -14,7 +14,16 @@ from harness import raises
 from horovod.common.exceptions import HorovodInternalError
 
 import accordion_hvd.tensorflow as hvd
-from accordion_hvd import Accordion, Allreduce, Broadcast, Dense, Fixed, PowerSGD, TopK
+from accordion_hvd import (
+    Accordion,
+    Allreduce,
+    Broadcast,
+    Dense,
+    Displacement,
+    Fixed,
+    PowerSGD,
+    TopK,
+)
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.core.base import Allgather, Alltoall, Neighbours
@@ -302,6 +311,12 @@ def check_tape_with_adasum() -> None:
         assert np.allclose(mine.gradient(loss, [variable])[0].numpy(), 1.0)
     raises(ValueError, "Adasum", lambda: hvd.DistributedGradientTape(
         tf.GradientTape(), op=hvd.Adasum, compression=TopK(0.1)))  # fmt: skip
+
+
+def check_tape_with_displacement() -> None:
+    variable = tf.Variable(tf.zeros((40, 40)))
+    step = tape_step([variable], compression=Displacement(TopK(0.1), TopK(0.01), window=5))
+    raises(ValueError, "does not know the optimizer", lambda: step(tf.ones((40, 40))))
 
 
 def check_tapes_that_disagree() -> None:
