@@ -151,7 +151,7 @@ class State:
             optimizer = self._optimizer
             self._reducer = BucketReducer(
                 self._named, self.policy, of_group(self._group),
-                lambda: optimizer.param_groups if optimizer else [], **self._options,
+                lambda: optimizer, **self._options,
             )  # fmt: skip
             if self._loaded is not None:
                 self._reducer.adopt(self._loaded)

@@ -95,7 +95,7 @@ def between(
     group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
     shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
     reducer = ShardReducer(
-        shards, policy, of_group(group), lambda: optimizer.param_groups if optimizer else [],
+        shards, policy, of_group(group), lambda: optimizer,
         passes=passes, skip=tuple(skip), scaler=grad_scaler, ledger=ledger,
         guard=Guard(guard, guard_every, default_guard(compression)),
     )  # fmt: skip

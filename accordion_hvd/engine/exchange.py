@@ -11,6 +11,7 @@ from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.engine import gain
 from accordion_hvd.engine.accounting import Accounts, reports
 from accordion_hvd.engine.bucket_batches import BucketBatches
 from accordion_hvd.engine.bucket_state import BatchState, BucketState
@@ -52,7 +53,8 @@ class Exchange:
         evidence: collector of the policy's evidence.
         replicas: function that returns the weights by the tensors' names, for evidence that depends
             on the weights.
-        momentum: function that returns the momentum of SGD, for evidence that depends on it.
+        gains: function that returns the gains of the optimizer (`engine.gain`) for tensors, by
+            their names.
         hyper: settings of each parameter group, as compressors receive them (`Info.hyper`).
         bucket_states: states of the buckets.
         entry_of: bucket state of each tensor, by the tensor's number.
@@ -84,7 +86,7 @@ class Exchange:
         self._skipped_here = 0  # skipped steps of this process
         self.device: Any = None
         self.replicas: Callable[[], Mapping[str, Tensor]] = _no_replicas
-        self.momentum: Callable[[], float] = usual_momentum
+        self.gains: Callable[[Sequence[str]], Mapping[str, float]] = usual_gains
         self.hyper: Mapping[str, Mapping[str, Any]] = {}
         self.bucket_states: list[BucketState] = []
         self.entry_of: dict[int, BucketState] = {}
@@ -428,9 +430,9 @@ class Exchange:
         return gating.advice(self)
 
 
-def usual_momentum() -> float:
-    """Return the momentum that is assumed if the optimizer's is unknown."""
-    return 0.9
+def usual_gains(names: Sequence[str]) -> dict[str, float]:
+    """Return the gains that are assumed if the optimizer is unknown."""
+    return dict.fromkeys(names, gain.USUAL)
 
 
 def _no_replicas() -> Mapping[str, Tensor]:

@@ -20,7 +20,7 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
 from accordion_hvd.engine import checkpoint, drift, fp16_reduction, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
-from accordion_hvd.engine.exchange import Exchange, usual_momentum
+from accordion_hvd.engine.exchange import Exchange, usual_gains
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.ledger import Ledger, as_ledger
 from accordion_hvd.policies import Policy
@@ -121,9 +121,9 @@ class GradientAverager(abc.ABC, Generic[E]):
     def replicas(self) -> Mapping[str, Tensor]:
         """Return the weights that must be equal on all ranks, by name."""
 
-    def momentum(self) -> float:
-        """Return the momentum of the optimizer."""
-        return usual_momentum()
+    def gains(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the optimizer's gains (`engine.gain`) for tensors, by their names."""
+        return usual_gains(names)
 
     # ---------------------------------------------------------------------------- the exchange
     @property
@@ -165,7 +165,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         self._exchange = self.make_exchange(list(dense.values()))
         reference = weakref.ref(self)  # the optimizer keeps this averager alive
         self._exchange.replicas = lambda: reference().replicas()  # type: ignore[union-attr]
-        self._exchange.momentum = lambda: reference().momentum()  # type: ignore[union-attr]
+        self._exchange.gains = lambda names: reference().gains(names)  # type: ignore[union-attr]
         self._number(list(dense))
 
     def _number(self, keys: Sequence[Key]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,14 @@ from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 from accordion_hvd.policies.windows import Windowed
 
 COLUMNS = 256
-SHORTEST = 1e-3
-"""Smallest 1 - m, for momenta of 1 and above."""
-
 BOUND, RELEASE = 0.02, 1 / 3
 
 
 class RelativeResidual(Evidence):
     """Evidence: the norm of the ranks' mean residual, relative to the norm of the weights.
 
-    The norm is divided by 1 - m, with the momentum m of the optimizer, because a gradient changes
-    the weights by lr / (1 - m) times itself, spread over the steps that follow.
+    The norm is multiplied by the optimizer's gain (see `accordion_hvd.engine.gain`), so that the
+    product with the learning rate is the change of the weights for which the residual stands.
 
     The residual of a single rank is no good measure: with PowerSGD, its deviation from the mean is
     never sent and walks at random. Therefore the ranks average count sketches of their residuals:
@@ -49,9 +47,8 @@ class RelativeResidual(Evidence):
         if exchange.communicator.rank:
             return {}
         norms, weights = np.linalg.norm(mean, axis=1).tolist(), weight_norms(exchange)
-        names = [entry.bucket.name for entry in entries]
-        lasting = max(1 - exchange.momentum(), SHORTEST)
-        return {n: _ratio(norm / lasting, weights[n]) for n, norm in zip(names, norms, strict=True)}
+        effects = zip(_gains(exchange, entries).items(), norms, strict=True)
+        return {name: _ratio(gain * norm, weights[name]) for (name, gain), norm in effects}
 
     def _sketch(self, exchange: Any, entry: Any) -> Any:
         """Return the count sketch of this rank's residual; zeros if there is no residual."""
@@ -68,13 +65,13 @@ class RelativeResidual(Evidence):
 class Displacement(Windowed):
     """Uses low compression for the layers whose residuals displace the weights by much.
 
-    With error feedback, gradients are computed at the weights x instead of x - lr e / (1 - m), the
-    weights of a training without compression; e is the ranks' mean residual, m the momentum of SGD.
-    At the end of each window, let d = lr |e| / ((1 - m) |x|) for a layer, with the learning rate of
-    the next step. `low` serves the layer if
-    d exceeds `bound`, and `high` if d is below `release` times `bound`. Between the two bounds the
-    level remains. In the first window, `low` serves all layers. The default bound is meant for SGD;
-    Adam divides gradients by their size, so d is no displacement there. Ours, not from a paper.
+    With error feedback, gradients are computed at the weights x instead of x - lr g e, the weights
+    of a training without compression. Here e is the ranks' mean residual, and g the gain of the
+    optimizer: 1 / (1 - m) for SGD with momentum m, and one over the root mean square of the layer's
+    gradients for Adam. At the end of each window, let d = lr g |e| / |x| for a layer, with the
+    learning rate of the next step. `low` serves the layer if d exceeds `bound`, and `high` if d is
+    below `release` times `bound`. Between the two bounds the level remains. In the first window,
+    `low` serves all layers. Ours, not from a paper.
 
     Args:
         low: the level of low compression; it must have error feedback.
@@ -133,6 +130,15 @@ class Displacement(Windowed):
         row = Decision(name, level, self._step, self._epoch, compressor, reason, displacement)
         row.lr, row.previous_lr = lr[name], self._lr.get(name, math.nan)
         return row
+
+
+def _gains(exchange: Any, entries: Sequence[Any]) -> dict[str, float]:
+    """Return the mean gain of each bucket's tensors."""
+    tensors = {e.bucket.name: [exchange.tensors[i].name for i in e.bucket.members] for e in entries}
+    gains = exchange.gains([name for names in tensors.values() for name in names])
+    return {
+        bucket: statistics.fmean(gains[name] for name in names) for bucket, names in tensors.items()
+    }
 
 
 def _ratio(residual: float, weights: float) -> float:

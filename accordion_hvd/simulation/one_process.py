@@ -26,7 +26,8 @@ from accordion_hvd.core.base import Compressor, Hosts, Tensor
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.buckets import TensorInfo
-from accordion_hvd.engine.exchange import Exchange, usual_momentum
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.gain import of_sgd
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
@@ -158,7 +159,8 @@ class World:
         ranks: int,
         skip: Sequence[str] = (),
         local_size: int = 1,
-        momentum: float | None = None,
+        momentum: float = 0.9,
+        gain: Callable[[str], float] | None = None,
     ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
         if any(policy.target != "gradient" for policy in self._policies):
@@ -168,7 +170,7 @@ class World:
             allowed = "one that never averages models; for others, see simulation.virtual_time"
             check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
-        self._momentum = usual_momentum() if momentum is None else momentum
+        self._gain = gain or (lambda name: of_sgd(momentum))
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []
 
@@ -236,7 +238,7 @@ class World:
             for link, policy in zip(self._links, self._policies, strict=True)
         ]
         for exchange in self.exchanges:
-            exchange.momentum = lambda: self._momentum
+            exchange.gains = lambda names: {name: self._gain(name) for name in names}
 
     def _compare(self, gradients: Mapping[str, Tensor]) -> None:
         known = self.exchanges[0].tensors
@@ -272,7 +274,8 @@ def simulate(
     *,
     skip: Sequence[str] = (),
     local_size: int = 1,
-    momentum: float | None = None,
+    momentum: float = 0.9,
+    gain: Callable[[str], float] | None = None,
 ) -> World:
     """Return simulated ranks that exchange gradients with one compression.
 
@@ -281,9 +284,11 @@ def simulate(
         ranks: number of ranks.
         skip: name patterns of tensors that are exchanged without compression.
         local_size: number of ranks per host (`TwoLevel` depends on it).
-        momentum: momentum of SGD, for policies that depend on it; 0.9 by default.
+        momentum: momentum of SGD, for policies that depend on it.
+        gain: for optimizers other than SGD, function that returns the gain (see
+            `accordion_hvd.engine.gain`) for the tensor of a name.
     """
-    return World(compression, ranks, skip, local_size, momentum)
+    return World(compression, ranks, skip, local_size, momentum, gain)
 
 
 def lockstep(

@@ -13,7 +13,7 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
-from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import checkpoint, gain
 from accordion_hvd.engine import guard as guards
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.drift import drifting
@@ -82,7 +82,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.hyper, self.group_of = hyper, _no_group
         self.agrees, self.managed = True, False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
-        self.optimizer_momentum: float | None = None
+        self.gain: Callable[[Any], float] = _usual_gain
         self._idle: set[int] = set()  # keys of variables without a gradient on any rank
         self._function: Any = None
         self._traced_version = -1
@@ -130,10 +130,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         rows = zip(variables, describe(variables), strict=True)
         return {key_of(v): replace(row, group=self.group_of(v)) for v, row in rows}
 
-    def momentum(self) -> float:
-        """Return the momentum of the optimizer."""
-        found = self.optimizer_momentum
-        return super().momentum() if found is None else found
+    def gains(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the optimizer's gains for variables, by their names."""
+        variables = [v for v in self.variables() if key_of(v) not in self.local]
+        named = {row.name: v for v, row in zip(variables, describe(variables), strict=True)}
+        return {name: self.gain(named[name]) for name in names}
 
     def replicas(self) -> dict[str, Tensor]:
         """Return the values of all variables except the local ones."""
@@ -399,6 +400,11 @@ def _scaled(grad: Gradient, factor: float) -> Gradient:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(grad.values * factor, grad.indices, grad.dense_shape)
     return grad * factor
+
+
+def _usual_gain(variable: Any) -> float:
+    """Return the gain that is assumed if the optimizer is unknown."""
+    return gain.USUAL
 
 
 def _no_group(variable: Any) -> str:

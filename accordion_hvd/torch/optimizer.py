@@ -211,9 +211,7 @@ class _Distributed(Controls):
         options = {key: self._options[key] for key in keys}
         reference: Any = weakref.ref(self)
         process_set = self._options["process_set"]
-        return Reducer(
-            self._names, self._policy, process_set, lambda: reference().param_groups, **options
-        )
+        return Reducer(self._names, self._policy, process_set, reference, **options)
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property

@@ -139,7 +139,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         settings = (*self.rule.group_settings, "weight_decay", "decoupled_weight_decay")
         return Reducer(
             self._names, options["policy"], options["process_set"],
-            lambda: reference().param_groups, sparse_as_dense=True, skip=options["skip"],
+            reference, sparse_as_dense=True, skip=options["skip"],
             guard=options["guard"], settings=settings,
         )  # fmt: skip
 

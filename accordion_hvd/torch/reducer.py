@@ -23,6 +23,7 @@ from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.torch import engines
+from accordion_hvd.torch.gain import gain_of
 
 _hooks: Any = WeakTensorKeyDictionary()  # from parameters to the handles of their hooks
 
@@ -49,7 +50,7 @@ class Reducer(GradientAverager[Exchange]):
         named: (name, parameter) pairs; names are unique and equal on all ranks.
         policy: policy that chooses a compressor for each tensor.
         process_set: the ranks that average.
-        groups: function that returns the optimizer's parameter groups, with their learning rates.
+        optimizer: function that returns the optimizer, for its learning rates; None if unknown.
         passes: number of backward passes whose gradients are summed before an exchange.
         total: whether to sum gradients instead of averaging them.
         sparse_as_dense: whether to exchange sparse gradients as dense ones.
@@ -77,7 +78,7 @@ class Reducer(GradientAverager[Exchange]):
         named: Sequence[tuple[str, torch.Tensor]],
         policy: Policy,
         process_set: Any,
-        groups: Callable[[], list[dict[str, Any]]],
+        optimizer: Callable[[], torch.optim.Optimizer | None],
         *,
         passes: int = 1,
         total: bool = False,
@@ -89,7 +90,7 @@ class Reducer(GradientAverager[Exchange]):
         settings: Sequence[str] | None = None,
     ) -> None:
         self.settings, self.listening = settings, settings is None and self.hooked
-        self.scaler, self.groups, self.passes = scaler, groups, passes
+        self.scaler, self.optimizer, self.passes = scaler, optimizer, passes
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
         self._ready: Counter[int] = Counter()  # number of ready members by bucket batch
@@ -252,11 +253,21 @@ class Reducer(GradientAverager[Exchange]):
                 }
             self.exchange.begin(self._rates())
 
-    def momentum(self) -> float:
-        """Return the momentum of the first parameter group."""
-        groups = self.groups()
-        found = groups[0].get("momentum") if groups else None
-        return super().momentum() if found is None else float(found)
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups; none if it is unknown."""
+        optimizer = self.optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    def gains(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the optimizer's gains for parameters, by their names."""
+        gains, optimizer = super().gains(names), self.optimizer()
+        if optimizer is None:
+            return gains
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (name := self._names.get(parameter)) in gains:
+                    gains[name] = gain_of(group, optimizer.state.get(parameter, {}))
+        return gains
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}

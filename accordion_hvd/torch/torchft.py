@@ -102,7 +102,7 @@ def average(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     validation.check_parameters(named)
     reducer = ReplicaReducer(
-        manager, named, policy, None, lambda: optimizer.param_groups if optimizer else [],
+        manager, named, policy, None, lambda: optimizer,
         passes=passes, skip=tuple(skip), scaler=grad_scaler,
     )  # fmt: skip
     return Averager(manager, reducer)

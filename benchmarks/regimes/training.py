@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from accordion_hvd import simulate
 from accordion_hvd.policies.critical_regimes import LOW
 from accordion_hvd.simulation.one_process import World
+from accordion_hvd.torch.gain import gain_of
 from benchmarks.regimes.methods import BATCHES, METHODS, Plan
 from benchmarks.regimes.studies import STUDIES, Batch, Source, Study
 from examples.results import Row
@@ -85,7 +86,7 @@ class Training:
         plan = Plan(self.study, self.source.steps, share, seed)
         chosen = (METHODS | BATCHES)[method]
         self.batches = chosen.batches
-        self.world: World = simulate(chosen.policy(plan), RANKS)
+        self.world: World = simulate(chosen.policy(plan), RANKS, gain=self._gain)
         self.optimizer = _optimizer(self.study, self.model)
         self.levels: list[dict[str, int]] = []  # of each epoch
 
@@ -120,6 +121,11 @@ class Training:
                 group["lr"] = lr * count
             self.optimizer.step()
         return count
+
+    def _gain(self, name: str) -> float:
+        """Return the optimizer's gain for a parameter."""
+        state = self.optimizer.state.get(self.model.get_parameter(name), {})
+        return gain_of(self.optimizer.param_groups[0], state)
 
     def _gradients(self, step: int) -> list[Gradients]:
         """Return each rank's gradients of a small batch."""

@@ -181,6 +181,7 @@ class Adapter(Protocol):
         *,
         lr: float = 1.0,
         momentum: float = 0.0,
+        adam: bool = False,
         first: Arrays = ZEROS,
         **options: Any,
     ) -> Job:
@@ -597,6 +598,25 @@ def check_a_broken_payload_names_its_sender(a: Adapter) -> None:
         np.testing.assert_allclose(mine, was, rtol=0, atol=1e-6)
     train(a, job, 2, start=4)
     assert_equal_ranks(a, job)
+
+
+def check_gains_are_those_of_the_optimizer(a: Adapter) -> None:
+    """One over 1 - momentum for SGD; one over the root mean square of gradients for Adam."""
+    for momentum in (0.0, 0.9):
+        job = a.job(TopK(0.5), momentum=momentum)
+        train(a, job, 2)
+        exchange = job.optimizer.exchange
+        names = [tensor.name for tensor in exchange.tensors]
+        np.testing.assert_allclose(list(exchange.gains(names).values()), 1 / (1 - momentum))
+    job, moments = a.job(Dense(), lr=1e-3, adam=True), dict.fromkeys(SHAPES, 0.0)
+    for step in range(5):
+        train(a, job, 1, start=step)
+        squares = {name: float(np.mean(x**2)) for name, x in mean(everybody(a), step).items()}
+        moments = {name: 0.999 * moments[name] + 0.001 * squares[name] for name in SHAPES}
+    for full in names_of(job):
+        name = next(name for name in SHAPES if full.endswith(name))
+        gain = job.optimizer.exchange.gains([full])[full]
+        np.testing.assert_allclose(gain, np.sqrt((1 - 0.999**5) / moments[name]), rtol=1e-4)
 
 
 def check_updates_contain_the_momentum(a: Adapter) -> None:

@@ -91,15 +91,20 @@ def test_the_evidence_is_the_mean_errors_norm(compressor: Any, framework: Framew
 
 
 @pytest.mark.parametrize(
-    ("momentum", "factor"), [(0.0, 1.0), (0.5, 2.0), (None, 10.0), (0.9, 10.0), (1.0, 1000.0)]
+    ("options", "factors"),
+    [
+        ({"momentum": 0.5}, {"w": 2.0, "v": 2.0}),
+        ({}, {"w": 10.0, "v": 10.0}),
+        ({"gain": {"w": 3.0, "v": 0.0}.get}, {"w": 3.0, "v": 0.0}),
+    ],
 )
-def test_momentum_multiplies_the_effect_of_a_residual(
-    momentum: float | None, factor: float
+def test_the_gain_multiplies_the_effect_of_a_residual(
+    options: Any, factors: dict[str, float]
 ) -> None:
-    plain, world = (simulate(TopK(0.1), 2, momentum=m) for m in (0.0, momentum))
+    plain, world = simulate(TopK(0.1), 2, momentum=0.0), simulate(TopK(0.1), 2, **options)
     for one in (plain, world):
         train(one, NUMPY, 3)
-    expected = {name: factor * ratio for name, ratio in measured(plain).items()}
+    expected = {name: factors[name] * ratio for name, ratio in measured(plain).items()}
     assert measured(world) == pytest.approx(expected)
 
 

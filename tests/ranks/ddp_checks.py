@@ -147,6 +147,23 @@ def check_accordion_switches_by_windows() -> None:
     assert levels(state) == {"PowerSGD(rank=1)"}
 
 
+def check_displacement_with_adam() -> None:
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    policy = Displacement(PowerSGD(2), PowerSGD(1), window=2, bound=1e9)
+    model, state = wrapped(net, policy, optimizer=optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_same(model)
+    assert levels(state) == {"PowerSGD(rank=1)"}
+    for name, parameter in net.named_parameters():
+        moments = optimizer.state[parameter]["exp_avg_sq"].mean().item()
+        expected = ((1 - 0.999**6) / moments) ** 0.5 if moments else 1e8
+        assert abs(state.exchange.gains([name])[name] / expected - 1) < 1e-3, name
+
+
 def check_accumulation_and_clipping() -> None:
     results = []
     for compression in (None, Dense(), TopK(0.2)):

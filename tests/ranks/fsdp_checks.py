@@ -15,7 +15,7 @@ from harness import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from accordion_hvd import WAGMA, Accordion, AdaComp, Dense, PowerSGD, TopK, fsdp
+from accordion_hvd import WAGMA, Accordion, AdaComp, Dense, Displacement, PowerSGD, TopK, fsdp
 
 torch.set_num_threads(1)
 
@@ -135,6 +135,23 @@ def check_accordion_switches() -> None:
     assert_same(model)
     assert "PowerSGD(rank=1)" in state.exchange.levels().values()
     state.end_window()
+
+
+def check_displacement_with_adam() -> None:
+    model, _ = sharded(network())
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    policy = Displacement(PowerSGD(2), PowerSGD(1), window=2, bound=1e-9)
+    state = fsdp.between(model, mesh()["replicas"], policy, optimizer=optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_same(model)
+    name, parameter = next(iter(model.named_parameters()))
+    moments = optimizer.state[parameter]["exp_avg_sq"].to_local()
+    expected = ((1 - 0.999**6) / moments.mean().item()) ** 0.5
+    assert abs(state.exchange.gains([name])[name] / expected - 1) < 1e-4
+    assert {row.reason for row in policy.history} == {"displaced"}
 
 
 def check_accumulation() -> None:

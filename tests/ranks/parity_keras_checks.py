@@ -33,13 +33,14 @@ class Job:
         compression: Any,
         lr: float,
         momentum: float,
+        adam: bool,
         first: Arrays,
         options: dict[str, Any],
     ) -> None:
         if compression is not None:
             options = {"compression": compression, **options}
         self.optimizer = accordion_hvd.tensorflow.keras.DistributedOptimizer(
-            keras.optimizers.SGD(lr, momentum), **options
+            keras.optimizers.Adam(lr) if adam else keras.optimizers.SGD(lr, momentum), **options
         )
         self._named = {name: keras.Variable(x, name=name) for name, x in first.items()}
         self.optimizer.build(list(self._named.values()))
@@ -113,11 +114,12 @@ class Keras:
         *,
         lr: float = 1.0,
         momentum: float = 0.0,
+        adam: bool = False,
         first: Arrays = ZEROS,
         **options: Any,
     ) -> Job:
         """Begin a training; `options` go to `DistributedOptimizer`."""
-        return Job(self.traced, compression, lr, momentum, first, options)
+        return Job(self.traced, compression, lr, momentum, adam, first, options)
 
     def switch(self) -> Switch:
         """Return a new number."""

@@ -27,12 +27,22 @@ class Job:
     """Parameters whose gradients come from a backward pass of their products with constants."""
 
     def __init__(
-        self, compression: Any, lr: float, momentum: float, first: Arrays, options: dict[str, Any]
+        self,
+        compression: Any,
+        lr: float,
+        momentum: float,
+        adam: bool,
+        first: Arrays,
+        options: dict[str, Any],
     ) -> None:
         model = torch.nn.Module()
         for name, values in first.items():
             model.register_parameter(name, torch.nn.Parameter(torch.tensor(values)))
-        plain = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        plain: torch.optim.Optimizer = (
+            torch.optim.Adam(model.parameters(), lr)
+            if adam
+            else torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        )
         if compression is not None:
             options = {"compression": compression, **options}
         self.optimizer = accordion_hvd.torch.DistributedOptimizer(
@@ -92,11 +102,12 @@ class Torch:
         *,
         lr: float = 1.0,
         momentum: float = 0.0,
+        adam: bool = False,
         first: Arrays = ZEROS,
         **options: Any,
     ) -> Job:
         """Begin a training; `options` go to `DistributedOptimizer`."""
-        return Job(compression, lr, momentum, first, options)
+        return Job(compression, lr, momentum, adam, first, options)
 
     def switch(self) -> Switch:
         """Return a new number."""

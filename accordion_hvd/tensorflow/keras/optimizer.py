@@ -26,6 +26,7 @@ from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
 from accordion_hvd.tensorflow.graph import call_back, when
+from accordion_hvd.tensorflow.keras.gain import gain_of
 from accordion_hvd.tensorflow.variables import create, key_of
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
@@ -283,7 +284,7 @@ class _Distributed(Controls):
         super().__init__(*args, **options)
         reference = weakref.ref(self)
         self._averager = self._settings.averager(lambda: _exchanged(reference()))
-        self._averager.optimizer_momentum = getattr(self, "momentum", None)
+        self._averager.gain = lambda variable: gain_of(reference(), variable)
         self._models = self._settings.models(self._averager)  # the model averager, or None
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
