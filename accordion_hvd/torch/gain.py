@@ -10,6 +10,9 @@ import torch
 
 from accordion_hvd.engine import gain
 
+MOMENTS = "exp_avg_sq", "square_avg", "sum"
+"""Names of second moments in the states of Adam, RMSprop and Adagrad."""
+
 
 def gain_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
     """Return the gain for a parameter.
@@ -18,10 +21,11 @@ def gain_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
         group: the parameter group.
         state: the optimizer's state of the parameter.
     """
-    moments = state.get("exp_avg_sq")
-    if moments is None:
-        momentum = group.get("momentum")
+    momentum = group.get("momentum")
+    moments = next((state[name] for name in MOMENTS if name in state), None)
+    if moments is None or "acc_delta" in state:  # Adadelta has no learning rate in this sense
         return gain.USUAL if momentum is None else gain.of_sgd(float(momentum))
     local: torch.Tensor = moments.to_local() if hasattr(moments, "to_local") else moments
     beta = group.get("betas", (0.0, 0.0))[1]  # optimizers of other packages may lack some entries
-    return gain.of_adam(float(local.float().mean()), beta, float(state.get("step", math.inf)))
+    steps = float(state.get("step", math.inf))
+    return gain.of_sgd(momentum or 0.0) * gain.of_adam(float(local.float().mean()), beta, steps)

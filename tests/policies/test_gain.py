@@ -15,7 +15,7 @@ LR, STEPS, AT, SIZE, BETA = 1e-3, 400, 200, 64, 0.99
 SCALES = 0.1, 10.0
 """Standard deviations of the gradients of two tensors."""
 
-KINDS = ("sgd", "momentum", "adam", "adamw")
+KINDS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "heavy rmsprop", "adagrad")
 
 
 def gradient(step: int, scale: float) -> np.ndarray:
@@ -31,6 +31,9 @@ def with_torch(kind: str, scale: float, change: float) -> tuple[np.ndarray, floa
         "momentum": lambda: torch.optim.SGD([parameter], LR, momentum=0.9),
         "adam": lambda: torch.optim.Adam([parameter], LR, (0.9, BETA)),
         "adamw": lambda: torch.optim.AdamW([parameter], LR, (0.9, BETA), weight_decay=0.0),
+        "rmsprop": lambda: torch.optim.RMSprop([parameter], LR, BETA),
+        "heavy rmsprop": lambda: torch.optim.RMSprop([parameter], LR, BETA, momentum=0.8),
+        "adagrad": lambda: torch.optim.Adagrad([parameter], LR),
     }[kind]()
     found = 0.0
     for step in range(STEPS):
@@ -53,6 +56,9 @@ def with_keras(kind: str, scale: float, change: float) -> tuple[np.ndarray, floa
         "momentum": lambda: keras.optimizers.SGD(LR, momentum=0.9),
         "adam": lambda: keras.optimizers.Adam(LR, beta_2=BETA),
         "adamw": lambda: keras.optimizers.AdamW(LR, beta_2=BETA, weight_decay=0.0),
+        "rmsprop": lambda: keras.optimizers.RMSprop(LR, BETA),
+        "heavy rmsprop": lambda: keras.optimizers.RMSprop(LR, BETA, momentum=0.8),
+        "adagrad": lambda: keras.optimizers.Adagrad(LR),
     }[kind]()
     optimizer.build([variable])
     found = 0.0

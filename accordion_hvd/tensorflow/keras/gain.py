@@ -9,14 +9,23 @@ import tensorflow as tf
 
 from accordion_hvd.engine import gain
 
-ADAM = (keras.optimizers.Adam, keras.optimizers.Nadam)
+MOMENTS = {
+    keras.optimizers.Adam: "_velocities",
+    keras.optimizers.Nadam: "_velocities",
+    keras.optimizers.RMSprop: "_velocities",
+    keras.optimizers.Adagrad: "_accumulators",
+}
+"""Class of an optimizer -> attribute with its second moments."""
 
 
 def gain_of(optimizer: Any, variable: Any) -> float:
     """Return the gain of `optimizer` for a variable."""
-    if not isinstance(optimizer, ADAM):
-        momentum = getattr(optimizer, "momentum", None)
+    momentum = getattr(optimizer, "momentum", None)
+    kind = next((kind for kind in MOMENTS if isinstance(optimizer, kind)), None)
+    if kind is None:
         return gain.USUAL if momentum is None else gain.of_sgd(float(momentum))
-    moments = optimizer._velocities[optimizer._get_variable_index(variable)]
+    moments = getattr(optimizer, MOMENTS[kind])[optimizer._get_variable_index(variable)]
     mean = float(tf.reduce_mean(tf.cast(moments, tf.float32)))
-    return gain.of_adam(mean, optimizer.beta_2, float(tf.cast(optimizer.iterations, tf.float32)))
+    steps = float(tf.cast(optimizer.iterations, tf.float32))
+    beta = getattr(optimizer, "beta_2", 0.0)  # only Adam corrects the bias of its moments
+    return gain.of_sgd(momentum or 0.0) * gain.of_adam(mean, beta, steps)
