@@ -17,6 +17,9 @@ from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.windows import Windowed
 from benchmarks.regimes.studies import Study
 
+LOOSE = 0.06
+"""A bound of `Displacement` that saves more than its default."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -109,6 +112,10 @@ def _accordion(**more: Any) -> Callable[[Plan], Policy]:
     return lambda plan: Accordion(**plan.arguments, interval=plan.study.interval, **more)
 
 
+def _displacement(**more: Any) -> Callable[[Plan], Policy]:
+    return lambda plan: Displacement(**plan.arguments, **more)
+
+
 def _until_fall(level: str) -> Callable[[Plan], Policy]:
     """Return a function for a schedule: `level` until the learning rate falls, then high."""
 
@@ -141,7 +148,8 @@ METHODS: dict[str, Method] = {
     "published": Method("Accordion, `lr_drop=None`", _accordion(lr_drop=None)),
     "accordion-first": Method("low first, bytes of Accordion", _low_first, like="accordion"),
     "accordion-random": Method("random layers, bytes of Accordion", _random, like="accordion"),
-    "displacement": Method("Displacement", lambda plan: Displacement(**plan.arguments)),
+    "displacement": Method("Displacement", _displacement()),
+    "displacement-loose": Method(f"Displacement, `bound={LOOSE}`", _displacement(bound=LOOSE)),
     "displacement-first": Method(
         "low first, bytes of Displacement", _low_first, like="displacement"
     ),
