@@ -92,6 +92,20 @@ def test_optimizers_of_other_packages() -> None:
     assert torch_gain({}, {}) == gain.USUAL
 
 
+def test_a_scaled_loss() -> None:
+    keras = pytest.importorskip("keras")
+    from accordion_hvd.tensorflow.keras.gain import gain_of
+
+    variable = keras.Variable(np.zeros(SIZE, np.float32))
+    plain, scaled = keras.optimizers.Adam(), keras.optimizers.Adam()
+    wrapper = keras.optimizers.LossScaleOptimizer(scaled, initial_scale=8.0)
+    plain.build([variable])
+    wrapper.build([variable])
+    plain.apply([np.ones(SIZE, np.float32)])
+    wrapper.apply([np.full(SIZE, 8.0, np.float32)])
+    assert gain_of(wrapper, variable) == pytest.approx(gain_of(plain, variable))
+
+
 def test_unusual_momenta() -> None:
     assert gain.of_sgd(1.0) == gain.of_sgd(2.0) == 1000.0
     assert gain.of_adam(4.0, 0.5, 100) == pytest.approx(0.5)
