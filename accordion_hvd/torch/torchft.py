@@ -78,7 +78,7 @@ def average(
             averages gradients without compression.
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
         optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate.
+            constant learning rate; `Displacement` and `Goodput` are refused.
         passes: number of backward passes whose gradients are summed before replicas exchange them.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.

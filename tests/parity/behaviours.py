@@ -601,7 +601,7 @@ def check_a_broken_payload_names_its_sender(a: Adapter) -> None:
 
 
 def check_gains_are_those_of_the_optimizer(a: Adapter) -> None:
-    """One over 1 - momentum for SGD; one over the root mean square of gradients for Adam."""
+    """The gain of SGD is 1 / (1 - momentum); Adam's is 1 / root mean square of the gradients."""
     for momentum in (0.0, 0.9):
         job = a.job(TopK(0.5), momentum=momentum)
         train(a, job, 2)
