@@ -1,4 +1,4 @@
-"""Elastic jobs: ranks join while others train, leave in order, and die."""
+"""Elastic jobs: ranks join while others train, leave in order, and die; hosts vanish and return."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LIMIT = 150
 
 CASES = [
     ("torch", "topk:0.1", ["join", "leave"]),
-    ("torch", "powersgd:2", ["join", "kill"]),
-    ("torch", "local", ["join", "leave"]),
-    ("keras", "topk:0.1", ["join", "kill"]),
+    ("torch", "powersgd:2", ["vanish", "kill"]),
+    ("torch", "local", ["vanish", "leave"]),
+    ("keras", "topk:0.1", ["vanish", "kill"]),
 ]
 
 
@@ -26,10 +26,12 @@ def test_ranks_come_and_go(framework: str, compression: str, stages: list[str]) 
     need("gloo")
     report, told = launch_elastic(f"elastic_{framework}.py", [compression, *stages], LIMIT)
     found = f"status {report.status} after {report.seconds:.0f} s; told: {told}\n{report.output}"
-    sizes = [2, *(3 if stage == "join" else 2 for stage in stages)]
+    sizes = [2, *(3 if stage in ("join", "vanish") else 2 for stage in stages)]
     assert report.status == 0, found
     assert sorted(row["rank"] for row in told) == list(range(sizes[-1])), found
     assert all(row["sizes"] == sizes for row in told), found
+    leaders = [0, *(1 if stage == "vanish" else 0 for stage in stages)]
+    assert all(row["leaders"] == leaders for row in told), found
     assert len({row["steps"] for row in told}) == 1, found
     assert all(row["weights"] == told[0]["weights"] for row in told), found
     for stage, (norm, drift) in zip(stages, told[0]["changes"], strict=True):

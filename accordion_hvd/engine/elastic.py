@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Protocol
 
 from accordion_hvd.engine import checkpoint
@@ -32,11 +32,11 @@ class Member(Protocol):
     def ranks_changed(self) -> None:
         """Connect to the present ranks."""
 
-    def prepare_regroup(self, gather: Gather) -> None:
-        """Prepare the weights for a broadcast from rank 0; collective."""
+    def prepare_regroup(self, gather: Gather, leader: int) -> None:
+        """Prepare the weights for a broadcast from the leader; collective."""
 
-    def regroup(self, gather: Gather) -> Group | None:
-        """Take over the state of the job and a part of the per-rank state; collective."""
+    def regroup(self, gather: Gather, leader: int) -> Group | None:
+        """Take over the leader's state and a part of the per-rank state; collective."""
 
 
 class FollowsRanks:
@@ -44,18 +44,23 @@ class FollowsRanks:
 
     Commits contain residuals, levels, policies and the state of model averaging. Before ranks
     leave in order, they hand their residuals over to the others. After a change of the ranks, all
-    ranks share the residuals equally. If a rank died, rank 0 reports the loss, which is the
+    ranks share the residuals equally. If a rank died, the leader reports the loss, which is the
     residual that the rank's last commit held.
+
+    All ranks take over the state of the leader, which is the first rank that was in the job before.
+    That is rank 0, except after a discovery that found no host: Horovod then forgets which hosts
+    were first, and rank 0 may be new.
 
     Attributes:
         interrupt: Horovod's exception for changed hosts.
-        failure: Horovod's exception for failed operations.
+        leading_rank: number of the rank whose state the others take over.
     """
 
     interrupt: ClassVar[type[Exception]]
-    failure: ClassVar[type[Exception]]
+    leading_rank = 0
+    _bcast_object: Callable[..., Any]
     _norms: tuple[list[float], ...] = ()  # norms of the committed residuals, by rank and member
-    _skips_sync = False  # whether Horovod omits `sync` after the present change
+    _in_job = False  # whether this rank has the state of the job
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order; collective."""
@@ -90,7 +95,9 @@ class FollowsRanks:
         except self.interrupt as change:
             for member in members:
                 member.hand_over(self._gather)
-            self._skips_sync = bool(getattr(change, "skip_sync", False))
+            # Horovod omits `sync` if hosts were only removed. But another host may be added before
+            # the ranks connect, and its ranks would wait for the others in `sync` for ever.
+            change.skip_sync = False  # type: ignore[attr-defined]
             raise
 
     def reset(self) -> None:
@@ -99,25 +106,33 @@ class FollowsRanks:
             if hasattr(owner, "ranks_changed"):
                 owner.ranks_changed()
         super().reset()  # type: ignore[misc]
-        if self._skips_sync:  # there are only ranks that were present before
-            self._skips_sync = False
-            # Horovod expects failures from `sync` and the training only, whose next operation fails
-            # again if a rank dies here.
-            with contextlib.suppress(self.failure):
-                self._regroup()
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""
+        """Broadcast the leader's state to all ranks, and share the residuals; collective."""
+        in_job = self._gather(self._in_job)
+        self.leading_rank = in_job.index(True) if True in in_job else 0
         for member in self._members():
-            member.prepare_regroup(self._gather)
-        super().sync()  # type: ignore[misc]
+            member.prepare_regroup(self._gather, self.leading_rank)
+        with replaced(self, _bcast_object=self.from_leader(self._bcast_object)):
+            super().sync()  # type: ignore[misc]
         self._regroup()
+        self._in_job = True
+
+    def from_leader(self, broadcast: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of Horovod that broadcasts the leader's values, whoever that is."""
+
+        def broadcast_from_leader(value: Any, root_rank: int = 0) -> Any:
+            del root_rank  # Horovod's states take rank 0 for the leader
+            return broadcast(value, root_rank=self.leading_rank)
+
+        return broadcast_from_leader
 
     def _regroup(self) -> None:
         norms, self._norms = self._norms, ()
+        leads = self._rank() == self.leading_rank  # type: ignore[attr-defined]
         for number, member in enumerate(self._members()):
-            group = member.regroup(self._gather)
-            if group is not None and group.lost and self._rank() == 0:  # type: ignore[attr-defined]
+            group = member.regroup(self._gather, self.leading_rank)
+            if group is not None and group.lost and leads:
                 _report(group, [row[number] for row in norms])
         self.save()  # a failure must not lead back to a commit of other ranks
 
@@ -125,6 +140,19 @@ class FollowsRanks:
         values = [getattr(item, "exchange_owner", None) for item in self._optimizers()]
         owners = [owner for x in values for owner in (x if isinstance(x, tuple) else (x,))]
         return [owner for owner in owners if hasattr(owner, "regroup")]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of an object or a module within a `with` block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def _report(group: Group, norms: list[float]) -> None:

@@ -280,18 +280,15 @@ class GradientAverager(abc.ABC, Generic[E]):
         self._own_state = self._handed_over = False
         self.doubt()
 
-    def prepare_regroup(self, gather: rank_changes.Gather) -> None:
-        """Do nothing: weights are equal on all ranks, so those of rank 0 can be broadcast."""
+    def prepare_regroup(self, gather: rank_changes.Gather, leader: int) -> None:
+        """Do nothing: weights are equal on all ranks, so those of the leader can be broadcast."""
 
-    def leads(self, gather: rank_changes.Gather) -> bool:
-        """Return whether the others take over this rank's policy; True on one rank; collective."""
-        return self.communicator.rank == 0
-
-    def regroup(self, gather: rank_changes.Gather) -> rank_changes.Group | None:
+    def regroup(self, gather: rank_changes.Gather, leader: int = 0) -> rank_changes.Group | None:
         """Take over policy and steps of the leading rank, a part of all residuals; collective.
 
         Args:
             gather: function that gathers objects from all present ranks.
+            leader: rank whose policy and steps the others take over.
 
         Returns:
             The group; None if the leading rank has taken no step.
@@ -302,8 +299,8 @@ class GradientAverager(abc.ABC, Generic[E]):
             own = None
         elif own is None:
             own = rank_changes.part(self.exchange, False)
-        self.name = gather(self.name)[0]
-        group = rank_changes.find_group(own, self.leads(gather), gather)
+        self.name = gather(self.name)[leader]
+        group = rank_changes.find_group(own, self.communicator.rank == leader, gather)
         if group is not None and not group.unchanged:
             self.expect(group.lead.about["tensors"])
             rank_changes.regroup(self.exchange, own, group, gather)

@@ -408,13 +408,13 @@ class ModelAverager(checkpoint.Keeper):
         self._is_set_up = self._by_shares = False
         self._neighbourhood = None
 
-    def prepare_regroup(self, gather: Gather) -> None:
+    def prepare_regroup(self, gather: Gather, leader: int) -> None:
         """Set the models to the average over the ranks with models of the present step; collective.
 
-        Ranks that join then receive this average from rank 0.
+        Ranks that join then receive this average from the leader.
         """
         rows = gather((self.steps, self._apart))
-        present = [steps == rows[0][0] for steps, _ in rows]
+        present = [steps == rows[leader][0] for steps, _ in rows]
         if self.single_rank or not any(apart for _, apart in rows):
             return
         values = self.parameters.read()
@@ -427,10 +427,10 @@ class ModelAverager(checkpoint.Keeper):
             [self.xp.cast(mean * factor, self.xp.dtype(old)) for mean, old in pairs]
         )
 
-    def regroup(self, gather: Gather) -> None:
-        """Take over the steps of rank 0, and the state that is equal on all ranks; collective."""
-        leads = self.communicator.rank == 0
-        self._name, saved = gather((self._name, self._shared_state()) if leads else None)[0]
+    def regroup(self, gather: Gather, leader: int) -> None:
+        """Take over the leader's steps, and the state that is equal on all ranks; collective."""
+        leads = self.communicator.rank == leader
+        self._name, saved = gather((self._name, self._shared_state()) if leads else None)[leader]
         self._apart = False
         self.load(saved)
 

@@ -149,9 +149,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         super().ranks_changed()
         self._retrace()
 
-    def regroup(self, gather: Gather) -> Group | None:
+    def regroup(self, gather: Gather, leader: int = 0) -> Group | None:
         """Take over the state of the job, and have graphs traced again; see `GradientAverager`."""
-        group = super().regroup(gather)
+        group = super().regroup(gather, leader)
         self._retrace()
         return group
 

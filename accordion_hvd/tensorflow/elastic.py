@@ -22,6 +22,8 @@ from accordion_hvd.tensorflow.functions import broadcast_variables
 class _ModelState(ObjectState):
     """State of a Keras model and its optimizer, without the state of compression."""
 
+    leading_rank = 0
+
     def __init__(self, model: Any, optimizer: Any, **kwargs: Any) -> None:
         self.model, self.optimizer = model, optimizer
         self._store()
@@ -39,8 +41,8 @@ class _ModelState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Broadcast the values of rank 0 to all ranks."""
-        broadcast_variables(self._variables(), 0)
+        """Broadcast the leader's values to all ranks."""
+        broadcast_variables(self._variables(), self.leading_rank)
         self._store()
         super().sync()
 
@@ -66,7 +68,7 @@ class TensorFlowKerasState(FollowsRanks, _ModelState):
         ValueError: if the model is not built.
     """
 
-    interrupt, failure = HostsUpdatedInterrupt, HorovodInternalError
+    interrupt = HostsUpdatedInterrupt
 
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
@@ -76,7 +78,7 @@ class TensorFlowKerasState(FollowsRanks, _ModelState):
         super().__init__(model, optimizer or model.optimizer, **kwargs)
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""
+        """Broadcast the leader's state to all ranks, and share the residuals; collective."""
         with _failures():
             super().sync()
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import horovod.torch as hvd
 import horovod.torch.elastic as _horovod
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
 from accordion_hvd.comm.horovod import connections
-from accordion_hvd.engine.elastic import FollowsRanks
+from accordion_hvd.engine.elastic import FollowsRanks, replaced
 from accordion_hvd.torch import engines
 from accordion_hvd.torch.functions import broadcast_optimizer_state
 
@@ -24,7 +24,7 @@ class TorchState(FollowsRanks, _horovod.TorchState):
         RuntimeError: if torch.distributed carries the gradients.
     """
 
-    interrupt, failure = HostsUpdatedInterrupt, HorovodInternalError
+    interrupt = HostsUpdatedInterrupt
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         if engines.carrier() == "torch":
@@ -35,14 +35,15 @@ class TorchState(FollowsRanks, _horovod.TorchState):
         super().__init__(model, optimizer, **kwargs)
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0 to all ranks, and share the residuals; collective."""
-        # Horovod's function takes an optimizer step, which changes weights under weight decay.
-        original = _state.broadcast_optimizer_state
-        _state.broadcast_optimizer_state = broadcast_optimizer_state
-        try:
+        """Broadcast the leader's state to all ranks, and share the residuals; collective."""
+        with replaced(
+            _state,
+            broadcast_parameters=self.from_leader(_state.broadcast_parameters),
+            broadcast_object=self.from_leader(_state.broadcast_object),
+            # Horovod's function takes an optimizer step, which changes weights under weight decay.
+            broadcast_optimizer_state=self.from_leader(broadcast_optimizer_state),
+        ):
             super().sync()
-        finally:
-            _state.broadcast_optimizer_state = original
 
     def _gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value, name="accordion.elastic")

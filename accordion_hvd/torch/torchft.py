@@ -45,7 +45,7 @@ from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
 from accordion_hvd.comm.torch_distributed.quorum import QuorumCommunicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
-from accordion_hvd.engine.rank_changes import Gather, Group, Part
+from accordion_hvd.engine.rank_changes import Group, Part
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import Compression
@@ -251,16 +251,12 @@ class ReplicaReducer(BackwardReducer):
             self._handed_over = False  # nobody has left
             return
         self.ranks_changed()
-        group = self.regroup(self._gather)
+        steps = self._gather(0 if self._exchange is None else self._exchange.steps)
+        group = self.regroup(self._gather, leader=steps.index(max(steps)))
         if group is not None and group.lost:
             norms = [norm for norm in self._gather(self.committed_norm()) if norm]
             if norms and self.communicator.rank == 0:
                 _report(group, norms)
-
-    def leads(self, gather: Gather) -> bool:
-        """Return whether this is the first of the replicas with the most steps; collective."""
-        steps = gather(0 if self._exchange is None else self._exchange.steps)
-        return steps.index(max(steps)) == self.communicator.rank
 
     def part_in_order(self) -> None:
         """Share all residuals, and commit; nothing changes if the replicas are not connected."""

@@ -1,4 +1,4 @@
-"""States of elastic jobs whose ranks change again while they connect."""
+"""States of elastic jobs whose hosts are removed, and whose rank 0 may be new."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 
 from accordion_hvd.engine.elastic import FollowsRanks
-
-
-class OperationFailed(Exception):
-    """Stands in for Horovod's exception for failed operations."""
 
 
 class HostsChanged(Exception):
@@ -23,54 +19,77 @@ class Horovods:
     """Stands in for Horovod's state, of a job that a host has left."""
 
     def __init__(self) -> None:
-        self.resets = 0
+        self.roots: list[int] = []
+        self._rank = lambda: 0
 
     def check_host_updates(self) -> None:
         raise HostsChanged
 
-    def reset(self) -> None:
-        self.resets += 1
+    def sync(self) -> None:
+        self._bcast_object({})
+
+    def save(self) -> None:
+        pass
+
+    def _bcast_object(self, value: Any, root_rank: int = 0) -> Any:
+        self.roots.append(root_rank)
+        return value
 
 
 class State(FollowsRanks, Horovods):
-    interrupt, failure = HostsChanged, OperationFailed
+    """The state of a rank that has been in the job, beside `new` ranks with lower numbers."""
 
-    def __init__(self, error: Exception) -> None:
+    interrupt = HostsChanged
+
+    def __init__(self, new: int) -> None:
         super().__init__()
-        self.member, self.error = Member(), error
+        self.new, self.member = new, Member()
 
     def _members(self) -> list[Any]:
         return [self.member]
 
     def _gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def _regroup(self) -> None:
-        raise self.error
+        return [False] * self.new + [value]
 
 
 class Member:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def commit(self) -> None:
+        self.calls.append("commit")
+
     def committed_norm(self) -> float:
         return 0.0
 
     def hand_over(self, gather: Any) -> None:
-        gather(None)
+        self.calls.append("hand over")
+
+    def prepare_regroup(self, gather: Any, leader: int) -> None:
+        self.calls.append(("prepare", leader))
+
+    def regroup(self, gather: Any, leader: int) -> None:
+        self.calls.append(("regroup", leader))
 
 
-def test_a_failure_while_ranks_connect_is_left_to_the_training() -> None:
-    """Horovod's loop would end the rank here; it expects the next operation's failure."""
-    state = State(OperationFailed())
-    with pytest.raises(HostsChanged):
+def test_ranks_synchronize_after_a_removal_too() -> None:
+    """A host may be added before they connect, whose ranks wait in the synchronization."""
+    state = State(0)
+    with pytest.raises(HostsChanged) as raised:
         state.check_host_updates()
-    state.reset()
-    assert state.resets == 1
-    state.reset()  # the next change is not one without a synchronization
-    assert state.resets == 2
+    assert not raised.value.skip_sync
+    assert state.member.calls == ["hand over"]
 
 
-def test_other_errors_while_ranks_connect_are_raised() -> None:
-    state = State(KeyError("x"))
-    with pytest.raises(HostsChanged):
-        state.check_host_updates()
-    with pytest.raises(KeyError):
-        state.reset()
+@pytest.mark.parametrize("new", [0, 1, 2])
+def test_the_first_rank_of_the_job_leads(new: int) -> None:
+    """The others take over its values; before the training, rank 0 leads."""
+    state = State(new)
+    state.sync()
+    state.sync()
+    state._bcast_object({})  # outside the synchronization, values are those of rank 0
+    assert state.roots == [0, new, 0]
+    assert state.member.calls == [
+        *[("prepare", 0), ("regroup", 0), "commit"],
+        *[("prepare", new), ("regroup", new), "commit"],
+    ]

@@ -185,32 +185,43 @@ def _residual(saved: Any) -> np.ndarray:
 
 
 def change(
-    ranks: list[NumPyAverager], stay: Sequence[int], joined: int, compression: Any
+    ranks: list[NumPyAverager],
+    stay: Sequence[int],
+    joined: int,
+    compression: Any,
+    joined_first: bool = False,
 ) -> tuple[list[NumPyAverager], list[Any]]:
     """Continue with the ranks `stay` and `joined` new ones; return these ranks and their groups."""
-    new = [ranks[rank] for rank in stay]
-    size = len(new) + joined
+    old = [ranks[rank] for rank in stay]
+    size = len(old) + joined
     hub = Hub(size)
-    new += averagers(Hub(size), compression, guard=Guard())[len(new) :]
+    fresh = averagers(Hub(size), compression, guard=Guard())[:joined]
+    new = fresh + old if joined_first else old + fresh
     gathering = Gathering(size)
     for rank, one in enumerate(new):
         one.link = lambda rank=rank: Threaded(hub, rank, NUMPY.xp)
-        if rank < len(stay):
+        if one in old:
             one.ranks_changed()
         else:  # Horovod broadcasts the weights
-            one.communicator, one.weights = one.connect(), dict(new[0].weights)
-    groups = on_all(new, lambda one, rank: one.regroup(gathering.of(rank)))
+            one.communicator, one.weights = one.connect(), dict(old[0].weights)
+    leader = new.index(old[0])
+    groups = on_all(new, lambda one, rank: one.regroup(gathering.of(rank), leader))
     return new, groups
 
 
 @pytest.mark.parametrize(
     "compression", ["dense", "topk:0.05", "powersgd:2", "dgc:0.1", "scalecom:0.05", "onebit"]
 )
+@pytest.mark.parametrize("joined_first", [False, True])
 @pytest.mark.parametrize(
     "stay, joined", [((0, 1, 2), 2), ((1, 2), 0), ((2, 0), 2), ((1,), 0), ((2, 0, 1), 0)]
 )
 def test_the_sum_of_residuals_outlives_changes_of_ranks(
-    compression: str, stay: tuple[int, ...], joined: int, monkeypatch: pytest.MonkeyPatch
+    compression: str,
+    stay: tuple[int, ...],
+    joined: int,
+    joined_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks that leave hand their residuals over; ranks that join take a share of them."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
@@ -222,7 +233,7 @@ def test_the_sum_of_residuals_outlives_changes_of_ranks(
         gathering = Gathering(3)
         on_all(ranks, lambda one, rank: one.hand_over(gathering.of(rank)))
         np.testing.assert_allclose(residuals(ranks), before, rtol=1e-5, atol=1e-5)
-    ranks, groups = change(ranks, stay, joined, compression)
+    ranks, groups = change(ranks, stay, joined, compression, joined_first)
     assert all(group.lost == [] for group in groups), groups
     np.testing.assert_allclose(residuals(ranks), before, rtol=1e-5, atol=1e-5)
     means = on_all(ranks, lambda one, rank: one.step(gradients(rank, 3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,18 @@ import numpy as np
 FEW, MANY = "localhost:2\n", "localhost:2\n127.0.0.1:1\n"
 """Hosts with two and three ranks; Horovod never uses a host again on which a rank has died."""
 
+ABSENCE = 3.0
+"""Seconds for which discovery finds no host, which is some of its periods."""
+
 STEPS = 6
 """Steps before each stage, and after the last one."""
 
 PATIENCE = 60.0
 """Seconds to wait for other ranks."""
 
-BEGIN: dict[str, Any] = {"step": 0, "entered": 0, "sizes": [], "changes": [], "total": None}
+BEGIN: dict[str, Any] = {
+    "step": 0, "entered": 0, "sizes": [], "leaders": [], "changes": [], "total": None
+}  # fmt: skip
 """Attributes of the elastic state before the training."""
 
 
@@ -28,11 +34,13 @@ class Stages:
     """Changes of the ranks, one after the other.
 
     Args:
-        names: "join" (a third rank comes), "leave" (it goes in order), "kill" (it dies).
+        names: "join" (a third rank comes), "vanish" (discovery finds no host and then all three
+            ranks, of which the third is now the first), "leave" (the third rank goes in order),
+            "kill" (it dies).
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names, self.waited = names, 0.0
+        self.names, self.waited, self.begun = names, 0.0, 0
 
     def enter(self, state: Any, size: int, total: np.ndarray) -> None:
         """Note the number of ranks, and how much the sum of the residuals has changed."""
@@ -41,6 +49,7 @@ class Stages:
             drift = float(np.linalg.norm(total - state.total)) / (norm or 1.0)
             state.changes = [*state.changes, (norm, drift)]
         state.sizes, state.entered = [*state.sizes, size], state.step
+        state.leaders = [*state.leaders, state.leading_rank]
 
     def over(self, state: Any) -> bool:
         """Return whether all stages and some more steps are done."""
@@ -52,10 +61,29 @@ class Stages:
         number = len(state.sizes) - 1
         if number >= len(self.names) or state.step < state.entered + STEPS:
             return
-        name = self.names[number]
-        if name == "kill" and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+        if rank == 0 and self.begun <= number:
+            self.begun = number + 1
+            change_hosts(self.names[number])
+        if self.names[number] == "kill" and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
             os.kill(os.getpid(), signal.SIGKILL)
-        if name != "kill" and rank == 0:
-            Path(os.environ["ELASTIC_HOSTS"]).write_text(MANY if name == "join" else FEW)
         time.sleep(0.1)
         self.waited += 0.1
+
+
+def change_hosts(name: str) -> None:
+    """Write the hosts of a stage to the file that discovery reads."""
+    if name == "join":
+        write_hosts(MANY)
+    elif name == "vanish":
+        write_hosts("")
+        threading.Timer(ABSENCE, write_hosts, [MANY]).start()
+    elif name == "leave":
+        write_hosts(FEW)
+
+
+def write_hosts(text: str) -> None:
+    """Replace the file at once: discovery may read it at any moment."""
+    path = Path(os.environ["ELASTIC_HOSTS"])
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

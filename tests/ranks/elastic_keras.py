@@ -64,6 +64,7 @@ harness.tell(
     rank=hvd.rank(),
     size=hvd.size(),
     sizes=state.sizes,
+    leaders=state.leaders,
     changes=state.changes,
     steps=state.step,
     weights=[float(np.sum(v.numpy(), dtype=np.float64)) for v in model.trainable_variables],

@@ -64,6 +64,7 @@ harness.tell(
     rank=hvd.rank(),
     size=hvd.size(),
     sizes=state.sizes,
+    leaders=state.leaders,
     changes=state.changes,
     steps=state.step,
     weights=[float(p.double().sum()) for p in model.parameters()],

@@ -165,7 +165,8 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         limit: seconds after which everything that was started is killed.
 
     Returns:
-        What came of the launch, and what the ranks told at their ends.
+        The launch, whose output names the lines that hanging ranks execute, and what the ranks
+        told at their ends.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         hosts, discovery = Path(folder, "hosts"), Path(folder, "discover")
@@ -175,7 +176,10 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         command = [*_HOROVODRUN, "--network-interface", "lo", "-np", "2", "--min-np", "1"]
         command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
         report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
-        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts)})
+        # Horovod orders new hosts as a set does: with this seed, 127.0.0.1 comes before localhost
+        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts), "PYTHONHASHSEED": "4"})
+        for file in sorted(Path(folder).glob("*.batching")):
+            report.output += f"\n--- {file.stem} was here:\n{file.read_text()}"
         return report, _told(folder)
 
 
