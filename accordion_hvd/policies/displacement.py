@@ -19,7 +19,7 @@ from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 from accordion_hvd.policies.windows import Windowed
 
 COLUMNS = 256
-BOUND, RELEASE = 0.02, 1 / 3
+BOUND, RELEASE = 0.06, 1 / 3
 
 
 class RelativeResidual(Evidence):
