@@ -69,12 +69,15 @@ class Group:
             )  # fmt: skip
             ranks = len(network.names) * per_host
             self._connections: list[Connection] = self._accept(listener, ranks)
-        first = self._receive(START_LIMIT)
-        self._pids = [message["pid"] for message in first]
-        self.facts = {key: first[0][key] for key in first[0] if key not in ("rank", "pid")}
+        answers = self._receive(START_LIMIT)
+        order = sorted(range(ranks), key=lambda index: answers[index]["rank"])
+        self._connections = [self._connections[index] for index in order]
+        self._pids = [answers[index]["pid"] for index in order]
+        first = answers[order[0]]
+        self.facts = {key: first[key] for key in first if key not in ("rank", "pid")}
 
     def ask(self, action: str, method: str, count: int = 0) -> list[Any]:
-        """Return the answers of all workers to a request.
+        """Return the answers of all workers to a request, in rank order.
 
         Raises:
             Refusal: if a worker fails, ends or takes too long.

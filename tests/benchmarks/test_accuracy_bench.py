@@ -147,7 +147,7 @@ def test_ways() -> None:
         assert isinstance(policy, Accordion) and policy.window == 25
         assert (policy.gate is not None) == gated
     policy = contestants.compression(accuracy_tasks.spelled(accuracy_tasks.GOODPUT, 25))
-    assert isinstance(policy, Goodput) and policy.window == 25
+    assert isinstance(policy, Goodput) and policy.window == 50
 
 
 def test_networks_begin_alike() -> None:

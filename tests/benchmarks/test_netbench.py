@@ -8,13 +8,15 @@ import re
 import signal
 import subprocess
 import time
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rigs import marked, rig, start
 
-from benchmarks.netbench import command, contestants, links, page, sandbox, tables
+from benchmarks.netbench import command, contestants, group, links, page, sandbox, tables
 from benchmarks.netbench.contestants import (
     ACCORDION,
     COMPILED,
@@ -118,6 +120,21 @@ def test_engines_are_told_from_names() -> None:
     assert page.pairs("torch", ["HSDP", "HSDP + ours powersgd:4"]) == [
         ("HSDP + ours powersgd:4", "HSDP"),
     ]  # fmt: skip
+
+
+def test_answers_come_in_rank_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Workers connect in any order, and only rank 0 knows the times of a gate's trials."""
+    ranks, pipes = (2, 0, 1), [Pipe() for _ in range(3)]
+    for rank, (_, worker) in zip(ranks, pipes, strict=True):
+        worker.send({"rank": rank, "pid": 100 + rank, "tensors": rank})
+    job = SimpleNamespace(status=lambda: None)
+    monkeypatch.setattr(group, "Job", lambda *words, **settings: job)
+    monkeypatch.setattr(group.Group, "_accept", lambda *words: [one for one, _ in pipes])
+    workers = group.Group("ours", SimpleNamespace(names=["a", "b", "c"]), tmp_path, {}, "gloo", 1)
+    for rank, (_, worker) in zip(ranks, pipes, strict=True):
+        worker.send({"value": rank})
+    assert workers.ask("digest", "ours fp16") == [0, 1, 2]
+    assert workers.facts == {"tensors": 0}
 
 
 def test_excesses_are_over_computing_alone() -> None:
