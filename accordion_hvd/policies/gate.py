@@ -347,15 +347,16 @@ class Gate:
     def _verdict(self, trials: _Trials, names: Mapping[str, str]) -> str:
         assignment = self._assign(trials.best, trials, names)
         compressed, total = len(names) - len(assignment), len(names)
-        wanted = " and ".join(sorted(set(names.values())))
+        compressors = sorted(set(names.values()))
+        pay = f"{' and '.join(compressors)} {'pays' if len(compressors) == 1 else 'pay'}"
         fallbacks = {repr(self.fallbacks[number - 1]) for number in assignment.values()}
         text = " or ".join("dense" if name == "Dense()" else name for name in sorted(fallbacks))
         if compressed == total:
-            gain = f"{wanted} pays on all {total} tensors"
+            gain = f"{pay} on all {total} tensors"
         elif compressed:
-            gain = f"{wanted} pays on {compressed} of {total} tensors; the rest go {text}"
+            gain = f"{pay} on {compressed} of {total} tensors; the rest go {text}"
         else:
-            gain = f"{wanted} pays on none of {total} tensors; all go {text}"
+            gain = f"{pay} on none of {total} tensors; all go {text}"
         dense = self._estimate(repr(Dense()), trials)
         chosen = 1000 * min(trials.seconds[trials.best])
         link = f"{self.link}; " if self.link else ""
