@@ -119,7 +119,7 @@ class FollowsRanks:
         self._in_job = True
 
     def from_leader(self, broadcast: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of Horovod that broadcasts the leader's values, whoever that is."""
+        """Return Horovod's function `broadcast` with the leader as its root."""
 
         def broadcast_from_leader(value: Any, root_rank: int = 0) -> Any:
             del root_rank  # Horovod's states take rank 0 for the leader

@@ -283,7 +283,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     def prepare_regroup(self, gather: rank_changes.Gather, leader: int) -> None:
         """Do nothing: weights are equal on all ranks, so those of the leader can be broadcast."""
 
-    def regroup(self, gather: rank_changes.Gather, leader: int = 0) -> rank_changes.Group | None:
+    def regroup(self, gather: rank_changes.Gather, leader: int) -> rank_changes.Group | None:
         """Take over policy and steps of the leading rank, a part of all residuals; collective.
 
         Args:

@@ -149,7 +149,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         super().ranks_changed()
         self._retrace()
 
-    def regroup(self, gather: Gather, leader: int = 0) -> Group | None:
+    def regroup(self, gather: Gather, leader: int) -> Group | None:
         """Take over the state of the job, and have graphs traced again; see `GradientAverager`."""
         group = super().regroup(gather, leader)
         self._retrace()

@@ -22,7 +22,7 @@ from accordion_hvd.tensorflow.functions import broadcast_variables
 class _ModelState(ObjectState):
     """State of a Keras model and its optimizer, without the state of compression."""
 
-    leading_rank = 0
+    leading_rank: int  # of `FollowsRanks`
 
     def __init__(self, model: Any, optimizer: Any, **kwargs: Any) -> None:
         self.model, self.optimizer = model, optimizer

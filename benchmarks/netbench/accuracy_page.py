@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from accordion_hvd.policies.gate import CHECK
 from benchmarks import report
 from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
 from benchmarks.netbench.contestants import DDP, OURS, STOCK
@@ -184,6 +185,7 @@ def text(found: Row) -> str:
         seeds=found["settings"]["seeds"],
         hook=HOOK,
         interval=INTERVAL,
+        window=CHECK,
         places=report.join([section(found, place) for place in places(found)]),
         **report.machine(found["machine"]),
         **report.hosts(found["settings"]),

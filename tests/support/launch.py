@@ -176,11 +176,27 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         command = [*_HOROVODRUN, "--network-interface", "lo", "-np", "2", "--min-np", "1"]
         command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
         report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
-        # Horovod orders new hosts as a set does: with this seed, 127.0.0.1 comes before localhost
-        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts), "PYTHONHASHSEED": "4"})
+        _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts), "PYTHONHASHSEED": _hash_seed()})
         for file in sorted(Path(folder).glob("*.batching")):
             report.output += f"\n--- {file.stem} was here:\n{file.read_text()}"
         return report, _told(folder)
+
+
+def _hash_seed() -> str:
+    """Return a seed with which sets, and so Horovod, order 127.0.0.1 before localhost."""
+    one, other = "127.0.0.1", "localhost"
+    program = (
+        f"assert list({{{one!r}, {other!r}}}) == list({{{other!r}, {one!r}}}) == {[one, other]}"
+    )
+    for seed in map(str, range(100)):
+        command, environment = (
+            [sys.executable, "-c", program],
+            {**os.environ, "PYTHONHASHSEED": seed},
+        )
+        done = subprocess.run(command, env=environment, capture_output=True, check=False)
+        if done.returncode == 0:
+            return seed
+    raise RuntimeError("no hash seed orders the hosts")
 
 
 def launch_job(script: str, words: Sequence[str], limit: float) -> tuple[Report, list[dict]]:
