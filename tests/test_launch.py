@@ -33,7 +33,12 @@ WITHOUT_HOROVOD = tuple(x for x in checks_of("torch_checks.py") if x not in OF_H
 
 SUITES: dict[str, list[Any]] = {
     "core_checks.py": [*BOTH, ("torchrun", 2), ("torchrun", 4), ("carried", 2)],
-    "torch_checks.py": [*BOTH, ("torchrun", 2, WITHOUT_HOROVOD), ("carried", 4, WITHOUT_HOROVOD)],
+    "torch_checks.py": [
+        *BOTH,
+        ("torchrun", 2, WITHOUT_HOROVOD),
+        ("carried", 2, WITHOUT_HOROVOD),
+        ("carried", 4, ("check_weights_are_equal_after_training",)),
+    ],
     "engine_checks.py": [("torchrun", 2), ("torchrun", 4)],
     "ddp_checks.py": [("torchrun", 2), ("torchrun", 4)],
     "fsdp_checks.py": [("torchrun", 4)],
