@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accordion_hvd import check
-from accordion_hvd.policies import Accordion, Policy
-from accordion_hvd.resolve import VARIABLE, as_policy, parse
+from accordion_hvd.policies import Accordion
+from accordion_hvd.resolve import VARIABLE, Serving, parse, resolve
 from examples import command_line, schedule
 
 
@@ -119,8 +119,8 @@ class Settings:
         """Return the folder of the results."""
         return Path(self.output) / self.name
 
-    def policy(self) -> Policy | None:
-        """Return a new policy for `compression`, or None if `compression` is None."""
+    def policy(self) -> Serving | None:
+        """Return a new policy or averaging method for `compression`; None if that is None."""
         return _policy(self.compression)
 
     def lr_at(self, epoch: int) -> float:
@@ -136,11 +136,11 @@ class Settings:
         return asdict(self)
 
 
-def _policy(wanted: Any) -> Policy | None:
+def _policy(wanted: Any) -> Serving | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict):
-        return as_policy(wanted)
+        return resolve(wanted)
     known = inspect.signature(Accordion).parameters
     for key in wanted:
         check.one_of("compression", "key", key, tuple(known))

@@ -50,7 +50,7 @@ def train(settings: Settings, data: Dataset) -> Row:
             epochs,
         ],
     )
-    return record.write(exchange_of(optimizer))
+    return record.write(recorded(optimizer))
 
 
 def _devices() -> None:
@@ -66,9 +66,9 @@ def _devices() -> None:
         pass  # TensorFlow is already running: this is a second run in this process
 
 
-def exchange_of(optimizer: Any) -> Any:
-    """Return the exchange, which counts bytes, or None if there is a single rank."""
-    return optimizer.exchange if hvd.size() > 1 else None
+def recorded(optimizer: Any) -> Any:
+    """Return the optimizer, which counts bytes, or None if there is a single rank."""
+    return optimizer if hvd.size() > 1 else None
 
 
 class Batches(keras.utils.PyDataset):
@@ -104,8 +104,8 @@ class Epochs(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Test, record and save; collective."""
         loss, accuracy = float((logs or {})["loss"]), self._accuracy()
-        exchange = exchange_of(self.model.optimizer)
-        self.record.epoch(self.settings.lr_at(epoch), loss, accuracy, exchange)
+        optimizer = recorded(self.model.optimizer)
+        self.record.epoch(self.settings.lr_at(epoch), loss, accuracy, optimizer)
         if self.settings.checkpoint:
             _save(self.record.folder, self.model)
         self.bar.update()

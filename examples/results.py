@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.policies import Policy
 from accordion_hvd.policies.decision import plain
 from examples.config import Settings
 
@@ -54,16 +54,16 @@ class Record:
         """Seconds of the run so far, including evaluation and earlier parts of a resumed run."""
         return self.waited + time.perf_counter() - self.began
 
-    def epoch(self, lr: float, loss: float, accuracy: float, exchange: Exchange | None) -> Row:
+    def epoch(self, lr: float, loss: float, accuracy: float, optimizer: Any) -> Row:
         """Record an epoch that has ended.
 
         Args:
             lr: learning rate of the epoch.
             loss: mean training loss.
             accuracy: accuracy on the test images, in [0, 1].
-            exchange: exchange of the optimizer; None for a single rank.
+            optimizer: the distributed optimizer; None for a single rank.
         """
-        stats = self.stats(exchange)
+        stats = self.stats(optimizer)
         row: Row = {
             "epoch": len(self.rows),
             "lr": lr,
@@ -72,27 +72,29 @@ class Record:
             "sent": stats["sent"],
             "dense_sent": stats["dense_sent"],
             "seconds": self.seconds,
-            "levels": levels(exchange),
+            "levels": dict(policy.current) if (policy := policy_of(optimizer)) else {},
         }
         self.rows.append(row)
-        self.write(exchange)
+        self.write(optimizer)
         return row
 
-    def stats(self, exchange: Exchange | None) -> Row:
-        """Return `Exchange.stats()`, including the counts from before the run was resumed."""
-        now = exchange.stats() if exchange is not None else _NOTHING
+    def stats(self, optimizer: Any) -> Row:
+        """Return `Exchange.stats()`, with averaged models and the counts before a resumption."""
+        now = counts(optimizer, self.result["ranks"])
         total = {key: now[key] + self.before.get(key, 0) for key in _NOTHING if key != "ratio"}
         ratio = total["dense_sent"] / total["sent"] if total["sent"] else math.nan
         more = {"times": dict(now.get("seconds", {})), "privacy": now.get("privacy", {})}
         return {**total, "ratio": ratio, **more}
 
-    def write(self, exchange: Exchange | None) -> Row:
+    def write(self, optimizer: Any) -> Row:
         """Write the result so far, and return it."""
+        policy = policy_of(optimizer)
+        serving = policy or (optimizer.averaging.method if optimizer is not None else None)
         self.result |= {
             "seconds": self.seconds,
-            "stats": self.stats(exchange),
-            "compression": repr(exchange.policy) if exchange is not None else None,
-            "history": plain(exchange.policy.history) if exchange is not None else [],
+            "stats": self.stats(optimizer),
+            "compression": repr(serving) if serving is not None else None,
+            "history": plain(policy.history) if policy else [],
             "epochs": self.rows,
         }
         if self.rank == 0:
@@ -104,9 +106,25 @@ _NOTHING: Row = {"steps": 0, "dense": 0.0, "dense_sent": 0.0, "payload": 0.0, "s
 _NOTHING |= {"received": 0.0, "ratio": math.nan}
 
 
-def levels(exchange: Exchange | None) -> dict[str, int]:
-    """Return the level of each layer that the policy controls; 0 is low compression."""
-    return dict(exchange.policy.current) if exchange is not None else {}
+def policy_of(optimizer: Any) -> Policy | None:
+    """Return the policy of an optimizer; None if it averages models only, or for a single rank."""
+    policy = getattr(getattr(optimizer, "exchange", None), "policy", None)
+    return policy if isinstance(policy, Policy) else None
+
+
+def counts(optimizer: Any, ranks: int) -> Row:
+    """Return `Exchange.stats()`, to which the steps and bytes of averaged models are added."""
+    found: Row = dict(_NOTHING)
+    if policy_of(optimizer) is not None:
+        found |= optimizer.exchange.stats()
+    averaging = optimizer.averaging if optimizer is not None else None
+    if averaging is not None:
+        models = averaging.stats()
+        dense = 4 * models["steps"] * sum(x.size for x in averaging.parameters.tensors())
+        more = {"steps": models["steps"], "sent": models["sent"], "dense": dense}
+        more["dense_sent"] = 2 * (ranks - 1) / ranks * dense
+        found |= {key: found[key] + value for key, value in more.items()}
+    return found
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -42,9 +44,14 @@ def train(settings: Settings, data: Dataset, ranks: int) -> Row:
         lr = settings.lr_at(epoch)
         optimizer.param_groups[0]["lr"] = lr
         loss = _epoch(model, optimizer, world, shards, epoch, lr)
-        record.epoch(lr, loss, _accuracy(model, shards), world.exchanges[0])
+        record.epoch(lr, loss, _accuracy(model, shards), _first(world))
         world.end_window()
-    return record.write(world.exchanges[0])
+    return record.write(_first(world))
+
+
+def _first(world: World) -> SimpleNamespace:
+    """Return the attributes of rank 0's optimizer that a record reads."""
+    return SimpleNamespace(exchange=world.exchanges[0], averaging=None)
 
 
 def _epoch(

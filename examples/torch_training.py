@@ -43,20 +43,20 @@ def train(settings: Settings, data: Dataset) -> Row:
     shard = Shard(data, *part)
     record = Record(settings, "torch", hvd.rank(), hvd.size(), earlier)
     optimizer.end_window()  # windows are epochs: the loop below ends each one
-    exchange = optimizer.exchange if hvd.size() > 1 else None
+    recorded = optimizer if hvd.size() > 1 else None
     show = settings.progress and hvd.rank() == 0
     with tqdm(
         total=settings.epochs, initial=len(record.rows), unit="epoch", disable=not show
     ) as bar:
         for epoch in range(len(record.rows), settings.epochs):
             loss, accuracy = _epoch(model, optimizer, shard, settings.lr_at(epoch), epoch, device)
-            record.epoch(settings.lr_at(epoch), loss, accuracy, exchange)
+            record.epoch(settings.lr_at(epoch), loss, accuracy, recorded)
             optimizer.end_window()
             if settings.checkpoint:
                 _save(record.folder, model, optimizer)
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
-    return record.write(exchange)
+    return record.write(recorded)
 
 
 def _device() -> torch.device:
@@ -82,6 +82,8 @@ def _epoch(
         loss.backward()
         optimizer.step()
         total[:2] += torch.tensor([float(loss.detach()), 1.0])
+    if optimizer.averaging is not None:
+        optimizer.average_now(model)
     model.eval()
     with torch.no_grad():
         for images, labels in shard.test_batches():

@@ -172,6 +172,9 @@ class _ModelAveraging:
     def synchronize(self: Any) -> None:
         """Do nothing, because gradients are not averaged."""
 
+    def end_window(self: Any) -> None:
+        """Do nothing, because the method has no windows; scripts for policies may call it."""
+
     @property
     def process_set(self: Any) -> Any:
         """Return the process set whose ranks average their models."""

@@ -205,6 +205,23 @@ def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str
     )
 
 
+def launched(program: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on two ranks over Gloo."""
+    pytest.importorskip("horovod")
+    pytest.importorskip("sklearn")
+    launcher = Path(sys.executable).parent / "horovodrun"
+    environment = {
+        **os.environ,
+        "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [launcher, "--gloo", "-np", "2", sys.executable, program, *words],
+        capture_output=True, text=True, env=environment, timeout=200,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("script", ["train_torch.py", "train_keras.py"])
 def test_scripts_refuse_with_status_2_and_one_sentence(script: str) -> None:
     done = run(script, "--epochs", "many", PYTHONPROFILEIMPORTTIME="1")
@@ -230,24 +247,30 @@ def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize(
+    "method",
+    ["WAGMA(2)", "Accordion(low=Dense(), high=WAGMA(2), interval=1, threshold=9)"],
+    ids=["WAGMA", "Accordion"],
+)
+def test_two_ranks_average_models(framework: str, method: str, tmp_path: Path) -> None:
+    """Steps and bytes of averaged models count; a test costs one more average."""
+    words = ["--compression", method, "--limit", "640", "--epochs", "3", "--output", str(tmp_path)]
+    done = launched(SCRIPTS / f"train_{framework}.py", *words)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = results.read_json(tmp_path / "run" / "result.json")
+    assert found["compression"].startswith(method[:5]) and found["stats"]["steps"] == 30
+    assert 1 < found["stats"]["sent"] / found["stats"]["dense_sent"] <= 33 / 30 + 1e-6
+    assert found["epochs"][-1]["accuracy"] > 0.5
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_two_ranks_train_and_resume(framework: str, tmp_path: Path) -> None:
     """Three epochs at once, and one and then two more, end with the same weights and levels."""
-    launcher = Path(sys.executable).parent / "horovodrun"
-    pytest.importorskip("horovod")
-    pytest.importorskip("sklearn")
     pytest.importorskip({"torch": "torch", "keras": "tensorflow"}[framework])
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [launcher, "--gloo", "-np", "2", sys.executable, program, framework, str(tmp_path)],
-        capture_output=True, text=True, env=environment, timeout=200,
-    )  # fmt: skip
+    done = launched(program, framework, str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     whole, parts = (
         json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")
