@@ -24,6 +24,7 @@ Found = Mapping[str, Seeds]
 RIVALS = (
     ("accordion", "accordion-first"),
     ("accordion", "accordion-random"),
+    ("accordion", "middle"),
     ("accordion", "rate"),
     ("displacement", "displacement-first"),
     ("displacement", "rate"),
