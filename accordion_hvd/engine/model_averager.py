@@ -91,6 +91,7 @@ class ModelAverager(checkpoint.Keeper):
         self.single_rank = communicator.size == 1
         self._of_all = number == 0
         self._traffic, self._seconds = Traffic(), 0.0
+        self._earlier: dict[str, int] = {}  # counts of the phases before the last `rest`
         self._is_set_up = self._ready = self._by_shares = False
         self._neighbourhood: Neighbourhood | None = None
         self._agreed: Sequence[TensorInfo] = ()  # tensors on which all ranks have agreed
@@ -309,6 +310,7 @@ class ModelAverager(checkpoint.Keeper):
         """
         if self._engine is not None:
             self._engine.close()
+        self._earlier = self._counts()
         self._engine = None
         self.load({})
 
@@ -456,12 +458,22 @@ class ModelAverager(checkpoint.Keeper):
               older one; "lag": the largest age of an older one, in versions. Only if averaging is
               wait-avoiding.
         """
-        counts: dict[str, Any] = {"steps": self.steps, "seconds": self._seconds}
-        counts |= {"sent": self._traffic.sent, "reports": self._reports()}
-        if self._engine is not None:
-            engine = self._engine
-            counts |= {"late": engine.late, "on_time": engine.on_time, "lag": engine.lag}
-            counts["sent"] = engine.sent
+        counts = {"sent": self._traffic.sent, **self._counts()}
+        return counts | {"seconds": self._seconds, "reports": self._reports()}
+
+    @property
+    def total_steps(self) -> int:
+        """Return the number of steps since the start of training; `steps` counts from a `rest`."""
+        return self._earlier.get("steps", 0) + self.steps
+
+    def _counts(self) -> dict[str, int]:
+        """Return the counts of all phases; those of wait-avoiding averages if there were any."""
+        engine, earlier = self._engine, self._earlier
+        counts = earlier | {"steps": self.total_steps}
+        if engine is not None:
+            now = {"late": engine.late, "on_time": engine.on_time, "sent": engine.sent}
+            counts |= {key: earlier.get(key, 0) + value for key, value in now.items()}
+            counts["lag"] = max(earlier.get("lag", 0), engine.lag)
         return counts
 
     def _reports(self) -> list[dict[str, float]]:

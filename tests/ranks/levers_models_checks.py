@@ -67,7 +67,8 @@ def check_real_ranks_do_what_the_oracle_does() -> None:
     assert [bool(row["level"]) for row in history] == [apart for _, apart in oracle.decisions]
     assert oracle.came_back()
     assert {row["compressor"] for row in history} == {repr(Dense()), repr(SYNCHRONOUS)}
-    assert optimizer.averaging.stats()["sent"] > 0
+    stats = optimizer.averaging.stats()
+    assert stats["sent"] > 0 and optimizer.exchange.steps + stats["steps"] == 60
 
 
 def check_slots_are_averaged_once_and_counts_are_not() -> None:
@@ -169,6 +170,10 @@ def check_without_waiting() -> None:
     running = [engine for engine in engines if engine is not None]
     assert len(running) == (2 if mpi else 0), "one for each time that models are averaged"
     assert not any(engine._thread.is_alive() for engine in running[:-1])
+    stats = optimizer.averaging.stats()
+    assert optimizer.exchange.steps + stats["steps"] == 60
+    for count in ("late", "on_time", "sent") if mpi else ():
+        assert stats[count] == sum(getattr(engine, count) for engine in running), count
     optimizer.averaging.close()
 
 

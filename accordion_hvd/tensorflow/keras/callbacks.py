@@ -132,9 +132,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             is_distributed(optimizer) and optimizer.averaging_models
         ):
             return
-        if self._averaged != optimizer.averaging.steps:  # else a validation has averaged already
+        steps = optimizer.averaging.total_steps
+        if self._averaged != steps:  # else a validation has averaged already
             optimizer.average_now(self.model if self.average == "all" else None)
-            self._averaged = optimizer.averaging.steps
+            self._averaged = steps
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the replicas again, and remove a train function with frozen levels."""
