@@ -189,10 +189,8 @@ def _hash_seed() -> str:
         f"assert list({{{one!r}, {other!r}}}) == list({{{other!r}, {one!r}}}) == {[one, other]}"
     )
     for seed in map(str, range(100)):
-        command, environment = (
-            [sys.executable, "-c", program],
-            {**os.environ, "PYTHONHASHSEED": seed},
-        )
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program]
         done = subprocess.run(command, env=environment, capture_output=True, check=False)
         if done.returncode == 0:
             return seed
