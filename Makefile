@@ -28,8 +28,8 @@ COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5'
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-optimizers \
-	bench-kernels bench-compressors bench-graph bench-averaging results faults storm doctor clean
+.PHONY: help setup demo test coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-goodput \
+	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging results faults storm doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -89,6 +89,10 @@ bench-plan: setup ## measure the predictions of accordion-hvd plan, for docs/pla
 bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
+
+bench-goodput: setup ## Goodput beside its levels on limited links, for docs/goodput.md (root; two hours)
+	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --page goodput --output $(NETBENCH)/goodput.json
+	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/goodput.json
 
 bench-optimizers: setup ## compressed optimizers against Adam, for docs/optimizers.md (links: root)
 	@$(IN_VENV) $(RUN) scripts/bench_optimizers.py run --output $(OPTBENCH)/accuracy.json

@@ -235,7 +235,7 @@ class Compressor(NotForStockHorovod):
             x = error + gradient and some delta > 0, and if the message depends on x only.
         topology_aware: whether `Info.hosts` holds the hosts.
         fp16_reduction: whether it sends fp16 values only. The ranks then choose once whether the
-            engine or the communicator adds them (`engine.fp16_reduction`).
+            engine or the communicator adds them (`comm.fp16_reduction`).
         sharded: whether, on known hosts, the state covers only a part of the tensor (see
             `expand_residual`). The residual of other levels is then added to the next gradient.
         private: whether nothing but the result of `exchange` may reveal anything about gradients.

@@ -34,12 +34,13 @@ class EvidenceCollector:
 
     def wanted(self, entry: BucketState) -> list[Evidence]:
         """Return the evidence that this rank collects for a bucket in the present step."""
-        if self._exchange.communicator.rank:
-            return []
+        lead = self._exchange.communicator.rank == 0
         return [
             evidence
             for evidence in self.followed
-            if (entry.bucket.compress or evidence.everywhere) and evidence.suits(entry.compressor)
+            if (lead or evidence.on_all_ranks)
+            and (entry.bucket.compress or evidence.everywhere)
+            and evidence.suits(entry.compressor)
         ]
 
     def before(self, batch_state: BatchState, wanted: Sequence[Evidence], grad: Tensor) -> None:

@@ -160,7 +160,7 @@ class Exchange:
         observers = self.policy.observers
         if observers.weight != 1:  # the optimizer step uses the rate times the weight
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
-        guarded = bool(self.evidence.followed)
+        guarded = not all(x.tolerates_nonfinite for x in self.evidence.followed)
         guarded |= any(
             s.compressor.batching != "any" or s.carried is not None for s in self.bucket_states
         )
@@ -193,7 +193,9 @@ class Exchange:
         batch_state = self.bucket_batches.memory[index]
         first, wanted = batch_state.entries[0], self.evidence.wanted(batch_state.entries[0])
         detects_nonfinite = first.compressor.detects_nonfinite and batch_state.carried() is None
-        detects_nonfinite = detects_nonfinite and not any(x.looks_before for x in wanted)
+        detects_nonfinite = detects_nonfinite and not any(
+            x.looks_before and not x.tolerates_nonfinite for x in wanted
+        )
         opening = functools.partial(self._opening, batch_state, wanted, parameter)
         self.running.start(index, grad, opening, detects_nonfinite)
 
@@ -351,6 +353,8 @@ class Exchange:
         if level != entry.level:
             entry.record_switch(level, self.counted)
             entry.switch(level, self.info(entry))
+            if gone := {x.key for x in self.policy.evidence if x.of_level} & entry.evidence.keys():
+                entry.evidence = {k: x for k, x in entry.evidence.items() if k not in gone}
             self.ledger.switched(entry, self.steps)
             self.bucket_batches.outdate()
 

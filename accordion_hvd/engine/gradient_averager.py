@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 import accordion_hvd
-from accordion_hvd.comm import hosts, tcp
+from accordion_hvd.comm import fp16_reduction, hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
-from accordion_hvd.engine import checkpoint, drift, fp16_reduction, rank_changes
+from accordion_hvd.engine import checkpoint, drift, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange, usual_gains
 from accordion_hvd.engine.guard import Guard
@@ -221,7 +221,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     def discover(self) -> None:
         """Discover hosts and measure the link, if the policy needs them; collective, once."""
         hosts.discover_hosts(self.communicator, self.policy.topology_aware, self.device)
-        fp16_reduction.choose_reduction(self.communicator, self.policy, self.device)
+        fp16_reduction.choose_reduction(self.communicator, self.policy.fp16_reduction, self.device)
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return, for each flag, whether some rank has set it; collective."""

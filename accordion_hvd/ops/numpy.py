@@ -440,6 +440,11 @@ def norm(x: Array) -> Array:
     return np.asarray(np.linalg.norm(x.reshape(-1).astype(np.float64)), np.float32)
 
 
+def inner_products(a: Array, b: Array) -> Array:
+    """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
+    return np.einsum("ij,ij->i", a, b).astype(np.float32)
+
+
 def nonfinite(x: Array) -> Array:
     """Return one fp32 element: 0 if all elements of `x` are finite, else 1.
 

@@ -502,6 +502,11 @@ def norm(x: Tensor) -> Tensor:
     return tf.cast(tf.norm(tf.cast(x, tf.float64)), tf.float32)
 
 
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
+    return tf.reduce_sum(a * b, axis=1)
+
+
 def nonfinite(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if all elements of `x` are finite, else 1."""
     wide = tf.float64 if x.dtype == tf.float64 else tf.float32

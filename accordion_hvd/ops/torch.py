@@ -592,6 +592,11 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).float()
 
 
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
+    return torch.linalg.vecdot(a, b)
+
+
 def nonfinite(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if all elements of `x` are finite, else 1 (one pass, no copy)."""
     if x.device.type != "cpu" and x.numel():  # extremes cannot overflow, and propagate NaN

@@ -27,6 +27,8 @@ class Decision(Mapping[str, Any]):
         lr: learning rate of the next step.
         previous_lr: learning rate at the start of the window.
         ratio: mean over standard deviation of the gradients (`AdaQS`).
+        efficiency: progress of a step relative to an uncompressed one (`Goodput`).
+        weight: weight of `efficiency` in a mean over buckets (`Goodput`).
     """
 
     name: str
@@ -41,6 +43,8 @@ class Decision(Mapping[str, Any]):
     lr: float = math.nan
     previous_lr: float = math.nan
     ratio: float = math.nan
+    efficiency: float = math.nan
+    weight: float = math.nan
 
     def __getitem__(self, key: str) -> Any:
         return vars(self)[key]

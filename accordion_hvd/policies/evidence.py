@@ -1,8 +1,8 @@
 """Evidence for the decisions of policies: a policy declares evidence, the exchange collects it.
 
 Evidence either accumulates one tensor per bucket over the steps of a window (`before`, `after`), or
-reads the state of the exchange when a decision is due (`read`). Ranks other than 0 decide nothing
-and accumulate nothing.
+reads the state of the exchange when a decision is due (`read`). Ranks other than 0 decide nothing,
+and accumulate nothing unless the evidence is `on_all_ranks`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ class Evidence:
         key: name of the evidence in the arguments of `Policy.decide` and in checkpoints.
         everywhere: whether to include buckets that are exempt from the policy.
         needs_optimizer: whether the exchange must know the optimizer's learning rate and momentum.
+        on_all_ranks: whether ranks other than 0 accumulate a tensor, too.
+        of_level: whether a switch of a bucket's level discards its tensor.
+        tolerates_nonfinite: whether a gradient that is not finite may change the tensor. Other
+            evidence is undone in such a step, which needs a pass over the gradients.
     """
 
     key: str = ""
     everywhere: bool = False
     needs_optimizer: bool = False
+    on_all_ranks: bool = False
+    of_level: bool = False
+    tolerates_nonfinite: bool = False
 
     def zeros(self, entry: Any) -> Tensor:
         """Return the tensor of a bucket (a `BucketState`) at the start of a window."""

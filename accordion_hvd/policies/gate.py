@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,9 @@ class Gate:
     method with phases (`LGC`) is measured in its last phase: its first trial lasts until then
     (`Compressor.startup_steps`).
 
+    A policy may tell the gate what a step of a configuration is worth (`efficiency`); the gate then
+    compares the progress per second instead of the steps per second.
+
     The gate measures the link again after `every` steps, and earlier if the time of a step has
     changed by half or more; it compares the time every 50 steps. It repeats all trials if the link
     or the time of a step has changed by half or more.
@@ -88,7 +91,9 @@ class Gate:
     Attributes:
         verdict: the line that rank 0 logged last.
         trial_steps: number of steps in trials so far, on rank 0.
-        trial_seconds: duration of these steps.
+        trial_seconds: duration of these steps and of the measurements of the link.
+        efficiency: function that returns the progress of a step under an assignment (bucket -> 1 +
+            index of the fallback that serves it) relative to an uncompressed one; called on rank 0.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Gate:
         self.steps, self.every, self.fallbacks = steps, every, tuple(fallbacks)
         self.verdict = ""
         self.trial_steps, self.trial_seconds = 0, 0.0
+        self.efficiency: Callable[[Mapping[str, int]], float] = _equal
         self.link: Link | None = None
         self.assignment: dict[str, int] = {}  # bucket -> 1 + index of the fallback that serves it
         self._option = ""  # the option on trial
@@ -109,7 +115,10 @@ class Gate:
         self._probes = True  # whether that decision starts with measuring the link
         self._measured = 0  # the step of the last measurement of the link or verdict; on rank 0
         self._pattern: tuple[tuple[str, int], ...] | None = None  # None before the first decision
+        self._rejudges = False  # whether to choose again before the next step
         self._known: dict[tuple[tuple[str, int], ...], _Trials] = {}
+        self._times: dict[tuple[str, ...], list[float]] = {}
+        # compressor of each bucket -> median seconds of each trial; shared between patterns
         self._clock = StepTimes(every)
         self._judged = _Trials()
         self._usual = math.nan  # seconds per step in the first steps after the verdict
@@ -130,12 +139,16 @@ class Gate:
         """Return whether to decide before exchange number `step`; equal on all ranks."""
         if self._pattern is None:
             return bool(wanted) and step >= WARM
+        if self._rejudges and not self._option:
+            return True
         return step >= self._until or tuple(wanted.items()) != self._pattern
 
     def probes(self, wanted: Mapping[str, int]) -> bool:
         """Return whether a decision starts with measuring the link; equal on all ranks."""
         return self._pattern is None or (
-            self._probes and not self._option and tuple(wanted.items()) == self._pattern
+            self._probes
+            and not (self._option or self._rejudges)
+            and tuple(wanted.items()) == self._pattern
         )
 
     @property
@@ -143,9 +156,16 @@ class Gate:
         """Return whether there is a verdict and no trial is running; equal on all ranks."""
         return self._pattern is not None and not self._option
 
+    def rejudge(self) -> None:
+        """Choose again before the next step, without new trials. Call it on all ranks.
+
+        Policies call it when `efficiency` has changed.
+        """
+        self._rejudges = True
+
     def restart(self) -> None:
         """Start all trials again from the next step on. Call it on all ranks."""
-        self._known.clear()
+        self._forget()
         self._pattern, self._option, self.link = None, "", None
 
     @property
@@ -186,8 +206,10 @@ class Gate:
         if link is not None:
             self._measured = step
         if link is not None and self._has_changed(link):
-            self._known.clear()
+            self._forget()
         elif not self._option and self._pattern == pattern:
+            if self._rejudges:
+                return self._choose_again(step, names, startup_steps)
             if math.isnan(self._usual) and self._clock.times:
                 self._usual = statistics.median(self._clock.times)
             if link is None and self._is_slower_or_faster():
@@ -196,10 +218,12 @@ class Gate:
         self.link = link or self.link
         if pattern != self._pattern:
             self._option = ""
-        trials = self._trials(pattern)
+        trials = self._trials(pattern, names)
         if self._option and not (self._option == WANTED and startup_steps):
             seconds = statistics.median(self._clock.times[-self.steps :])
-            trials.seconds.setdefault(self._option, []).append(seconds)
+            served = self._served(self._option, trials, names)
+            times = trials.seconds.setdefault(self._option, self._times.setdefault(served, []))
+            times.append(seconds)
             self.trial_steps += self.steps + 2
             self.trial_seconds += (self.steps + 2) * seconds
             if self._option == WANTED:
@@ -208,15 +232,17 @@ class Gate:
 
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
         """Apply a decision of rank 0. Returns whether levels may have changed."""
-        self._until = decision["until"]
-        self._probes = decision.get("probes", True)
+        rejudged, self._rejudges = self._rejudges, False
+        self._until, self._probes = decision["until"], decision.get("probes", True)
+        self.verdict = decision.get("verdict") or self.verdict
+        if rejudged and decision.get("keep"):
+            return False
         self._clock.restart()
         if decision.get("keep"):
             return False
         self._pattern = tuple(wanted.items())
         self._option = decision["option"]
         self.assignment = dict(decision["assignment"])
-        self.verdict = decision["verdict"] or self.verdict
         return True
 
     def _wait(self, step: int) -> dict[str, Any]:
@@ -234,14 +260,41 @@ class Gate:
             return True
         return self._is_slower_or_faster()
 
-    def _trials(self, pattern: tuple[tuple[str, int], ...]) -> _Trials:
-        """Return the measurements of this pattern; fallbacks take the same time in all patterns."""
+    def _forget(self) -> None:
+        """Forget all measured times."""
+        self._known.clear()
+        self._times = {}
+
+    def _trials(self, pattern: tuple[tuple[str, int], ...], names: Mapping[str, str]) -> _Trials:
+        """Return the measurements of this pattern; other patterns tell the times of fallbacks."""
         if pattern not in self._known:
-            fallbacks, trials = [repr(fallback) for fallback in self.fallbacks], _Trials()
-            for other in self._known.values():
-                trials.seconds |= {w: x for w, x in other.seconds.items() if w in fallbacks}
-            self._known[pattern] = trials
+            trials = self._known[pattern] = _Trials()
+            for option in map(repr, self.fallbacks):
+                times = self._times.get(self._served(option, trials, names))
+                if times:
+                    trials.seconds[option] = times
         return self._known[pattern]
+
+    def _served(self, option: str, trials: _Trials, names: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the compressor of each bucket under an option."""
+        fallbacks = [repr(fallback) for fallback in self.fallbacks]
+        assigned = self._assign(option, trials, names)
+        return tuple(
+            fallbacks[assigned[name] - 1] if name in assigned else wanted
+            for name, wanted in names.items()
+        )
+
+    def _choose_again(
+        self, step: int, names: Mapping[str, str], startup_steps: int
+    ) -> dict[str, Any]:
+        """Return a decision by the measured times and the present efficiency."""
+        assert self._pattern is not None
+        found = self._next(step, self._trials(self._pattern, names), names, startup_steps)
+        if not found["option"] and found["assignment"] == self.assignment:
+            found |= {"until": self._until, "probes": self._probes, "keep": True}
+            return found
+        self._usual = math.nan
+        return found
 
     def _next(
         self, step: int, trials: _Trials, names: Mapping[str, str], startup_steps: int
@@ -251,8 +304,9 @@ class Gate:
             assignment = self._assign(option, trials, names)
             until = step + self.steps + 2 + (startup_steps if option == WANTED else 0)
             return {"until": until, "option": option, "assignment": assignment, "verdict": ""}
-        trials.best, self._judged = self._choose(trials), trials
-        self._usual, self._measured = math.nan, step
+        trials.best, self._judged = self._choose(trials, names), trials
+        if not self._rejudges:
+            self._usual, self._measured = math.nan, step
         verdict = self._verdict(trials, names) if trials.seconds else ""
         assignment = self._assign(trials.best, trials, names)
         more = {"option": "", "assignment": assignment, "verdict": verdict}
@@ -268,7 +322,7 @@ class Gate:
         for option in (WANTED, *options):
             if option not in trials.seconds and option not in trials.skipped:
                 bound = self._lower_bound(option, trials)
-                if option == WANTED or bound < HOPELESS * min(trials.seconds[WANTED]):
+                if option == WANTED or not self._is_hopeless(option, bound, trials, names):
                     return option
                 trials.skipped[option] = bound
         least = min(map(min, trials.seconds.values()))
@@ -281,6 +335,13 @@ class Gate:
             if trials.mix and trials.mix not in [self._assign(w, trials, names) for w in options]:
                 return MIX
         return None
+
+    def _is_hopeless(
+        self, option: str, bound: float, trials: _Trials, names: Mapping[str, str]
+    ) -> bool:
+        """Return whether an option that takes at least `bound` seconds is far too slow."""
+        wanted = min(trials.seconds[WANTED]) / self.efficiency({})
+        return bound / self.efficiency(self._assign(option, trials, names)) >= HOPELESS * wanted
 
     def _lower_bound(self, option: str, trials: _Trials) -> float:
         """Return the seconds that sending a fallback's bytes takes at least."""
@@ -299,12 +360,17 @@ class Gate:
         if fallback is None:
             return {}
         price, costs = self._price(fallback, trials), trials.costs
-        return {
-            name: number
-            for name, number in self._assign(fallback, trials, names).items()
-            if price * (costs[name].with_fallback(fallback) - costs[name].sent)
-            < costs[name].seconds
-        }
+        step, progress = min(trials.seconds[WANTED]), self.efficiency({})
+
+        def pays(name: str, number: int) -> bool:
+            """Return whether a step with the fallback makes more progress per second."""
+            longer = price * (costs[name].with_fallback(fallback) - costs[name].sent)
+            return longer - costs[name].seconds < step * (
+                self.efficiency({name: number}) / progress - 1
+            )
+
+        assigned = self._assign(fallback, trials, names)
+        return {name: number for name, number in assigned.items() if pays(name, number)}
 
     def _price(self, fallback: str, trials: _Trials) -> float:
         """Estimate the seconds per byte in this job, overlap included, from two options' times."""
@@ -314,13 +380,17 @@ class Gate:
         saved = min(trials.seconds[fallback]) - min(trials.seconds[WANTED])
         return max(0.0, saved + work) / saved_bytes if saved_bytes > 0 else 0.0
 
-    def _choose(self, trials: _Trials) -> str:
+    def _choose(self, trials: _Trials, names: Mapping[str, str]) -> str:
         order = [WANTED, MIX, *map(repr, self.fallbacks)]
         measured = [option for option in order if option in trials.seconds]
         if not measured:
             return WANTED
-        least = min(min(trials.seconds[option]) for option in measured)
-        return next(w for w in reversed(measured) if min(trials.seconds[w]) <= MARGIN * least)
+        each = {
+            option: min(trials.seconds[option])
+            / self.efficiency(self._assign(option, trials, names))
+            for option in measured
+        }
+        return next(w for w in reversed(measured) if each[w] <= MARGIN * min(each.values()))
 
     def _assign(self, option: str, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
         if option == MIX:
@@ -360,7 +430,9 @@ class Gate:
         dense = self._estimate(repr(Dense()), trials)
         chosen = 1000 * min(trials.seconds[trials.best])
         link = f"{self.link}; " if self.link else ""
-        return f"accordion_hvd: {link}{gain}: {dense}{chosen:.0f} ms a step"
+        progress = self.efficiency(assignment)
+        worth = f", of which {progress:.0%} count" if progress < 1 else ""
+        return f"accordion_hvd: {link}{gain}: {dense}{chosen:.0f} ms a step{worth}"
 
     def _estimate(self, option: str, trials: _Trials) -> str:
         if option == trials.best:
@@ -408,6 +480,11 @@ def _loss(compressor: str) -> int:
 def is_lossy(compressor: Compressor) -> bool:
     """Return whether a compressor is neither exact nor one of 16 bits per element."""
     return _loss(repr(compressor)) == LOSSY
+
+
+def _equal(assignment: Mapping[str, int]) -> float:
+    """Return 1: a step is worth the same in all configurations."""
+    return 1.0
 
 
 def _changed(now: float, before: float) -> bool:

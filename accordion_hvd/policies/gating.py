@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator
 from typing import Any
 
 from accordion_hvd.comm.agreement import share
+from accordion_hvd.comm.fp16_reduction import choose_by
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.cost_model import bytes_sent
@@ -46,7 +48,11 @@ class Gating(Observer):
         levels, link = wanted(exchange), None
         if gate.probes(levels):
             vector = exchange.xp.zeros((PROBE,), "float32", exchange.device)
+            began = time.perf_counter()
             link = yield from probe(vector, exchange.xp, communicator.size)
+            gate.trial_seconds += time.perf_counter() - began
+            if gate.fp16_reduction:
+                yield from choose_by(link.bandwidth, communicator, exchange.device)
         decision = None
         if communicator.rank == 0:
             measured = names(exchange), self._costs(exchange), link, startup(exchange)

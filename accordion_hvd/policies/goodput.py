@@ -1,9 +1,10 @@
-"""Goodput: the fastest of several compressors that the evidence of harm permits."""
+"""Goodput: the compressor with which training makes most progress per second."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
@@ -12,10 +13,14 @@ from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies.base import Seen, agree
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.displacement import BOUND, RELEASE, RelativeResidual
+from accordion_hvd.policies.efficiency import Efficiency, EfficiencyWeights
 from accordion_hvd.policies.gate import Gate, as_gate
 from accordion_hvd.policies.windows import Windowed
 
 NEARLY_EXACT = (Dense, FP16, BF16)
+LEAST = 0.05  # lower bound of an efficiency, which is a quotient of noisy numbers
+FIRST_TRIAL = 4  # windows before the first trial of a stronger level; the number doubles
+MEASURED = 25  # steps of a window in which the efficiency is measured
 
 
 class Goodput(Windowed):
@@ -24,19 +29,27 @@ class Goodput(Windowed):
     Goodput is throughput times statistical efficiency (Pollux, OSDI 2021; GraVAC, 2023). This
     policy measures both in the job:
 
-    - *Efficiency.* The displacement of a layer's weights by its residual (see `Displacement`) tells
-      which levels are harmless. A level whose displacement exceeds `bound` in a window is forbidden
-      for the layer. The strongest level that is permitted becomes one step stronger if its own
-      displacement is below `release` times `bound`. A forbidden level is permitted again when the
-      learning rate has fallen so far that the displacement, which is proportional to it, would be
-      below `bound`.
     - *Throughput.* A `Gate` measures the duration of a step with the strongest permitted levels and
       with each milder one, and mixes them if compressing some layers costs more time than it saves.
-      It chooses a stronger level only if a step is 3 % faster, and measures again when the link or
-      the duration of a step changes. `gate.verdict` is its last decision in a sentence.
+      It measures again when the link or the duration of a step changes.
+    - *Statistical efficiency* of the level that serves a layer: let g be a rank's gradient and u
+      the average that the optimizer received. To first order, a step along u decreases the loss by
+      <g(t + 1), u(t)> times the learning rate, and an uncompressed one by <g(t + 1), g(t)>. The
+      ratio of the sums of 25 steps of a window, averaged over the ranks, is the efficiency. It is 1
+      for `Dense`, `FP16` and `BF16`. A level that has not served yet counts as efficient as
+      the next milder one.
+    - *Harm.* The mildest level that is not nearly exact (`Dense`, `FP16`, `BF16`) is always
+      permitted, like `low` of `Displacement`. A stronger one is forbidden for a layer if its
+      displacement exceeds `bound` in a window, and permitted again when the learning rate has
+      fallen so far that the displacement, which is proportional to it, would be below `bound`.
 
-    Training starts with the mildest level that is not nearly exact (`Dense`, `FP16`, `BF16`) as the
-    strongest one permitted. Ours, not from a paper.
+    A level must make 3 % more progress per second than a milder one to serve. After 4, 8, 16, ...
+    windows, the policy permits the next stronger level where the displacement is below `release`
+    times `bound`. If that level is faster, it serves for a window at least, in which its efficiency
+    is measured. `gate.verdict` is the last decision in a sentence.
+
+    For sparsifying compressors, the measured efficiency is too low: what they send late still
+    counts later. Ours, not from a paper.
 
     ```python
     policy = Goodput([Dense(), FP16(), PowerSGD(4), PowerSGD(1)], window=100)
@@ -45,18 +58,18 @@ class Goodput(Windowed):
     Args:
         levels: compressors from the mildest to the strongest, at least two. Those that are not
             nearly exact must have error feedback, whose residual is the evidence.
-        bound: displacement above which a level is forbidden, above 0.
+        bound: displacement above which a stronger level is forbidden, above 0.
         release: fraction of `bound` below which the next stronger level is permitted, in (0, 1].
         window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
             `optimizer.end_window()` after each epoch.
 
     Attributes:
-        history: one row per window and layer; `level` is the strongest permitted one, and `norm`
-            the displacement by the level that served the layer.
+        history: one row per window and layer; `level` is the strongest permitted one, `norm` the
+            displacement and `efficiency` the efficiency by the level that served the layer.
     """
 
-    evidence = (RelativeResidual(),)
-    KEPT = (*Windowed.KEPT, "_ratios")
+    evidence = (RelativeResidual(), Efficiency(), EfficiencyWeights())
+    KEPT = (*Windowed.KEPT, "_ratios", "_progress")
 
     def __init__(
         self,
@@ -76,9 +89,14 @@ class Goodput(Windowed):
             check.refuse(self, "bound", bound, "a number above 0")
         check.ratio(self, "release", release)
         self._levels, self.bound, self.release = tuple(levels), bound, release
+        self.fp16_reduction = self._levels[self.start("")].fp16_reduction  # later, the gate chooses
         self.gate = as_gate(self, Gate(fallbacks=self._levels[-2::-1]))
+        assert self.gate is not None
+        self.gate.efficiency = self.efficiency
         self._ratios: dict[str, list[float]] = {}
         # bucket -> for each level the last residual relative to the weights; 0 before it was used
+        self._progress: dict[str, list[list[float]]] = {}
+        # bucket -> for each level the sums of efficiency x weight and of weights; [] if unknown
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """Return all levels, from the mildest to the strongest."""
@@ -96,6 +114,32 @@ class Goodput(Windowed):
         choice = self.gate.level(name, self.current[name], count)
         return choice if choice < count else 2 * count - 2 - choice
 
+    def observing(self) -> bool:
+        """Return whether to measure the efficiency in this step.
+
+        The policy measures in the last steps of a window, or if its length is unknown in the first
+        ones, but not in the gate's trials.
+        """
+        assert self.gate is not None
+        first = max(0, self.window - MEASURED) if self.window is not None else 0
+        return self.gate.decided and first <= self._steps < first + MEASURED
+
+    def efficiency(self, assignment: Mapping[str, int]) -> float:
+        """Return the progress of a step relative to an uncompressed one, in (0, 1].
+
+        Args:
+            assignment: bucket -> 1 + index of the gate's fallback that serves it; the strongest
+                permitted level serves the others.
+        """
+        weights = {name: self._weight(name) for name in self.current}
+        total = sum(weights.values())
+        if not total:
+            return 1.0  # nothing has been measured yet
+        last = len(self._levels) - 1
+        levels = self.current | {name: last - number for name, number in assignment.items()}
+        progress = (w * self._efficiency(name, levels[name]) for name, w in weights.items())
+        return sum(progress) / total
+
     def tick(self, lr: Mapping[str, float]) -> None:
         """Count an exchange; windows begin after the gate's trials, in which other levels serve."""
         super().tick(lr)
@@ -106,15 +150,35 @@ class Goodput(Windowed):
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
         """Return a row per layer."""
         ratios = seen.get(RelativeResidual.key, {})
-        return [self._judge(name, ratios.get(name, math.nan), lr[name]) for name in self.current]
+        rows = [self._judge(name, ratios.get(name, math.nan), lr[name]) for name in self.current]
+        weights, found = seen.get(EfficiencyWeights.key, {}), seen.get(Efficiency.key, {})
+        for row in rows:
+            if row.name in weights:
+                row.weight = weights[row.name]
+                row.efficiency = min(max(found[row.name], LEAST), 1.0)
+        return rows
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Apply decisions; remember the residuals of the levels that served."""
+        """Apply decisions; remember what was measured about the levels that served."""
+        assert self.gate is not None
         for row in decisions:
-            known = self._ratios.setdefault(row.name, [0.0] * len(self._levels))
+            serving, count = self.serving(row.name), len(self._levels)
+            known = self._ratios.setdefault(row.name, [0.0] * count)
             ratio = row.norm / row.lr if row.lr else 0.0
-            known[self.serving(row.name)] = ratio if math.isfinite(ratio) else 0.0
+            known[serving] = ratio if math.isfinite(ratio) else 0.0
+            progress = self._progress.setdefault(row.name, [[] for _ in range(count)])
+            if math.isfinite(row.efficiency):  # older windows count half
+                old, weights = progress[serving] or (0.0, 0.0)
+                sums = old / 2 + row.efficiency * row.weight, weights / 2 + row.weight
+                progress[serving] = list(sums)
+            if self._tries:  # what is known of stronger levels is old
+                progress[serving + 1 :] = [[] for _ in progress[serving + 1 :]]
         super().apply(decisions)
+        self.gate.rejudge()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from `state_dict`; older states know no efficiencies."""
+        super().load_state_dict({"_progress": {}} | dict(state))
 
     def __repr__(self) -> str:
         """Return the constructor call."""
@@ -123,14 +187,35 @@ class Goodput(Windowed):
             f"window={self.window!r})"
         )
 
+    @property
+    def _tries(self) -> bool:
+        """Return whether stronger levels may be tried from the end of this window on."""
+        ended = self._epoch + 1
+        return ended >= FIRST_TRIAL and ended & (ended - 1) == 0
+
+    def _weight(self, name: str) -> float:
+        """Return the last sum of weights of a bucket, at any level; 0 if there is none."""
+        return max((sums[1] for sums in self._progress.get(name, ()) if sums), default=0.0)
+
+    def _efficiency(self, name: str, level: int) -> float:
+        """Return the efficiency of a level for a bucket."""
+        known = self._progress.get(name)
+        for place in range(level, -1, -1):
+            if isinstance(self._levels[place], NEARLY_EXACT):
+                break
+            if known and known[place]:
+                total, weights = known[place]
+                return total / weights
+        return 1.0
+
     def _judge(self, name: str, ratio: float, lr: float) -> Decision:
         """Return the strongest level that is permitted from now on."""
         limit, serving, displacement = self.current[name], self.serving(name), lr * ratio
         level, reason = limit, "between the bounds"
         if not displacement <= self.bound:  # also if NaN
-            level, reason = max(serving - 1, 0), "displaced"
+            level, reason = max(serving - 1, self.start(name)), "displaced"
         elif serving < limit:
-            reason = "a milder level is as fast"
+            reason = "a milder level is better"
         elif displacement < self.release * self.bound:
             level, reason = self._stronger(name, limit, lr)
         row = Decision(name, level, self._step, self._epoch, repr(self._levels[level]), reason)
@@ -138,10 +223,13 @@ class Goodput(Windowed):
         return row
 
     def _stronger(self, name: str, limit: int, lr: float) -> tuple[int, str]:
-        """Return the next stronger level if it exists and would not displace, and the reason."""
+        """Return the next stronger level if it exists and may be tried, and the reason."""
         if limit + 1 == len(self._levels):
             return limit, "the strongest level"
         known = self._ratios.get(name)
-        if known is not None and lr * known[limit + 1] > self.bound:
+        served = known is not None and known[limit + 1] > 0
+        if served and known is not None and lr * known[limit + 1] > self.bound:
             return limit, "the next level would displace"
+        if not (served or self._tries):
+            return limit, "not yet tried"
         return limit + 1, "not displaced"

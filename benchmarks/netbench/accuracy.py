@@ -7,12 +7,27 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
-from benchmarks.netbench import accuracy_page, accuracy_tasks, bench, contestants, trace
-from benchmarks.netbench.accuracy_tasks import QUICK_METHODS, TASKS, TaskName
+from benchmarks.netbench import (
+    accuracy_page,
+    accuracy_tasks,
+    bench,
+    contestants,
+    goodput_page,
+    trace,
+)
+from benchmarks.netbench.accuracy_tasks import (
+    CHANGING,
+    GOODPUT_METHODS,
+    GOODPUT_RATES,
+    METHODS,
+    QUICK_METHODS,
+    TASKS,
+    TaskName,
+)
 from benchmarks.netbench.group import Group
 from benchmarks.netbench.network import Network
 from benchmarks.netbench.options import Rig, need_links
@@ -22,6 +37,7 @@ from examples.command_line import as_settings, option
 from examples.data import DataError
 
 FORMAT = 1
+PAGES: dict[str, Any] = {"accuracy": accuracy_page, "goodput": goodput_page}
 REHEARSAL = 5
 """Steps of each method before measurements, so that initialization is not measured."""
 
@@ -31,15 +47,17 @@ class Options(Rig):
     """Compare the seconds that methods need to a test accuracy on the same links.
 
     Args:
+        page: page of the results; it determines the default methods and rates.
         tasks: tasks to train (all).
         backend: backend of Horovod.
-        rate: rates of links, or names of traces (200mbit, and for digits also 50mbit).
+        rate: rates of links, or names of traces (those of the page).
         seeds: trainings of each method (3).
         methods: names of methods; 'ours SPEC' accepts any compression.
         quick: digits, 200mbit, one seed, three methods.
         output: file for the results (in runs/netbench).
     """
 
+    page: Literal["accuracy", "goodput"] = "accuracy"
     tasks: list[TaskName] = option(None)
     backend: Literal["gloo", "mpi"] = "gloo"
     rate: list[str] = option(None)
@@ -62,12 +80,19 @@ class Options(Rig):
             self.methods = self.methods or list(QUICK_METHODS)
         self.tasks = self.tasks or list(get_args(TaskName))
         self.seeds = 3 if self.seeds is None else self.seeds
-        self.methods = accuracy_tasks.choose(self.methods)
+        default = GOODPUT_METHODS if self.page == "goodput" else METHODS
+        self.methods = accuracy_tasks.choose(self.methods, default)
         if self.seeds < 1:
             raise ValueError(f"--seeds is {self.seeds}, but must be positive.")
         need_links(self.hosts)
         for rate in self.rate or ():
             trace.changes(rate, self.hosts)
+
+    def rates(self, task: str) -> list[str]:
+        """Return the rates at which to train a task."""
+        if self.rate or self.page == "accuracy":
+            return self.rate or list(TASKS[task].rates)
+        return [*GOODPUT_RATES, *([CHANGING] if task == "cifar10" else [])]
 
 
 def fetch(options: Options) -> None:
@@ -89,14 +114,15 @@ def run(options: Options, folder: Path, tag: str) -> int:
     network = bench.connect(options, folder, tag)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = options.output or Path(f"runs/netbench/accuracy-{stamp}.json")
-    rates = {task: options.rate or list(TASKS[task].rates) for task in options.tasks}
+    rates = {task: options.rates(task) for task in options.tasks}
     all_rates = dict.fromkeys(rate for each in rates.values() for rate in each)
+    fixed = [rate for rate in all_rates if not rate.endswith(trace.SUFFIX)]
     found: results.Row = {
         "format": FORMAT,
         "benchmark": "accuracy",
         "settings": as_settings(options),
         "machine": bench.machine(),
-        "bandwidth": {rate: bench.goodput(network, rate) for rate in all_rates},
+        "bandwidth": {rate: bench.goodput(network, rate) for rate in fixed},
         "tasks": {},
         "runs": [],
     }
@@ -108,9 +134,8 @@ def run(options: Options, folder: Path, tag: str) -> int:
             found["runs"].append(row)
             results.write_json(path, found)
     minutes = (time.monotonic() - began) / 60
-    bench.say(
-        f"\n{accuracy_page.all_as_text(found)}\n\nresults: {path}   {minutes:.0f} minutes in all"
-    )
+    shown = PAGES[options.page].all_as_text(found)
+    bench.say(f"\n{shown}\n\nresults: {path}   {minutes:.0f} minutes in all")
     return 0
 
 

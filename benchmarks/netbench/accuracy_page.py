@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 
-from accordion_hvd.policies.gate import CHECK
 from benchmarks import report
-from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, INTERVAL
+from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, GOODPUT, HOOK, INTERVAL
 from benchmarks.netbench.contestants import DDP, OURS, STOCK
 from benchmarks.netbench.links import describe
 from benchmarks.report import digits, spread
@@ -25,22 +24,29 @@ STYLES = {
     DDP: ("#000000", "--"),
     f"{DDP} powersgd:4": ("#E69F00", "-"),
     f"{DDP} powersgd:1": ("#E69F00", "--"),
+    f"{OURS}none": ("#000000", "-"),
     f"{OURS}fp16": ("#56B4E9", "-"),
     f"{OURS}powersgd:4": ("#009E73", "-"),
+    f"{OURS}powersgd:1": ("#009E73", "--"),
     f"{OURS}topk:0.01": ("#CC79A7", "-"),
     ADAPTIVE: ("#0072B2", "-"),
     GATED: ("#D55E00", "--"),
+    GOODPUT: ("#D55E00", "-"),
 }
 """Colour and line of each method, distinguishable by colour-blind readers (Okabe & Ito)."""
 
 
+Place: TypeAlias = tuple[str, str]
+"""Task and rate."""
+
+
 # ------------------------------------------------------------------------------------------ numbers
-def places(found: Row) -> list[tuple[str, str]]:
+def places(found: Row) -> list[Place]:
     """Return the (task, rate) pairs of all trainings, in order."""
     return list(dict.fromkeys((run["task"], run["rate"]) for run in found["runs"]))
 
 
-def runs(found: Row, place: tuple[str, str], method: str) -> list[Row]:
+def runs(found: Row, place: Place, method: str) -> list[Row]:
     """Return the trainings of a method for a task and rate, by seed."""
     mine = [run for run in found["runs"] if (run["task"], run["rate"]) == place]
     return sorted((run for run in mine if run["method"] == method), key=lambda run: run["seed"])
@@ -57,7 +63,7 @@ def to_target(run: Row, target: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
-def ratios(found: Row, place: tuple[str, str], method: str, other: str) -> pd.Series:
+def ratios(found: Row, place: Place, method: str, other: str) -> pd.Series:
     """Return how many times as fast as `other` a method reaches the target, for each seed.
 
     Seeds with which one of the two methods misses the target are left out.
@@ -81,7 +87,7 @@ HEAD = [
 ]  # fmt: skip
 
 
-def table(found: Row, place: tuple[str, str]) -> pd.DataFrame:
+def table(found: Row, place: Place) -> pd.DataFrame:
     """Return a table with a row for each method."""
     task, rows = found["tasks"][place[0]], []
     for method in found["settings"]["methods"]:
@@ -115,13 +121,13 @@ def all_as_text(found: Row) -> str:
     return "\n\n".join(parts)
 
 
-def title(found: Row, place: tuple[str, str]) -> str:
+def title(found: Row, place: Place) -> str:
     """Return a title with task, target and links."""
     task = found["tasks"][place[0]]
     return f"{task['title']} to {task['target']:.0%}, {describe(place[1], found['settings'])}"
 
 
-def typical(found: Row, place: tuple[str, str], method: str) -> Row | None:
+def typical(found: Row, place: Place, method: str) -> Row | None:
     """Return the training of the median seed, by seconds to the target, then by accuracy."""
     target = found["tasks"][place[0]]["target"]
     mine = sorted(
@@ -135,15 +141,20 @@ def typical(found: Row, place: tuple[str, str], method: str) -> Row | None:
 def draw(found: Row, path: Path) -> None:
     """Draw test accuracy over training seconds of the median seed, a panel per task and rate."""
     panels = places(found)
-    with figure(path, (1 + 5.2 * len(panels), 5.6), columns=len(panels)) as (canvas, axes):
-        for axis, place in zip(axes[0], panels, strict=True):
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    size = 1 + 5.2 * columns, 0.6 + 5 * rows
+    with figure(path, size, rows=rows, columns=columns) as (canvas, axes):
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, place in zip(axes.flat, panels, strict=False):
             _panel(axis, found, place)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        columns = min(len(labels), 2 + len(panels))
+        columns = min(len(labels), 2 + columns)
         canvas.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
-def _panel(axis: Any, found: Row, place: tuple[str, str]) -> None:
+def _panel(axis: Any, found: Row, place: Place) -> None:
     """Draw a line for each method, with a mark at its end."""
     target = found["tasks"][place[0]]["target"]
     for number, method in enumerate(found["settings"]["methods"]):
@@ -178,40 +189,58 @@ def write(found: Row, folder: Path) -> list[Path]:
 
 def text(found: Row) -> str:
     """Return the text of the page."""
-    cores = [run["foreign"] for run in found["runs"]]
     return report.render(
         "accuracy/page",
-        noise=report.noise(cores, "training", "the work of the links"),
+        noise=noise(found),
         seeds=found["settings"]["seeds"],
         hook=HOOK,
         interval=INTERVAL,
-        window=CHECK,
-        places=report.join([section(found, place) for place in places(found)]),
+        places=report.join([_section(found, place) for place in places(found)]),
         **report.machine(found["machine"]),
         **report.hosts(found["settings"]),
     )
 
 
-def section(found: Row, place: tuple[str, str]) -> str:
-    """Return the section of a task at a rate."""
-    task = found["tasks"][place[0]]
+def noise(found: Row) -> str:
+    """Return a sentence about the load of other processes."""
+    cores = [run["foreign"] for run in found["runs"]]
+    return report.noise(cores, "training", "the work of the links")
+
+
+def _section(found: Row, place: Place) -> str:
+    window = found["tasks"][place[0]]["window"]
+    windows = f" A window of Accordion is {window} steps."
+    return section(found, place, as_markdown(table(found, place)), windows)
+
+
+def section(found: Row, place: Place, shown: str, windows: str = "") -> str:
+    """Return the section of a task at a rate.
+
+    Args:
+        found: the results.
+        place: task and rate.
+        shown: the table of the section.
+        windows: sentence about the windows of a policy.
+    """
+    task, rate = found["tasks"][place[0]], found["bandwidth"].get(place[1])
     return report.render(
         "accuracy/place",
         title=title(found, place),
-        goodput=f"{found['bandwidth'][place[1]] * 8 / 1e6:.0f}",
+        goodput=f"TCP goodput {rate * 8 / 1e6:.0f} Mbit/s. " if rate else "",
+        windows=windows,
         parameters=f"{task['parameters']:,}",
         tensors=task["tensors"],
         train=f"{task['train']:,}",
         test=f"{task['test']:,}",
         shift=f", shifted by up to {task['shift']} pixel" if task["shift"] else "",
         ranks=report.hosts(found["settings"])["ranks"],
-        **{key: task[key] for key in ("batch", "lr", "every", "limit", "window")},
-        table=as_markdown(table(found, place)),
+        **{key: task[key] for key in ("batch", "lr", "every", "limit")},
+        table=shown,
         levels=levels(found, place),
     )
 
 
-def levels(found: Row, place: tuple[str, str]) -> str:
+def levels(found: Row, place: Place) -> str:
     """List decisions of Accordion and its gate, and methods whose ranks disagree."""
     lines = []
     for method in found["settings"]["methods"]:

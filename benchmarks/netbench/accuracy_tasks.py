@@ -22,9 +22,17 @@ INTERVAL = 2
 
 METHODS = (
     STOCK, STOCK + FP16, DDP, f"{DDP} powersgd:4", f"{DDP} powersgd:1",
-    OURS + "fp16", OURS + "powersgd:4", OURS + "powersgd:1", OURS + "topk:0.01",
-    ADAPTIVE, GATED, GOODPUT,
+    OURS + "fp16", OURS + "powersgd:4", OURS + "topk:0.01", ADAPTIVE, GATED,
 )  # fmt: skip
+GOODPUT_METHODS = (
+    OURS + "none", OURS + "fp16", OURS + "powersgd:4", OURS + "powersgd:1", GOODPUT
+)  # fmt: skip
+"""Methods of the page on `Goodput`: its levels, then the policy."""
+
+GOODPUT_RATES = ("20mbit", "200mbit", "1000mbit")
+CHANGING = "benchmarks/netbench/changing.csv"
+"""Trace of links whose rate changes between 20 and 500 Mbit/s."""
+
 HOOK = f"{DDP} powersgd:4"
 """Baseline of comparisons, besides plain Horovod."""
 
@@ -96,17 +104,21 @@ def spelled(method: str, window: int) -> str:
     return f"{OURS}Accordion({levels}, window={window}, interval={INTERVAL}{gate})"
 
 
-def choose(wanted: Sequence[str]) -> list[str]:
-    """Return methods by name; all of `METHODS` if `wanted` is empty.
+def choose(wanted: Sequence[str], default: Sequence[str] = METHODS) -> list[str]:
+    """Return methods by name; all of `default` if `wanted` is empty.
 
     Raises:
         ValueError: if a name or a spec string is invalid.
     """
-    known = [method for method in (*METHODS, *contestants.METHODS["torch"]) if method != COMPUTE]
+    known = [
+        method
+        for method in (*METHODS, *GOODPUT_METHODS, *contestants.METHODS["torch"])
+        if method != COMPUTE
+    ]
     for method in wanted:
         if method not in known and not method.startswith(OURS):
             allowed = ", ".join(map(repr, dict.fromkeys(known)))
             raise ValueError(f"--methods {method!r} is not one of {allowed}, and not 'ours SPEC'.")
         if method.startswith(OURS):
             contestants.compression(spelled(method, 1))
-    return list(dict.fromkeys(wanted or METHODS))
+    return list(dict.fromkeys(wanted or default))

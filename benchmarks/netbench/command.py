@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netbench import accuracy, accuracy_page, bench, page, picture, sandbox, trace
+from benchmarks.netbench import accuracy, bench, page, picture, sandbox, trace
 from benchmarks.netbench.launch import Backend, Job
 from benchmarks.netbench.options import OWNER, Rig
 from benchmarks.report import write_page
@@ -92,7 +92,8 @@ def report(options: Report) -> int:
     if trained and len(found) > 1:
         raise sandbox.Refusal("results of accuracy make a page of their own; name one file.")
     if trained:
-        print("page: {}   picture: {}".format(*accuracy_page.write(trained[0], options.output)))
+        kind = accuracy.PAGES[trained[0]["settings"].get("page", "accuracy")]
+        print("page: {}   picture: {}".format(*kind.write(trained[0], options.output)))
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     drawn, written = options.output / "performance.png", options.output / "performance.md"

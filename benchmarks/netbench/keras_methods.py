@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd.engine import fp16_reduction
+from accordion_hvd.comm import fp16_reduction
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import ALONE, COMPILED, GROUPED, HOROVOD, OURS
 
@@ -82,7 +82,7 @@ class Keras:
         """Measure the 16-bit reduction again; the next step is traced with the result."""
         exchange = self._models[method].optimizer.exchange
         exchange.communicator.native_fp16_allreduce = None
-        fp16_reduction.choose_reduction(exchange.communicator, exchange.policy)
+        fp16_reduction.choose_reduction(exchange.communicator, exchange.policy.fp16_reduction)
         exchange.version += 1
 
     def digest(self, method: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accordion_hvd.engine import fp16_reduction
+from accordion_hvd.comm import fp16_reduction
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import (
     BETWEEN,
@@ -136,7 +136,7 @@ class Torch:
         """Measure again whether the engine should add 16-bit floats itself."""
         exchange = self._states[method].exchange
         exchange.communicator.native_fp16_allreduce = None
-        fp16_reduction.choose_reduction(exchange.communicator, exchange.policy)
+        fp16_reduction.choose_reduction(exchange.communicator, exchange.policy.fp16_reduction)
 
     def digest(self, method: str) -> str:
         """Return a hash that is equal on two ranks if their weights are bitwise equal."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.engine import fp16_reduction
+from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.simulation.prediction import (
     ENGINES,
     GOODPUT,

@@ -11,8 +11,25 @@ from typing import Any
 import pytest
 
 from accordion_hvd.policies import Accordion, Goodput
-from benchmarks.netbench import accuracy_page, accuracy_tasks, command, contestants
-from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, HOOK, METHODS, TASKS
+from benchmarks.netbench import (
+    accuracy_page,
+    accuracy_tasks,
+    command,
+    contestants,
+    goodput_page,
+    trace,
+)
+from benchmarks.netbench.accuracy import Options
+from benchmarks.netbench.accuracy_tasks import (
+    ADAPTIVE,
+    CHANGING,
+    GATED,
+    GOODPUT,
+    GOODPUT_METHODS,
+    HOOK,
+    METHODS,
+    TASKS,
+)
 
 PLACE = ("digits", "200mbit")
 SLOW = "ours topk:0.01"
@@ -34,7 +51,8 @@ def made(methods: tuple[str, ...] = ("Horovod", HOOK, SLOW)) -> dict[str, Any]:
                     "accuracy": [0.5, 0.9, 0.96 if fails else 0.98],
                     "high": 0.25 if method == ADAPTIVE else 0.0, "equal": method != SLOW,
                     "verdict": "accordion_hvd: it pays" if method == GATED else "",
-                    "trials": [24 if method == GATED else 0, 1.25], "foreign": 0.1,
+                    "trials": [24, 1.25] if method in (GATED, GOODPUT) else [0, 0.0],
+                    "foreign": 0.1,
                 }
             )  # fmt: skip
     return {
@@ -108,6 +126,51 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
         assert words in text
     assert all(f"| {method} |" in text for method in METHODS)
     assert (tmp_path / "docs" / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+
+
+FIXED = GOODPUT_METHODS[:-1]
+
+
+def test_goodput_beside_the_fastest_of_its_levels() -> None:
+    """It has the pace of the last method and fails with seed 2; its trials took 1.25 s."""
+    found = made((*FIXED, GOODPUT))
+    best, last = FIXED[-1], 30 * 8.0 / 2**4
+    assert goodput_page.fastest(found, PLACE) == best
+    assert goodput_page.seconds(found, PLACE, GOODPUT) == {1: last, 2: math.inf}
+    assert goodput_page.relative(found, PLACE, GOODPUT) == [0.5, math.inf]
+    assert goodput_page.relative(found, PLACE, GOODPUT, trials=False)[0] == 0.5 - 1.25 / (2 * last)
+    rows = {row[0]: row for row in goodput_page.table(found, PLACE).to_numpy().tolist()}
+    assert rows[best][1:6] == ["2 of 2", "45.0 (30.0-60.0)", "-", "1.00 (1.00-1.00)", "-"]
+    assert rows[GOODPUT][1:4] == ["1 of 2", "inf (15.0-inf)", "1.25 (1.25-1.25)"]
+
+
+def test_the_page_of_goodput(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = made((*FIXED, GOODPUT))
+    found["settings"]["page"] = "goodput"
+    found["runs"] += [run | {"rate": CHANGING} for run in found["runs"]]
+    file = tmp_path / "goodput.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["report", str(file), "--output", str(tmp_path)])
+    assert not ended.value.code
+    text = (tmp_path / "goodput.md").read_text()
+    assert "| digits to 97%, 200 Mbit/s | ours powersgd:1 |" in text
+    assert f"## digits to 97%, rates of {CHANGING}\n\n1,000 parameters" in text
+    assert text.count("TCP goodput 192 Mbit/s.") == 1 and "window of Accordion" not in text
+    assert (tmp_path / "goodput.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_defaults_of_the_pages() -> None:
+    both = Options(), Options(page="goodput")
+    assert [tuple(options.methods) for options in both] == [METHODS, GOODPUT_METHODS]
+    assert both[0].rates("digits") == ["50mbit", "200mbit"]
+    assert both[1].rates("digits") == ["20mbit", "200mbit", "1000mbit"]
+    assert both[1].rates("cifar10") == ["20mbit", "200mbit", "1000mbit", CHANGING]
+    assert Options(page="goodput", rate=["50mbit"]).rates("cifar10") == ["50mbit"]
+    changes = trace.changes(CHANGING, 4)
+    assert {change.bits for change in changes} == {20e6, 500e6}
+    assert {change.seconds % 10 for change in changes} == {0.0}
 
 
 @pytest.mark.parametrize(

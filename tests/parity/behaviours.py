@@ -60,9 +60,9 @@ from accordion_hvd import (
     simulate,
 )
 from accordion_hvd.check import PayloadError
+from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.core.running import Running
-from accordion_hvd.engine import fp16_reduction
 from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.engine.ledger import Ledger, files
 from accordion_hvd.engine.ledger.ledger import SUMS

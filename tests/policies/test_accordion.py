@@ -286,7 +286,7 @@ def test_a_higher_threshold_compresses_more(
 
 # ------------------------------------------------------------------------------------- its records
 ROW = {"step", "window", "name", "level", "compressor", "norm", "previous", "change", "lr"}
-ROW |= {"previous_lr", "reason", "ratio"}
+ROW |= {"previous_lr", "reason", "ratio", "efficiency", "weight"}
 
 
 def test_history_is_complete_and_plain() -> None:
@@ -490,7 +490,7 @@ def test_frameworks_decide_alike(framework: Framework, signal: str) -> None:
     assert {row["level"] for row in ours} == {LOW, HIGH}
     assert len(ours) == len(oracles) == 9
     for row, wanted in zip(ours, oracles, strict=True):
-        for key in ROW - {"norm", "previous", "change", "ratio"}:
+        for key in ROW - {"norm", "previous", "change", "ratio", "efficiency", "weight"}:
             assert row[key] == wanted[key]
         for key in ("norm", "previous", "change"):
             np.testing.assert_allclose(row[key], wanted[key], rtol=1e-5, atol=1e-6)

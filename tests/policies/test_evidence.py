@@ -12,6 +12,7 @@ from frameworks import NUMPY, Framework, parameters
 from accordion_hvd import Dense, PowerSGD, TopK, namespace, simulate
 from accordion_hvd.policies.base import Seen
 from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.efficiency import SAMPLE, Efficiency, EfficiencyWeights
 from accordion_hvd.policies.evidence import (
     CompressionError,
     Evidence,
@@ -22,7 +23,7 @@ from accordion_hvd.policies.evidence import (
 from accordion_hvd.policies.windows import Windowed
 
 SHAPES = {"one": (40, 30), "two": (40, 30), "large": (300, 256), "small": (5,)}
-WINDOW = 3
+WINDOW, LONGER = 3, 6
 
 
 class Norms(Evidence):
@@ -129,6 +130,74 @@ def test_evidence_of_ones_own_beside_sums(framework: Framework) -> None:
         largest = max(map(np.linalg.norm, means))
         assert seen["largest averages"][name] == pytest.approx(largest, rel=1e-4)
         assert seen["gradients"][name] == pytest.approx(np.linalg.norm(sum(means)), rel=1e-4)
+
+
+PROGRESS = (Efficiency(), EfficiencyWeights())
+
+
+def progress(framework: Framework, compressor: Any, bad: int = -1) -> tuple[Watching, list[Any]]:
+    """Train with gradients that are alike from step to step; return the policy and the steps.
+
+    A step is a pair: the gradients of both ranks, and their mean after compression.
+    """
+    policy = Watching(compressor, *PROGRESS)
+    policy.window = LONGER
+    world, rng, steps = simulate(policy, 2), np.random.default_rng(0), []
+    base = {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
+    for step in range(2 * LONGER + 1):
+        mine = [
+            {k: x + rng.standard_normal(x.shape).astype(np.float32) for k, x in base.items()}
+            for _ in range(2)
+        ]
+        if step == bad:
+            mine[1]["one"][0, 0] = np.inf
+        given = [{k: x.copy() for k, x in rank.items()} for rank in mine]
+        with framework.running():
+            means = world.step(
+                [{k: framework.tensor(x) for k, x in rank.items()} for rank in mine], 0.1
+            )[0]
+        means = means and {k: framework.array(x).copy() for k, x in means.items()}
+        steps.append((given, means))
+    return world.exchanges[0].policy, steps
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
+def test_the_efficiency(compressor: Any, framework: Framework) -> None:
+    """From inner products with the step before, of both ranks; large buckets are sampled."""
+    policy, steps = progress(framework, compressor)
+    assert len(policy.given) == 2
+    for window, seen in enumerate(policy.given):
+        first = window * LONGER
+        for name in ("one", "two", "large"):
+            every = -(-np.prod(SHAPES[name]) // SAMPLE)
+            own = sent = 0.0
+            for step in range(first + 1, first + LONGER):
+                (before, mean), (now, _) = steps[step - 1], steps[step]
+                for rank in range(2):
+                    g, last, u = (
+                        x[name].reshape(-1)[::every] for x in (now[rank], before[rank], mean)
+                    )
+                    own, sent = own + g @ last / 2, sent + g @ u / 2
+            assert seen[EfficiencyWeights.key][name] == pytest.approx(own, rel=1e-4)
+            assert seen[Efficiency.key][name] == pytest.approx(sent / own, rel=1e-4)
+    assert np.prod(SHAPES["large"]) > SAMPLE
+
+
+@pytest.mark.parametrize("framework", parameters())
+def test_an_efficiency_is_finite_although_a_gradient_is_not(framework: Framework) -> None:
+    policy, _ = progress(framework, PowerSGD(2), bad=8)
+    for seen in policy.given:
+        assert {"two", "large"} <= set(seen[Efficiency.key])
+        assert all(np.isfinite([*found.values()]).all() for found in seen.values())
+
+
+def test_an_efficiency_that_may_be_chance_is_left_out() -> None:
+    """Gradients without a common part."""
+    policy = Watching(PowerSGD(2), *PROGRESS)
+    world, _, _ = train(policy, NUMPY, 20 * WINDOW + 1)
+    told = [len(seen[Efficiency.key]) for seen in world.exchanges[0].policy.given]
+    assert sum(told) <= 0.1 * 3 * len(told)
 
 
 def test_a_level_without_errors_tells_none() -> None:

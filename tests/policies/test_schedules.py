@@ -22,7 +22,7 @@ from accordion_hvd.simulation.one_process import World
 
 LADDER = [PowerSGD(1), PowerSGD(2), PowerSGD(4)]
 ROW = {"step", "window", "name", "level", "compressor", "norm", "ratio", "previous", "change"}
-ROW |= {"lr", "previous_lr", "reason"}
+ROW |= {"lr", "previous_lr", "reason", "efficiency", "weight"}
 
 
 class Owner:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from accordion_hvd.engine import fp16_reduction
+from accordion_hvd.comm import fp16_reduction
 
 fp16_reduction.SLOW = 0.0  # a busy machine's loopback can be slow, and the engine rounds otherwise
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accordion_hvd.engine import fp16_reduction
+from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation.prediction import ENGINES, Cluster, predict
 from accordion_hvd.simulation.rehearsal import Rehearsal, RehearsedStep

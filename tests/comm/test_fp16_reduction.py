@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from accordion_hvd import FP16, Accordion, Dense, Fixed, PowerSGD, TwoLevel
+from accordion_hvd import FP16, Accordion, Dense, Fixed, Goodput, PowerSGD, TwoLevel
+from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.traffic import Traffic
-from accordion_hvd.engine import fp16_reduction
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.policies import Policy
 
@@ -39,10 +39,12 @@ class Line(LocalCommunicator):
 @pytest.mark.parametrize("mbit", [5, 50, 90, 110, 1000, 100_000])
 def test_the_engine_adds_where_links_are_slow(mbit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(mbit * 1e6 / 8, monkeypatch)
-    fp16_reduction.choose_reduction(line, Fixed(FP16()))
+    fp16_reduction.choose_reduction(line, True)
     assert line.native_fp16_allreduce is (mbit < 100)
+    probes = line.traffic.sent // (2 * 3 / 4 * 4 * fp16_reduction.PROBE)
+    assert probes == (1 if mbit > 100 else 3 if mbit < 20 else 8 if mbit > 80 else probes)
     before = len(line.launched)
-    fp16_reduction.choose_reduction(line, Fixed(FP16()))
+    fp16_reduction.choose_reduction(line, True)
     assert len(line.launched) == before  # asked once
 
 
@@ -51,7 +53,9 @@ def test_the_engine_adds_where_links_are_slow(mbit: float, monkeypatch: pytest.M
     [
         (Fixed(FP16()), True),
         (Fixed(TwoLevel(FP16())), True),
-        (Fixed(PowerSGD(1), gate="auto"), True),
+        (Fixed(PowerSGD(1), gate="auto"), False),
+        (Goodput([Dense(), FP16(), PowerSGD(1)]), False),
+        (Goodput([Dense(), FP16()]), True),
         (Accordion(low=FP16(), high=PowerSGD(1)), True),
         (Fixed(Dense()), False),
         (Accordion(low=PowerSGD(4), high=PowerSGD(1)), False),
@@ -61,12 +65,12 @@ def test_only_those_who_send_halves_ask(
     policy: Policy, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = Line(1e6, monkeypatch)
-    fp16_reduction.choose_reduction(line, policy)
+    fp16_reduction.choose_reduction(line, policy.fp16_reduction)
     assert bool(line.launched) == asks and line.native_fp16_allreduce is (True if asks else None)
 
 
 def test_an_engine_that_adds_halves_well_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(1e9, monkeypatch)
     line.native_fp16_allreduce = True
-    fp16_reduction.choose_reduction(line, Fixed(FP16()))
+    fp16_reduction.choose_reduction(line, True)
     assert line.native_fp16_allreduce and not line.launched
