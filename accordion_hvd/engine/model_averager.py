@@ -68,7 +68,9 @@ class ModelAverager(checkpoint.Keeper):
             models are always averaged.
 
     Attributes:
-        steps: number of steps so far.
+        steps: number of steps since the start of training or the last `rest`; the method's groups
+            depend on it.
+        total_steps: number of steps that this process has averaged.
         equal: whether the models of all ranks are equal since the last average.
         without_waiting: whether averaging is wait-avoiding.
         single_rank: whether there is only one rank.
@@ -87,6 +89,7 @@ class ModelAverager(checkpoint.Keeper):
         self.alternation = alternation
         self.communicator, self.xp = communicator, communicator.xp
         self.steps, self.equal = 0, True
+        self.total_steps = 0
         self.without_waiting = False
         self.single_rank = communicator.size == 1
         self._of_all = number == 0
@@ -267,7 +270,7 @@ class ModelAverager(checkpoint.Keeper):
             self._run_all(self.method.synchronize, 0.0, model)
             self.equal = True
         self._inform()
-        self.steps += 1
+        self.steps, self.total_steps = self.steps + 1, self.total_steps + 1
         self._seconds += time.perf_counter() - began
         if self.equal and self.guard.due(self.steps):
             self._compare(model.read(), self.steps)
@@ -445,7 +448,7 @@ class ModelAverager(checkpoint.Keeper):
 
     # --------------------------------------------------------------------------------- statistics
     def stats(self) -> dict[str, Any]:
-        """Return this rank's counts since the start of training.
+        """Return this rank's counts since the start of this process.
 
         Returns:
             A dict with these keys:
@@ -460,11 +463,6 @@ class ModelAverager(checkpoint.Keeper):
         """
         counts = {"sent": self._traffic.sent, **self._counts()}
         return counts | {"seconds": self._seconds, "reports": self._reports()}
-
-    @property
-    def total_steps(self) -> int:
-        """Return the number of steps since the start of training; `steps` counts from a `rest`."""
-        return self._earlier.get("steps", 0) + self.steps
 
     def _counts(self) -> dict[str, int]:
         """Return the counts of all phases; those of wait-avoiding averages if there were any."""

@@ -31,7 +31,7 @@ GOODPUT_METHODS = (
 
 GOODPUT_RATES = ("20mbit", "200mbit", "1000mbit")
 CHANGING = "benchmarks/netbench/changing.csv"
-"""Trace of links whose rate changes between 20 and 500 Mbit/s."""
+"""Trace of links whose rate changes between 20 and 500 Mbit/s every 20 seconds."""
 
 HOOK = f"{DDP} powersgd:4"
 """Baseline of comparisons, besides plain Horovod."""

@@ -170,7 +170,7 @@ def test_defaults_of_the_pages() -> None:
     assert Options(page="goodput", rate=["50mbit"]).rates("cifar10") == ["50mbit"]
     changes = trace.changes(CHANGING, 4)
     assert {change.bits for change in changes} == {20e6, 500e6}
-    assert {change.seconds % 10 for change in changes} == {0.0}
+    assert {change.seconds % 20 for change in changes} == {0.0}
 
 
 @pytest.mark.parametrize(
