@@ -20,7 +20,6 @@ from accordion_hvd.policies.windows import Windowed
 NEARLY_EXACT = (Dense, FP16, BF16)
 LEAST = 0.05  # lower bound of an efficiency, which is a quotient of noisy numbers
 FIRST_TRIAL = 4  # windows before the first trial of a stronger level; the number doubles
-MEASURED = 25  # steps of a window in which the efficiency is measured
 
 
 class Goodput(Windowed):
@@ -35,9 +34,9 @@ class Goodput(Windowed):
     - *Statistical efficiency* of the level that serves a layer: let g be a rank's gradient and u
       the average that the optimizer received. To first order, a step along u decreases the loss by
       <g(t + 1), u(t)> times the learning rate, and an uncompressed one by <g(t + 1), g(t)>. The
-      ratio of the sums of 25 steps of a window, averaged over the ranks, is the efficiency. It is 1
-      for `Dense`, `FP16` and `BF16`. A level that has not served yet counts as efficient as
-      the next milder one.
+      ratio of the sums of a window, averaged over the ranks, is the efficiency. It is 1 for
+      `Dense`, `FP16` and `BF16`. A level that has not served yet counts as efficient as the next
+      milder one.
     - *Harm.* The mildest level that is not nearly exact (`Dense`, `FP16`, `BF16`) is always
       permitted, like `low` of `Displacement`. A stronger one is forbidden for a layer if its
       displacement exceeds `bound` in a window, and permitted again when the learning rate has
@@ -115,14 +114,9 @@ class Goodput(Windowed):
         return choice if choice < count else 2 * count - 2 - choice
 
     def observing(self) -> bool:
-        """Return whether to measure the efficiency in this step.
-
-        The policy measures in the last steps of a window, or if its length is unknown in the first
-        ones, but not in the gate's trials.
-        """
+        """Return whether this step is evidence of the efficiency: not in the gate's trials."""
         assert self.gate is not None
-        first = max(0, self.window - MEASURED) if self.window is not None else 0
-        return self.gate.decided and first <= self._steps < first + MEASURED
+        return self.gate.decided
 
     def efficiency(self, assignment: Mapping[str, int]) -> float:
         """Return the progress of a step relative to an uncompressed one, in (0, 1].
@@ -226,10 +220,9 @@ class Goodput(Windowed):
         """Return the next stronger level if it exists and may be tried, and the reason."""
         if limit + 1 == len(self._levels):
             return limit, "the strongest level"
-        known = self._ratios.get(name)
-        served = known is not None and known[limit + 1] > 0
-        if served and known is not None and lr * known[limit + 1] > self.bound:
+        known = self._ratios.get(name, {limit + 1: 0.0})[limit + 1]
+        if lr * known > self.bound:
             return limit, "the next level would displace"
-        if not (served or self._tries):
+        if not (known or self._tries):
             return limit, "not yet tried"
         return limit + 1, "not displaced"

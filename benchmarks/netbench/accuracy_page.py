@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,6 +53,11 @@ def runs(found: Row, place: Place, method: str) -> list[Row]:
     return sorted((run for run in mine if run["method"] == method), key=lambda run: run["seed"])
 
 
+def trained(found: Row, place: Place) -> list[str]:
+    """Return the methods with trainings; some are missing if the benchmark was interrupted."""
+    return [method for method in found["settings"]["methods"] if runs(found, place, method)]
+
+
 def to_target(run: Row, target: float) -> tuple[float, float]:
     """Return the training seconds and steps until the first evaluation at the target.
 
@@ -63,18 +69,36 @@ def to_target(run: Row, target: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
+def seconds_to_target(found: Row, place: Place, method: str) -> pd.Series:
+    """Return the seconds to the target by seed; NaN where it is missed."""
+    target = found["tasks"][place[0]]["target"]
+    times = {run["seed"]: to_target(run, target)[0] for run in runs(found, place, method)}
+    return pd.Series(times, dtype=float).replace(math.inf, math.nan)
+
+
 def ratios(found: Row, place: Place, method: str, other: str) -> pd.Series:
     """Return how many times as fast as `other` a method reaches the target, for each seed.
 
     Seeds with which one of the two methods misses the target are left out.
     """
-    target = found["tasks"][place[0]]["target"]
-    fast, slow = (
-        {run["seed"]: to_target(run, target)[0] for run in runs(found, place, name)}
-        for name in (method, other)
+    slow, fast = (seconds_to_target(found, place, name) for name in (other, method))
+    return (slow / fast).dropna()
+
+
+def arrival(found: Row, place: Place, method: str) -> tuple[str, str, str]:
+    """Return how many seeds reach the target, in how many seconds, and in how many steps."""
+    task, mine = found["tasks"][place[0]], runs(found, place, method)
+    arrived = [to_target(run, task["target"]) for run in mine]
+    reached = [pair for pair in arrived if math.isfinite(pair[0])]
+    best = max(max(run["accuracy"]) for run in mine)
+    never = f"not in {task['limit']} steps, best {best:.1%}"
+    # If most seeds fail, the median of the others would be too favourable.
+    mostly = math.isfinite(statistics.median(seconds for seconds, _ in arrived))
+    return (
+        f"{len(reached)} of {len(mine)}",
+        spread([seconds for seconds, _ in reached]) if mostly else never,
+        spread([steps for _, steps in reached], digits(0)),
     )
-    seconds = pd.DataFrame({"fast": fast, "slow": slow}, dtype=float).replace(math.inf, math.nan)
-    return (seconds["slow"] / seconds["fast"]).dropna()
 
 
 def _percent(value: float) -> str:
@@ -89,24 +113,17 @@ HEAD = [
 
 def table(found: Row, place: Place) -> pd.DataFrame:
     """Return a table with a row for each method."""
-    task, rows = found["tasks"][place[0]], []
-    for method in found["settings"]["methods"]:
+    rows = []
+    for method in trained(found, place):
         mine = runs(found, place, method)
-        if not mine:  # the benchmark was interrupted
-            continue
-        arrived = [to_target(run, task["target"]) for run in mine]
-        reached = [pair for pair in arrived if math.isfinite(pair[0])]
-        best = max(max(run["accuracy"]) for run in mine)
-        never = f"not in {task['limit']} steps, best {best:.1%}"
-        # If most seeds fail, the median of the others would be too favourable.
-        mostly = math.isfinite(statistics.median(seconds for seconds, _ in arrived))
+        reached, seconds, steps = arrival(found, place, method)
         rows.append(
             [
                 method,
-                f"{len(reached)} of {len(mine)}",
-                spread([seconds for seconds, _ in reached]) if mostly else never,
+                reached,
+                seconds,
                 *(spread(ratios(found, place, method, other)) for other in (STOCK, DDP, HOOK)),
-                spread([steps for _, steps in reached], digits(0)),
+                steps,
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
                 spread([run["sent"][-1] / 1e6 for run in mine]),
                 spread([run["accuracy"][-1] for run in mine], _percent),
@@ -117,7 +134,12 @@ def table(found: Row, place: Place) -> pd.DataFrame:
 
 def all_as_text(found: Row) -> str:
     """Return all tables for a terminal."""
-    parts = [f"{title(found, place)}\n{as_text(table(found, place))}" for place in places(found)]
+    return tables_as_text(found, table)
+
+
+def tables_as_text(found: Row, make: Callable[[Row, Place], pd.DataFrame]) -> str:
+    """Return the table of each task and rate for a terminal."""
+    parts = [f"{title(found, place)}\n{as_text(make(found, place))}" for place in places(found)]
     return "\n\n".join(parts)
 
 
@@ -181,8 +203,13 @@ def _panel(axis: Any, found: Row, place: Place) -> None:
 # ----------------------------------------------------------------------------------------- the page
 def write(found: Row, folder: Path) -> list[Path]:
     """Write accuracy.md and accuracy.png; return their paths."""
-    page, picture = folder / "accuracy.md", folder / "accuracy.png"
-    report.write_page(page, text(found))
+    return write_both(found, folder, "accuracy", text(found))
+
+
+def write_both(found: Row, folder: Path, name: str, content: str) -> list[Path]:
+    """Write a page with some content and its picture; return their paths."""
+    page, picture = folder / f"{name}.md", folder / f"{name}.png"
+    report.write_page(page, content)
     draw(found, picture)
     return [page, picture]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pandas as pd
@@ -10,11 +9,18 @@ import pandas as pd
 from accordion_hvd.policies.gate import CHECK
 from benchmarks import report
 from benchmarks.netbench import accuracy_page
-from benchmarks.netbench.accuracy_page import Place, places, runs, to_target
+from benchmarks.netbench.accuracy_page import (
+    Place,
+    arrival,
+    places,
+    runs,
+    seconds_to_target,
+    trained,
+)
 from benchmarks.netbench.accuracy_tasks import GOODPUT, LADDER
-from benchmarks.report import digits, spread
+from benchmarks.report import spread
 from examples.results import Row
-from examples.tables import as_markdown, as_text
+from examples.tables import as_markdown
 
 HEAD = [
     "method", "target reached", "s to target", "s of trials", "relative time", "without trials",
@@ -22,21 +28,17 @@ HEAD = [
 ]  # fmt: skip
 
 
-def seconds(found: Row, place: Place, method: str) -> dict[int, float]:
-    """Return the seconds to the target by seed; infinite where it was missed."""
-    target = found["tasks"][place[0]]["target"]
-    return {run["seed"]: to_target(run, target)[0] for run in runs(found, place, method)}
-
-
 def fastest(found: Row, place: Place) -> str:
-    """Return the fixed level with the least median time to the target."""
-    fixed = [method for method in found["settings"]["methods"] if method != GOODPUT]
-    medians = {m: statistics.median(seconds(found, place, m).values() or [1e9]) for m in fixed}
-    return min(medians, key=lambda method: medians[method])
+    """Return the fixed level with the least median time to the target; a missed target is late."""
+    fixed = [method for method in trained(found, place) if method != GOODPUT]
+    late = found["tasks"][place[0]]["limit"] * 1e3
+    return min(fixed, key=lambda m: seconds_to_target(found, place, m).fillna(late).median())
 
 
-def relative(found: Row, place: Place, method: str, trials: bool = True) -> list[float]:
+def relative(found: Row, place: Place, method: str, trials: bool = True) -> pd.Series:
     """Return the times to the target divided by those of the fastest level, for each seed.
+
+    Seeds with which one of the two methods misses the target are left out.
 
     Args:
         found: the results.
@@ -44,33 +46,28 @@ def relative(found: Row, place: Place, method: str, trials: bool = True) -> list
         method: name of the method.
         trials: whether trials count.
     """
-    least = seconds(found, place, fastest(found, place))
-    rows = [run for run in runs(found, place, method) if run["seed"] in least]
-    mine = seconds(found, place, method)
-    return [
-        (mine[run["seed"]] - (0.0 if trials else run["trials"][1])) / least[run["seed"]]
-        for run in rows
-    ]
+    times = seconds_to_target(found, place, method)
+    if not trials:
+        times -= pd.Series({run["seed"]: run["trials"][1] for run in runs(found, place, method)})
+    return (times / seconds_to_target(found, place, fastest(found, place))).dropna()
 
 
 def table(found: Row, place: Place) -> pd.DataFrame:
     """Return a table with a row for each method."""
-    target, rows = found["tasks"][place[0]]["target"], []
-    for method in found["settings"]["methods"]:
+    rows = []
+    for method in trained(found, place):
         mine = runs(found, place, method)
-        if not mine:  # the benchmark was interrupted
-            continue
-        arrived = [to_target(run, target) for run in mine]
         tried = [run["trials"][1] for run in mine]
+        reached, seconds, steps = arrival(found, place, method)
         rows.append(
             [
                 method,
-                f"{sum(time < float('inf') for time, _ in arrived)} of {len(mine)}",
-                spread([time for time, _ in arrived]),
+                reached,
+                seconds,
                 spread(tried) if any(tried) else "-",
                 spread(relative(found, place, method)),
                 spread(relative(found, place, method, trials=False)) if any(tried) else "-",
-                spread([steps for _, steps in arrived], digits(0)),
+                steps,
                 spread([1000 * run["seconds"][-1] / run["steps"][-1] for run in mine]),
                 spread([run["sent"][-1] / 1e6 for run in mine]),
             ]
@@ -95,19 +92,12 @@ def summary(found: Row) -> str:
 
 def all_as_text(found: Row) -> str:
     """Return all tables for a terminal."""
-    parts = [
-        f"{accuracy_page.title(found, place)}\n{as_text(table(found, place))}"
-        for place in places(found)
-    ]
-    return "\n\n".join(parts)
+    return accuracy_page.tables_as_text(found, table)
 
 
 def write(found: Row, folder: Path) -> list[Path]:
     """Write goodput.md and goodput.png; return their paths."""
-    page, picture = folder / "goodput.md", folder / "goodput.png"
-    report.write_page(page, text(found))
-    accuracy_page.draw(found, picture)
-    return [page, picture]
+    return accuracy_page.write_both(found, folder, "goodput", text(found))
 
 
 def text(found: Row) -> str:

@@ -1,4 +1,4 @@
-"""Who adds halves up: owners of parts, but on slow links the engine."""
+"""The communicator adds fp16, but on slow links the engine does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line(LocalCommunicator):
         monkeypatch.setattr(fp16_reduction, "time", clock)
 
     def launch(self, name: str, requests: Sequence[Any]) -> Any:
-        """Count these."""
+        """Count a launch and its bytes."""
         self.launched.append(name)
         pending = super().launch(name, requests)
         self.traffic.add(pending.traffic)

@@ -678,11 +678,14 @@ def check_goodput_on_real_ranks(a: Adapter) -> None:
     for step in range(80):
         if step == 40:
             job.set_lr(1e-4)
-        job.step(gradients(a.hvd.rank(), step))
+        job.step({n: x + 0.5 for n, x in gradients(a.hvd.rank(), step).items()})
         served |= set(job.optimizer.exchange.levels().values())
     found = job.optimizer.exchange.policy
-    for alike in (found.history, found.gate.verdict, found.state_dict()["_ratios"], sorted(served)):
+    state = found.state_dict()
+    for alike in (found.history, found.gate.verdict, state["_ratios"], state["_progress"]):
         assert_alike(a, repr(alike))
+    assert_alike(a, repr(sorted(served)))
+    assert any(0 < row.efficiency <= 1 for row in found.history), found.history
     assert_alike(a, repr({name: array.tobytes() for name, array in job.weights().items()}))
     permitted = {(row.lr > 0.01, row.level) for row in found.history}
     assert permitted >= {(True, 0), (False, 1)}, found.history

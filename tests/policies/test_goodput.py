@@ -80,10 +80,6 @@ class Job:
             Efficiency.key: {n: self.efficiencies[x] for n, x in serving.items() if x >= MILD},
         }
 
-    def best(self) -> int:
-        """The level with most progress per second."""
-        return max(range(4), key=lambda level: self.efficiencies[level] / self.seconds(level))
-
     def run(self, steps: int) -> int:
         """Train; return the level that serves in the end."""
         for _ in range(steps):
@@ -182,7 +178,7 @@ def test_progress_per_second_decides(
 
 
 def test_a_level_that_did_not_pay_is_tried_again_after_twice_the_windows(clocked: Make) -> None:
-    """P is faster by a fourth but makes half the progress; each trial costs a window."""
+    """The strongest level is faster, but makes too little progress; each trial costs a window."""
     job = clocked(2.5e6, efficiencies=(1.0, 0.4))
     job.run(600)
     tried = {row.window + 1 for row in job.policy.history if row.efficiency == 0.4}
