@@ -1,4 +1,4 @@
-"""AdaComp: bins, ternary values, and a wire of small integers."""
+"""Tests of AdaComp: selection by bins, ternary values, and payloads of small integers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accordion_hvd.resolve import parse
 
 
 def paper(r: np.ndarray, g: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Steps 2 to 8, bin by bin and element by element: what is sent, and the new residue."""
+    """Return the values sent and the new residual, by steps 2 to 8 of the paper in plain loops."""
     total, sent, largest, chosen = r + g, np.zeros_like(r), [], []
     pushed = total + g
     for start in range(0, r.size, width):
@@ -54,9 +54,15 @@ def test_it_follows_the_paper(size: int, width: int, framework: Framework) -> No
 
 
 def rate(width: int, size: int, drift: float = 0.0) -> tuple[float, float, float]:
-    """On a stream of Gaussian gradients: dense bytes per payload byte, elements a bin, rms r.
+    """Compress a stream of Gaussian gradients, and return means over the last 50 steps.
 
-    `drift`: the deviation of each element's own mean.
+    Args:
+        width: elements per bin.
+        size: elements of the gradient.
+        drift: standard deviation of each element's own mean.
+
+    Returns:
+        Compression rate, elements sent per bin, and the residual's root mean square at the end.
     """
     rng, bins_, steps = np.random.default_rng(0), size // width, 200
     payload, sent = 0, 0
@@ -74,7 +80,11 @@ def rate(width: int, size: int, drift: float = 0.0) -> tuple[float, float, float
 
 
 def test_the_paper_s_rates_on_gaussian_gradients() -> None:
-    """About 40 and 200 times, which are about 5 elements a bin of 50 and of 500."""
+    """Bins of 50 compress Gaussian gradients about 40 times, and bins of 500 at least 160 times.
+
+    Bins of 500 reach the paper's 200 times if each element has a mean of its own. On average,
+    4 to 7 elements are sent per bin.
+    """
     times, elements, rms = rate(50, 20_000)
     assert 37 < times < 43 and 4.5 < elements < 5.5 and rms < 2
     times, elements, rms = rate(500, 50_000)
@@ -106,7 +116,11 @@ def choice(r: list[float], g: list[float], width: int) -> tuple[list[int], np.nd
 
 
 def test_who_is_sent() -> None:
-    """The note's special cases: at r = 0; a gradient that opposes; one that turns the sign."""
+    """An element is sent if |r + 2 g| is at least the largest |r + g| of its bin.
+
+    The cases are a residual of zeros, a gradient that opposes the residual, elements for which
+    r + 2 g and r + g have opposite signs, a sum of zero, and a gradient that adds to the residual.
+    """
     rng = np.random.default_rng(1)
     g = rng.standard_normal(50).astype(np.float32)
     index, _ = choice([0.0] * 50, g.tolist(), 50)
@@ -157,7 +171,7 @@ OTHERS = [(40, 50), (1200,), (1, 2000), (2000, 1)]
 def test_the_default_bin_is_that_of_the_layer_s_type(
     shape: tuple[int, ...], framework: Framework
 ) -> None:
-    """50 for convolutions of any framework, 500 for dense and recurrent layers."""
+    """The default bin is 50 for convolutions of any framework, and 500 for all other tensors."""
     width, size = 50 if shape in CONVOLUTIONS else 500, int(np.prod(shape))
     world, carried = Ranks(AdaComp(), 2, framework), [np.zeros(size, np.float32)] * 2
     for gradients in normals(shape, 2, steps=3):
@@ -174,7 +188,10 @@ def test_the_default_bin_is_that_of_the_layer_s_type(
     ids=lambda kind: kind.__name__,
 )
 def test_layers_of_both_types_in_one_job(wrapped: Any, framework: Framework) -> None:
-    """As with the paper's bins written by hand; small tensors share calls, but not their bins."""
+    """Default bins give the same means and payload as the paper's bins set by hand.
+
+    Small tensors share calls, but each tensor keeps the bin of its layer type.
+    """
     shapes = {"conv": (8, 16, 3, 3), "other": (8, 16, 3, 3), "head": (40, 50), "long": (30, 50)}
     by_hand = Fixed(wrapped(AdaComp(500)), overrides={"[co][ot]*": wrapped(AdaComp(50))})
     worlds = [simulate(kind, 4, local_size=2) for kind in (wrapped(AdaComp()), by_hand)]

@@ -1,4 +1,4 @@
-"""Tensors that are not what one expects: refused in a sentence, or handled, by every compressor."""
+"""Tests of unusual tensors: each compressor handles them, or refuses them with a clear error."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ INFO = Info(size=2, name="layer")
 
 
 def served(compressor: Compressor) -> Compressor:
-    """What a refusal names."""
+    """Return the compressor that an error names: the wrapped compressor, if there is one."""
     return getattr(compressor, "compressor", compressor)
 
 
 @by_framework
 @by_case
 def test_refused(case: Case, framework: Framework) -> None:
-    """Before anything is allocated or sent, naming class, tensor, value and what is allowed."""
+    """`init` refuses a tensor that a compressor cannot handle, before anything is sent.
+
+    The error names the compressor, the tensor, the bad value and the allowed values.
+    """
     takes_all = isinstance(served(case.compressor), AllElements)
     bad: list[tuple[tuple[int, ...], str, str]] = [
         ((40, 50), dtype, f"dtype of layer is '{dtype}', but must be one of float16, ")
@@ -65,14 +68,14 @@ def test_a_scalar_is_a_vector_of_one_element(case: Case, framework: Framework) -
 @by_framework
 @by_case
 def test_double_precision(case: Case, framework: Framework) -> None:
-    """Is taken; what is kept from step to step is fp32."""
+    """The conservation law holds for float64 gradients, to the precision of fp32."""
     check_conservation(case, framework, 2, (24, 50), 3, "float64")
 
 
-@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH)))  # TensorFlow has no such thing
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH)))  # TensorFlow's are contiguous
 @by_case
 def test_scattered_memory(case: Case, framework: Framework) -> None:
-    """A tensor that is no contiguous piece of memory counts as its copy that is one."""
+    """A tensor whose memory is not contiguous gives the same mean as a contiguous copy of it."""
     whole, views = (Ranks(case.compressor, 2, framework) for _ in "ab")
     rng = np.random.default_rng(0)
     for number in range(3):
@@ -94,7 +97,7 @@ def test_scattered_memory(case: Case, framework: Framework) -> None:
 
 # --------------------------------------------------------------------- what reaches no compressor
 def sparse(framework: Framework) -> Any:
-    """A sparse gradient of the framework."""
+    """Return a sparse gradient of the framework."""
     if framework is TORCH:
         import torch
 
@@ -106,14 +109,14 @@ def sparse(framework: Framework) -> Any:
 
 @pytest.mark.parametrize("framework", parameters((TORCH, TENSORFLOW)))
 def test_sparse_tensors_are_refused(framework: Framework) -> None:
-    """Optimizers gather them beside all compression; a compressor cannot take them."""
+    """Compressors refuse sparse gradients, which optimizers gather without compression."""
     with pytest.raises(ValueError, match=r"is .*(sparse_coo|IndexedSlices).*, but must be .*dense"):
         simulate(TopK(0.1), 2).step([{"w": sparse(framework)}] * 2)
 
 
 @by_framework
 def test_small_and_empty_tensors_travel_along(framework: Framework) -> None:
-    """Without elements, without dimensions, alone or beside others, under any compression."""
+    """Empty tensors, scalars and small tensors are exchanged alone and beside a large tensor."""
     shapes = {"e": (0, 40), "s": (), "b": (7,), "w": (40, 50)}
     for case in FEW.values():
         for names in (["e"], ["s"], list(shapes)):
@@ -129,7 +132,10 @@ def test_small_and_empty_tensors_travel_along(framework: Framework) -> None:
 
 
 def test_gradients_that_change_are_refused() -> None:
-    """Nothing has happened then: the world goes on as if it had not been asked."""
+    """A step is refused if names, shapes or dtypes of gradients change, and is not counted.
+
+    The world does not change in a refused step, so the next valid step succeeds.
+    """
     world, x = simulate(TopK(0.1), 2), np.ones((40, 50), np.float32)
     world.step([{"w": x.copy()}] * 2)
     for bad, words in [
@@ -147,7 +153,7 @@ def test_gradients_that_change_are_refused() -> None:
 
 @pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
 def test_frozen_integers_do_not_matter() -> None:
-    """Quantised weights among a process' parameters, who is alone."""
+    """A process without peers ignores frozen quantised weights among its parameters."""
     import torch
 
     pytest.importorskip("horovod.torch")
@@ -163,7 +169,7 @@ def test_frozen_integers_do_not_matter() -> None:
 
 
 def test_a_refusal_leaves_the_policy_free() -> None:
-    """Whoever exempts what was refused may go on with the same policy."""
+    """After a refusal, the same policy serves an exchange without the refused tensor."""
     policy, link = as_policy(TopK(0.1)), SimulatedCommunicator(Hub(1), 0, NUMPY.xp)
     good, bad = TensorInfo("w", (40, 50), "float32"), TensorInfo("i", (40, 50), "int32")
     with pytest.raises(ValueError, match="dtype of i is 'int32'"):

@@ -1,4 +1,4 @@
-"""Every law for every compressor, framework and number of ranks; and that laws can be broken."""
+"""Tests of all laws for all compressors and frameworks, and of compressors that break laws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import accordion_hvd
 from accordion_hvd import DGC, LGC, Allgather, Allreduce, Compressor, Dense, Info, TopK
 from accordion_hvd.ops import namespace
 
-# The algorithm is one: not all frameworks need all numbers of ranks.
+# The algorithm is the same in all frameworks, so not each one needs every number of ranks.
 WORLDS = combined({NUMPY: [1, 2, 4], POISONED: [2], TORCH: [1, 4], TENSORFLOW: [2]})
 
 
@@ -62,7 +62,7 @@ def test_traced(case: Case) -> None:
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 @pytest.mark.parametrize("case", [c for c in CASES if c.uneven], ids=lambda case: case.name)
 def test_called_from_a_graph(case: Case) -> None:
-    """What cannot be traced says so, and gives within a py_function what NumPy does."""
+    """Untraceable compressors raise an error in a graph, and match NumPy within a py_function."""
     import tensorflow as tf
 
     from accordion_hvd.ops.tensorflow import UntraceableError
@@ -98,14 +98,14 @@ def test_refused(kind: type, name: str, value: Any) -> None:
 
 # ------------------------------------------------------------ negative controls: laws can be broken
 class Stub(Compressor):
-    """Has the state that feedback needs."""
+    """A compressor with the state that error feedback needs."""
 
     def init(self, spec: Any, info: Info) -> dict[str, Any]:
         return {"error": spec.zeros((spec.size,))}
 
 
 class Unaveraged(Compressor):
-    """Returns this rank's own gradient."""
+    """A compressor that returns this rank's own gradient."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         yield Allreduce(grad)
@@ -113,7 +113,7 @@ class Unaveraged(Compressor):
 
 
 class Summed(Compressor):
-    """Forgets the division by the number of ranks."""
+    """A compressor that forgets to divide by the number of ranks."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         total = yield Allreduce(grad, op="sum")
@@ -135,35 +135,35 @@ class Altered(TopK):
 
 
 class Forgetful(Altered):
-    """Drops its error."""
+    """Top-k that drops its residual."""
 
     def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
         return mean, {"error": xp.zeros(xp.shape(state["error"]), "float32")}
 
 
 class Selfish(Altered):
-    """Its result depends on the rank, by one bit."""
+    """Top-k whose mean depends on the rank, by one bit."""
 
     def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
         return mean * (1 + 1.2e-7 * info.rank), state
 
 
 class Hoarder(Altered):
-    """Adds a key that `init` did not name."""
+    """Top-k that adds a state key which `init` did not name."""
 
     def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
         return mean, {**state, "count": xp.zeros((1,), "float32")}
 
 
 class Narrow(Altered):
-    """Keeps its error in 16 bits."""
+    """Top-k that keeps its residual in 16 bits."""
 
     def alter(self, mean: Any, state: Any, info: Info, xp: Any) -> Any:
         return mean, {"error": xp.cast(xp.cast(state["error"], "float16"), "float32")}
 
 
 class Late(Stub):
-    """Reads the error after consuming it."""
+    """A compressor that reads its residual after consuming it."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         xp = namespace(grad)
@@ -174,7 +174,7 @@ class Late(Stub):
 
 
 class Irreversible(Stub):
-    """Writes into its state with other than `ops`, before the first request."""
+    """A compressor that changes its state without `ops`, before the first request."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         xp = namespace(grad)
@@ -184,7 +184,7 @@ class Irreversible(Stub):
 
 
 class Chatty(Stub):
-    """Sends more than it says, and divides zero by zero."""
+    """A compressor that sends more bytes than its case states, and divides zero by zero."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         xp = namespace(grad)
@@ -195,7 +195,7 @@ class Chatty(Stub):
 
 
 class Drifting(Stub):
-    """Depends on something besides seed, step and gradient."""
+    """A compressor whose mean depends on more than seed, step and gradient."""
 
     calls = [0]
 
@@ -229,7 +229,7 @@ def test_stubs_break_laws(stub: Compressor, claims: Case, broken: set[laws.Law])
 
 @dataclass(frozen=True)
 class Silent(Compressor):
-    """Sends nothing, and retains nothing."""
+    """A compressor that sends zeros and adds nothing to its residual."""
 
     compressor: Compressor
 
@@ -243,13 +243,13 @@ class Silent(Compressor):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.slope[1] > 0], ids=lambda case: case.name)
 def test_silence_breaks_conservation(case: Case) -> None:
-    """A mean of zeros is near no gradient, however coarse the method is."""
+    """The conservation law fails for a mean of zeros, however coarse the compressor is."""
     with pytest.raises(AssertionError):
         laws.conservation(replace(case, compressor=Silent(case.compressor)), NUMPY, 2)
 
 
 class Undamped(DGC):
-    """Forgets the momentum of what it has not sent."""
+    """DGC that forgets the momentum of the elements that it has not sent."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         mean, new = yield from super().exchange(grad, state, info)
@@ -257,7 +257,7 @@ class Undamped(DGC):
 
 
 class Lossy(LGC):
-    """Drops the residual of the elements that it has not sent."""
+    """LGC that drops the residual of the elements that it has not sent."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         mean, new = yield from super().exchange(grad, state, info)
@@ -266,7 +266,7 @@ class Lossy(LGC):
 
 @pytest.mark.parametrize("kind", [Undamped, Lossy])
 def test_what_is_not_sent_is_retained(kind: type) -> None:
-    """Momentum, and the residual of methods whose decoding loses something."""
+    """The conservation law fails if DGC loses its momentum, or LGC its residual."""
     kinds = [c for c in CASES if type(c.compressor) is kind.__base__ and (c.momentum or c.forgets)]
     for case in (c for c in kinds if c.compressor != DGC(1.0)):  # which sends everything
         arguments = {f.name: getattr(case.compressor, f.name) for f in fields(case.compressor)}
@@ -291,7 +291,7 @@ def test_frameworks_that_differ_break_the_law() -> None:
 
 
 def test_nothing_is_lost_in_the_driver_itself() -> None:
-    """The driver's dense mean is NumPy's."""
+    """Without compression, `Ranks` returns NumPy's mean of the gradients on every rank."""
     for gradients in normals((5, 3), 4, steps=3):
         means = Ranks(Dense(), 4).step(gradients)
         np.testing.assert_allclose(means[0], exact_mean(gradients), atol=1e-6)
@@ -299,7 +299,7 @@ def test_nothing_is_lost_in_the_driver_itself() -> None:
 
 
 def noisy(mean: Any, state: Any, count: int) -> Any:
-    """Another mean in each call, on each rank."""
+    """Return the mean plus an offset that is different in each call, and the same state."""
     return mean + 1000.0 * count, state
 
 
@@ -341,7 +341,10 @@ def spoiled(compressor: Compressor, spoil: Any) -> Compressor:
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_a_law_can_fail_for_every_case(law: laws.Law) -> None:
-    """A law that holds for a spoiled compressor says nothing of it, and is not to be run."""
+    """Each law fails for spoiled versions of all compressors that it applies to.
+
+    A law that holds for a spoiled compressor would say nothing about the compressor.
+    """
     framework, spoil = POISONED if law is laws.frameworks_agree else NUMPY, SPOILERS.get(law, noisy)
     cases = [c for c in CASES if laws.applies(law, c, framework, 2)]
     few = {"steps": 20} if law is laws.unbiased else {}

@@ -1,4 +1,4 @@
-"""DGC: momentum that is compressed, and what returns updates instead of gradients."""
+"""Tests of DGC: compressed momentum, and the rules for compressors that return updates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = (24, 50)
 
 @pytest.mark.parametrize("framework", parameters())
 def test_it_follows_the_paper(framework: Framework) -> None:
-    """Momentum correction and factor masking (Algorithm 4) on two ranks."""
+    """Two ranks follow the paper's momentum correction and factor masking (Algorithm 4)."""
     ours, size = Ranks(DGC(0.1, momentum=0.9), 2, framework), 1200
     u, v = [np.zeros(size) for _ in range(2)], [np.zeros(size) for _ in range(2)]
     for gradients in normals(SHAPE, 2, steps=8):
@@ -49,7 +49,7 @@ def test_it_follows_the_paper(framework: Framework) -> None:
 
 @pytest.mark.parametrize("framework", parameters())
 def test_without_sparsity_it_is_momentum_sgd(framework: Framework) -> None:
-    """At ratio 1, updates are the velocity of the mean gradients: small tensors' too."""
+    """At ratio 1, the updates of large and small tensors are the velocity of the mean gradients."""
     world = simulate(DGC(1.0, momentum=0.9), 3)
     check_momentum(world, framework, ("w", "b"))
 
@@ -102,7 +102,7 @@ def test_weights_move_as_with_torch_s_momentum() -> None:
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 def test_a_graph_makes_updates_and_is_traced_anew_for_each_stage() -> None:
-    """One rank in a graph: Keras' momentum at ratio 1; the warm-up's ratios, one trace each."""
+    """In a graph, ratio 1 is Keras' momentum, and each ratio of the warm-up has its own trace."""
     import tensorflow as tf
 
     pytest.importorskip("horovod.tensorflow")
@@ -140,7 +140,7 @@ def test_a_graph_makes_updates_and_is_traced_anew_for_each_stage() -> None:
 
 
 def test_the_warm_up() -> None:
-    """A quarter, a sixteenth, ... of the elements in each quarter of it; never below the ratio."""
+    """The n-th quarter of the warm-up sends 1 / 4^n of the elements, but at least the ratio."""
     compressor = DGC(0.01, warmup=8)
     assert [compressor.variant(n) for n in range(10)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert compressor.phases and not DGC(0.01).phases and DGC(0.01).variant(0) == 4
@@ -154,7 +154,7 @@ def test_the_warm_up() -> None:
 
 
 def test_gradients_are_clipped_before_all_else() -> None:
-    """To the norm divided by the root of the number of ranks; shorter ones are left alone."""
+    """Each rank clips its gradient to a norm of clip / sqrt(N), and keeps shorter gradients."""
     for scale in (10.0, 1e-3):
         ours = Ranks(DGC(1.0, momentum=0.9, clip=2.0), 4)
         (gradients,) = normals(SHAPE, 4, steps=1)
@@ -172,7 +172,7 @@ def test_without_momentum_it_is_topk() -> None:
 
 
 def test_levels_hand_over_what_waits_and_the_momentum() -> None:
-    """From sparse to dense all that waited is sent; velocity goes on where it was not masked."""
+    """A switch to a dense level sends the whole residual, and unmasked momentum goes on."""
     policy = Accordion(low=DGC(0.1), high=DGC(1.0), window=1)
     (exchange,) = simulated(policy)
     rng = np.random.default_rng(0)
@@ -202,7 +202,7 @@ def one(exchange: Any, gradient: np.ndarray) -> np.ndarray:
     return np.array(exchange.bucket_batches.means()[0])
 
 
-# -------------------------------------------------------------- what returns updates: general rules
+# ------------------------------------------------- general rules of compressors that return updates
 def test_levels_that_return_gradients_are_refused_beside_it() -> None:
     for policy in (
         lambda: Accordion(low=Dense(), high=DGC(0.01)),
@@ -277,7 +277,7 @@ def name(x: Any) -> str:
 
 
 def test_masking_is_what_the_paper_says() -> None:
-    """Negative control: without factor masking, what was sent keeps pushing."""
+    """Negative control: without factor masking, the momentum of sent elements is applied again."""
 
     class Unmasked(DGC):
         def exchange(self, grad: Any, state: Any, info: Info) -> Any:

@@ -1,4 +1,4 @@
-"""Halves that overflow."""
+"""Tests of half precision with values that overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LGC: its autoencoder against PyTorch's own, its phases, and what they are worth."""
+"""Tests of LGC: its autoencoder against PyTorch, its phases, and its accuracy in training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ needs_torch = pytest.mark.skipif(not installed(TORCH), reason="torch not install
 
 # --------------------------------------------------------------------------------- the autoencoder
 def of_torch(layers: Any, parameters: Any, x: Any) -> Any:
-    """PyTorch's convolutions with our parameters; signals (signals, channels, length)."""
+    """Apply layers by PyTorch's convolutions to signals of shape (signals, channels, length)."""
     from torch.nn import functional
 
     start = 0
@@ -73,7 +73,7 @@ def of_torch(layers: Any, parameters: Any, x: Any) -> Any:
 
 
 def loss_of_torch(networks: Autoencoder, weights: Any, x: Any, mix: Any, news: Any) -> Any:
-    """The two losses, as the paper has them, with weights 1 and 1."""
+    """Return the paper's loss: reconstruction plus, for innovations, similarity of codes."""
     import torch
 
     own = sum(layer.size for layer in ENCODER)
@@ -140,14 +140,14 @@ def test_sizes_are_the_papers() -> None:
 
 
 def leader_s(totals: np.ndarray, leader: int, count: int) -> tuple[np.ndarray, float]:
-    """Positions of the leader's largest elements, by value, and the root mean square of these."""
+    """Return positions of the leader's largest elements, ordered by value, and their rms."""
     index = np.argsort(-np.abs(totals[leader]))[:count]
     index = index[np.argsort(totals[leader][index])]
     return index, float(np.sqrt(np.mean(totals[leader][index] ** 2)))
 
 
 def innovation_of(values: np.ndarray, few: int) -> np.ndarray:
-    """A rank's values with zeros in place of all but the few largest."""
+    """Return a rank's values with zeros in place of all but the `few` largest magnitudes."""
     kept = np.zeros_like(values)
     largest = np.argsort(-np.abs(values))[:few]
     kept[largest] = values[largest]
@@ -157,11 +157,11 @@ def innovation_of(values: np.ndarray, few: int) -> np.ndarray:
 @needs_torch
 @FORMS
 def test_the_autoencoder_learns_what_the_paper_says(form: str) -> None:
-    """Adam's moments are those of the paper's losses, over the leader's elements of all ranks.
+    """Adam's moments are those of the paper's losses, at the leader's largest elements.
 
-    "ring": the decoded mean of the codes against the mean of the values. "server": each rank's
-    values against what its decoder makes of the leader's code and of the rank's innovation; and
-    the codes against each other.
+    "ring": the loss compares the decoded mean of the codes with the mean of the values. "server":
+    the loss compares each rank's values with the output of the rank's decoder, whose input is the
+    leader's code and the rank's innovation, and it compares the codes with each other.
     """
     import torch
 
@@ -205,12 +205,12 @@ def test_signals_keep_their_size(transposed: bool) -> None:
 
 # ------------------------------------------------------------------------------------- the phases
 def phases(world: World) -> set[int]:
-    """Those that the ranks are in; ranks that agree are in one."""
+    """Return the set of all ranks' phases, which has one element if the ranks agree."""
     return {exchange.phase(exchange.bucket_states[0]) for exchange in world.exchanges}
 
 
 def alike(ranks: int, steps: int, size: int = 20_000, seed: int = 0) -> Iterator[list[np.ndarray]]:
-    """Gradients as the paper finds them: a common part, and a smaller one of each rank."""
+    """Yield gradients with a common part and a smaller part of each rank, as in the paper."""
     common = normals((size,), 1, seed, steps)
     own = normals((size,), ranks, seed + 1, steps)
     for (whole,), parts in zip(common, own, strict=True):
@@ -219,7 +219,11 @@ def alike(ranks: int, steps: int, size: int = 20_000, seed: int = 0) -> Iterator
 
 @FORMS
 def test_phases_follow_each_other_on_all_ranks(form: str) -> None:
-    """The plain average; the exact mean where the leader's are largest; what is decoded."""
+    """All ranks change phase at the same steps, and each phase returns its kind of mean.
+
+    The first phase returns the plain mean. The training phase returns the exact mean at the
+    leader's largest elements. The last phase returns decoded values at no more elements.
+    """
     lgc = LGC(0.05, form, dense=2, training=3)
     world, plain = simulate(lgc, 3), simulate(Dense(), 3)
     errors = np.zeros((3, 2400))
@@ -248,7 +252,7 @@ def test_phases_follow_each_other_on_all_ranks(form: str) -> None:
 
 
 def test_each_tensor_has_its_share() -> None:
-    """Also one whose gradient is a thousand times smaller than another's."""
+    """Each tensor sends its share of elements, even if its gradient is a thousand times smaller."""
     world = simulate(LGC(0.05, dense=0, training=5), 2)
     (gradients,) = several(2, 1)
     means = step(world, NUMPY, [{**mine, "w": mine["w"] * 1e-3} for mine in gradients])
@@ -287,7 +291,10 @@ LAST = {"fc*": TopK(0.05)}
 @pytest.mark.parametrize("framework", parameters())
 @FORMS
 def test_the_last_layer_is_sent_by_top_k_only(form: str, framework: Framework) -> None:
-    """And the first not compressed, as in the paper; the others share an autoencoder."""
+    """An override sends the last layer by top-k, with the same result as TopK alone.
+
+    The first layer is not compressed, as in the paper, and the others share an autoencoder.
+    """
     shapes = {"conv": SHAPE, "mid": (40, 30), "fc": (30, 50), "end": SHAPE, "fc2": (7,)}
     lgc = LGC(0.05, form, dense=1, training=2)
     ours = simulate(Fixed(lgc, overrides={"conv": Dense(), **LAST}), 2)
@@ -311,7 +318,10 @@ def test_the_last_layer_is_sent_by_top_k_only(form: str, framework: Framework) -
 
 
 def test_overrides_choose_a_joint_message() -> None:
-    """The tensors of one pattern share it; a bucket's number of tensors is no part of its name."""
+    """Tensors that match the same override share a message.
+
+    Patterns match a bucket's name without the suffix for its number of tensors, such as "+1".
+    """
     lgc, other = LGC(0.05, dense=1), LGC(0.1, dense=1)
     gradients = {k: np.ones(SHAPE, np.float32) for k in ("a1", "b1", "a2", "b2", "c")}
     for policy, wanted in (
@@ -327,7 +337,10 @@ def test_overrides_choose_a_joint_message() -> None:
 
 @FORMS
 def test_only_the_leader_sends_indices_and_code(form: str) -> None:
-    """A broadcast: each rank's traffic is half that of an allreduce, which graphs need."""
+    """The leader broadcasts indices and, in the "server" form, its code; other ranks send nothing.
+
+    A broadcast costs each rank half the traffic of an allreduce, which graphs need instead.
+    """
     lgc, ranks, size = LGC(0.05, form, dense=0, training=1, innovation=0.001), 4, 2000
     world, number = Ranks(lgc, ranks), 0
     for gradients in normals((size,), ranks, steps=5):
@@ -351,7 +364,7 @@ def test_levels_of_any_scope() -> None:
 
 @FORMS
 def test_steps_that_are_skipped_are_not_counted(form: str) -> None:
-    """Or the one that hands out the weights could be lost."""
+    """Skipped steps do not advance the phase, so the step that shares the weights is never lost."""
     world, number = simulate(LGC(0.05, form, dense=1, training=2), 2), 0
     for gradients in several(2, 12):
         if number % 3 == 0:
@@ -365,7 +378,10 @@ def test_steps_that_are_skipped_are_not_counted(form: str) -> None:
 
 @FORMS
 def test_ranks_share_an_autoencoder_that_they_trained_apart(form: str) -> None:
-    """Machines may round differently; from the third phase on all have rank 0's weights."""
+    """From the third phase on, all ranks have rank 0's weights.
+
+    Hosts may round differently, so that the weights differ while ranks train.
+    """
     world = Ranks(LGC(0.05, form, dense=0, training=3), 3)
     for number, gradients in enumerate(alike(3, 6, 2000)):
         means = world.step(gradients)
@@ -414,7 +430,11 @@ def test_reconstruction_improves_and_is_reported(form: str) -> None:
 def test_with_nothing_to_learn_it_is_sparsification(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the identity for an autoencoder: the ranks' mean, or the leader's, at its largest."""
+    """With the identity as autoencoder, LGC only sparsifies.
+
+    At the leader's largest elements, the result is the mean of the ranks' values ("ring"), or the
+    leader's values ("server", after the training step).
+    """
     monkeypatch.setattr(Autoencoder, "encode", lambda self, weights, x: x)
     monkeypatch.setattr(Autoencoder, "decode", lambda self, weights, codes, news: codes)
     monkeypatch.setattr(f"{LGC.__module__}.code_size", lambda values: 16 * code_length(values) + 15)
@@ -434,7 +454,7 @@ def test_with_nothing_to_learn_it_is_sparsification(
 
 
 def test_with_all_for_innovation_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is told everything, and decodes that, has the ranks' mean."""
+    """A server that gets all values as innovation, and decodes only these, has the exact mean."""
     monkeypatch.setattr(Autoencoder, "decode", lambda self, weights, codes, news: news)
     world = Ranks(LGC(0.1, "server", dense=0, training=1, innovation=1.0), 3)
     for number, gradients in enumerate(normals((300,), 3, steps=5)):
@@ -447,7 +467,7 @@ def test_with_all_for_innovation_it_is_exact(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_innovation_is_the_largest_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that decodes nothing else has each rank's few largest values of the leader's."""
+    """The innovation of a rank is its few largest values at the leader's positions."""
     monkeypatch.setattr(Autoencoder, "decode", lambda self, weights, codes, news: news)
     world = Ranks(LGC(0.1, "server", dense=0, training=1, innovation=0.02), 3)
     for number, gradients in enumerate(normals((300,), 3, steps=5)):
@@ -464,7 +484,7 @@ def test_the_innovation_is_the_largest_values(monkeypatch: pytest.MonkeyPatch) -
 
 @FORMS
 def test_smaller_gradients_are_coded_as_well(form: str) -> None:
-    """Gradients shrink while the autoencoder stays as it is."""
+    """Gradients that shrink by a power of two have the same codes: their means shrink exactly."""
     large, small = (Ranks(LGC(0.05, form, dense=0, training=3), 2) for _ in "ab")
     for gradients in alike(2, 8, 2000):
         shrunk = small.step([g * np.float32(2**-12) for g in gradients])[0]
@@ -473,7 +493,7 @@ def test_smaller_gradients_are_coded_as_well(form: str) -> None:
 
 @FORMS
 def test_between_machines(form: str) -> None:
-    """Codes between machines, exact means inside: nothing is lost, ranks agree."""
+    """Within TwoLevel, ranks agree to the bit, reach the last phase, and report reconstruction."""
     world = simulate(TwoLevel(LGC(0.1, form, dense=1, training=2)), 4, local_size=2)
     for gradients in several(4, 6):
         means = step(world, NUMPY, gradients)
@@ -486,7 +506,7 @@ def test_between_machines(form: str) -> None:
 
 # ------------------------------------------------------------------------------------- checkpoints
 def resumed(folder: Path, world: World, compression: Any, ranks: int, like: Any) -> World:
-    """What `save_state` writes and `load_state` reads, without the collectives around them."""
+    """Return a new world with the state of `world`, saved and loaded without collectives."""
     folder.mkdir(exist_ok=True)
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
     checkpoint._complete(folder, world.exchanges[:1], rows)
@@ -503,7 +523,7 @@ def resumed(folder: Path, world: World, compression: Any, ranks: int, like: Any)
 @FORMS
 @pytest.mark.parametrize("at", [1, 3, 4, 7])
 def test_resuming_goes_on_where_it_was(form: str, at: int, tmp_path: Path) -> None:
-    """In whatever phase, after skipped steps and other levels."""
+    """A resumed job continues to the bit in any phase, after skipped steps and other levels."""
     lgc, steps = LGC(0.05, form, dense=2, training=3), several(2, 11)
     steps[0][1]["w"][0, 0] = np.inf
     rows = [(0, lgc), (2, Dense()), (3, lgc)]
@@ -523,7 +543,10 @@ def test_resuming_goes_on_where_it_was(form: str, at: int, tmp_path: Path) -> No
 
 
 def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """One decoder serves any number of ranks; one for each does not, and that is said."""
+    """A "ring" checkpoint is resumed by another number of ranks; a "server" checkpoint is refused.
+
+    A ring has one decoder for any number of ranks, and a server has one decoder for each rank.
+    """
     for form in ("ring", "server"):
         folder = tmp_path / form
         lgc = LGC(0.05, form, dense=0, training=2)
@@ -552,7 +575,7 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 @FORMS
 def test_graphs_are_traced_anew_for_each_phase(form: str) -> None:
-    """Skipped steps within graphs do not count either."""
+    """A graph has one trace per phase, and skipped steps do not advance the phase."""
     import tensorflow as tf
 
     from accordion_hvd.tensorflow.exchange import TensorFlowExchange
@@ -583,7 +606,7 @@ def test_graphs_are_traced_anew_for_each_phase(form: str) -> None:
 
 # ------------------------------------------------------------------------------------- in training
 def trained(compression: Any, ranks: int = 2, steps: int = 400) -> tuple[float, float]:
-    """Accuracy on unseen digits of a small network, and bytes saved; the last layer is exempt."""
+    """Train a network with a dense last layer; return its test accuracy and compression ratio."""
     import torch
 
     from examples.data import load
@@ -622,7 +645,7 @@ def trained(compression: Any, ranks: int = 2, steps: int = 400) -> tuple[float, 
 @needs_torch
 @FORMS
 def test_training_on_digits(form: str) -> None:
-    """As accurate as the plain average, up to three of 360 images."""
+    """LGC is at most three of 360 images less accurate than the plain average."""
     pytest.importorskip("sklearn")
     plain, _ = trained(Dense())
     coded, ratio = trained(LGC(0.01, form, dense=40, training=80, innovation=1e-4))

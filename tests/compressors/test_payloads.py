@@ -1,4 +1,4 @@
-"""What a rank has sent and does not decode: the sender is named, and nothing has changed."""
+"""Tests of payloads that do not decode: the error names the sender, and no state changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Spoil = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Spoiled(Compressor):
-    """Another compressor; one rank's payload is spoiled in one step, in one of its rounds."""
+    """A wrapper that spoils one rank's payload in one step, in one of the compressor's rounds."""
 
     inner: Compressor
     spoil: Spoil
@@ -71,7 +71,7 @@ class Spoiled(Compressor):
             running.send((yield asked))
 
     def spoiled(self, asked: Any, xp: Any, step: Any, mine: Any) -> Any:
-        """The round's first request, if this is its step and its rank."""
+        """Return the round's requests; on the bad step's sender, the first one is spoiled."""
         if isinstance(asked, tuple):
             return self.spoiled(asked[0], xp, step, mine), *asked[1:]
         if not isinstance(step, int):  # in a graph
@@ -85,24 +85,24 @@ class Spoiled(Compressor):
 
 
 def ones(xp: Any, payload: Any) -> Any:
-    """The last bytes, which are positions, all ones: too many, or outside."""
+    """Return the payload with its last 10 bytes all ones: too many positions, or out of range."""
     kept = xp.shape(payload)[0] - 10
     tail = np.full(10, 255, np.uint8)
     return xp.concat([payload[:kept], xp.asarray(tail, xp.device(payload))])
 
 
 def none(xp: Any, payload: Any) -> Any:
-    """All zeros: every position the same, or none."""
+    """Return a payload of zero bytes: no positions, or one position many times."""
     return xp.zeros(xp.shape(payload), "uint8", xp.device(payload))
 
 
 def same_word(xp: Any, payload: Any) -> Any:
-    """All alike: a position twice."""
+    """Return a message of zeros, in which positions repeat."""
     return xp.zeros(xp.shape(payload), xp.dtype(payload))
 
 
 def negative(xp: Any, payload: Any) -> Any:
-    """Positions outside."""
+    """Return the message with negative numbers, which are positions out of range."""
     return xp.cast(-xp.cast(payload, "int64") - 1, "int32")
 
 
@@ -115,7 +115,7 @@ def shorter(xp: Any, payload: Any) -> Any:
 
 
 def world_before(compressor: Compressor, framework: Framework) -> tuple[Any, list[Any], Any]:
-    """A world about to take the spoiled step, its states, and the gradients of that step."""
+    """Return a world before its spoiled step, its states, and the gradients of that step."""
     world, gradients = simulate(compressor, 3), several(3, BAD_STEP + 1)
     for now in gradients[:BAD_STEP]:
         step(world, framework, now)
@@ -148,7 +148,11 @@ def test_the_sender_is_named_and_nothing_changes(
 @pytest.mark.parametrize("spoil", [longer, shorter])
 @pytest.mark.parametrize("method", [m for m in METHODS if not isinstance(m, ScaleCom)], ids=repr)
 def test_another_size_is_refused(method: Compressor, spoil: Spoil, framework: Framework) -> None:
-    """Where sizes are told the sender is known; where all should be alike, that one is not."""
+    """A payload of the wrong size is refused.
+
+    The error names the sender if ranks exchange the sizes of their payloads. If all sizes should be
+    equal, it only tells the expected size.
+    """
     if method == AdaComp(50):
         method = AdaComp(500)  # whose entries have two bytes
     world, before, gradients = world_before(Spoiled(method, spoil), framework)
@@ -182,7 +186,7 @@ def test_a_leader_and_an_innovator_are_named(
 
 
 def test_between_machines_the_sender_is_a_rank() -> None:
-    """Not the number of its machine."""
+    """Within TwoLevel, the error names the sender's rank, and not the number of its host."""
     for method, sender in ((ScaleCom(0.1), 4), (LGC(0.05, dense=0, training=2), 4)):
         bad = negative if isinstance(method, LGC) else none
         world = simulate(TwoLevel(Spoiled(method, bad)), 6, local_size=2)
@@ -196,7 +200,7 @@ def test_between_machines_the_sender_is_a_rank() -> None:
 
 
 def test_the_unspoiled_goes_through() -> None:
-    """Negative control: the same wrapper, spoiling nothing."""
+    """Negative control: a step succeeds if the wrapper leaves the payload unchanged."""
     world, _, gradients = world_before(Spoiled(TopK(0.1), lambda xp, payload: payload), NUMPY)
     assert step(world, NUMPY, gradients)[0] is not None
 
@@ -206,7 +210,7 @@ def test_the_unspoiled_goes_through() -> None:
     "method", [TopK(0.1), DGC(0.1), ScaleCom(0.1), LGC(0.1, dense=0, training=5)], ids=repr
 )
 def test_a_graph_refuses_too(method: Compressor) -> None:
-    """The sentence names the rank; variables that hold state are not assigned."""
+    """In a graph, the error names the rank, and the state's variables keep their values."""
     import tensorflow as tf
 
     pytest.importorskip("horovod.tensorflow")

@@ -1,4 +1,4 @@
-"""PowerSGD against its paper, in plain matrices."""
+"""Tests of PowerSGD against its paper, computed with plain matrices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHANNELS_FIRST = {
 
 @pytest.mark.parametrize("shape", CHANNELS_FIRST.values(), ids=CHANNELS_FIRST)
 def test_matrices_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
-    """Section 3 of the paper: one row for each output channel; Keras' kernels are transposed."""
+    """A kernel's matrix has a row per output channel (section 3); that of Keras is transposed."""
     outputs, inputs, *kernel = shape
     rest = math.prod([inputs, *kernel])
     assert matrix_shape(shape) == (outputs, rest)
@@ -49,13 +49,16 @@ def test_matrices_are_those_of_the_paper(shape: tuple[int, ...]) -> None:
 
 def test_matrices_of_other_tensors() -> None:
     assert matrix_shape((4,)) == (4, 1) and matrix_shape((1, 9)) == (1, 9)
-    assert matrix_shape((768, 12, 64)) == (768, 768)  # queries of Keras' attention: one cut is free
+    assert matrix_shape((768, 12, 64)) == (768, 768)  # Keras' queries: cut after the first axis
     assert matrix_shape((12, 64, 768)) == (768, 768)
     assert matrix_shape((1, 64, 3, 3)) == (192, 3)  # one output: the paper's row sends it all
 
 
 def test_states_of_other_matrices_go_on() -> None:
-    """A checkpoint of an older version has a (32, 4, 8, 8) kernel as (128, 64), not (32, 256)."""
+    """A residual with the matrix shape of an older version is taken over without loss.
+
+    Older checkpoints have a (32, 4, 8, 8) kernel as a (128, 64) matrix instead of (32, 256).
+    """
     shape, rng = (32, 4, 8, 8), np.random.default_rng(0)
     policy = StepSchedule({0: PowerSGD(2), 4: PowerSGD(4), 6: PowerSGD(2)})
     world, sent, given = simulate(policy, 2), np.zeros(shape), np.zeros(shape)
@@ -79,7 +82,7 @@ def test_states_of_other_matrices_go_on() -> None:
 
 
 def test_powersgd_follows_the_paper() -> None:
-    """Algorithm 1 and 2 with plain matrices (n, r), for two ranks."""
+    """Two ranks follow Algorithms 1 and 2 of the paper, computed with plain (n, r) matrices."""
     rank, ranks, (n, m) = 2, 2, laws.SHAPE
     world = Ranks(PowerSGD(rank), ranks)
     world.states = world.init(np.zeros(laws.SHAPE, np.float32))
@@ -98,7 +101,7 @@ def test_powersgd_follows_the_paper() -> None:
 
 
 def gram_schmidt(x: np.ndarray) -> np.ndarray:
-    """Orthonormal columns that span those of x, in their order."""
+    """Return orthonormal columns that span those of x, in their order."""
     columns: list[np.ndarray] = []
     for column in x.T:
         for done in columns:
@@ -108,7 +111,10 @@ def gram_schmidt(x: np.ndarray) -> np.ndarray:
 
 
 def test_alternation_follows_the_paper() -> None:
-    """Algorithm 2 of ACP-SGD with plain matrices (n, r); errors are of each rank's own factor."""
+    """Four ranks follow Algorithm 2 of ACP-SGD, computed with plain (n, r) matrices.
+
+    The residual of a rank is the error of the rank's own factor.
+    """
     rank, ranks, (n, m) = 3, 4, laws.SHAPE
     world = Ranks(PowerSGD(rank, alternate=True), ranks)
     world.states = world.init(np.zeros(laws.SHAPE, np.float32))
@@ -150,7 +156,10 @@ TURNS = PowerSGD(4, alternate=True), PowerSGD(1, alternate=True), PowerSGD(3)
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_levels_that_alternate_switch_without_loss(batched: bool) -> None:
-    """After any number of steps, with layers in different turns; what is sent and waits is all."""
+    """Switches between alternating levels lose nothing: means plus residuals are the gradients.
+
+    Levels switch after odd and even numbers of steps, with single layers and with batches.
+    """
     shapes = {"a": (24, 50), "b": (24, 50), "c": (40, 30)} if batched else {"a": (24, 50)}
     schedule = {0: 0, 1: 1, 4: 0, 6: 2, 7: 0, 8: 1, 9: 2}
     policies = [
@@ -222,7 +231,7 @@ def test_batches_survive_the_turns() -> None:
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 def test_a_graph_contains_both_turns() -> None:
-    """One trace serves all steps: skipped ones, several in one call, and bytes of each turn."""
+    """One trace serves both turns and a skipped step, with the means of the simulation."""
     import tensorflow as tf
 
     from accordion_hvd.tensorflow.exchange import TensorFlowExchange
@@ -284,7 +293,7 @@ def test_powersgd_finds_a_low_rank_gradient() -> None:
         mean = world.step([low, low])[0]
     np.testing.assert_allclose(mean, low, atol=1e-4)
     world = Ranks(PowerSGD(2, alternate=True), 2)
-    for _ in range(3):  # P is averaged first, and Q is then of its span: nothing is left
+    for _ in range(3):  # P is averaged first, then Q in P's span: no residual
         sent = world.step([low, low])[0] + world.step([low, low])[0]
         np.testing.assert_allclose(sent, 2 * low, atol=1e-4)
         np.testing.assert_allclose(world.mean_residual(low.size), 0, atol=1e-4)

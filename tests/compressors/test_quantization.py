@@ -1,4 +1,4 @@
-"""Quantisers: what is packed, what is random, and what each method is about."""
+"""Tests of quantisers: packed codes, random rounding, and the properties of each method."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_codes_survive_packing(bits: int, count: int, chance: Any) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_packing_bit_by_bit(bits: int) -> None:
-    """Sections of 8, 4, 2 and 1 bits, lowest bits first in a section and in a byte."""
+    """Codes are packed in sections of 8, 4, 2 and 1 bits, with their lowest bits first."""
     codes = RNG.integers(0, 2**bits, 41).astype(np.uint8)
     wanted, low = bytearray(), 0
     for width in (w for w in (8, 4, 2, 1) if bits & w):
@@ -70,7 +70,7 @@ def test_packing_bit_by_bit(bits: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bucket", [1, 5, 512, 100_000, 10**7])
 def test_grids_by_brute_force(size: int, bucket: int) -> None:
-    """Norms, nearest and stochastic rounding, sums: element by element in double precision."""
+    """Norms, rounded values and sums match a computation by element in double precision."""
     x = RNG.standard_normal(size).astype(np.float32) ** 3
     x[::5] = 0
     of = np.arange(size) // bucket
@@ -105,7 +105,7 @@ def test_grids_by_brute_force(size: int, bucket: int) -> None:
 @pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
 @pytest.mark.parametrize("size", SIZES)
 def test_any_device_gives_the_same_bytes(size: int) -> None:
-    """What GPUs run, on the CPU."""
+    """PyTorch operations that GPUs use, run on the CPU, give the results of NumPy."""
     import torch
 
     from accordion_hvd.ops import quantization_torch as anywhere
@@ -159,7 +159,7 @@ def test_any_device_gives_the_same_bytes(size: int) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_any_payload_can_be_decoded() -> None:
-    """Whatever bytes a peer sends, decoding reads and writes within bounds; NaN and inf show."""
+    """Random bytes decode without errors, and scales of NaN and inf make results non-finite."""
     size, bucket, out = 70_001, 100, np.empty(70_001, np.float32)
     scales = RNG.integers(0, 256, 4 * 701, np.uint8).view(np.float32)
     scales[:2] = np.nan, np.inf
@@ -180,7 +180,10 @@ def test_random_numbers_are_exactly_uniform() -> None:
 
 
 def test_neighbours_and_ranks_round_independently() -> None:
-    """The mean of n ranks that have one gradient is wrong by a n-th of one rank's square."""
+    """Rounding errors of neighbouring elements are uncorrelated, and so are those of ranks.
+
+    The mean of 4 ranks with equal gradients has a quarter of the squared error of one rank.
+    """
     x = np.full((40, 30), 0.5, np.float32)
     x[::2] *= RNG.random((20, 30), np.float32)
     for method in (QSGD(2, bucket=64), TernGrad(None), Natural()):
@@ -199,7 +202,7 @@ def test_neighbours_and_ranks_round_independently() -> None:
 # --------------------------------------------------------------------- what each method is about
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_qsgd_sends_levels_of_the_norm(bits: int) -> None:
-    """On one rank: multiples of norm / s, the two that enclose each element; chances add up."""
+    """On one rank, QSGD sends one of the two enclosing multiples of norm / s, without bias."""
     levels, steps = 2 ** (bits - 1) - 1, 500
     world, (gradient,) = Ranks(QSGD(bits, bucket=100), 1), next(normals(laws.SHAPE, 1))
     norms = np.abs(gradient.reshape(-1, 100)).max(1)
@@ -254,7 +257,7 @@ def test_natural_sends_powers_of_two() -> None:
 
 @pytest.mark.parametrize("method", [QSGD(), QSGD(1), QSGD(norm="l2"), Natural()], ids=repr)
 def test_what_is_not_finite_shows(method: Compressor) -> None:
-    """Methods without flags say so by their mean."""
+    """Methods without a flag for non-finite gradients return a mean that is not finite."""
     for bad in (np.nan, np.inf, -np.inf):
         for framework in (f for f in (NUMPY, TORCH, TENSORFLOW) if installed(f)):
             gradients = next(normals((300,), 2))
@@ -297,7 +300,7 @@ def test_signsgd_zeros_and_ties_cancel_in_two_steps() -> None:
 
 
 def test_signsgd_outvotes_what_is_wrong() -> None:
-    """Two ranks of five that send the reverse, however large, change nothing."""
+    """Three ranks outvote two that send the reverse, however large their gradients are."""
     (good,) = next(normals(laws.SHAPE, 1))
     means = Ranks(SignSGD(), 5).step([good, good, good, -1e6 * good, -1e6 * good])
     assert all((mean == np.sign(good)).all() for mean in means)
@@ -323,7 +326,10 @@ def test_signum_obeys_the_laws(framework: Framework) -> None:
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_small_and_exempt_tensors_get_signs_too(momentum: float, framework: Framework) -> None:
-    """One learning rate fits all: the votes of Signum, and a bit an element up and down."""
+    """SignSGD votes on small and exempt tensors too, so one learning rate fits all tensors.
+
+    Each element costs one bit in each direction.
+    """
     ranks, shapes = 3, {"w": (24, 50), "head": (40, 30), "b": (24,), "s": (3, 5)}
     world = simulate(SignSGD(momentum), ranks, skip=["head"])
     flat = sum(int(np.prod(shapes[name])) for name in ("head", "b", "s"))
@@ -350,7 +356,7 @@ def test_small_and_exempt_tensors_get_signs_too(momentum: float, framework: Fram
 
 
 def test_efsignsgd_follows_the_paper() -> None:
-    """Algorithm 1, with the learning rate left out of the error."""
+    """EFSignSGD follows Algorithm 1, with the learning rate left out of the residual."""
     ranks = 3
     world, errors = Ranks(EFSignSGD(), ranks), [np.zeros(laws.SHAPE)] * ranks
     for gradients in normals(laws.SHAPE, ranks, steps=6):
@@ -382,13 +388,13 @@ def test_onebit_follows_the_paper(shape: tuple[int, ...]) -> None:
 
 
 def mean_of(x: np.ndarray, sign: int) -> np.ndarray:
-    """Of each column's elements of one sign."""
+    """Return the mean of each column's elements of one sign."""
     chosen = (x >= 0) == (sign > 0)
     return np.where(chosen, x, 0).sum(0) / np.maximum(chosen.sum(0), 1)
 
 
 def test_small_tensors_keep_their_own_scale() -> None:
-    """Side by side in one call, as alone."""
+    """Small tensors that share a call have the same results as alone, each with its own scale."""
     shapes = {"a": (30, 40), "b": (30, 40), "c": (30, 40)}
     for method in (EFSignSGD(), OneBit()):
         together, alone = simulate(method, 2), {k: simulate(method, 2) for k in shapes}
@@ -427,7 +433,10 @@ def test_digits_are_learned(method: Compressor, lr: float) -> None:
 
 
 def test_levels_of_accordion() -> None:
-    """One bit outside critical regimes, eight within; updates go with updates only."""
+    """Accordion trains with eight bits in critical regimes and one bit outside.
+
+    Levels that return updates are refused beside levels that return gradients.
+    """
     assert accuracy(Accordion(low=Int8(), high=EFSignSGD(), window=20), 0.5) > 0.9
     with pytest.raises(ValueError, match="output"):
         Accordion(low=Dense(), high=SignSGD())
@@ -444,7 +453,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def accuracy(method: Any, lr: float, ranks: int = 4, steps: int = 200, batch: int = 32) -> float:
-    """Of a network with one hidden layer after some steps of SGD, on digits it has not seen."""
+    """Return the accuracy on unseen digits of a network with one hidden layer after SGD steps."""
     x, y = digits()
     rng = np.random.default_rng(1)
     weights = {"a": rng.standard_normal((64, 64)) * 0.1, "b": rng.standard_normal((64, 10)) * 0.1}

@@ -1,4 +1,4 @@
-"""RandomK draws every element equally often."""
+"""Tests of RandomK, which draws every element equally often."""
 
 from __future__ import annotations
 

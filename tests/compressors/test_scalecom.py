@@ -1,4 +1,4 @@
-"""ScaleCom: one leader, a filter, and traffic that does not grow with the ranks."""
+"""Tests of ScaleCom: one leader, a filter, and traffic that does not grow with the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = (24, 50)
 def paper(
     gradients: list[np.ndarray], residues: list[np.ndarray], leader: int, scalecom: ScaleCom
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Steps 2 to 6 of the algorithm: the update, the chosen positions and the new residues m."""
+    """Return the mean, the mask of sent elements, and the new residuals m, by steps 2 to 6."""
     p = [m + g for m, g in zip(residues, gradients, strict=True)]
     size, width = p[0].size, round(1 / scalecom.ratio)
     large = np.abs(p[leader])
@@ -37,7 +37,7 @@ def paper(
 @pytest.mark.parametrize("selection", ["bins", "exact"])
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 def test_it_follows_the_paper(beta: float, selection: str, framework: Framework) -> None:
-    """Updates, support and residues, for three ranks that lead in turn."""
+    """Means, sent elements and residuals follow the paper, for three ranks that lead in turn."""
     scalecom = ScaleCom(0.03, beta, selection)
     ours, residues = Ranks(scalecom, 3, framework), [np.zeros(1200)] * 3
     for number, gradients in enumerate(normals(SHAPE, 3, steps=8)):
@@ -52,7 +52,7 @@ def test_it_follows_the_paper(beta: float, selection: str, framework: Framework)
 
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 def test_nothing_is_lost_on_any_rank(beta: float) -> None:
-    """What a rank has sent at each position and m / beta there are the sum of its gradients."""
+    """At each position, the values sent plus m / beta are the sum of the rank's gradients."""
     ours, total, sent = Ranks(ScaleCom(0.1, beta), 1), np.zeros(1200), np.zeros(1200)
     for gradients in normals(SHAPE, 1, steps=60):
         total += gradients[0].reshape(-1)
@@ -70,7 +70,10 @@ def test_alone_and_without_a_filter_it_is_topk() -> None:
 
 
 def test_the_residue_is_filtered() -> None:
-    """Where nothing is sent of a constant g, m grows by beta g; what is sent leaves (1-beta) m."""
+    """Each step that does not send an element of constant gradient g adds beta g to its m.
+
+    A step that sends the element leaves (1 - beta) m.
+    """
     scalecom, size = ScaleCom(0.5, 0.25), 2
     ours = Ranks(scalecom, 1)
     for number in range(1, 5):  # the first of each two is always larger
@@ -107,7 +110,7 @@ def test_alike_ranks_stay_alike() -> None:
 
 
 def moved(compressor: Compressor, ranks: int) -> tuple[float, float]:
-    """Payload, and bytes sent and received by a rank, of one step."""
+    """Return the payload of one step, and the bytes that a rank sends and receives in it."""
     world = simulate(compressor, ranks)
     rng = np.random.default_rng(0)
     grads = [{"w": rng.standard_normal((40, 50)).astype(np.float32)} for _ in range(ranks)]
@@ -117,7 +120,7 @@ def moved(compressor: Compressor, ranks: int) -> tuple[float, float]:
 
 
 def test_traffic_does_not_grow_with_the_ranks() -> None:
-    """A ring's 2 (n - 1) / n is all that changes; what TopK moves grows with the ranks."""
+    """ScaleCom's traffic grows only by a ring's factor (n - 1) / n, and TopK's grows with n - 1."""
     found = {n: moved(ScaleCom(0.02), n) for n in (4, 16, 64)}
     topk = {n: moved(TopK(0.02), n) for n in (4, 16, 64)}
     assert len({payload for payload, _ in found.values()}) == 1
@@ -145,7 +148,7 @@ def test_the_guide() -> None:
 
 
 def test_bad_filters_break_the_law() -> None:
-    """Negative control: zeroing m where something was sent, which is right for beta = 1 only."""
+    """Negative control: setting m to 0 at sent elements, which is right only for beta = 1."""
 
     class Zeroing(ScaleCom):
         def exchange(self, grad: Any, state: Any, info: Any) -> Any:

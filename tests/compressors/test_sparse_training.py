@@ -1,4 +1,4 @@
-"""A small network on real digits: compressed training ends about where dense training does."""
+"""Tests of training on real digits: compressed training ends about where dense training does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def gradients(w: Weights, x: np.ndarray, y: np.ndarray) -> Weights:
-    """Of the cross entropy of a network with one hidden layer."""
+    """Return gradients of the cross entropy of a network with one hidden layer."""
     hidden = np.maximum(x @ w["in"], 0)
     scores = hidden @ w["out"] + w["b"]
     share = np.exp(scores - scores.max(1, keepdims=True))
@@ -39,7 +39,7 @@ def gradients(w: Weights, x: np.ndarray, y: np.ndarray) -> Weights:
 
 
 def accuracy(compressor: Any, lr: float) -> float:
-    """After training on simulated ranks, each with batches of its own."""
+    """Return the test accuracy after training on simulated ranks, each with its own batches."""
     x, y, test, labels = digits()
     rng = np.random.default_rng(0)
     w = {

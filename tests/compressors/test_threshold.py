@@ -1,4 +1,4 @@
-"""Threshold: what is sent follows the values, on each rank alone."""
+"""Tests of Threshold: each rank sends the elements whose magnitude reaches the threshold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = (24, 50)
 
 @pytest.mark.parametrize("framework", parameters())
 def test_what_reaches_the_value_is_sent(framework: Framework) -> None:
-    """By brute force, with ranks of very different sizes."""
+    """Ranks with gradients of very different scales match a computation by brute force."""
     ranks, errors = Ranks(Threshold(1.5), 3, framework), [np.zeros(1200, np.float32)] * 3
     for gradients in normals(SHAPE, 3, steps=5):
         gradients = [g * s for g, s in zip(gradients, (1, 0.01, 3), strict=True)]
@@ -43,7 +43,7 @@ def test_some_or_all_may_have_nothing_to_send(framework: Framework, silent: set[
 
 
 def test_bytes_are_those_of_what_is_sent() -> None:
-    """The payload is k values and k packed positions; others' bytes count as received."""
+    """The payload is k values and k packed positions; other ranks' payloads count as received."""
     world, ranks = simulate(Threshold(2.0), 3), 3
     (gradients,) = normals(SHAPE, ranks, steps=1)
     step(world, next(iter(FRAMEWORKS)), [{"w": g} for g in gradients])

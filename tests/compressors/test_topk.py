@@ -1,4 +1,4 @@
-"""TopK against a sort by magnitude."""
+"""Tests of TopK against a sort by magnitude."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_at_least_one_is_kept() -> None:
 
 
 def test_topk_sends_the_largest() -> None:
-    """On one rank the mean is the largest magnitudes of gradient + error, by brute force."""
+    """On one rank, the mean is the largest magnitudes of gradient + residual, found by sorting."""
     world, error = Ranks(TopK(0.1), 1), np.zeros(1200)
     for (gradient,) in normals(laws.SHAPE, 1, steps=5):
         total = error + gradient.reshape(-1)

@@ -1,4 +1,4 @@
-"""TwoLevel: what it makes of the compressor inside it, and what becomes of errors of slices."""
+"""Tests of TwoLevel: exchanges of the inner compressor between hosts, and residuals of slices."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_one_machine_is_the_plain_mean(inner: Compressor) -> None:
 def test_machines_of_different_size_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the hosts have 3, 3, 1 ranks, but to .* they must"):
         step(simulate(TwoLevel(TopK(0.1)), 7, local_size=3), NUMPY, several(7, 1)[0])
-    step(simulate(TopK(0.1), 7, local_size=3), NUMPY, several(7, 1)[0])  # nobody minds
+    step(simulate(TopK(0.1), 7, local_size=3), NUMPY, several(7, 1)[0])  # TopK allows it
 
 
 def test_places_and_groups() -> None:
@@ -90,7 +90,7 @@ def test_the_variable_is_checked(word: str, monkeypatch: pytest.MonkeyPatch) -> 
         discover_hosts(communicator, as_policy(TwoLevel()).topology_aware)
     discover_hosts(
         communicator, as_policy(TopK()).topology_aware
-    )  # does not ask, so nobody is asked
+    )  # needs no hosts, so the variable is not read
 
 
 # ------------------------------------------------------------------------------------- the slices
@@ -115,7 +115,7 @@ def test_slices(shape: tuple[int, ...], ranks: int, wanted: tuple[int, ...]) -> 
 def test_each_slice_is_exchanged_by_the_compressor(
     inner: Compressor, shape: tuple[int, ...]
 ) -> None:
-    """Two machines of three ranks: three exchanges between two, of a third of the tensor each."""
+    """With two hosts of three ranks, three pairs of ranks exchange a third of the tensor each."""
     size, cut = int(np.prod(shape)), slice_shape(shape, 3)
     ours, between = Ranks(TwoLevel(inner), 6), [Ranks(inner, 2) for _ in range(3)]
     for gradients in normals(shape, 6, steps=4):
@@ -133,7 +133,7 @@ def test_each_slice_is_exchanged_by_the_compressor(
 
 @dataclass(frozen=True)
 class Spy(Compressor):
-    """Asks for every kind of request, of all its ranks and of some."""
+    """A compressor that makes each kind of request, to all of its ranks or to a group."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         assert (info.size, info.hosts) == (2, ())
@@ -191,7 +191,7 @@ def test_words() -> None:
 
 # ------------------------------------------------------------------------------- errors of slices
 def debts(world: World, name: str) -> np.ndarray:
-    """The ranks' mean of all that bucket `name` still owes of its whole tensor."""
+    """Return the ranks' mean of the residual of bucket `name`, for its whole tensor."""
     found = []
     for exchange in world.exchanges:
         (entry,) = [entry for entry in exchange.bucket_states if entry.bucket.name == name]
@@ -248,7 +248,7 @@ def test_powersgd_hands_over_its_factor() -> None:
 
 @pytest.mark.parametrize("local_size", [1, 3, 6])
 def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
-    """An elastic job may find its ranks on other machines."""
+    """No gradient is lost if an elastic job goes on with its ranks on other hosts."""
     world, total = simulate(TwoLevel(PowerSGD(1)), 6, local_size=2), np.zeros(SHAPE)
     for number, gradients in enumerate(several(6, 6)):
         if number == 3:
@@ -262,7 +262,7 @@ def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
 
 # ------------------------------------------------------------------------------------ checkpoints
 def save(folder: Path, world: World) -> None:
-    """What `save_state` writes, without the collectives around it."""
+    """Write a checkpoint like that of `save_state`, without collectives."""
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
     checkpoint._complete(folder, world.exchanges[:1], rows)
 
@@ -294,7 +294,10 @@ def test_resuming_on_the_same_machines_is_exact(inner: Compressor, tmp_path: Pat
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(4, 1), (4, 4), (2, 1), (6, 3), (1, 1)])
 def test_resuming_on_others_keeps_what_is_owed(ranks: int, local_size: int, tmp_path: Path) -> None:
-    """The sum over ranks is kept, as for whole tensors, and paid with the next gradients."""
+    """A checkpoint loaded with another number of ranks or hosts keeps the sum of the residuals.
+
+    The next steps send these residuals with the gradients, as for whole tensors.
+    """
     world = simulate(TwoLevel(PowerSGD(1)), 4, local_size=2)
     for gradients in several(4, 3):
         step(world, NUMPY, gradients)

@@ -1,4 +1,4 @@
-"""Codecs and what makes compressors of them: error feedback, EF21, DIANA, momentum."""
+"""Tests of codecs and their wrappers: error feedback, EF21, DIANA and momentum."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ by_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 
 
 def message_of(codec: Codec, x: np.ndarray, framework: Framework) -> Any:
-    """A message, and its meaning by `decode`."""
+    """Return the message that encodes x, and the decoded tensor."""
     layout = codec.layout(x.shape)
     message = codec.encode(framework.tensor(x.reshape(layout)), Info())
     parsed = parse(codec, message, layout, 0)
@@ -71,7 +71,7 @@ def message_of(codec: Codec, x: np.ndarray, framework: Framework) -> Any:
 @by_codec
 @pytest.mark.parametrize("framework", parameters())
 def test_a_codec_is_usable_by_itself(codec: Codec, framework: Framework) -> None:
-    """What a message means is what a rank alone would average, of the same gradient."""
+    """A decoded message equals the mean that one rank alone returns for the same gradient."""
     (gradient,) = next(normals(laws.SHAPE, 1))
     _, meaning = message_of(codec, gradient, framework)
     wanted = Ranks(codec, 1, framework, name="").step([gradient])[0]
@@ -82,7 +82,7 @@ def test_a_codec_is_usable_by_itself(codec: Codec, framework: Framework) -> None
 @by_codec
 @pytest.mark.parametrize("framework", parameters())
 def test_the_mean_is_that_of_meanings(codec: Codec, framework: Framework) -> None:
-    """However the codec adds messages up."""
+    """`Codec.mean` of several messages equals the mean of the decoded messages."""
     gradients, layout = next(normals(laws.SHAPE, 3)), codec.layout(laws.SHAPE)
     parsed, meanings = [], []
     for gradient in gradients:
@@ -122,7 +122,7 @@ def test_without_feedback_the_rest_is_lost() -> None:
 
 @dataclass(frozen=True)
 class Rounded(Codec):
-    """As short as a codec can be: integers, decoded one message at a time."""
+    """A codec as short as possible: it rounds to integers, and decodes one message at a time."""
 
     contractive: ClassVar[bool] = True
 
@@ -134,7 +134,7 @@ class Rounded(Codec):
 
 
 def test_a_codec_needs_no_more_than_two_methods() -> None:
-    """Feedback, EF21 and averages over ranks come with it."""
+    """A codec with only `encode` and `decode` has error feedback, EF21 and means over ranks."""
     for compressor in (Rounded(), ErrorFeedback(Rounded())):
         world, total = Ranks(compressor, 3), np.zeros(laws.SHAPE)
         for gradients in normals(laws.SHAPE, 3, steps=6):
@@ -159,7 +159,7 @@ def test_a_codec_without_a_meaning_says_so() -> None:
 
 # ------------------------------------------------------------------------------- EF21 and DIANA
 def topk_of(x: np.ndarray, count: int) -> np.ndarray:
-    """The largest magnitudes."""
+    """Return x with zeros in place of all but the `count` largest magnitudes."""
     kept = np.zeros_like(x)
     largest = np.argsort(-np.abs(x))[:count]
     kept[largest] = x[largest]
@@ -168,7 +168,7 @@ def topk_of(x: np.ndarray, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("framework", parameters())
 def test_ef21_follows_the_paper(framework: Framework) -> None:
-    """Algorithm 2, on two ranks."""
+    """Two ranks follow Algorithm 2 of the paper."""
     ours, size = Ranks(EF21(TopK(0.1)), 2, framework), 1200
     own, mean = np.zeros((2, size)), np.zeros(size)
     for gradients in normals(laws.SHAPE, 2, steps=6):
@@ -190,7 +190,10 @@ def test_h_is_the_mean_of_all_h_i(method: Shifted, framework: Framework) -> None
 
 
 def test_where_gradients_settle_ef21_is_exact() -> None:
-    """With error feedback, what is sent keeps jumping; here it tends to the mean."""
+    """For constant gradients, the result of EF21 tends to the exact mean.
+
+    With error feedback, the result keeps jumping.
+    """
     gradients = next(normals(laws.SHAPE, 2))
     exact, world = exact_mean(gradients), Ranks(EF21(TopK(0.1)), 2)
     gaps = [np.abs(world.step(gradients)[0] - exact).max() for _ in range(12)]
@@ -207,7 +210,7 @@ def test_where_gradients_settle_diana_has_no_variance() -> None:
 
 
 def test_diana_is_unbiased() -> None:
-    """The mean of first results, of many runs of one gradient, is the gradient."""
+    """The mean of the second results of 200 runs with the same gradients is the exact mean."""
     gradients, found = next(normals((24, 50), 2)), []
     for number in range(200):
         world = Ranks(Diana(QSGD(2)), 2, name=f"run {number}")
@@ -219,7 +222,7 @@ def test_diana_is_unbiased() -> None:
 
 
 def shifts(world: World) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(mean of h_i, h) of every large tensor, on rank 0."""
+    """Return (mean of the ranks' h_i, h on rank 0) for each large tensor."""
     rows = []
     for i, entry in enumerate(world.exchanges[0].bucket_states):
         if entry.state and "local" in entry.state:
@@ -229,7 +232,7 @@ def shifts(world: World) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def test_levels_of_ef21_hand_their_shifts_over() -> None:
-    """At every change, h goes on, and is the mean of all h_i."""
+    """When EF21 levels switch, h keeps its value, and it stays the mean of all h_i."""
     world = simulate(Alternating(EF21(TopK(0.5)), EF21(TopK(0.05)), [2, 4, 7]), 3)
     for number, gradients in enumerate(laws.several(3, 9)):
         before = shifts(world) if number else []
@@ -261,7 +264,10 @@ def test_another_number_of_ranks_goes_on_from_h() -> None:
 
 @pytest.mark.parametrize("method", [partial(COLD, "ring"), WAGMA], ids=["COLD", "WAGMA"])
 def test_methods_whose_partners_change_refuse_shifts(method: Any) -> None:
-    """A partner of another step would not know them."""
+    """COLD and WAGMA refuse EF21 as their compressor.
+
+    Partners change between steps, and a new partner would not know the shifts.
+    """
     with pytest.raises(ValueError, match="compressor is EF21"):
         method(compressor=EF21(TopK(0.1)))
 
@@ -276,7 +282,7 @@ def test_momentum_of_dense_is_momentum(framework: Framework) -> None:
 
 
 def test_momentum_is_compressed_with_feedback() -> None:
-    """Sum of results + mean error = sum of the mean momenta."""
+    """The sum of results plus the mean residual is the sum of the mean momenta."""
     world = Ranks(Momentum(TopK(0.1), 0.5), 2)
     own, total = np.zeros((2, *laws.SHAPE)), np.zeros(laws.SHAPE)
     for gradients in normals(laws.SHAPE, 2, steps=6):

@@ -1,4 +1,4 @@
-"""Says how many inputs of each kind were tried."""
+"""Hook that reports how many inputs of each kind were tried."""
 
 from __future__ import annotations
 

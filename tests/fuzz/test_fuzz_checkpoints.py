@@ -1,7 +1,7 @@
-"""Checkpoint files: a state that fits is restored, and anything else is refused in a sentence.
+"""Fuzz tests of checkpoint files: a state that fits is loaded, other files are refused clearly.
 
-The files are changed from outside, whatever they are: bytes of any file, values of any JSON file,
-arrays of any NumPy archive.
+The tests change the files themselves: bytes of any file, values of any JSON file, and arrays of any
+NumPy archive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def step(world: World) -> list[Any]:
 
 
 def owners(world: World) -> list[Any]:
-    """What `save_state` and `load_state` are given."""
+    """Return owners of the world's exchanges, as arguments of `save_state` and `load_state`."""
     return [
         SimpleNamespace(exchange=x, communicator=x.communicator, expect=lambda names: None)
         for x in world.exchanges
@@ -50,7 +50,7 @@ def owners(world: World) -> list[Any]:
 
 @functools.cache
 def saved(method: str) -> dict[str, bytes]:
-    """The files of a checkpoint, by path."""
+    """Return the files of a checkpoint after three steps, by path."""
     world = simulate(method, 1)
     for _ in range(3):
         step(world)
@@ -67,7 +67,7 @@ def write(folder: str, files: dict[str, bytes]) -> None:
 
 
 def sign(folder: Path) -> None:
-    """Make the checksums those of the files, so that more than the checksums is tried."""
+    """Update the checksums to the changed files, so that more than the checksums is tested."""
     (manifest,) = folder.rglob("manifest.json")
     try:
         about = json.loads(manifest.read_bytes())
@@ -76,11 +76,11 @@ def sign(folder: Path) -> None:
         del about["checksum"]
         checkpoint_files.write_manifest(manifest.parent, about)
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        return  # it is no manifest any more
+        return  # the file is not a manifest any more
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the values of a JSON file are."""
+    """Yield the path of each value in a JSON file."""
     keys = (
         value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     )
@@ -90,7 +90,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed_json(content: bytes, r: random.Random) -> bytes:
-    """The file with a value removed or replaced."""
+    """Return the JSON file with one value removed or replaced."""
     parent = whole = copy.deepcopy(json.loads(content))
     *way, last = r.choice(list(paths(whole)))
     for key in way:
@@ -103,7 +103,7 @@ def changed_json(content: bytes, r: random.Random) -> bytes:
 
 
 def changed_arrays(content: bytes, r: random.Random) -> bytes:
-    """The archive with an array removed, added or replaced."""
+    """Return the archive with one array removed, added or replaced."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = {key: file[key] for key in file}
     name = r.choice(list(arrays))
@@ -155,13 +155,13 @@ def test_changed_files(method: str, seed: int) -> None:
         except RuntimeError as error:
             assert str(error).startswith("state: ") and str(error).endswith("."), repr(error)
             return
-    for mean in (step(world)[0] or {}).values():  # what was taken serves the next steps
+    for mean in (step(world)[0] or {}).values():  # the next step works with the loaded state
         assert mean.dtype == np.float32
 
 
 @fuzz("checkpoints that are unchanged", 0.001, method=st.sampled_from(METHODS))
 def test_unchanged_files(method: str) -> None:
-    """Negative control."""
+    """Negative control: unchanged files are loaded."""
     world = simulate(method, 1)
     world._build({k: np.zeros(s, np.float32) for k, s in SHAPES.items()})
     with tempfile.TemporaryDirectory() as folder:

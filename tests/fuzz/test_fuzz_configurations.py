@@ -1,4 +1,4 @@
-"""YAML configurations of the scripts: settings that hold what they may, or one sentence."""
+"""Fuzz tests of the scripts' YAML configurations: valid settings, or an error of one line."""
 
 from __future__ import annotations
 

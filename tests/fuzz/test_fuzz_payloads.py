@@ -1,4 +1,4 @@
-"""Payloads from other ranks: each is decoded rightly or refused, and nothing else happens."""
+"""Fuzz tests of payloads from other ranks: each is decoded or refused, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def info_of(shape: tuple[int, ...]) -> Info:
 
 @functools.cache
 def message_of(codec: Codec, shape: tuple[int, ...]) -> tuple[Codec, tuple[np.ndarray, ...]]:
-    """A codec for a shape, and a message of it."""
+    """Return the codec for a shape, and a message that it encodes."""
     codec = codec.specialize(info_of(shape))
     x = np.random.default_rng(0).standard_normal(codec.layout(shape)).astype(np.float32)
     return codec, codec.encode(x, info_of(shape))
@@ -49,7 +49,7 @@ def message_of(codec: Codec, shape: tuple[int, ...]) -> tuple[Codec, tuple[np.nd
 def decoded(
     framework: Framework, codec: Codec, parts: list[np.ndarray], shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """What rank 1 has sent; None if it is refused, by an error that names it."""
+    """Return the tensor decoded from the payloads of rank 1, or None if they are refused."""
     xp, layout = framework.xp, codec.layout(shape)
     try:
         message = parse(codec, [xp.asarray(part) for part in parts], layout, 1)
@@ -63,7 +63,10 @@ def decoded(
 
 
 def check_chosen(codec: Codec, payload: np.ndarray, chosen: Any, shape: tuple[int, ...]) -> None:
-    """An accepted payload holds ascending indices inside, and encodes to itself again."""
+    """An accepted payload holds ascending indices in range.
+
+    A payload of Threshold also encodes to itself again.
+    """
     index, values = (np.asarray(x) for x in chosen)
     size = math.prod(shape)
     assert index.shape == values.shape and (np.diff(index) > 0).all()
@@ -92,7 +95,7 @@ def try_sparse(codec: Codec, shape: tuple[int, ...], seed: int, frameworks: Any)
 @fuzz("payloads of positions and values", 0.35, codec=st.sampled_from(SPARSE),
       shape=st.sampled_from(SHAPES), seed=seeds)  # fmt: skip
 def test_sparse_payloads(codec: Codec, shape: tuple[int, ...], seed: int) -> None:
-    """Of any length: frameworks agree on what they accept, and on its value."""
+    """Frameworks accept the same payloads of any length, and decode them to the same tensor."""
     try_sparse(codec, shape, seed, FRAMEWORKS)
 
 
@@ -106,7 +109,7 @@ def test_sparse_payloads_in_tensorflow(codec: Codec, shape: tuple[int, ...], see
 @fuzz("uneven payloads of random bytes", 0.15, codec=st.sampled_from([Threshold(1.0), AdaComp(50),
       AdaComp(500)]), shape=st.sampled_from(SHAPES), payload=st.binary(max_size=60))  # fmt: skip
 def test_random_bytes(codec: Codec, shape: tuple[int, ...], payload: bytes) -> None:
-    """The smallest payloads, which hypothesis searches."""
+    """Frameworks accept the same short payloads of random bytes."""
     data = np.frombuffer(payload, np.uint8)
     results = [decoded(framework, codec, [data], shape) for framework in FRAMEWORKS]
     assert len({result is None for result in results}) == 1
@@ -115,7 +118,10 @@ def test_random_bytes(codec: Codec, shape: tuple[int, ...], payload: bytes) -> N
 @fuzz("payloads of all elements", 0.1, codec=st.sampled_from(CODECS),
       shape=st.sampled_from(SHAPES), seed=seeds)  # fmt: skip
 def test_payloads_of_all_elements(codec: Codec, shape: tuple[int, ...], seed: int) -> None:
-    """Of the right length, which the exchange compares: any bytes stand for some tensor."""
+    """Frameworks decode payloads of the right length, with spoiled bytes, to the same tensor.
+
+    Other lengths need no test, because the exchange compares the lengths.
+    """
     codec, message = message_of(codec, shape)
     rng, parts = np.random.default_rng(seed), []
     for part in message:
@@ -131,7 +137,7 @@ def test_payloads_of_all_elements(codec: Codec, shape: tuple[int, ...], seed: in
 
 # ------------------------------------------------------------------------------ whole exchanges
 class Spoiling(one_process.SimulatedCommunicator):
-    """A communicator that spoils one tensor on its way to the other ranks."""
+    """A communicator that spoils one tensor before the other ranks receive it."""
 
     rng = np.random.default_rng(0)
     left = 0  # tensors before the spoiled one
@@ -164,7 +170,7 @@ class Spoiling(one_process.SimulatedCommunicator):
 def test_exchanges(
     case: Any, framework: Framework, ranks: int, shape: tuple[int, ...], left: int, seed: int
 ) -> None:
-    """Any message of a method, also where all ranks agree first: a result or a refusal."""
+    """An exchange with one spoiled message returns means of the right shape, or is refused."""
     plain, Spoiling.left = one_process.SimulatedCommunicator, left
     Spoiling.rng = rng = np.random.default_rng(seed)
     one_process.SimulatedCommunicator = Spoiling

@@ -1,4 +1,4 @@
-"""Spec strings: each is understood or refused in a sentence; nothing else is evaluated."""
+"""Fuzz tests of spec strings: each is understood, or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHARACTERS = list("(),:={}[]'\"\0\\ \n*-.1aé\ud800")
 
 
 def call(r: random.Random, depth: int) -> str:
-    """A call in Python's syntax, most of them wrong."""
+    """Return a call in Python's syntax, which is wrong in most cases."""
     name = r.choice(list(PARAMETERS))
     arguments = []
     for _ in range(r.randrange(4)):
@@ -39,7 +39,7 @@ def call(r: random.Random, depth: int) -> str:
 
 
 def short(r: random.Random) -> str:
-    """The form with a colon."""
+    """Return a spec string in the short form with a colon."""
     name = r.choice(list(PARAMETERS))
     words = [r.choice([*PARAMETERS[name], *VALUES]) for _ in range(r.randrange(1, 4))]
     return f"{name}:{','.join(words)}"
@@ -60,7 +60,7 @@ def check(text: str) -> None:
         found = resolve(text)
     except ValueError as error:
         assert type(error) is ValueError and str(error).endswith("."), repr(error)
-    except TypeError as error:  # as documented: understood, but of another kind
+    except TypeError as error:  # as documented, for values of another type
         assert "must be a Compressor" in str(error)
     if found is not None:
         assert isinstance(found, (Policy, Averaging)) and repr(found)

@@ -1,4 +1,4 @@
-"""Rows that lie with their owners: what is fetched, what that costs, and what is refused."""
+"""Tests of the feature store: the rows that are fetched, their traffic, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def fetch(ranks: list[FeatureStore], nodes: list[Any]) -> list[Array]:
 
 
 def refused(ranks: list[FeatureStore], nodes: list[Any]) -> list[str]:
-    """What each rank says when all are asked: run one at a time, as ranks of their own would."""
+    """Fetch with each rank in turn as the first one to run, and return each error.
+
+    In one process, only the first error is raised; separate ranks would raise one each.
+    """
     said = []
     for first in range(len(ranks)):
         for store in ranks:
@@ -62,7 +65,7 @@ def refused(ranks: list[FeatureStore], nodes: list[Any]) -> list[str]:
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_are_those_of_the_table(framework: Framework, ranks: int) -> None:
-    """In the order asked for, nodes that come twice included, none at all included."""
+    """Rows come in the order of the nodes asked for, which may repeat or be none."""
     owner = OWNER % ranks
     made = stores(ranks, owner, framework=framework)
     draw = np.random.default_rng(ranks)
@@ -76,7 +79,10 @@ def test_rows_are_those_of_the_table(framework: Framework, ranks: int) -> None:
 
 @pytest.mark.parametrize("compression", [None, "dense", "fp16", "bf16", "int8"])
 def test_counts(compression: Any) -> None:
-    """Distinct remote rows, and their bytes: 4, 2 or 1 a feature and 4 a number of a node."""
+    """`stats` counts distinct remote rows and their bytes.
+
+    A feature takes 4, 2 or 1 bytes, and the number of a node takes 4.
+    """
     made = stores(compression=compression)
     width = {None: 4, "dense": 4, "fp16": 2, "bf16": 2}.get(compression, 1) * FEATURES
     width += 4 if compression == "int8" else 0
@@ -104,7 +110,7 @@ def test_counts(compression: Any) -> None:
 
 @pytest.mark.parametrize("word", ["dense", "fp16", "bf16", "int8"])
 def test_wires(word: str) -> None:
-    """No rows, rows of zeros, and one feature; decoding takes a view of any layout."""
+    """Wires code no rows, rows of zeros, and single features; they decode views of any layout."""
     wire = wire_of(word)
     for rows in (TABLE, np.zeros((3, 4), np.float32), TABLE[:0], TABLE[:, :1].copy()):
         coded = wire.encode(rows)
@@ -144,7 +150,7 @@ def test_prefetching_keeps_the_order() -> None:
 
 @FEW
 def test_sampled_batches(framework: Framework) -> None:
-    """A sampler's remote sources are the rows that are counted, and a larger s fetches fewer."""
+    """`stats` counts a sampler's remote sources, and a larger s fetches fewer rows."""
     draw = np.random.default_rng(0)
     group = draw.integers(0, 3, NODES)
     edges = draw.integers(0, NODES, (2, 900))
@@ -229,7 +235,7 @@ def test_another_partition() -> None:
 
 @pytest.mark.parametrize("nodes", [[NODES], [-1], [0.5], [[0]]])
 def test_nodes_that_do_not_exist(nodes: Any) -> None:
-    """Whoever asks says why, the others say who; nobody waits, and the stores go on."""
+    """A request for a missing node fails on all ranks, and the stores remain usable."""
     made = stores()
     fetch(made, [[0]] * 3)
     said = refused(made, [[0], nodes, [2]])

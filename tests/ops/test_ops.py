@@ -1,4 +1,4 @@
-"""The three frameworks' operations: the same names, the same signatures, NumPy's results."""
+"""Tests of all frameworks' operations: equal names, equal signatures, and NumPy's results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ V = RNG.standard_normal(40).astype(np.float32)
 INDEX = np.array([3, 9, 10, 39], np.int32)
 NAN = np.array([1, np.nan, 3], np.float32)
 INF = np.array([np.inf, -np.inf], np.float32)
-LONG = RNG.standard_normal(3 * 4096 + 5).astype(np.float32)
 HUGE = np.full(1200, 1e36, np.float32)  # finite, but its sum is not
 CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
 CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
@@ -295,7 +294,7 @@ def test_tensorflow_operations_for_gpus(row: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_tensorflow_kernels_need_no_thread() -> None:
-    """They run in Python code that occupies the only thread of TensorFlow's graphs."""
+    """Kernels run in Python code that occupies the only thread of TensorFlow's graphs."""
     pytest.importorskip("tensorflow")
     code = """
 import tensorflow as tf
@@ -365,14 +364,17 @@ def test_bytes_round_trip(framework: Framework, dtype: str) -> None:
     assert same_bits(framework.array(xp.from_bytes(data, dtype, (5, 7))), x)
     assert same_bits(framework.array(xp.from_bytes(data, dtype, (-1, 7))), x)
     padded = xp.concat([framework.tensor(np.zeros(3, np.uint8)), data])
-    piece = xp.split(padded, (3, x.nbytes))[1]  # starts where no whole element does
+    piece = xp.split(padded, (3, x.nbytes))[1]  # its start is no multiple of the element size
     assert same_bits(framework.array(xp.from_bytes(piece, dtype, (5, 7))), x)
 
 
 @pytest.mark.parametrize("framework", ALL)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
 def test_wires_round_trip(framework: Framework, wire: str) -> None:
-    """Rounded to nearest, ties to even; special values survive; rounding twice changes nothing."""
+    """Wires round to nearest, ties to even, and keep special values.
+
+    A second rounding changes nothing.
+    """
     special = np.float32([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, 1e-3])
     values = np.concatenate([X.reshape(-1), special])
     once = through_wire(framework, framework.tensor(values), wire)
@@ -391,14 +393,14 @@ def test_wires_round_trip(framework: Framework, wire: str) -> None:
 def through_wire(framework: Framework, x: Any, wire: str) -> Any:
     xp = framework.xp
     sent = xp.to_wire([x], wire, x.shape[0] + 1)
-    again = xp.to_wire([x], wire, x.shape[0] + 1, into=xp.copy(sent))  # memory that served before
+    again = xp.to_wire([x], wire, x.shape[0] + 1, into=xp.copy(sent))  # into reused memory
     assert same_bits(framework.array(sent), framework.array(again))
     return xp.from_wire(sent, wire, [xp.copy(x)])[0]
 
 
 @pytest.mark.parametrize("framework", ALL)
 def test_orthogonal_rows(framework: Framework) -> None:
-    """Orthonormal and of the same span, also where rows depend on each other."""
+    """The rows are orthonormal and have the same span, even for linearly dependent rows."""
     full, dependent = X, np.concatenate([X[:2], X[:1] + X[1:2], X[3:4] * 0])
     for p in (full, dependent, X[:1], np.zeros((3, 8), np.float32), full * 1e-15, full * 1e15):
         p = p.astype(np.float32)
@@ -422,7 +424,7 @@ def test_frames_and_their_adjoint(framework: Framework, width: int, step: int) -
 
 @pytest.mark.parametrize("framework", ALL)
 def test_undo(framework: Framework) -> None:
-    """Taken back last first, to an ulp; exactly when poisoning and where nothing is in place."""
+    """A rewound journal restores the tensor, to the bit where the framework's undo is exact."""
     xp = framework.xp
     with framework.running():
         x, entries = framework.tensor(V), []
@@ -533,7 +535,7 @@ def test_positions_survive_packing(size: int, data: st.DataObject) -> None:
 
 
 def test_bins_are_looked_at_alike_on_gpus() -> None:
-    """What PyTorch does on a GPU, done on the CPU, is what NumPy does."""
+    """PyTorch operations that GPUs use, run on the CPU, give NumPy's results."""
     torch = pytest.importorskip("torch")
     from accordion_hvd.ops import torch as xp
 
@@ -550,7 +552,7 @@ def test_bins_are_looked_at_alike_on_gpus() -> None:
             doubt = xp.invalid_index.__wrapped__(torch.tensor(wrong), size).numpy()
             assert same_bits(doubt, NUMPY.xp.invalid_index(wrong, size))
     packed = torch.tensor(indices.pack(INDEX, 1000))
-    packed[len(INDEX) :] = 0  # no position's high part is told
+    packed[len(INDEX) :] = 0  # the bitmap of the positions' high bytes is empty
     assert xp.invalid_index.__wrapped__(xp.unpack_index.__wrapped__(packed, len(INDEX), 1000), 1000)
 
 
@@ -562,7 +564,7 @@ def test_doubts_name_their_senders(framework: Framework) -> None:
 
 
 def test_graphs_keep_lists_as_they_were() -> None:
-    """A list changed after tracing changes nothing in the graph."""
+    """A list that changes after an operation was traced does not change the graph."""
     tf = pytest.importorskip("tensorflow")
     levels = V[:32]
     steps = NUMPY.xp.bucket_norms(levels, 8, "max")
@@ -582,7 +584,7 @@ def test_graphs_keep_lists_as_they_were() -> None:
 
 @pytest.mark.parametrize("size", [1, 63, 1000, 300_007])
 def test_bins_in_blocks(size: int) -> None:
-    """Long vectors are gone through block by block; the result is that of a plain loop."""
+    """Long vectors are processed block by block, with the result of a plain loop."""
     rng = np.random.default_rng(size)
     error, grad = rng.standard_normal((2, size)).astype(np.float32)
     for width in (1, 50, 777, 16383):
@@ -600,7 +602,10 @@ def test_bins_in_blocks(size: int) -> None:
 @pytest.mark.parametrize("framework", ALL)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_only_nonfinite_elements_are_nonfinite(framework: Framework, dtype: str) -> None:
-    """Large finite elements, whose sum overflows, are not: Adam and clipping can handle them."""
+    """Large finite elements do not count as non-finite, even if their sum overflows.
+
+    Adam and clipping can handle such elements.
+    """
     huge = np.full(5000, np.finfo(dtype).max / 100, dtype)
     with framework.running():
         for x in (huge, -huge):

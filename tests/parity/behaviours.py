@@ -1,7 +1,7 @@
-"""What a distributed optimizer does in every framework: one list, run in PyTorch and in Keras.
+"""Checks of a distributed optimizer's behaviour, each of which runs in PyTorch and in Keras.
 
-A check gets an adapter (`tests/ranks/parity_*_checks.py`), whose jobs train three arrays with
-gradients that the check supplies, so that NumPy or simulated ranks can say how a training ends.
+A check takes an adapter (`tests/ranks/parity_*_checks.py`). The adapter's jobs train three arrays
+with gradients that the check supplies, so that NumPy or simulated ranks can compute the results.
 """
 
 from __future__ import annotations
@@ -108,12 +108,16 @@ COMPRESSORS = [
 
 
 class Job(Protocol):
-    """A training of `SHAPES` by SGD. Attribute `optimizer`: the distributed one."""
+    """A training of the arrays in `SHAPES` by SGD or Adam.
+
+    Attributes:
+        optimizer: the distributed optimizer.
+    """
 
     optimizer: Any
 
     def step(self, gradients: Arrays) -> None:
-        """Take a step with this rank's gradients; names that lack have none."""
+        """Take a step with this rank's gradients; an array that is not named has no gradient."""
 
     def accumulate(self, passes: Sequence[Arrays]) -> None:
         """Take one step with the gradients of several backward passes."""
@@ -122,7 +126,7 @@ class Job(Protocol):
         """Exchange gradients and return the averages, without a step."""
 
     def weights(self) -> Arrays:
-        """Return the present values."""
+        """Return the current values of all arrays."""
 
     def assign(self, name: str, values: np.ndarray) -> None:
         """Change an array on this rank."""
@@ -132,10 +136,10 @@ class Job(Protocol):
 
 
 class Switch:
-    """A number, at first 0, that traced steps read anew.
+    """A number, initially 0, that a traced step reads each time it runs.
 
     Args:
-        variable: of a framework, holds the number; None where nothing is traced.
+        variable: variable of the framework that holds the number; None if nothing is traced.
     """
 
     def __init__(self, variable: Any = None) -> None:
@@ -146,25 +150,25 @@ class Switch:
 
     @property
     def value(self) -> Any:
-        """The number."""
+        """Return the number, or the value of the variable that holds it."""
         return self._number if self._variable is None else self._variable.value
 
     def assign(self, number: float) -> None:
-        """Change it."""
+        """Change the number."""
         self._number = number
         if self._variable is not None:
             self._variable.assign(number)
 
 
 class Adapter(Protocol):
-    """A framework, and for Keras whether steps are traced.
+    """A framework that runs the checks; in Keras, with or without traced steps.
 
     Attributes:
         hvd: the module that users import.
-        horovod: the module that it stands in for.
-        xp: the tensor operations.
-        adasum: Horovod's other reduction.
-        traced: whether steps are.
+        horovod: Horovod's module, which `hvd` replaces.
+        xp: the framework's tensor operations.
+        adasum: Horovod's reduction Adasum.
+        traced: whether steps are traced.
         failed: exceptions in which an error within a step may be wrapped.
     """
 
@@ -188,7 +192,7 @@ class Adapter(Protocol):
         """Begin a training; `options` go to `DistributedOptimizer`."""
 
     def switch(self) -> Switch:
-        """Return a new number."""
+        """Return a new switch."""
 
     def gather(self, values: np.ndarray) -> np.ndarray:
         """Return every rank's array, as rows."""
@@ -198,7 +202,7 @@ class Adapter(Protocol):
 
 
 def once(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Mark a check that is run in one mode of a framework only: traced, if steps can be."""
+    """Mark a check that runs in one mode of a framework only: traced, if steps can be traced."""
     check.modes = slice(-1, None)  # type: ignore[attr-defined]
     return check
 
@@ -210,7 +214,7 @@ def eagerly(check: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def bound(adapters: Sequence[Adapter]) -> dict[str, Callable[[], None]]:
-    """Return all checks, each to be run with these adapters, in the form that `harness` wants."""
+    """Return all checks by name, as functions that run them with these adapters."""
 
     def bind(check: Callable[[Any], None]) -> Callable[[], None]:
         def run() -> None:
@@ -226,7 +230,7 @@ def bound(adapters: Sequence[Adapter]) -> dict[str, Callable[[], None]]:
 
 # ---------------------------------------------------------------------------------------- tools
 def gradients(rank: int, step: int, scale: float = 1.0) -> dict[str, np.ndarray]:
-    """Return a rank's gradients, which are a function of its number and the step's."""
+    """Return pseudorandom gradients, which depend on the rank and the step only."""
     draw = np.random.default_rng([rank, step])
     return {
         name: (scale * draw.standard_normal(shape)).astype(np.float32)
@@ -235,7 +239,7 @@ def gradients(rank: int, step: int, scale: float = 1.0) -> dict[str, np.ndarray]
 
 
 def mean(ranks: Sequence[int], step: int) -> dict[str, np.ndarray]:
-    """Return the mean of ranks' gradients."""
+    """Return the mean of these ranks' gradients at a step."""
     rows = [gradients(rank, step) for rank in ranks]
     return {name: np.mean([row[name] for row in rows], 0) for name in SHAPES}
 
@@ -252,7 +256,7 @@ def train(a: Adapter, job: Job, steps: int, start: int = 0) -> None:
 
 
 def assert_close(found: Arrays, wanted: Arrays, what: object = "", atol: float = 1e-5) -> None:
-    """See that arrays are equal but for rounding."""
+    """Assert that arrays are equal except for rounding."""
     for name in wanted:
         np.testing.assert_allclose(
             found[name], wanted[name], rtol=1e-4, atol=atol, err_msg=f"{what}"
@@ -260,14 +264,14 @@ def assert_close(found: Arrays, wanted: Arrays, what: object = "", atol: float =
 
 
 def assert_equal_ranks(a: Adapter, job: Job, what: object = "") -> None:
-    """See that all ranks have the same weights, to the bit."""
+    """Assert that all ranks have the same finite weights, bit for bit."""
     rows = a.gather(np.concatenate([x.ravel() for x in job.weights().values()]))
     assert np.isfinite(rows).all(), what
     assert (rows == rows[0]).all(), what
 
 
 def assert_alike(a: Adapter, text: str) -> None:
-    """See that all ranks have the same text."""
+    """Assert that all ranks have the same text."""
     rows = a.gather(np.array([zlib.crc32(text.encode())], np.float64))
     assert (rows == rows[0]).all(), text
 
@@ -298,7 +302,7 @@ class Simulated:
 
 
 def compare_with_simulation(a: Adapter, compression: Any, local_size: int = 1) -> Job:
-    """See that weights and bytes are those of simulated ranks; return the training."""
+    """Assert that weights and bytes equal those of simulated ranks; return the training."""
     job, oracle = a.job(compression, lr=0.5), Simulated(a, compression, 0.5, local_size)
     for step in range(4):
         rows = [gradients(rank, step) for rank in everybody(a)]
@@ -307,14 +311,14 @@ def compare_with_simulation(a: Adapter, compression: Any, local_size: int = 1) -
         assert_close(job.weights(), oracle.weights, f"{compression!r}, step {step}")
     assert_equal_ranks(a, job, compression)
     ours, theirs = job.optimizer.exchange.stats(), oracle.world.exchanges[a.hvd.rank()].stats()
-    if not (a.traced and isinstance(compression, (ScaleCom, LGC))):  # no graph knows the leader
+    if not (a.traced and isinstance(compression, (ScaleCom, LGC))):  # graphs do not know the leader
         for key in ("payload", "sent", "between"):
             assert np.isclose(ours[key], theirs[key]), (compression, key, ours, theirs)
     return job
 
 
 def residuals(a: Adapter, job: Job) -> list[np.ndarray]:
-    """Return this rank's residuals of what is compressed."""
+    """Return this rank's residuals, one array for each compressed bucket that has a residual."""
     entries = [entry for entry in job.optimizer.exchange.bucket_states if entry.bucket.compress]
     found = [entry.compressor.residual(entry.state) for entry in entries]
     return [np.array(a.xp.to_numpy(x)) for x in found if x is not None]
@@ -322,7 +326,7 @@ def residuals(a: Adapter, job: Job) -> list[np.ndarray]:
 
 @contextmanager
 def process_set(a: Adapter, ranks: Sequence[int]) -> Iterator[Any]:
-    """Within it, Horovod knows a process set of these ranks."""
+    """Yield a process set of these ranks, which is removed afterwards."""
     if len(ranks) == a.hvd.size():
         yield a.hvd.global_process_set
         return
@@ -336,7 +340,7 @@ def process_set(a: Adapter, ranks: Sequence[int]) -> Iterator[Any]:
 
 @contextmanager
 def folder(a: Adapter) -> Iterator[Path]:
-    """Within it, there is a folder that all ranks see (they share a machine)."""
+    """Yield a new folder that all ranks see (they share a host), and remove it afterwards."""
     import shutil
     import tempfile
 
@@ -351,7 +355,7 @@ def folder(a: Adapter) -> Iterator[Path]:
 
 @contextmanager
 def environment(**words: str) -> Iterator[None]:
-    """Within it, environment variables `ACCORDION_HVD_...` have these values."""
+    """Set environment variables `ACCORDION_HVD_...`, and remove them afterwards."""
     names = {f"ACCORDION_HVD_{name}": value for name, value in words.items()}
     os.environ.update(names)
     try:
@@ -363,7 +367,7 @@ def environment(**words: str) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------- averages and bytes
 def check_dense_is_the_average(a: Adapter) -> None:
-    """Or the sum."""
+    """Without compression, each step uses the average, or the sum, of all ranks' gradients."""
     for op, factor in ((a.hvd.Average, 1.0), (a.hvd.Sum, float(a.hvd.size()))):
         job, wanted = a.job(op=op, lr=0.5), dict(ZEROS)
         for step in range(3):
@@ -376,14 +380,14 @@ def check_dense_is_the_average(a: Adapter) -> None:
 
 @once
 def check_compressed_equals_simulation(a: Adapter) -> None:
-    """The network changes nothing."""
+    """Real ranks compute the same weights and send the same bytes as simulated ranks."""
     for compression in COMPRESSORS:
         compare_with_simulation(a, compression)
 
 
 @once
 def check_learned_codes_equal_simulation(a: Adapter) -> None:
-    """In each of LGC's phases; all ranks train the same autoencoder."""
+    """LGC equals its simulation in each phase, and all ranks train the same autoencoder."""
     for form in ("ring", "server"):
         job = compare_with_simulation(a, LGC(0.05, form, dense=1, training=2, innovation=0.005))
         exchange = job.optimizer.exchange
@@ -404,7 +408,7 @@ def check_hosts_of_different_size_are_refused(a: Adapter) -> None:
 
 @once
 def check_two_levels_equal_simulation(a: Adapter) -> None:
-    """With two hosts by name, and with one."""
+    """`TwoLevel` equals its simulation on two hosts, and on one, which sends nothing to others."""
     local_size = max(1, a.hvd.size() // 2)
     barrier = lambda: a.gather(np.zeros(1))  # noqa: E731
     with harness.machines_of(local_size, barrier):
@@ -420,7 +424,7 @@ def check_two_levels_equal_simulation(a: Adapter) -> None:
 
 @once
 def check_two_levels_change_and_are_saved(a: Adapter) -> None:
-    """Levels of both kinds, with the state saved and restored on the way."""
+    """Accordion switches levels with `TwoLevel`; ranks stay equal after a save and a restore."""
     pair = {"low": TwoLevel(PowerSGD(4)), "high": TwoLevel(PowerSGD(1))}
     mixed = {"low": Dense(), "high": TwoLevel(TopK(0.05))}
     with harness.machines_of(max(1, a.hvd.size() // 2), lambda: a.gather(np.zeros(1))):
@@ -438,7 +442,7 @@ def check_two_levels_change_and_are_saved(a: Adapter) -> None:
 
 
 def check_halves_that_the_engine_adds(a: Adapter) -> None:
-    """As on slow links."""
+    """FP16 averages are correct if the engine adds fp16 numbers itself, as on slow links."""
     limit, fp16_reduction.SLOW = fp16_reduction.SLOW, math.inf
     try:
         job = a.job(FP16(), lr=0.1)
@@ -472,7 +476,7 @@ def check_skip_patterns_travel_dense(a: Adapter) -> None:
 
 # ------------------------------------------------------------------------------ who takes part
 def check_one_rank_equals_plain_training(a: Adapter) -> None:
-    """In a process set of its own, and outside of it."""
+    """The only rank of a process set, and ranks outside of it, train like plain SGD."""
     with process_set(a, [a.hvd.size() - 1]) as alone:
         job = a.job(TopK(0.01), lr=0.1, momentum=0.9, process_set=alone)
         weights, velocity = dict(ZEROS), dict(ZEROS)
@@ -523,7 +527,7 @@ def check_gradients_of_several_passes_add_up(a: Adapter) -> None:
 
 
 def check_missing_gradients_count_as_zeros(a: Adapter) -> None:
-    """Each step, one rank has none for one of the matrices."""
+    """A gradient that one rank lacks in a step is averaged as zeros."""
     job, wanted = a.job(TopK(1.0)), dict(ZEROS)
     for step in range(4):
         rows = [gradients(rank, step) for rank in everybody(a)]
@@ -540,7 +544,7 @@ def check_missing_gradients_count_as_zeros(a: Adapter) -> None:
 
 
 def check_a_bad_gradient_on_one_rank(a: Adapter) -> None:
-    """All ranks get NaN; residuals remain, and the next step is as any other."""
+    """An infinite gradient gives all ranks NaN, but changes no residual and no later step."""
     for compression in (TopK(0.1), PowerSGD(2), Accordion(PowerSGD(2), TopK(0.1), window=100)):
         job = a.job(compression, guard="off")
         for step in range(3):
@@ -560,18 +564,18 @@ def check_a_bad_gradient_on_one_rank(a: Adapter) -> None:
 
 @dataclass(frozen=True)
 class Spoiled(Compressor):
-    """A compressor whose payload is all ones on one rank, while a switch is on."""
+    """A compressor whose payload has all bits set on the rank `odd` while a switch is on."""
 
     inner: Compressor
     odd: int
     switch: Switch
 
     def init(self, spec: Any, info: Any) -> Any:
-        """As the compressor does."""
+        """Return the initial state of the inner compressor."""
         return self.inner.init(spec, info)
 
     def exchange(self, grad: Any, state: Any, info: Any) -> Any:
-        """As the compressor does, but for the payload."""
+        """Exchange as the inner compressor does, with a spoiled payload if the switch is on."""
         running, xp = Running(self.inner.exchange(grad, state, info)), namespace(grad)
         request = running.asked
         if info.rank == self.odd:
@@ -583,7 +587,10 @@ class Spoiled(Compressor):
 
 
 def check_a_broken_payload_names_its_sender(a: Adapter) -> None:
-    """On every rank, whose weights and residuals are as they were; training goes on."""
+    """Every rank names the sender of a broken payload, and can continue to train.
+
+    The failed step changes neither weights nor residuals.
+    """
     odd, switch = a.hvd.size() - 1, a.switch()
     job = a.job(Spoiled(TopK(0.05), odd, switch))
     train(a, job, 3)
@@ -620,7 +627,7 @@ def check_gains_are_those_of_the_optimizer(a: Adapter) -> None:
 
 
 def check_updates_contain_the_momentum(a: Adapter) -> None:
-    """DGC that leaves nothing out, around plain SGD, is SGD with momentum; alone too."""
+    """DGC that sends all elements equals SGD with momentum, on all ranks and on a single rank."""
     with process_set(a, [0]) as alone:
         for ranks, options in ((list(everybody(a)), {}), ([0], {"process_set": alone})):
             if a.hvd.rank() not in ranks:
@@ -639,7 +646,7 @@ def check_updates_contain_the_momentum(a: Adapter) -> None:
 
 # ------------------------------------------------------------------------------------ policies
 def check_decisions_equal_simulation(a: Adapter) -> None:
-    """On all ranks; a replay of them gives the same weights."""
+    """All ranks decide as simulated ranks do, and a replay of the decisions gives equal weights."""
 
     def decided(history: Sequence[Mapping[str, Any]]) -> list[Any]:
         rows = [[row[key] for key in ("step", "window", "name", "level")] for row in history]
@@ -672,7 +679,10 @@ def check_decisions_equal_simulation(a: Adapter) -> None:
 
 
 def check_goodput_on_real_ranks(a: Adapter) -> None:
-    """Ranks measure different times and residuals, but decide alike; evidence permits a level."""
+    """Ranks decide alike although they measure different times and residuals.
+
+    Goodput chooses level 0 at the high learning rate, and also level 1 at the low one.
+    """
     policy = Goodput([TopK(0.5), TopK(0.05)], bound=0.02, window=5)
     job, served = a.job(policy, lr=0.1), set()
     for step in range(80):
@@ -841,7 +851,10 @@ RESUMED: list[tuple[Callable[[], Any], int]] = [
 
 @once
 def check_resuming_equals_not_stopping(a: Adapter) -> None:
-    """Residuals, levels, windows and phases; a step taken before the restore leaves no trace."""
+    """A resumed training has the weights, decisions and phases of one that does not stop.
+
+    A step taken before the restore does not influence the training.
+    """
     for policy, before in RESUMED:
         job = a.job(policy(), lr=0.1)
         train(a, job, before)
@@ -883,7 +896,10 @@ def check_a_missing_file_is_named(a: Adapter) -> None:
 
 @eagerly
 def check_damaged_checkpoints_are_skipped_or_named(a: Adapter) -> None:
-    """On all ranks alike, although only one of them reads the file."""
+    """All ranks skip a damaged checkpoint, although only one rank reads the damaged file.
+
+    If no intact checkpoint is left, all ranks name the damaged files.
+    """
     job, resumed = a.job(TopK(0.05)), a.job(TopK(0.05))
 
     def on_rank_0(action: Callable[[], Any]) -> None:
@@ -911,7 +927,7 @@ def check_damaged_checkpoints_are_skipped_or_named(a: Adapter) -> None:
 
 @eagerly
 def check_a_rank_that_cannot_write_is_named(a: Adapter) -> None:
-    """Nothing of the last checkpoint is lost, and nothing of this one is left."""
+    """A checkpoint that a rank cannot write is removed; the previous one can be loaded."""
     job, resumed, last = a.job(TopK(0.05)), a.job(TopK(0.05)), a.hvd.size() - 1
     with folder(a) as path:
         train(a, job, 2)
@@ -925,7 +941,7 @@ def check_a_rank_that_cannot_write_is_named(a: Adapter) -> None:
                 a.hvd.save_state(path, only=[job.optimizer])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        a.gather(np.zeros(1))  # rank 0 has removed what was written
+        a.gather(np.zeros(1))  # rank 0 has removed the incomplete checkpoint
         assert [found.name for found in path.iterdir()] == ["state-00001"]
         a.hvd.load_state(path, only=[resumed.optimizer])
         assert resumed.optimizer.exchange.steps == 2
@@ -933,7 +949,7 @@ def check_a_rank_that_cannot_write_is_named(a: Adapter) -> None:
 
 @eagerly
 def check_another_number_of_ranks_goes_on_from_the_shift(a: Adapter) -> None:
-    """EF21's h is still the mean of all h_i."""
+    """EF21 resumes on a single rank with the saved mean h, which is also the rank's h_i."""
     job = a.job(EF21(TopK(0.05)))
     train(a, job, 3)
 
@@ -978,12 +994,15 @@ def check_another_number_of_ranks_keeps_the_residuals_sum(a: Adapter) -> None:
 # --------------------------------------------------------------------------------------- ledgers
 @once
 def check_a_ledger_accounts_for_the_time_and_finds_the_slow_rank(a: Any) -> None:
-    """The last rank sleeps in each step, longer than ranks may differ in tracing; others wait."""
+    """The ledger accounts for the elapsed time and names the slowest rank.
+
+    The last rank sleeps in each step, longer than ranks may differ in tracing; others wait.
+    """
     slow, pause, steps = a.hvd.size() - 1, 0.06, 60
     with folder(a) as shared:
         ledger = Ledger(price=1.0)
         job = a.job(PowerSGD(2), ledger=ledger, guard_every=20)
-        train(a, job, 20)  # with the first steps, in which graphs are traced
+        train(a, job, 20)  # graphs are traced in the first steps
         job.optimizer.exchange.account()
         before, began = dict(zip(SUMS, map(ledger.series.total, SUMS), strict=True)), perf_counter()
         for step in range(20, steps):

@@ -1,4 +1,4 @@
-"""PyTorch and Keras behave alike; what only one of them does is listed, with the reason."""
+"""Tests that PyTorch and Keras behave alike, and reasons for checks of only one of them."""
 
 from __future__ import annotations
 

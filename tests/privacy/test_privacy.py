@@ -1,4 +1,4 @@
-"""Budgets, lots, ballots, gradients of single examples."""
+"""Tests of privacy budgets, Poisson samples, ballots, and gradients of single examples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ DELTA = 1e-5
 
 # -------------------------------------------------------------------------------------- the figures
 def best_epsilon(renyi: Any, orders: np.ndarray, delta: float = DELTA) -> float:
-    """Canonne, Kamath & Steinke (2020), proposition 12, over the accountant's orders."""
+    """Return epsilon, minimal over the accountant's `orders`.
+
+    The formula is proposition 12 of Canonne, Kamath & Steinke (2020).
+    """
     a = orders
     found = renyi(a) + np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
     return float(found.min())
@@ -46,7 +49,7 @@ def default_orders() -> np.ndarray:
 @pytest.mark.parametrize(("k", "sigma"), [(200, 5000), (700, 9000), (300, 800), (1, 10)])
 @pytest.mark.parametrize("releases", [1, 40, 1300])
 def test_the_accountant_has_the_closed_form(k: int, sigma: float, releases: int) -> None:
-    """Of T releases, (alpha, 2 k alpha T / sigma^2)."""
+    """T releases have the Renyi divergence 2 k alpha T / sigma^2 at each order alpha."""
     method = TopAgg(k, None, sigma, unit="teacher", contributors=4000)
     wanted = best_epsilon(lambda a: 2 * k * a * releases / sigma**2, default_orders())
     assert epsilon_of({method.mechanism: releases}, DELTA) == pytest.approx(
@@ -56,7 +59,10 @@ def test_the_accountant_has_the_closed_form(k: int, sigma: float, releases: int)
 
 @pytest.mark.parametrize("releases", [1, 10, 1000])
 def test_it_lies_between_the_exact_figure_and_the_simple_bound(releases: int) -> None:
-    """Exact: delta of one Gaussian with mu = sqrt(T) / z (Balle & Wang 2018)."""
+    """Epsilon is at least the exact figure, and at most the simple bound.
+
+    T releases are exactly one Gaussian with mu = sqrt(T) / z (Balle & Wang 2018).
+    """
     release = Release(50.0)
     found, mu = epsilon_of({release: releases}, DELTA), math.sqrt(releases) / 50
     exact = stats.norm.cdf(mu / 2 - found / mu) - math.exp(found) * stats.norm.cdf(
@@ -69,7 +75,10 @@ def test_it_lies_between_the_exact_figure_and_the_simple_bound(releases: int) ->
 
 @pytest.mark.parametrize(("rate", "noise", "steps"), [(256 / 60000, 1.1, 14062), (0.05, 2.0, 400)])
 def test_examples_are_cheaper_for_being_sampled(rate: float, noise: float, steps: int) -> None:
-    """The sum over integer orders that defines the sampled mechanism's divergence."""
+    """Epsilon matches the sum over integer orders that defines the sampled mechanism's divergence.
+
+    It is less than a fifth of the epsilon without sampling.
+    """
     orders = np.arange(2, 65).astype(float)
 
     def renyi(a: np.ndarray) -> np.ndarray:
@@ -88,8 +97,10 @@ def sampled(order: int, q: float, z: float) -> float:
 
 
 def test_a_known_figure() -> None:
-    """Of the literature on DP-SGD: q = 256 / 60000, z = 1.1, 60 epochs: epsilon 3.01 by the old
-    conversion, less by the accountant's."""
+    """A figure of the literature on DP-SGD is reproduced: epsilon 3.01 by the old conversion.
+
+    The setting is q = 256 / 60000, z = 1.1 and 60 epochs. The accountant's conversion gives less.
+    """
     orders = np.arange(2, 64).astype(float)
     steps = 60 * 60000 // 256
     old = min(
@@ -105,7 +116,10 @@ def test_a_known_figure() -> None:
     [(200, 5000, 1, 1300), (700, 9000, 1, 1204), (300, 800, 10, 1643), (500, 700, 10, 754)],
 )
 def test_published_settings(k: int, sigma: float, epsilon: float, published: int) -> None:
-    """The authors' conversion gives the releases of their settings; ours allows somewhat more."""
+    """The authors' conversion gives the published numbers of releases.
+
+    `PrivacyBudget` allows as many or more, but fewer than 1.6 times as many.
+    """
     orders = np.array([1.1, *range(2, 200)])
 
     def theirs(releases: int) -> float:
@@ -126,10 +140,11 @@ def test_reference_figures_of_both_accountings() -> None:
 
 
 def loss_bounds(z: float, q: float, count: int, step: float = 1e-5) -> list[float]:
-    """Bounds of epsilon for removal: losses rounded down and up to a grid, then convolved.
+    """Return a lower and an upper bound of epsilon for removal.
 
-    The loss at x is log((1 - q) + q exp((2x - 1) / (2 z^2))), x distributed as N(0, z^2), or
-    N(1, z^2) with probability q. It increases with x, so cells of the grid are intervals of x.
+    Losses are rounded down and up to a grid, and then convolved. The loss at x is
+    log((1 - q) + q exp((2x - 1) / (2 z^2))), with x distributed as N(0, z^2), or as N(1, z^2) with
+    probability q. It increases with x, so cells of the grid are intervals of x.
     """
     cells = 1 << 21
     low = math.floor(math.log1p(-q) / step)  # the infimum of the loss
@@ -162,7 +177,11 @@ def test_sampled_losses_are_never_understated(z: float, q: float, count: int) ->
 @pytest.mark.parametrize("delta", [1e-5, 1e-8, 3e-10, 1e-11, 1e-14])
 @pytest.mark.parametrize("rate", [1.0, 1 - 1e-12])
 def test_rounding_errors_are_never_in_favour(delta: float, rate: float) -> None:
-    """Exact: one Gaussian with mu = sqrt(T) / z (Balle & Wang 2018); the rates differ by 1e-12."""
+    """Epsilon is never below the exact figure, even for tiny deltas.
+
+    The exact figure is that of one Gaussian with mu = sqrt(T) / z (Balle & Wang 2018), for rates
+    that differ by 1e-12.
+    """
     release = Release(5000 / 2 / math.sqrt(200), rate, "add or remove")
     mu = math.sqrt(1300) / release.noise_multiplier
 
@@ -189,14 +208,17 @@ def test_losses_never_exceed_renyi(counts: dict[Release, int]) -> None:
 
 
 def test_kinds_of_releases_add_up_as_losses() -> None:
-    """Releases in two kinds that differ by nothing cost as much as in one."""
+    """Releases of two nearly equal kinds cost as much as releases of one kind."""
     other = Release(0.7 * (1 + 1e-12), 0.001, "add or remove")
     one, two = ({SAMPLED: 400}, {SAMPLED: 150, other: 250})
     assert epsilon_of(two, DELTA, "pld") == pytest.approx(epsilon_of(one, DELTA, "pld"), rel=1e-5)
 
 
 def test_a_budget_of_losses() -> None:
-    """It ends at its own epsilon, beyond that of Renyi, and its ledger says which it is."""
+    """A budget with accounting "pld" ends at its epsilon, after more releases than with "rdp".
+
+    The state and errors of the budget name the accounting.
+    """
     budget, release = PrivacyBudget(0.6, DELTA, "pld"), Release(2.0, 0.01, "add or remove")
     room = budget.left(release)
     assert room > 1.1 * PrivacyBudget(0.6, DELTA).left(release)
@@ -390,7 +412,7 @@ def test_lots_are_drawn_record_by_record() -> None:
 
 @pytest.mark.parametrize("rate", [1e-19, 1e-8, 1e-7, 0.1, 0.3, 1 - 2**-53, 1.0])
 def test_the_true_rate_never_exceeds_the_rate(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 2^64 words, floor(2^64 rate) draw a record: exactly those below that number."""
+    """A record is drawn exactly if its 64-bit word is below floor(2^64 rate)."""
     most = math.floor(Fraction(rate) * 2**64)
     words = sorted({0, most // 2, max(most - 1, 0), min(most, 2**64 - 1), 2**63, 2**64 - 1})
     monkeypatch.setattr(secret.os, "urandom", lambda n: np.array(words, np.uint64).tobytes())
@@ -443,7 +465,7 @@ def test_every_image_is_a_release() -> None:
 
 
 def test_images_are_voted_on_apart() -> None:
-    """k elements of each image, as if each had a vote of its own."""
+    """A ballot on several images gives the same results as one ballot on each image."""
     signs = np.sign(np.random.default_rng(1).standard_normal((6, 5, 30))).astype(np.float32)
     method = TopAgg(4, 1e-9, 0.0, unit="teacher", contributors=6, unprotected=True)
     together = ballot(method).vote(signs)
@@ -453,7 +475,10 @@ def test_images_are_voted_on_apart() -> None:
 
 
 def test_ranks_of_a_ballot_agree_on_the_accounting() -> None:
-    """Else one rank would stop while the others wait for its vote."""
+    """Ranks with different accountings raise RanksDisagree, and release nothing.
+
+    Otherwise one rank would stop while the others wait for its vote.
+    """
     hub = Hub(2)
 
     def vote(rank: int) -> str:

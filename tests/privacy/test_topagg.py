@@ -1,4 +1,4 @@
-"""TopAgg: how far neighbours can move the sum, whose noise it is, what is refused."""
+"""Tests of TopAgg: the sensitivity of its sums, its noise, and its refusals."""
 
 from __future__ import annotations
 
@@ -44,30 +44,33 @@ SIZE = 60
 
 
 def teachers(count: int, **more: Any) -> TopAgg:
-    """Many contributors on each rank."""
+    """Return a TopAgg without noise, in which `count` teachers vote."""
     settings = {"k": 7, "clip": None, "sigma": 0.0, "unprotected": True} | more
     return TopAgg(unit="teacher", contributors=count, **settings)
 
 
 def seeded(**more: Any) -> TopAgg:
-    """One whose noise is known, which it complains about."""
+    """Return a TopAgg with noise from a known seed, which warns that it protects nothing."""
     with pytest.warns(RuntimeWarning, match="protects NOTHING"):
         return TopAgg(**{"k": 7, "clip": None, "sigma": 30.0, "deterministic": True} | more)
 
 
 def examples(count: int) -> TopAgg:
-    """Likewise, sampled; without noise, so that signs come from a known seed."""
+    """Return a TopAgg without noise, in which about `count` sampled examples vote.
+
+    Without noise, signs come from a known seed.
+    """
     return TopAgg(7, None, 0.0, unit="example", contributors=count, unprotected=True)
 
 
 def votes_of(method: TopAgg, gradients: np.ndarray, step: int = 0) -> np.ndarray:
-    """The sum over contributors (rows) on one rank."""
+    """Return the sum of the votes of one rank's contributors, the rows of `gradients`."""
     return method.votes(gradients[:, None, :].astype(np.float32), Info(step=step, name="w"))
 
 
 # --------------------------------------------------------------------------------- how far it moves
 def strange(rng: np.random.Generator) -> np.ndarray:
-    """A gradient that tries to break the bound."""
+    """Return a random gradient, of a kind that might break the bound."""
     normal = rng.standard_normal(SIZE)
     kinds: list[np.ndarray] = [
         normal,
@@ -86,7 +89,10 @@ def strange(rng: np.random.Generator) -> np.ndarray:
 
 
 def test_neighbours_move_the_sum_by_no_more_than_the_sensitivity() -> None:
-    """1,000 pairs: one teacher's gradient is replaced, by a random or by a hostile one."""
+    """Replacing one teacher's gradient moves the sum by at most the sensitivity.
+
+    In 1,000 trials, the new gradient is the negated one, or a random one of a hostile kind.
+    """
     rng = np.random.default_rng(0)
     for trial in range(1000):
         clip = [None, 1e-5, 1.0][trial % 3]
@@ -103,13 +109,16 @@ def test_one_example_more_moves_it_by_half_as_much() -> None:
     method = examples(5)
     for trial in range(1000):
         mine = np.stack([strange(rng) for _ in range(5)])
-        fewer = np.delete(mine, rng.integers(5), 0)  # others move up
+        fewer = np.delete(mine, rng.integers(5), 0)  # later rows move up
         moved = votes_of(method, mine, trial) - votes_of(method, fewer, trial)
         assert np.linalg.norm(moved) <= method.sensitivity == math.sqrt(7)
 
 
 def test_the_bounds_are_reached() -> None:
-    """By flipping all signs; by a vote that comes. A smaller noise would not do."""
+    """Flipping all signs of a teacher, or adding an example, moves the sum by the sensitivity.
+
+    The bounds are thus tight, and a smaller noise would not suffice.
+    """
     mine = np.zeros((3, SIZE))
     mine[:, :7] = 1.0
     other = mine.copy()
@@ -122,7 +131,10 @@ def test_the_bounds_are_reached() -> None:
 
 
 def test_a_bound_common_to_all_would_break_it() -> None:
-    """What the note warns of: with one B for all, a neighbour changes everybody's votes."""
+    """With one B for all contributors, a change of one gradient exceeds the sensitivity.
+
+    A common B would change everybody's votes. With a B for each contributor, the bound holds.
+    """
     mine = np.ones((50, SIZE)) * 0.1
     other = np.concatenate([mine[:-1], np.full((1, SIZE), 100.0)])
     chances = [0.5 + 0.5 * x / np.abs(x).max() for x in (mine, other)]
@@ -175,7 +187,7 @@ def test_unanimous_teachers_are_followed() -> None:
 
 
 def test_many_ranks_count_what_one_does() -> None:
-    """Where chance has no say, the sum over ranks is that of one process with all teachers."""
+    """Without chance, several ranks get the result of one process with all teachers."""
     signs = np.sign(np.random.default_rng(4).standard_normal((12, SIZE))).astype(np.float32)
     method = teachers(12)
     alone = simulate(method, 1).step([{"w": signs.copy()}])[0]["w"]
@@ -185,7 +197,7 @@ def test_many_ranks_count_what_one_does() -> None:
 
 
 def test_a_quadratic_is_minimised() -> None:
-    """Teachers that all want to go to 0, with noise a tenth of their number."""
+    """Votes of teachers minimise a quadratic, with noise of a tenth of the number of teachers."""
     x, gamma = np.random.default_rng(5).standard_normal(SIZE).astype(np.float32), 0.05
     method = teachers(100, sigma=10.0, threshold=0.1, unprotected=False)
     world, start = simulate(method, 2), np.linalg.norm(x)
@@ -204,7 +216,7 @@ NOISY = TopAgg(1, None, 40.0)
 
 
 def noise_of(method: TopAgg, ranks: int, size: int, steps: int = 1) -> np.ndarray:
-    """Sums where nobody votes: noise alone."""
+    """Return the sums of steps in which nobody votes, which are noise alone."""
     world = simulate(method, ranks)
     return np.stack(
         [
@@ -216,7 +228,7 @@ def noise_of(method: TopAgg, ranks: int, size: int, steps: int = 1) -> np.ndarra
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_noise_is_added_once(ranks: int) -> None:
-    """Its variance is sigma^2 whatever the number of ranks, and it is a rounded normal's."""
+    """The noise is a rounded normal of variance sigma^2 for any number of ranks."""
     noise = noise_of(NOISY, ranks, 40_000)[0]
     assert (noise == np.round(noise)).all()
     assert abs(noise.mean()) < 5 * 40 / 200
@@ -245,7 +257,10 @@ def test_tails_reach_far() -> None:
 
 
 def test_chance_alone_passes_the_threshold_as_often_as_it_should() -> None:
-    """Pitfall 7: 2 (1 - Phi(beta N / sigma)), on coordinates that nobody voted for, too."""
+    """Elements without votes pass the threshold by chance.
+
+    The probability is 2 (1 - Phi(beta N / sigma)), with the threshold rounded to whole votes.
+    """
     method = teachers(100, k=5, sigma=90.0, threshold=0.7, unprotected=False)
     gradients = np.zeros((100, 20_000), np.float32)
     gradients[:, 0] = 1.0
@@ -269,7 +284,7 @@ def reseed() -> None:
 
 @pytest.mark.parametrize("framework", parameters(FRAMEWORKS))
 def test_seeds_do_not_repeat_the_noise(framework: Framework) -> None:
-    """Two trainings, seeded alike, at the same steps: other noise."""
+    """Two trainings with equal seeds have different noise at the same steps."""
     found = []
     for _ in range(2):
         reseed()
@@ -280,7 +295,7 @@ def test_seeds_do_not_repeat_the_noise(framework: Framework) -> None:
 
 
 def test_only_the_trusted_rank_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And from the operating system's source."""
+    """Noise is drawn once for all ranks, and comes from the operating system's source."""
     asked, urandom = [], secret.os.urandom
     monkeypatch.setattr(secret.os, "urandom", lambda n: asked.append(n) or urandom(n))
     simulate(NOISY, 4).step([{"w": np.ones(1000, np.float32)} for _ in range(4)])
@@ -288,7 +303,10 @@ def test_only_the_trusted_rank_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_signs_are_secret_too() -> None:
-    """Known draws would tell, of a lot of examples, which one is missing."""
+    """The signs of two equal votes are drawn independently.
+
+    Known draws would tell which example is missing from a sample.
+    """
     gradient = np.full((1, 4000), 0.5)
     gradient[0, 0] = 1.0
     method = teachers(1, k=4000, sigma=1.0, unprotected=False)
@@ -310,7 +328,7 @@ def test_secret_numbers_of_every_framework(framework: Framework) -> None:
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 def test_a_graph_draws_anew_each_time() -> None:
-    """Noise that is drawn when a graph is traced would be the same for ever."""
+    """A graph draws new noise in each call, and not only when it is traced."""
     import tensorflow as tf
 
     ours = Ranks(NOISY, 2, TENSORFLOW)
@@ -371,7 +389,10 @@ def test_votes_travel_as_small_integers(
 @pytest.mark.parametrize("framework", parameters(FRAMEWORKS))
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16"])
 def test_small_integers_wrap_around_alike(framework: Framework, kind: str) -> None:
-    """Sums are modulo 2^bits: what noise does beyond the wire's reach costs no privacy."""
+    """Sums of small integers are modulo 2^bits in all frameworks.
+
+    Noise beyond the range of the integers therefore costs no privacy.
+    """
     from accordion_hvd import Allreduce
     from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
@@ -392,7 +413,10 @@ def test_small_integers_wrap_around_alike(framework: Framework, kind: str) -> No
 
 
 def test_nothing_travels_beside_the_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biases are in the vector; no flag tells of a gradient that is not finite; all is noisy."""
+    """A step sends one vector and nothing else, and all elements of the result are noisy.
+
+    The vector includes biases, and no flag tells of a gradient that is not finite.
+    """
     from accordion_hvd.comm.communicator import Pending
 
     asked = []
@@ -507,7 +531,7 @@ def test_words() -> None:
 
 
 def test_unprotected_signs_can_be_repeated() -> None:
-    """Their draws are those of `ops.random`, step by step."""
+    """Signs of an unprotected vote are drawn by `ops.random` from a key that includes the step."""
     gradient = np.ones((1, SIZE)) * 0.5
     gradient[0, 0] = 1.0
     method = teachers(1, k=SIZE)

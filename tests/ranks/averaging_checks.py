@@ -1,4 +1,4 @@
-"""Averaging without waiting, between real processes over MPI."""
+"""Tests of wait-avoiding model averaging between real processes over MPI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def update(rank: int, step: int) -> np.ndarray:
 
 
 def train(averaging: WaitAvoiding, steps: int, delay: Any = None, model: Any = None) -> Any:
-    """Take steps with random delays, some of them long; returns the models after each."""
+    """Take steps with random delays; return the model, and copies of it after each step."""
     draw = np.random.default_rng([11, RANK])
     model, found = np.zeros(40) if model is None else model, []
     for step in range(averaging.steps, averaging.steps + steps):
@@ -43,7 +43,7 @@ def train(averaging: WaitAvoiding, steps: int, delay: Any = None, model: Any = N
 
 
 def agrees(averaging: WaitAvoiding, found: list[np.ndarray], extra: tuple[int, ...] = ()) -> None:
-    """On rank 0: every model that any rank has had is the oracle's, bit for bit."""
+    """Assert on rank 0 that the models of all ranks and steps equal the oracle's, bit for bit."""
     everything = COMM.gather((averaging.log, found))
     if everything is None:
         return
@@ -78,7 +78,7 @@ def check_models_are_the_oracles() -> None:
 
 
 def check_messages_that_come_while_data_travels() -> None:
-    """Ranks that are slow to add up hear of the next versions before they have done with this."""
+    """Averages are correct if messages about later versions arrive while a rank still adds up."""
     interval, wait_avoiding._POLL = wait_avoiding._POLL, 0.0
     try:
         model, log = np.zeros(40), []
@@ -121,7 +121,7 @@ def check_vectors_of_two_dtypes() -> None:
 
 
 def check_no_torn_reads() -> None:
-    """Models whose elements are all alike stay so, though training writes while others read."""
+    """Elements that are equal stay equal, although a rank trains while peers read its model."""
     model = np.zeros(300_000)
     with WaitAvoiding([model], group_size=2, period=20, timeout=60) as averaging:
         for step in range(40):
@@ -132,7 +132,7 @@ def check_no_torn_reads() -> None:
 
 
 def check_nobody_waits_for_a_late_rank() -> None:
-    """Rank 1 is late by a second; others feel it at the average of all only."""
+    """If rank 1 is a second late, the other ranks wait only at the average of all ranks."""
     COMM.Barrier()
     model, took = np.zeros(40), []
     with WaitAvoiding([model], group_size=2, period=8, timeout=60) as averaging:
@@ -160,11 +160,11 @@ def check_average_now() -> None:
 
 
 class Interrupted(Exception):
-    """Stands for a KeyboardInterrupt, or for what a signal handler raises."""
+    """An exception in place of a KeyboardInterrupt or another exception of a signal handler."""
 
 
 def interrupt(averaging: WaitAvoiding, after: bool) -> None:
-    """Raise `Interrupted` in the next wait of this rank: at once, or when its end is known."""
+    """Raise `Interrupted` in this rank's next wait, at once or `after` the wait has ended."""
     wait = averaging._wait
 
     def once(done: Any) -> None:
@@ -232,7 +232,10 @@ def check_average_now_on_some_ranks_only() -> None:
 
 
 def check_averages_of_all_after_different_steps() -> None:
-    """Where steps between are local, ranks can only see it when they meet."""
+    """An average of all ranks fails on all if they request it after different steps.
+
+    With groups of one rank, ranks cannot notice the difference earlier.
+    """
     try:
         with WaitAvoiding([np.zeros(40)], group_size=1, period=6, timeout=60) as averaging:
             train(averaging, 2)
@@ -275,7 +278,7 @@ def check_two_ranks_fail() -> None:
 
 
 def check_different_numbers_of_steps() -> None:
-    """Who has fewer batches still takes part to the period's end; then all stop."""
+    """A rank with fewer steps takes part until its period ends; then all ranks stop."""
     for group_size in (2, 1):
         averaging = WaitAvoiding([np.zeros(40)], group_size=group_size, period=5, timeout=60)
         model = np.zeros(40)
@@ -290,7 +293,7 @@ def check_different_numbers_of_steps() -> None:
 
 
 def check_interrupted_while_it_waits_for_all() -> None:
-    """Ctrl-C on rank 0 in an average of all: that one takes place, and all end with the next."""
+    """If Ctrl-C hits rank 0 in an average of all, it completes; all ranks end at the next."""
     averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=60)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     try:
@@ -306,7 +309,7 @@ def check_interrupted_while_it_waits_for_all() -> None:
 
 
 def check_interrupts_at_any_moment() -> None:
-    """Ctrl-C on all ranks, as a terminal sends it, at moments that differ a little."""
+    """Ctrl-C on all ranks, at slightly different moments, ends the averaging on all ranks."""
     for turn in range(6):
         averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=60)
         timer = threading.Timer(0.05 + 0.003 * RANK * turn, os.kill, (os.getpid(), signal.SIGINT))
@@ -321,7 +324,7 @@ def check_interrupts_at_any_moment() -> None:
             timer.join()
             time.sleep(0.01)
         except KeyboardInterrupt:
-            pass  # others had ended it before
+            pass  # other ranks had ended the averaging before
         COMM.Barrier()
 
 
@@ -330,7 +333,7 @@ def check_idle_costs_nothing() -> None:
         clock = time.pthread_getcpuclockid(averaging._thread.ident)
         time.sleep(0.2)
         spent = []
-        for _ in range(4):  # a busy machine makes single seconds dear
+        for _ in range(4):  # on a busy host, a single second may cost more
             before = time.clock_gettime(clock)
             time.sleep(1)
             spent.append(time.clock_gettime(clock) - before)

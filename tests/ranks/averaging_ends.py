@@ -1,10 +1,17 @@
-"""Training under wait-avoiding averaging in which rank 1 comes to grief: `averaging_ends.py HOW`.
+"""A training with wait-avoiding averaging that ends badly: `averaging_ends.py HOW`.
 
-killed: its process is gone; stopped: it lives, but does nothing; moving: so it does when all were
-ready and data is to travel; asleep: it trains for too long;
-uncaught: an exception, and no `with` block; interrupt: Ctrl-C on all ranks; exit: sys.exit() with a
-status; threads: MPI was started without MPI_THREAD_MULTIPLE; horovod: rank 0 is slow to end the
-averaging, and Horovod, which has started MPI, ends it with rank 1's process.
+HOW is one of these words:
+
+- killed: the process of rank 1 is killed.
+- stopped: the process of rank 1 is stopped by a signal.
+- moving: as stopped, but when all ranks are ready and the data is about to be exchanged.
+- asleep: rank 1 sleeps for longer than the timeout.
+- uncaught: rank 1 raises an exception outside of any `with` block.
+- exit: rank 1 calls `sys.exit()` with a status.
+- interrupt: all ranks are interrupted as by Ctrl-C.
+- threads: MPI was started without MPI_THREAD_MULTIPLE.
+- horovod: Horovod has started MPI and ends it with rank 1's process, while rank 0 is slow to end
+  the averaging.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests over real wires: what each engine's communicator brings is what NumPy expects."""
+"""Tests of requests between real ranks: each engine's results are those that NumPy computes."""
 
 import harness
 import numpy as np
@@ -20,7 +20,7 @@ def communicator():
 
 
 def values(rank: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Rank's part in the test; every rank can compute everybody's."""
+    """Return a rank's array, which every rank can compute."""
     rng = np.random.default_rng([rank, seed, *shape])
     return rng.standard_normal(shape).astype(np.float32)
 
@@ -68,7 +68,7 @@ def check_allreduce() -> None:
     np.testing.assert_array_equal(largest, np.max(everybody(SHAPES[1]), 0))
 
 
-SHAPES = [(7,), (3, 4), (300, 300)]  # the last is past the size that is copied into a buffer
+SHAPES = [(7,), (3, 4), (300, 300)]  # the last is too large to be copied into a buffer
 
 
 def check_halves() -> None:
@@ -151,7 +151,7 @@ def check_alltoall_of_uneven_shares() -> None:
 
 
 def check_quantisers_give_the_simulated_bits() -> None:
-    """Bytes, slices and the shared maximum, over real wires and in a simulation by NumPy."""
+    """Quantizers give the same averages on real ranks as in a simulation in NumPy, bit for bit."""
     import torch
 
     from accordion_hvd import QSGD, EFSignSGD, Info, Int8, Natural, OneBit, SignSGD, TernGrad
@@ -183,7 +183,10 @@ def check_quantisers_give_the_simulated_bits() -> None:
 
 
 def check_decisions_of_rank_0_are_everybodys() -> None:
-    """An exchange under Accordion, with local norms that would decide otherwise on other ranks."""
+    """All ranks follow rank 0's decisions, although other ranks' norms call for other levels.
+
+    The mean of all residuals equals the part of the mean gradients that the averages lack.
+    """
     import torch
 
     from accordion_hvd import Accordion, PowerSGD

@@ -1,4 +1,4 @@
-"""The communication hook of DistributedDataParallel."""
+"""Tests of the communication hook for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 
 def wrapped(net: torch.nn.Module, compression: Any = None, **options: Any) -> Any:
-    """A DDP of several buckets, and the hook's state."""
+    """Return a DDP model of several buckets and the state of the hook, if there is one."""
     of_state = ("optimizer", "grad_scaler", "skip", "guard")
     mine = {key: options.pop(key) for key in of_state if key in options}
     model = DDP(net, bucket_cap_mb=options.pop("cap", 0.01), **options)
@@ -102,7 +102,7 @@ def check_no_compression_equals_ddp() -> None:
 
 
 def check_compressors_equal_the_wrapper() -> None:
-    """The same weights, to the bit, as with `DistributedOptimizer` on the same engine."""
+    """The hook gives the same weights as `DistributedOptimizer` on the same engine, bit for bit."""
     for level in (TopK(0.1), PowerSGD(2), FP16(), AdaComp(), ScaleCom(0.05, beta=0.3), Int8()):
         hooked, _ = wrapped(network(), level)
         plain = network()
@@ -185,7 +185,7 @@ def check_accumulation_and_clipping() -> None:
 
 
 class Branches(torch.nn.Module):
-    """A network one of whose layers only some ranks use, and one that none uses."""
+    """A network with a layer that only some ranks use and a layer that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()

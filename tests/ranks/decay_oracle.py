@@ -1,4 +1,4 @@
-"""What the optimizers must do with weight decay in their dense stage, in NumPy, on all ranks."""
+"""Reference weights of the optimizers with weight decay, in dense and in compressed stages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def start() -> dict[str, np.ndarray]:
 
 
 def gradients(key: str, step: int, ranks: int) -> np.ndarray:
-    """One row a rank."""
+    """Return the gradients of all ranks for one tensor, one row per rank."""
     rng = np.random.default_rng([len(key), step])
     return rng.normal(size=(ranks, *SHAPES[key]))
 
 
 def end(name: str, ranks: int, decoupled: bool) -> dict[str, np.ndarray]:
-    """The weights after all steps."""
+    """Return the weights after all steps of the dense stage."""
     return {key: _trained(name, key, x, ranks, decoupled) for key, x in start().items()}
 
 
@@ -63,9 +63,9 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 
 
 def compressed_end(name: str, exchange: Any, ranks: int) -> dict[str, np.ndarray]:
-    """The weights after all steps with decoupled decay: messages know nothing of it.
+    """Return the weights after all steps with decoupled decay, which messages do not contain.
 
-    Tensors are named as in the `exchange` of the optimizer, whose random numbers depend on names.
+    Tensors are named as in the `exchange` of the optimizer, because random numbers depend on names.
     """
     shapes = {shape: key for key, shape in SHAPES.items()}
     keys = {tensor.name: shapes[tuple(tensor.shape)] for tensor in exchange.tensors}
@@ -82,7 +82,7 @@ def compressed_end(name: str, exchange: Any, ranks: int) -> dict[str, np.ndarray
 
 
 class Moments:
-    """Adam's direction and its variants'; the ranks' gradients are the rows of `local`."""
+    """The directions of Adam and its variants; rows of `local` are the ranks' gradients."""
 
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.m, self.b = name, 0, 0.0, 0.0

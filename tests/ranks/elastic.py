@@ -1,4 +1,4 @@
-"""Common part of the elastic trainings: their stages."""
+"""The stages of the elastic trainings, which PyTorch and Keras share."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ BEGIN: dict[str, Any] = {
 
 
 class Stages:
-    """Changes of the ranks, one after the other.
+    """Changes of the set of ranks, one after the other.
 
     Args:
-        names: "join" (a third rank comes), "vanish" (discovery finds no host and then all three
-            ranks, of which the third is now the first), "leave" (the third rank goes in order),
-            "kill" (it dies).
+        names: "join" (a third rank joins), "vanish" (discovery finds no host for a while and then
+            the hosts of three ranks, of which the third is now the first), "leave" (the rank on
+            the second host leaves in order), "kill" (that rank is killed).
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.waited, self.begun = names, 0.0, 0
 
     def enter(self, state: Any, size: int, total: np.ndarray) -> None:
-        """Note the number of ranks, and how much the sum of the residuals has changed."""
+        """Record the number of ranks, and the change of the conserved sum since the last step."""
         if state.total is not None:
             norm = float(np.linalg.norm(state.total))
             drift = float(np.linalg.norm(total - state.total)) / (norm or 1.0)
@@ -52,7 +52,7 @@ class Stages:
         state.leaders = [*state.leaders, state.leading_rank]
 
     def over(self, state: Any) -> bool:
-        """Return whether all stages and some more steps are done."""
+        """Return whether all stages and the steps after them are done, or waiting took too long."""
         finished = len(state.sizes) > len(self.names) and state.step >= state.entered + STEPS
         return finished or self.waited > PATIENCE
 
@@ -82,7 +82,7 @@ def change_hosts(name: str) -> None:
 
 
 def write_hosts(text: str) -> None:
-    """Replace the file at once: discovery may read it at any moment."""
+    """Replace the file of hosts atomically, because discovery may read it at any moment."""
     path = Path(os.environ["ELASTIC_HOSTS"])
     new = path.with_suffix(".new")
     new.write_text(text)

@@ -1,6 +1,6 @@
 """An elastic training in PyTorch; the arguments are the compression and the stages.
 
-Stages are "join" (a third rank), "leave" (one rank, in order) and "kill" (rank 1).
+The compression "local" is `LocalSGD(4)`. The stages are those of `elastic.Stages`.
 """
 
 from __future__ import annotations

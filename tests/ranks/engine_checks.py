@@ -1,4 +1,4 @@
-"""Horovod's interface where torch.distributed connects the ranks."""
+"""Tests of Horovod's interface on ranks that torch.distributed connects."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ def check_parameters_that_differ_are_not_broadcast() -> None:
 
 
 def check_launch_orders_that_differ() -> None:
-    """Gradients become ready in another order on each rank; exchanges leave in the same one."""
+    """Ranks exchange in the same order although gradients become ready in different orders."""
     layers = torch.nn.ModuleList(torch.nn.Linear(300, 300, bias=False) for _ in range(6))
     for layer in layers:
         torch.nn.init.constant_(layer.weight, 0.01)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(layers.parameters(), 0.1), layers.named_parameters(), PowerSGD(2)
     )
-    optimizer.exchange.bucket_batches._limit = 1000  # a fusion group a layer
+    optimizer.exchange.bucket_batches._limit = 1000  # one fusion group per layer
     optimizer.exchange.bucket_batches.forget()
     for step in range(3):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Compression between the replicas of sharded models."""
+"""Tests of compression between the replicas of sharded models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def INIT() -> None:
 
 
 class Meshes:
-    """The mesh of two replicas, each of half of the ranks; made once."""
+    """A cache of the mesh of two replicas, each of which has half of the ranks."""
 
     found: Any = None
 
@@ -59,7 +59,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 def sharded(
     net: torch.nn.Module, compression: Any = None, native: bool = False, **options: Any
 ) -> Any:
-    """A model, sharded layer by layer, and the state of its replicas' exchange."""
+    """Return a model that is sharded by layer, and the state of its replicas' exchange, if any."""
     over = mesh() if native else mesh()["shards"]
     mixed = options.pop("mp_policy", None)
     more = {} if mixed is None else {"mp_policy": mixed}

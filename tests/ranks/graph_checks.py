@@ -1,4 +1,4 @@
-"""Features over real wires: every rank gets the rows it asks for, and all stop together."""
+"""Tests of feature stores on real ranks: fetched rows, counts, and errors on all ranks."""
 
 import harness
 import numpy as np
@@ -19,7 +19,7 @@ def size() -> int:
 
 
 def world(compression=None, framework: str = "torch", name: str = "features", **changes):
-    """A graph in as many parts as there are ranks, and this rank's store."""
+    """Return a graph, its partition into one part per rank, and this rank's feature store."""
     from accordion_hvd.graph import FeatureStore, Graph, partition
 
     draw = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def table() -> np.ndarray:
 
 
 def wanted(rank: int, step: int) -> np.ndarray:
-    """Every rank can compute everybody's; at step 2 the last rank wants nothing."""
+    """Return the nodes whose rows a rank fetches; at step 2, the last rank fetches none."""
     count = 0 if step == 2 and rank == size() - 1 else 30 + 10 * rank
     return np.random.default_rng([rank, step]).integers(0, NODES, count)
 
@@ -81,7 +81,10 @@ def check_prefetching_beside_other_collectives() -> None:
 
 
 def check_a_skewed_sampler_fetches_less() -> None:
-    """Remote rows are the sampler's remote sources; at s = 1 ranks draw what the base draws."""
+    """A skew or a budget reduces the remote rows, which are the sampler's remote sources.
+
+    With a skew of 1, `SkewedSampler` draws the same nodes as `Sampler`.
+    """
     from accordion_hvd.graph import Sampler, SkewedSampler
 
     counts = []
@@ -113,7 +116,7 @@ def everywhere(value: float) -> float:
 
 
 def refused(call) -> str:
-    """What this rank is told; all must be told something, in a sentence."""
+    """Return the message, a single line, of the ValueError that `call` must raise."""
     try:
         call()
     except ValueError as error:
@@ -150,7 +153,7 @@ def check_a_node_that_does_not_exist_stops_all_ranks() -> None:
         assert said == f"FeatureStore: a node is {NODES}, but must be from 0 to {NODES - 1}."
     else:
         assert said == f"FeatureStore: rank {last} asked for nodes that do not exist."
-    np.testing.assert_array_equal(store.fetch([3, 5]), table()[[3, 5]])  # and can go on
+    np.testing.assert_array_equal(store.fetch([3, 5]), table()[[3, 5]])  # the store still works
 
 
 def check_a_rank_that_owns_nothing() -> None:
@@ -163,7 +166,7 @@ def check_a_rank_that_owns_nothing() -> None:
 
 
 def check_the_guard_of_one_rank_is_its_own() -> None:
-    """A rank whose features are long takes its skew back; no collective depends on that."""
+    """The guard reduces the skew of a rank with large remote features while all ranks fetch."""
     from accordion_hvd.graph import SecondMomentGuard, SkewedSampler
 
     graph, part, store = world()
@@ -177,7 +180,10 @@ def check_the_guard_of_one_rank_is_its_own() -> None:
             norms[part.owner[blocks[0].sources] != 0] *= 30
         sampler.observe(blocks, [norms])
         seen.append(sampler.strength(0, 0))
-    assert min(seen) <= 0.5 or harness.RANK != 0
+    if harness.RANK == 0:
+        assert min(seen) <= 0.5
+    else:
+        assert min(seen) > 0.5
 
 
 if __name__ == "__main__":

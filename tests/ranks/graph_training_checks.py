@@ -1,4 +1,4 @@
-"""A GCN learns on real ranks, in both frameworks from the same rows, from fewer with a budget."""
+"""Tests of GCN training on real ranks, in both frameworks, with and without a budget."""
 
 import json
 import tempfile
@@ -16,7 +16,10 @@ _found: dict[str, list] = {}
 
 
 def train(name: str, **more) -> list:
-    """What every rank knows of the trainings; rank 0 has also written it."""
+    """Train without and with a budget; return both runs' remote rows and received bytes.
+
+    Asserts that rank 0 writes the same results and that the budget reduces the remote rows.
+    """
     from examples.data import load_graph
     from examples.graph import training as graph_training
     from examples.graph.config import GraphSettings
@@ -70,7 +73,7 @@ OTHER = {
 
 def check_other_ways_in_torch() -> None:
     remote, received = train("torch-other", **OTHER)
-    due = [rows * (ROW + 4 + 4) for rows in remote]  # codes, a scale, and a number
+    due = [rows * (ROW + 4 + 4) for rows in remote]  # codes, a scale, and the number of a node
     np.testing.assert_allclose(received, due, rtol=1e-12)
 
 

@@ -13,7 +13,7 @@ by hand:
     horovodrun -np 2 python tests/ranks/core_checks.py [check_this check_that]
 
 A check that fails on one rank ends the launch (the others would wait for it); one that takes longer
-than `CHECK_LIMIT` seconds prints where every thread is and does so too.
+than `CHECK_LIMIT` seconds prints the stacks of all threads and ends the launch, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 from accordion_hvd.comm import fp16_reduction
 
-fp16_reduction.SLOW = 0.0  # a busy machine's loopback can be slow, and the engine rounds otherwise
+fp16_reduction.SLOW = 0.0  # a busy host's links can be slow; the engine rounds differently
 
 RANK = int(
     os.environ.get("OMPI_COMM_WORLD_RANK")
@@ -44,8 +44,8 @@ RANK = int(
 """This process' number, known before any framework is loaded."""
 
 LIMIT = float(os.environ.get("CHECK_LIMIT", "120"))
-_FOLDER = os.environ.get("CHECK_FOLDER")  # where launch.py looks
-_GRACE = 3.0  # seconds in which other ranks may say where they are
+_FOLDER = os.environ.get("CHECK_FOLDER")  # launch.py reads its files
+_GRACE = 3.0  # seconds in which other ranks may print their stacks
 
 
 def _open(kind: str) -> TextIO:
@@ -55,13 +55,13 @@ def _open(kind: str) -> TextIO:
 _record = _open("jsonl") if _FOLDER else None
 _stacks = _open("batching") if _FOLDER else sys.stderr
 faulthandler.enable(_stacks)
-faulthandler.register(signal.SIGUSR1, _stacks)  # launch.py asks when its patience ends
+faulthandler.register(signal.SIGUSR1, _stacks)  # launch.py sends it after its own limit
 if _FOLDER:
-    open(os.path.join(_FOLDER, f"pid{os.getpid()}"), "w").close()  # "I know the signal"
+    open(os.path.join(_FOLDER, f"pid{os.getpid()}"), "w").close()  # this process handles SIGUSR1
 
 
 def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
-    """One line, in one write, so that ranks' lines do not mix."""
+    """Report a check's status, in one write, so that the lines of ranks do not mix."""
     if _record:
         row = {"check": check, "status": status, "text": text, "seconds": round(seconds, 3)}
         _record.write(json.dumps(row) + "\n")
@@ -73,7 +73,7 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
 def refused(
     kind: type[BaseException] | tuple[type[BaseException], ...], *words: str
 ) -> Iterator[None]:
-    """Within it, such an exception must be raised that says all of these words."""
+    """Assert that the block raises such an exception with all of these words in its message."""
     try:
         yield
     except kind as error:
@@ -84,14 +84,14 @@ def refused(
 
 
 def raises(kind: type[BaseException], part: str, action: Callable[[], Any]) -> None:
-    """The action must raise such an exception that says so."""
+    """Assert that the action raises such an exception with `part` in its message."""
     with refused(kind, part):
         action()
 
 
 @contextmanager
 def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
-    """Within it, `ranks` consecutive ranks pass for a machine; process sets added are removed."""
+    """Treat each `ranks` consecutive ranks as a host; remove added process sets afterwards."""
     from horovod.common.process_sets import remove_process_set
 
     from accordion_hvd.comm.horovod.process_sets import registered
@@ -105,17 +105,17 @@ def machines_of(ranks: int, barrier: Callable[[], Any]) -> Iterator[None]:
         for process_set in registered():
             if process_set.process_set_id not in known:
                 remove_process_set(process_set)
-        barrier()  # nobody may leave while others still remove
+        barrier()  # no rank may leave while others still remove
 
 
 def tell(**facts: Any) -> None:
-    """Leave facts, one file a process, for a test that reads them when the launch has ended."""
+    """Write facts to a file of this process, for a test that reads them after the launch."""
     with open(os.path.join(str(_FOLDER), f"told{os.getpid()}"), "w") as file:
         json.dump(facts, file)
 
 
 def main(names: dict[str, Any]) -> None:
-    """Run the script's checks; leaves the process with status 1 if one fails."""
+    """Run the script's checks; end the process with status 1 if one fails."""
     wanted = sys.argv[1:]
     checks = {
         name: function
@@ -129,7 +129,7 @@ def main(names: dict[str, Any]) -> None:
     for name, function in checks.items():
         _run(name, function)
     say("(end)", "begin")
-    _watch()  # leaving may hang as well
+    _watch()  # the end of the process may hang as well
     say("(end)", "ok")
 
 
@@ -149,7 +149,7 @@ def _run(name: str, check: Callable[[], None]) -> None:
 
 
 def _watch() -> threading.Timer:
-    """After the limit, say where every thread is; a little later, end."""
+    """Start timers that print all stacks at the limit and end the process a little later."""
     faulthandler.dump_traceback_later(LIMIT, file=_stacks)
     timer = threading.Timer(LIMIT + _GRACE, os._exit, (1,))
     timer.daemon = True

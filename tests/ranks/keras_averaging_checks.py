@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` with methods that average models, between real ranks in Keras 3."""
+"""Tests of `DistributedOptimizer` with model averaging between real ranks in Keras 3."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flat(variables: Any) -> np.ndarray:
 
 
 def stepper(optimizer: Any, variables: Any, graph: bool) -> Any:
-    """A function that takes a step on f_i = 0.5 ||x - c_i||^2."""
+    """Return a function that takes a step on f_i = 0.5 ||x - c_i||^2."""
     goal = tf.constant(centre(hvd.rank()))
 
     def step() -> None:
@@ -62,7 +62,7 @@ def stepper(optimizer: Any, variables: Any, graph: bool) -> Any:
 
 
 def simulated(method: Averaging, steps: int) -> list[np.ndarray]:
-    """This rank's model after each step, in NumPy."""
+    """Return this rank's model after each step, as simulated ranks in NumPy compute it."""
     world = Ranks(method, hvd.size(), np.zeros(SIZE, np.float32))
     return [
         world.take(lambda rank, step, x: -np.float32(LR) * (x - centre(rank)), LR)[hvd.rank()]
@@ -71,7 +71,7 @@ def simulated(method: Averaging, steps: int) -> list[np.ndarray]:
 
 
 def everybody(values: Any) -> np.ndarray:
-    """Row r is rank r's."""
+    """Return all ranks' values; row r is from rank r."""
     return hvd.allgather(np.asarray(values)[None]).numpy()
 
 
@@ -82,7 +82,7 @@ def assert_equal(values: Any, what: object = "") -> None:
 
 
 def close(optimizer: Any) -> None:
-    """The end of averaging; without waiting, of its thread."""
+    """End the averaging, and assert that its thread, if it has one, has ended."""
     engine = optimizer.averaging._engine
     optimizer.close()
     assert engine is None or not engine._thread.is_alive()
@@ -90,7 +90,7 @@ def close(optimizer: Any) -> None:
 
 # ---------------------------------------------------------------------------------- custom loops
 def follow(method: Averaging, graph: bool) -> None:
-    """See that real ranks do what simulated ones do."""
+    """Assert that real ranks compute the same models as simulated ranks."""
     variables = parameters()
     optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
     step = stepper(optimizer, variables, graph)
@@ -107,7 +107,7 @@ def follow(method: Averaging, graph: bool) -> None:
 
 
 def check_real_ranks_do_what_simulated_ones_do() -> None:
-    """Called from graphs, and eagerly."""
+    """Real ranks compute the same models as simulated ranks, eagerly and in graphs."""
     wagma = WAGMA(2, 4, wait_avoiding=False)
     follow(wagma, graph=False)
     for method in (wagma, DiLoCo(3, Nesterov(0.7, 0.9)), COLD("ring", 0.5, TopK(0.5))):
@@ -119,7 +119,7 @@ def scaled_stepper(optimizer: Any, variable: Any) -> Any:
 
 
 def check_loss_scaling() -> None:
-    """A rank with an overflow takes no step, but averages; its scale alone falls."""
+    """A rank with an overflow skips its step but averages, and only its loss scale falls."""
     for graph in (True, False):
         variable = keras.Variable(np.zeros(3, "f"), name="x")
         inner = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
@@ -152,7 +152,7 @@ def check_backward_passes_per_step() -> None:
 
 
 def check_learning_rates_are_those_of_the_step() -> None:
-    """COLD must know by which rate a step was made, whatever a schedule says afterwards."""
+    """Methods see the learning rate of the step itself, not the schedule's next rate."""
     rates = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.1, 0.2, 0.3])
     seen: list[float] = []
 
@@ -202,7 +202,10 @@ def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Watch(keras.callbacks.Callback):
-    """Whether ranks' weights are equal: after batches, in validations, at ends of epochs."""
+    """A callback that records whether ranks' weights are equal after batches and epochs.
+
+    It also compares the weights before each validation.
+    """
 
     def __init__(self, batches: bool = True) -> None:
         super().__init__()
@@ -229,7 +232,7 @@ def fit(
     model: Any, method: Any, epochs: int = 2, callbacks: Any = (), optimizer: Any = None,
     average: str = "all", validate: bool = True, **compiled: Any,
 ) -> Any:  # fmt: skip
-    """Four batches an epoch; returns the optimizer."""
+    """Train for four batches per epoch, and return the optimizer."""
     if not hasattr(optimizer, "average_now"):
         optimizer = hvd.DistributedOptimizer(optimizer or SGD(0.05, 0.5), compression=method)
     model.compile(optimizer, loss="mse", **compiled)
@@ -242,13 +245,16 @@ def fit(
 
 
 def check_fit_averages_before_validation_and_at_ends_of_epochs() -> None:
-    """Ranks begin with other weights; validation sees what is saved at the epoch's end."""
+    """Models are averaged before each validation and are still equal when the epoch ends.
+
+    Ranks begin with different weights. Optimizer slots stay local.
+    """
     results = []
     for compiled in ({}, {"run_eagerly": True}):
         model, watch = network(hvd.rank()), Watch()
         optimizer = fit(model, LocalSGD(3), callbacks=[watch], **compiled)
         assert watch.seen["test"] == watch.seen["epoch"] == [True, True], watch.seen
-        assert not any(watch.seen["batch"]), watch.seen  # statistics are not part of averages
+        assert not any(watch.seen["batch"]), watch.seen  # averages do not include statistics
         assert not model.jit_compile
         assert optimizer.averaging.stats()["steps"] == 8
         velocity = optimizer.momentums[0].numpy()
@@ -264,7 +270,7 @@ def check_statistics_are_a_matter_of_choice() -> None:
     norm = model.layers[1]
     rows = everybody(norm.moving_mean.numpy())
     assert not (rows == rows[0]).all()
-    model.layers[0].trainable = False  # frozen layers' weights are no statistics
+    model.layers[0].trainable = False  # weights of frozen layers are not statistics
     assert _statistics(model) == [norm.moving_mean, norm.moving_variance]
     optimizer.average_now(model)
     np.testing.assert_allclose(norm.moving_mean.numpy(), rows.mean(0), rtol=1e-5, atol=1e-6)
@@ -272,7 +278,7 @@ def check_statistics_are_a_matter_of_choice() -> None:
 
 
 def check_fit_equals_steps_of_its_own() -> None:
-    """Each rank's plain training, averaged by hand where LocalSGD does."""
+    """`fit` with LocalSGD equals plain training with an average by hand after every two steps."""
     model = network(norm=False)
     fit(model, LocalSGD(2), epochs=1, optimizer=SGD(0.05, 0.5), average="nothing", validate=False)
     twin = network(norm=False)
@@ -304,7 +310,7 @@ def check_mixed_precision_and_several_steps_per_execution() -> None:
 
 
 def check_what_the_page_says() -> None:
-    """Its block for Keras, as it stands there."""
+    """The Keras example of docs/averaging.md runs and leaves all ranks with equal weights."""
     page = Path(__file__).resolve().parent.parent.parent / "docs" / "averaging.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     chosen = [text for text in blocks if "WAGMA(" in text and "tensorflow" in text]
@@ -324,7 +330,11 @@ def folder() -> str:
 
 
 def check_saved_state_goes_on_exactly() -> None:
-    """DiLoCo's velocity, COLD's estimates, what a compressor keeps; periods and groups."""
+    """A resumed training takes the same steps as a training that does not stop.
+
+    The saved state includes DiLoCo's velocity, COLD's estimates and the number of steps. Saving is
+    refused while models differ.
+    """
     for method in (DiLoCo(3, Nesterov(0.7, 0.9)), COLD("ring", 0.5, TopK(0.5))):
         variables = parameters()
         optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
@@ -352,7 +362,7 @@ def check_saved_state_goes_on_exactly() -> None:
 
 
 def check_saved_models() -> None:
-    """A .keras file loads without us; load_model wraps; its state fits beside it."""
+    """Keras loads a saved model; `load_model` wraps its optimizer, whose state is then restored."""
     path = os.path.join(folder(), f"model-{hvd.rank()}.keras")
     model = network()
     fit(model, LocalSGD(3), epochs=1)

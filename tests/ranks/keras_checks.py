@@ -1,4 +1,4 @@
-"""The Keras 3 optimizer and callbacks, on real ranks. See `harness.py`."""
+"""Tests of the Keras 3 optimizer and callbacks on real ranks. See `harness.py`."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def INIT() -> None:  # noqa: D103, N802
 
 # ------------------------------------------------------------------------------------------- tools
 def make_model(seed: int = 0) -> keras.Model:
-    """Two matrices that are compressed, four small tensors."""
+    """Return a model of two matrices that are compressed and four small tensors."""
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(40, "tanh"), keras.layers.Dense(40, "tanh"), keras.layers.Dense(1)]
     return keras.Sequential([keras.Input((32,)), *layers])
 
 
 def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Different on each rank; the same in each run."""
+    """Return data that differ between ranks but not between runs."""
     rng = np.random.default_rng(hvd.rank() if rank is None else rank)
     x = rng.standard_normal((32, 32), np.float32)
     return x, x[:, :1] * 2 + 1 + 0.1 * rng.standard_normal((32, 1), np.float32)
@@ -74,7 +74,7 @@ def weights(model: Any) -> np.ndarray:
 
 
 def everywhere(values: Any) -> np.ndarray:
-    """Row r is rank r's."""
+    """Return all ranks' values; row r is from rank r."""
     return hvd.allgather(np.asarray(values)[None]).numpy()
 
 
@@ -92,7 +92,7 @@ def fit(
     model: Any, compression: Any, *, epochs: int = 2, callback: bool = True, eager: bool = False,
     optimizer: Any = None, callbacks: Any = (), **options: Any,
 ) -> Any:  # fmt: skip
-    """Two batches an epoch; returns the optimizer."""
+    """Train for two batches per epoch, and return the optimizer."""
     opt = hvd.DistributedOptimizer(optimizer or SGD(0.05), compression=compression, **options)
     model.compile(opt, loss="mse", run_eagerly=eager)
     mine = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if callback else []
@@ -102,18 +102,18 @@ def fit(
 
 
 def in_graph(graph: bool, function: Any) -> Any:
-    """The function, traced or not."""
+    """Return the function, as a tf.function if `graph`."""
     return tf.function(function) if graph else function
 
 
 def stepper(graph: bool, opt: Any, *variables: Any) -> Any:
-    """Applies the gradients it is given."""
+    """Return a function that applies its arguments as gradients of the variables."""
     return in_graph(graph, lambda *grads: opt.apply(list(grads), list(variables)))
 
 
 # --------------------------------------------------------------------------------------------- fit
 def check_weights_are_equal_after_training() -> None:
-    """Different initial weights and data on each rank; the callback broadcasts."""
+    """Ranks that begin with different weights and have different data end with equal weights."""
     for compression in (Dense(), PowerSGD(2), TopK(0.05), RandomK(0.1), FP16(), BF16()):
         model = make_model(hvd.rank())
         start = weights(make_model(0))
@@ -124,7 +124,7 @@ def check_weights_are_equal_after_training() -> None:
 
 
 def check_sparse_methods_in_fit() -> None:
-    """Sizes that are values, a leader that changes, stages that are traced anew."""
+    """Ranks stay equal with data-dependent sizes, changing leaders and stages that are retraced."""
     for compression in (
         Threshold(0.05),
         AdaComp(50),
@@ -142,7 +142,10 @@ def check_sparse_methods_in_fit() -> None:
 
 
 def check_other_methods_in_fit() -> None:
-    """One layer each for what may stand side by side; LGC from its training's last step on."""
+    """Ranks stay equal with the other compressors; seven of them serve one layer each.
+
+    LGC begins with the only step of its training phase.
+    """
     turns = PowerSGD(2, alternate=True)
     layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit(), turns]
     several = Fixed(Dense(), overrides={f"*layer{i}*": c for i, c in enumerate(layers)})
@@ -170,7 +173,7 @@ def check_fit_without_callback_and_stock_compression() -> None:
 
 
 def check_all_ways_of_running_agree() -> None:
-    """Weights and bytes: in the train graph, with eager steps, and operation by operation."""
+    """Weights and bytes are equal in a graph, with eager steps, and with untraced exchanges."""
     results = []
     for callback, eager, traceable in (
         (False, False, True),
@@ -191,14 +194,17 @@ def check_all_ways_of_running_agree() -> None:
 
 
 class Untraced(keras.callbacks.Callback):
-    """Has exchanges run operation by operation."""
+    """A callback with which exchanges run operation by operation instead of traced."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.model.optimizer._averager._traceable = False
 
 
 def check_accordion_switches_in_fit() -> None:
-    """The train function is made anew; py_function (no callback) and eager runs decide alike."""
+    """Accordion decides alike in a graph, in a py_function (no callback), and eagerly.
+
+    Only in a graph does Keras make a new train function for each choice of levels.
+    """
     found = {}
     methods = {
         "graph": (None, True, False),
@@ -226,7 +232,7 @@ def check_accordion_switches_in_fit() -> None:
 
 
 def check_fitting_again_traces_nothing_anew() -> None:
-    """Each call of fit goes on with the train function of the last, unless something changed."""
+    """A call of `fit` reuses the last train function unless compilation or levels changed."""
     model = make_model()
     policy = Accordion(low=PowerSGD(4), high=TopK(0.02), window=6, interval=1, threshold=0.0)
     opt = hvd.DistributedOptimizer(SGD(0.01), compression=policy)
@@ -264,7 +270,7 @@ def check_a_gate_tries_and_chooses() -> None:
 
 
 class CountTrainFunctions(keras.callbacks.Callback):
-    """How many train functions have been used."""
+    """A callback that counts the train functions which Keras has used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +299,7 @@ def check_several_steps_per_execution() -> None:
 
 # ---------------------------------------------------------------------------------- custom loops
 def check_custom_loops() -> None:
-    """apply_gradients, eagerly and in a tf.function."""
+    """`apply_gradients` gives the same weights eagerly and in a tf.function, to rounding."""
     x, y = map(tf.constant, data())
 
     def make_step(model: Any, opt: Any) -> Any:
@@ -339,7 +345,7 @@ def check_two_optimizers_in_one_function() -> None:
 
 
 def check_gradients_of_several_passes_are_averaged() -> None:
-    """With `average_aggregated_gradients`; weights wait for the last pass."""
+    """With `average_aggregated_gradients`, weights change at the last pass only, by the average."""
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)))
         opt = hvd.DistributedOptimizer(
@@ -403,7 +409,7 @@ def make_sparse_step(opt: Any, table: Any) -> Any:
 
 
 def check_sparse_gradients() -> None:
-    """Embeddings: gathered, or dense if wanted."""
+    """Sparse gradients of an embedding are averaged, gathered or converted to dense ones."""
     for dense in (False, True):
         keras.utils.set_random_seed(0)
         table = keras.Variable(tf.zeros((50, 30)), name="table")
@@ -423,7 +429,7 @@ def scaled_stepper(opt: Any, variable: Any) -> Any:
 
 
 def check_loss_scaling() -> None:
-    """An overflow on one rank skips the step on all; errors are in unscaled units."""
+    """An overflow on one rank skips the step on all ranks; residuals are in unscaled units."""
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)))
         inner = keras.optimizers.LossScaleOptimizer(SGD(1.0), initial_scale=8.0)
@@ -441,7 +447,7 @@ def check_loss_scaling() -> None:
         assert (opt.exchange.bucket_states[0].state["error"].numpy() == carried).all()
         run(tf.constant(np.zeros((40, 40), "f")))
         assert (everywhere(variable.numpy()) == variable.numpy()).all()
-        np.testing.assert_allclose(  # the scale has changed, what is carried has not
+        np.testing.assert_allclose(  # the scale has changed, the residual has not
             variable.numpy().ravel() - opt.exchange.bucket_states[0].state["error"].numpy(),
             -grad.ravel(), rtol=1e-5, atol=1e-6,
         )  # fmt: skip
@@ -461,10 +467,10 @@ def check_half_precision() -> None:
         hvd.DistributedOptimizer(SGD(0.1))).build(model.trainable_variables))  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------- conversations
+# --------------------------------------------------------------------------------------- exchanges
 @dataclass(frozen=True)
 class Uneven(Compressor):
-    """Gathers tensors of different lengths, which no graph can do."""
+    """A compressor that gathers tensors of different lengths, which a graph cannot do."""
 
     def exchange(self, grad: Any, state: Any, info: Any) -> Any:
         flat = tf.reshape(grad, (-1,))
@@ -476,7 +482,7 @@ class Uneven(Compressor):
 
 @dataclass(frozen=True)
 class Phased(Compressor):
-    """Sends twice the gradient in its first two steps."""
+    """A compressor that returns twice the average in its first two steps."""
 
     def variant(self, step: int) -> int:
         return int(step >= 2)
@@ -513,7 +519,7 @@ def check_phases_are_traced_anew() -> None:
 
 # -------------------------------------------------------------------------------------- callbacks
 class Recorder(keras.callbacks.Callback):
-    """Learning rates of all batches, and the logs of all epochs."""
+    """A callback that records the learning rates of all batches and the logs of all epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -539,7 +545,7 @@ def check_learning_rate_callbacks() -> None:
 
 
 def check_momentum_correction() -> None:
-    """The velocity, which contains the learning rate, is scaled with it."""
+    """A change of the learning rate scales the velocity, which contains the learning rate."""
     model, opt = make_model(), SGD(0.1, momentum=0.9)
     model.compile(opt, loss="mse")
     opt.build(model.trainable_variables)
@@ -558,7 +564,7 @@ def check_metric_average() -> None:
 
 
 def check_learning_rate_fall_makes_layers_critical() -> None:
-    """Accordion is told of the rates that Keras really uses."""
+    """Accordion sees the learning rates that Keras uses: layers are critical when they fall."""
     accordion = Accordion(low=PowerSGD(4), high=PowerSGD(1), interval=10)
     fall = hvd.callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.1 ** (epoch // 2))
     fit(make_model(), accordion, epochs=3, callbacks=[fall])
@@ -570,7 +576,7 @@ def check_learning_rate_fall_makes_layers_critical() -> None:
 
 # ------------------------------------------------------------------------------- saving and loading
 def check_save_and_load() -> None:
-    """Wrapped models load without us; hvd.load_model wraps; momentum survives."""
+    """Keras loads a saved model; `hvd.load_model` also wraps its optimizer and keeps momentum."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.keras")
         model = make_model()
@@ -592,7 +598,10 @@ def check_save_and_load() -> None:
 
 
 def check_models_from_hdf5_train_on() -> None:
-    """Keras 3 gives their optimizers no variables; ours starts anew and says so."""
+    """A model from an HDF5 file trains on, with a warning if its optimizer's state is lost.
+
+    Keras 3 restores no variables of such optimizers.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.h5")
         model = make_model()
@@ -619,7 +628,10 @@ def check_config() -> None:
 
 
 def check_resuming_from_a_file_equals_not_stopping() -> None:
-    """The model's file, and ours beside it; then the rest of the epochs."""
+    """A resumed training has the weights and decisions of a training that does not stop.
+
+    It loads the model's file, which Keras has written, and the files of `hvd.save_state`.
+    """
 
     def policy() -> Accordion:
         return Accordion(low=PowerSGD(4), high=TopK(0.02), threshold=0.9, interval=1)
@@ -657,7 +669,7 @@ def check_resuming_from_a_file_equals_not_stopping() -> None:
 
 # ----------------------------------------------------------------------------- noticing, refusing
 def check_guard_in_fit() -> None:
-    """The callback looks, between batches."""
+    """The callback reports replicas that differ between batches, unless the guard is off."""
     model = make_model()
 
     class Poke(keras.callbacks.Callback):
@@ -685,7 +697,7 @@ def check_refusals() -> None:
 
 
 def check_stock_wrapper_refuses_ours() -> None:
-    """Horovod's own wrapper fails at its first use, and says what to write."""
+    """Horovod's own wrapper fails at its first use and names the import to use instead."""
     opt = stock.DistributedOptimizer(SGD(0.1), compression=TopK(0.1))
     raises(TypeError, "import accordion_hvd.tensorflow as hvd", lambda: opt._allreduce(
         [tf.ones((2,))], [tf.Variable(tf.ones((2,)))]))  # fmt: skip

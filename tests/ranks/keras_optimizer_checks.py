@@ -1,4 +1,4 @@
-"""What the optimizers of `accordion_hvd.tensorflow.keras` promise, checked on real ranks."""
+"""Tests of the optimizers of `accordion_hvd.tensorflow.keras` on real ranks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit(model: Any, epochs: int = 2, callback: bool = True) -> list[float]:
-    """Four batches an epoch; returns the losses."""
+    """Train for four batches per epoch, and return the losses."""
     mine = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if callback else []
     options: dict[str, Any] = {"batch_size": 16, "verbose": 0, "shuffle": False}
     return model.fit(*data(), epochs=epochs, callbacks=mine, **options).history["loss"]
 
 
 def check_weights_are_equal_after_fit() -> None:
-    """Traced, with and without the callback that makes graphs anew; eagerly."""
+    """Ranks have equal weights after `fit`, traced or eager, and losses fall.
+
+    One optimizer is also traced without the callback, which makes new graphs.
+    """
     for name in NAMES:
         methods = ((True, False), (False, False), (True, True))
         for callback, eager in methods if name == "OnebitAdam" else methods[:1]:
@@ -69,7 +72,7 @@ def check_weights_are_equal_after_fit() -> None:
 
 
 def check_steps_follow_the_simulation() -> None:
-    """In fp64: the same ranks, simulated in one process, take the same steps."""
+    """In fp64, real ranks take the same steps as ranks that are simulated in one process."""
     start = np.random.default_rng(0).normal(size=(40, 30))
     for name in NAMES:
         rule = getattr(optimizers, name)(**EARLY.get(name, {}))
@@ -107,7 +110,10 @@ def check_adam_is_keras_on_the_mean() -> None:
 
 
 def check_weight_decay_is_decoupled() -> None:
-    """As everywhere in Keras; for rules whose paper decouples it, as in PyTorch by default."""
+    """Weight decay is decoupled for all rules, as in all optimizers of Keras.
+
+    For rules whose paper decouples it, this is also the default in PyTorch.
+    """
     for name in NAMES:
         variables = {k: tf.Variable(x, name=k) for k, x in decay_oracle.start().items()}
         optimizer = getattr(hvd, name)(
@@ -124,7 +130,10 @@ def check_weight_decay_is_decoupled() -> None:
 
 
 def check_decoupled_decay_is_no_part_of_messages() -> None:
-    """In the compressed stages; PyTorch's check has the same oracle."""
+    """In compressed stages, decoupled decay changes the weights, but not the messages.
+
+    PyTorch's check has the same oracle.
+    """
     for name, settings in decay_oracle.COMPRESSED.items():
         variables = {k: tf.Variable(x, name=k) for k, x in decay_oracle.start().items()}
         optimizer = getattr(hvd, name)(
@@ -151,7 +160,7 @@ def check_default_arguments_train() -> None:
 
 
 def check_models_of_version_0_1_0_still_load() -> None:
-    """Their configurations have arguments that were removed since, at their defaults."""
+    """Configurations of version 0.1.0 load, with removed arguments at their defaults."""
     old: dict[str, dict[str, Any]] = {
         "Birder": {"shared": False, "epsilon": 0.0, "exact": False},
         "CDAdam": {"exact_first": False, "refresh": 0, "whitened": False, "pace": 1},
@@ -166,7 +175,7 @@ def check_models_of_version_0_1_0_still_load() -> None:
 
 
 def check_what_is_excluded_from_decay() -> None:
-    """Also by rules that see to decay themselves: it ends where it does without any."""
+    """Rules that apply decay themselves leave an excluded variable without decay."""
     start = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
     for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
         ends = {}
@@ -184,7 +193,7 @@ def check_what_is_excluded_from_decay() -> None:
 
 
 def check_settings_of_keras() -> None:
-    """Schedules, clipping of this rank's gradients, accumulation, averages of weights."""
+    """Schedules, clipping of local gradients, accumulation and averages of weights work."""
     falling = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
     for name in ("OnebitAdam", "CDAdam"):
         model = network()
@@ -248,7 +257,7 @@ def check_each_rank_resumes_from_its_own() -> None:
 
 
 def resume(name: str) -> None:
-    """Saved as a whole model by each rank, and loaded again."""
+    """Assert that a model which each rank saves and loads trains on as if never stopped."""
     folder = Path(tempfile.mkdtemp())
     model = network()
     model.compile(made(name), loss="mse")

@@ -1,4 +1,4 @@
-"""Averaged models in Keras 3 over MPI: nobody waits, and groups are parts of all ranks."""
+"""Tests of model averaging in Keras 3 over MPI: without waiting, and in groups of ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_several_dtypes() -> None:
 
 
 def check_a_late_rank_holds_nobody_up_in_fit() -> None:
-    """A rank that is late holds nobody up within a period, and all end at the same version."""
+    """With a late rank, averages take place without it, and all ranks end with equal models."""
 
     class Late(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -75,7 +75,10 @@ def check_a_late_rank_holds_nobody_up_in_fit() -> None:
 
 
 def check_ranks_that_go_on_are_told() -> None:
-    """In a graph, too, and they keep the last average of all."""
+    """Ranks that train on after rank 0 has ended get an error, in graphs and eagerly.
+
+    They keep the last average of all ranks.
+    """
     for graph in (True, False):
         variables = parameters()
         optimizer = hvd.DistributedOptimizer(SGD(LR), compression=WAGMA(2, 4))
@@ -92,14 +95,17 @@ def check_ranks_that_go_on_are_told() -> None:
 
 
 def check_periods_go_on_after_a_restart() -> None:
-    """Where versions and steps are not the same, after an average out of turn."""
+    """After a restart, averages of all ranks take place at the same steps as without it.
+
+    An extra average before the restart makes the numbers of versions and steps differ.
+    """
     where, engines = folder(), []
     for steps, due in ((4, 3), (3, 2)):  # 3 is a multiple of the period, and so are 4 + 2
         variables = parameters()
         optimizer = hvd.DistributedOptimizer(SGD(LR), compression=WAGMA(2, 3))
         step = stepper(optimizer, variables, True)
         if engines:
-            step()  # begun before
+            step()  # before the restore
             hvd.load_state(where, only=[optimizer])
             for variable in variables:
                 variable.assign(tf.zeros_like(variable))
@@ -115,7 +121,7 @@ def check_periods_go_on_after_a_restart() -> None:
 
 
 def check_saved_state_on_other_ranks() -> None:
-    """Two of four go on: with DiLoCo's velocity, without COLD's estimates."""
+    """Two of four ranks resume with DiLoCo's velocity, but without COLD's estimates."""
     for method, shared in ((DiLoCo(2, Nesterov(0.7, 0.9)), True), (COLD("ring", 0.5), False)):
         optimizer = hvd.DistributedOptimizer(SGD(LR), compression=method)
         variables = parameters()

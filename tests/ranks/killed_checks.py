@@ -1,7 +1,7 @@
-"""A rank is killed while it saves; those that are started again load what was complete.
+"""Tests of a rank that is killed while it saves: restarted ranks load a complete checkpoint.
 
-The environment variables KILLED_RANK and KILLED_AT say which one, and in which of its operations on
-files; KILLED_FOLDER is where they save.
+The environment variable KILLED_RANK is the rank, KILLED_AT the number of its operation on files at
+which it is killed, and KILLED_FOLDER the folder of the checkpoints.
 """
 
 import os

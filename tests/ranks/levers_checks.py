@@ -1,10 +1,9 @@
-"""Accordion's levers beside compression, between real ranks in PyTorch: batches that grow."""
+"""Tests of Accordion's growing batches between real ranks in PyTorch."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -27,14 +26,14 @@ def network() -> torch.nn.Sequential:
 
 
 def examples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` small batches of all ranks, side by side."""
+    """Return `count` small batches of all ranks, concatenated."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count * SMALL, 32, generator=generator, dtype=torch.float64)
     return x, x[:, :1] * 2 + 1
 
 
 def mine(count: int) -> torch.Tensor:
-    """Which of them are this rank's: its share of each."""
+    """Return the indices of this rank's examples: its share of each small batch."""
     share = SMALL // hvd.size()
     every = torch.arange(count * SMALL).view(count, hvd.size(), share)
     return every[:, hvd.rank()].reshape(-1)
@@ -75,7 +74,10 @@ def weights(model: torch.nn.Module) -> np.ndarray:
 
 
 def reference(count: int, grown: int, clip: float | None = None) -> np.ndarray:
-    """One process that trains with all ranks' examples; with large batches from `grown` on."""
+    """Return the weights of one process that trains with all ranks' examples.
+
+    Batches are large after `grown` small batches.
+    """
     model, (x, y), done = network(), examples(count), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
     while done < count:
@@ -97,7 +99,7 @@ def same_everywhere(model: torch.nn.Module) -> bool:
 
 
 def check_accumulated_batches_are_large_ones() -> None:
-    """As if trained with the large batch and so many times the learning rate, to rounding."""
+    """Accumulation equals training with large batches and a proportional learning rate."""
     model = network()
     optimizer = wrapped(model, growing())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -116,7 +118,10 @@ def check_accumulated_batches_are_large_ones() -> None:
 
 
 def check_norms_are_those_of_the_sums() -> None:
-    """Of all of rank 0's gradients side by side, from weights that all know."""
+    """The recorded norm is that of rank 0's gradients, summed over a window.
+
+    The norm covers all tensors, and the gradients are those before compression.
+    """
     model = network()
     optimizer = wrapped(model, growing(low=PowerSGD(2), high=PowerSGD(1)))
     total = [torch.zeros_like(p) for p in model.parameters()]
@@ -194,7 +199,7 @@ def check_several_passes_make_a_small_batch() -> None:
 
 
 def check_loaders_that_resize() -> None:
-    """An epoch is a window; the sampler gives large batches from the third on, whole ones."""
+    """If epochs are windows, the sampler gives full large batches from the third epoch on."""
     for workers in (0, 1):
         model, (x, y) = network(), examples(WINDOW)
         optimizer = wrapped(model, growing(window=None))
@@ -222,7 +227,7 @@ def _epoch(model: Any, optimizer: Any, loader: Any) -> Iterator[Any]:
 
 
 def _again(epochs: int) -> np.ndarray:
-    """One process, epochs of the same examples, two of them in small batches."""
+    """Return the weights of one process after these epochs, the first two with small batches."""
     model, (x, y) = network(), examples(WINDOW)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
     for epoch in range(epochs):
@@ -249,14 +254,17 @@ def check_levers_together_and_a_budget() -> None:
         sent.append(optimizer.exchange.stats()["sent"])
     assert same_everywhere(model)
     flags = 16 * len(optimizer.exchange.bucket_batches.plan.groups)
-    for window in range(2, 4):  # of whole batches
+    for window in range(2, 4):  # windows that large batches fill
         steps = (sent[(window + 1) * WINDOW - 1] - sent[window * WINDOW - 1]) / WINDOW
         assert steps <= 1e6 * budget + flags, (steps, budget)
     assert policy.large
 
 
 def check_resuming_equals_not_stopping() -> None:
-    """Also where a decision is due: the first step after the restart takes it."""
+    """A resumed training equals a training that does not stop.
+
+    A decision that is due at the restart is taken in the first step after it.
+    """
     for stop in (2 * WINDOW, 3 * WINDOW):
         model = network()
         optimizer = wrapped(model, growing())
@@ -272,7 +280,6 @@ def check_resuming_equals_not_stopping() -> None:
         train(model, optimizer, 5 * WINDOW, stop)
         wanted = reference(5 * WINDOW, 2 * WINDOW)
         np.testing.assert_allclose(weights(model), wanted, atol=1e-13)
-        assert Path(folder).exists()
 
 
 def check_refusals() -> None:

@@ -1,4 +1,4 @@
-"""Accordion's batches that grow, between real ranks in Keras; `levers_checks.py` says more."""
+"""Tests of Accordion's growing batches between real ranks in Keras; see `levers_checks.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def mine() -> tuple[np.ndarray, np.ndarray]:
-    """This rank's share of each small batch."""
+    """Return this rank's share of each small batch."""
     every = np.arange(STEPS * SMALL).reshape(STEPS, hvd.size(), -1)
     chosen = every[:, hvd.rank()].ravel()
     return tuple(array[chosen] for array in examples())
@@ -48,7 +48,10 @@ def weights(model: Any) -> np.ndarray:
 
 @functools.cache
 def reference(grown: int = 2 * STEPS) -> np.ndarray:
-    """One process with all ranks' examples; with large batches from `grown` on."""
+    """Return the weights of one process that trains with all ranks' examples.
+
+    Batches are large after `grown` small batches.
+    """
     model, (x, y), done = network(), examples(), 0
     optimizer = keras.optimizers.SGD(LR, momentum=0.5)
     while done < EPOCHS * STEPS:
@@ -87,7 +90,7 @@ def fit(model: Any, *data: Any, **options: Any) -> None:
 
 
 def check_accumulated_batches_are_large_ones() -> None:
-    """In `fit`, eagerly, and in a loop of one's own."""
+    """Accumulation equals training with large batches in `fit`, eagerly, and in a custom loop."""
     share = SMALL // hvd.size()
     for what in ("graph", "eager"):
         policy = growing(window=None if what == "graph" else STEPS)
@@ -124,7 +127,10 @@ def check_loaders_that_resize() -> None:
 
 
 def check_levers_together() -> None:
-    """Levels, batches and a budget that makes batches large from the first step."""
+    """Ranks stay equal if levels and batches change.
+
+    A budget makes batches large from the first step on and is kept.
+    """
     share = SMALL // hvd.size()
     for budget in (None, 0.0005):
         policy = growing(low=Dense(), high=TopK(0.05), budget=budget, window=None)

@@ -1,4 +1,4 @@
-"""`Accordion(low=..., high=WAGMA(...))` on real ranks in Keras; see `levers_models_checks.py`."""
+"""Tests of Accordion with `high=WAGMA(...)` in Keras; see `levers_models_checks.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 60
 
 @keras.saving.register_keras_serializable()
 class Pull(keras.layers.Layer):
-    """How far the weights are from what pulls them; statistics that differ between ranks."""
+    """A layer that returns its input minus its weights, with statistics that differ by rank."""
 
     def build(self, shape: Any) -> None:
         self.w = self.add_weight(name="w", shape=(SIZE,), initializer="zeros")
@@ -51,12 +51,12 @@ def pulls(steps: int = STEPS) -> np.ndarray:
 
 
 def rows_of(x: Any) -> np.ndarray:
-    """Every rank's."""
+    """Return all ranks' tensors as rows."""
     return hvd.allgather(tf.reshape(tf.convert_to_tensor(x), (1, -1)), name="check.rows").numpy()
 
 
 def stepper(model: Any, optimizer: Any, graph: bool) -> Any:
-    """A function that takes a step, eagerly or as a graph."""
+    """Return a function that takes a step, eagerly or in a graph."""
     weights = model.trainable_variables
 
     def take(pull: Any) -> None:
@@ -68,7 +68,7 @@ def stepper(model: Any, optimizer: Any, graph: bool) -> Any:
 
 
 def check_real_ranks_do_what_the_oracle_does() -> None:
-    """Models after each step and decisions: eagerly, and from graphs."""
+    """The oracle predicts all models and all decisions, eagerly and in graphs."""
     for graph in (False, True):
         model, oracle = network(), Oracle(hvd.size(), in_velocity=True)
         optimizer = wrapped(policy())
@@ -101,7 +101,7 @@ def judge(optimizer: Any, oracle: Oracle) -> None:
 
 
 def check_fit_does_what_the_oracle_does() -> None:
-    """Compiled: decisions between batches; the callback's averages are left out."""
+    """`fit` gives the oracle's models and decisions if the callback averages nothing."""
     model, oracle = network(), Oracle(hvd.size(), in_velocity=True)
     optimizer = wrapped(policy())
     model.compile(optimizer, loss=half_squares)
@@ -121,7 +121,10 @@ def check_fit_does_what_the_oracle_does() -> None:
 
 
 def check_epochs_end_with_equal_models() -> None:
-    """By the callback, with statistics, whatever is averaged then; windows are epochs."""
+    """Models are equal at the end of each epoch, while gradients or models are averaged.
+
+    If models are averaged, the callback also averages statistics. Windows are epochs.
+    """
     model = network()
     optimizer = wrapped(policy(LocalSGD(PERIOD), window=None))
     model.compile(optimizer, loss=half_squares)
@@ -140,7 +143,7 @@ def check_epochs_end_with_equal_models() -> None:
 
 
 def check_other_methods_and_levels() -> None:
-    """Decisions are taken where models are equal; a method without such times gets one."""
+    """Models are equal at each decision, even with a method that never makes them equal itself."""
     for high, graph in ((DPSGD("ring"), True), (DiLoCo(PERIOD), False), (WAGMA(2, PERIOD), True)):
         model = network()
         optimizer = wrapped(policy(high, low=TopK(0.1)))
@@ -161,7 +164,7 @@ def check_other_methods_and_levels() -> None:
 
 
 def check_batches_grow_beside() -> None:
-    """Within a batch nothing moves at all; `average_now` averages statistics too."""
+    """Weights do not change within a large batch; `average_now` averages statistics too."""
     model = network()
     sizes = (2 * hvd.size(), 4 * hvd.size())
     optimizer = wrapped(policy(batch_size=sizes, low=TopK(0.1)))
@@ -183,7 +186,7 @@ def check_batches_grow_beside() -> None:
 
 
 def check_a_budget_for_models_only() -> None:
-    """Averages of gradients are too dear from the first step on, whatever the norms say."""
+    """With a budget too small for gradients, models are averaged from the first step on."""
     model = network()
     optimizer = wrapped(policy(LocalSGD(PERIOD), budget=0.003, threshold=0.0))
     take = stepper(model, optimizer, graph=True)
@@ -195,7 +198,7 @@ def check_a_budget_for_models_only() -> None:
 
 
 def check_resuming_equals_not_stopping() -> None:
-    """Saved while models are averaged, and again while gradients are."""
+    """A training resumes exactly if it was saved while models or gradients were averaged."""
     wanted, oracle = [], Oracle(hvd.size(), in_velocity=True)
     for step in range(44):
         wanted.append(oracle.take(step)[hvd.rank()])

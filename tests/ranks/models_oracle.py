@@ -1,4 +1,4 @@
-"""What `Accordion(low=Dense(), high=WAGMA(2, 4))` must do, step by step, on all ranks."""
+"""Reference for `Accordion(low=Dense(), high=WAGMA(2, 4))`: all ranks, step by step, in NumPy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SYNCHRONOUS = WAGMA(2, PERIOD, wait_avoiding=False)
 
 
 def centre(rank: int, step: int) -> np.ndarray:
-    """What pulls a rank's model at a step; not the same for all."""
+    """Return the point to which gradients pull a rank's model at a step."""
     pull = np.random.default_rng([3, rank]).normal(size=SIZE)
     return pull + np.random.default_rng([rank, step]).normal(size=SIZE)
 
 
 def rate(step: int) -> float:
-    """It falls once, in the middle: critical until the next check."""
+    """Return the learning rate, which falls once: training is critical until the next check."""
     return LR if step < 30 else LR / 4
 
 
@@ -31,11 +31,11 @@ def policy(high: Averaging = SYNCHRONOUS, **options: Any) -> Accordion:
 
 
 class Oracle:
-    """All ranks in NumPy, and rank 0's decisions.
+    """All ranks in NumPy, with rank 0's decisions.
 
     Args:
-        ranks: how many.
-        in_velocity: whether learning rates are part of momentum, as in Keras.
+        ranks: number of ranks.
+        in_velocity: whether the velocity contains the learning rate, as in Keras.
     """
 
     def __init__(self, ranks: int, in_velocity: bool = False) -> None:
@@ -48,7 +48,7 @@ class Oracle:
         self.decisions: list[tuple[int, bool]] = []
 
     def came_back(self) -> bool:
-        """Whether models were averaged at times, and gradients again after that."""
+        """Return whether gradients were averaged again after models had been averaged."""
         kinds = [apart for _, apart in self.decisions]
         first = kinds.index(True) if any(kinds) else len(kinds)
         return not all(kinds[first:])

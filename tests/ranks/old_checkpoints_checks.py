@@ -1,4 +1,4 @@
-"""Checkpoints that an older version has written in PyTorch go on, on two real ranks."""
+"""Tests of trainings that resume from an older version's PyTorch checkpoints, on two ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {"w": (32, 32), "small": (3, 3), "b": (4,)}
 
 
 class Model(torch.nn.Module):
-    """Three parameters, whose gradients do not depend on them."""
+    """A model of three parameters, whose gradients do not depend on their values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def wrapped(model: Model, compression: Any) -> Any:
 
 
 def by_turns() -> Accordion:
-    """Gradients are averaged for four steps, then models."""
+    """Return a policy that averages gradients for four steps, then models."""
     return Accordion(low=Dense(), high=DiLoCo(4), window=2, interval=1, threshold=99.0)
 
 
@@ -64,7 +64,7 @@ OWN: dict[str, Callable[[Model], Any]] = {
 
 
 def train(model: Model, optimizer: Any, first: int, count: int) -> np.ndarray:
-    """Digests of this rank's weights after each step."""
+    """Train, and return digests of this rank's weights after each step."""
     rows = []
     for step in range(first, first + count):
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def train(model: Model, optimizer: Any, first: int, count: int) -> np.ndarray:
 
 
 def file_of(name: str) -> Path:
-    """Where this rank's weights and its optimizer's `state_dict()` are."""
+    """Return the file of this rank's weights and its optimizer's `state_dict()`."""
     return SAVED / name / f"rank-{hvd.rank():05d}.pt.gz"
 
 
@@ -85,7 +85,7 @@ def loaded(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def goes_on(name: str, model: Model, optimizer: Any) -> None:
-    """From here to where training ended that did not stop."""
+    """Assert that training goes on as the recorded training, which did not stop."""
     found, wanted = train(model, optimizer, STOP, MORE), results(SAVED / name)[hvd.rank()]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
@@ -111,7 +111,7 @@ def check_optimizers_own_states_go_on() -> None:
 
 
 def check_they_do_not_without() -> None:
-    """What was saved is missed where only weights are loaded."""
+    """A training that loads only the weights does not go on as the recorded training."""
     for name, make in (WRAPPED | OWN).items():
         model = Model()
         model.load_state_dict(loaded(name)[0])

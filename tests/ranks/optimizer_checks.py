@@ -1,4 +1,4 @@
-"""What the optimizers of `accordion_hvd.torch` promise, checked on real ranks."""
+"""Tests of the optimizers of `accordion_hvd.torch` on real ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def made(name: str, model: torch.nn.Module, **options: Any) -> Any:
 
 
 def check_weights_follow_the_simulation() -> None:
-    """In fp64: the same ranks, simulated in one process, take the same steps."""
+    """In fp64, real ranks take the same steps as ranks that are simulated in one process."""
     for name in NAMES:
         model, twin = network().double(), network().double()
         optimizer = made(name, model)
@@ -116,7 +116,7 @@ def check_the_yardsticks_are_pytorchs_on_the_mean() -> None:
 
 
 def check_weight_decay_is_the_papers() -> None:
-    """By default in the form of the rule's paper; in the other form if the script says so."""
+    """Weight decay has the form of the rule's paper, unless the script chooses a form."""
     for name in NAMES:
         for given in (None, True, False):
             decoupled = name in decay_oracle.DECOUPLED if given is None else given
@@ -137,7 +137,10 @@ def check_weight_decay_is_the_papers() -> None:
 
 
 def check_decoupled_decay_is_no_part_of_messages() -> None:
-    """In the compressed stages; Keras' check has the same oracle, so both take the same steps."""
+    """In compressed stages, decoupled decay changes the weights, but not the messages.
+
+    Keras' check has the same oracle, so that both frameworks take the same steps.
+    """
     for name, settings in decay_oracle.COMPRESSED.items():
         start = decay_oracle.start()
         parameters = {k: torch.nn.Parameter(torch.tensor(x)) for k, x in start.items()}
@@ -158,7 +161,7 @@ def check_decoupled_decay_is_no_part_of_messages() -> None:
 
 
 def check_default_arguments_train() -> None:
-    """Whatever stage they are in by default, losses fall and ranks stay equal."""
+    """With default arguments, losses fall and ranks stay equal."""
     for name in NAMES:
         model = network()
         optimizer = getattr(hvd, name)(model.named_parameters())
@@ -172,7 +175,10 @@ def check_default_arguments_train() -> None:
 
 
 def check_a_state_keeps_its_form_of_weight_decay() -> None:
-    """Versions whose default was another saved it with the groups."""
+    """An optimizer that loads a state keeps the state's form of weight decay.
+
+    Versions with another default saved the form with the parameter groups.
+    """
     for name in NAMES:
         model, twin = network(), network()
         optimizer = made(name, model, weight_decay=0.1, decoupled_weight_decay=False)
@@ -239,7 +245,10 @@ def closure_of(model: torch.nn.Module, optimizer: Any, batch: Any) -> Callable[[
 
 
 def check_gradients_are_local_until_the_step() -> None:
-    """Accumulating and clipping are as with any optimizer; clipping by one norm is ours."""
+    """Gradients can be accumulated in several passes before the step.
+
+    `max_grad_norm` clips the local gradients by one norm for all ranks.
+    """
     whole, parts = network(), network()
     one, two = made("Adam", whole), made("Adam", parts)
     for a, b in zip(batches(4), batches(4, seed=8), strict=True):

@@ -1,4 +1,4 @@
-"""The behaviours of `tests/parity/behaviours.py` in Keras: eagerly, and within a tf.function."""
+"""Checks of `tests/parity/behaviours.py` in Keras, eagerly and within a tf.function."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Job:
         self._traced, self._functions = traced, {}  # type: ignore[var-annotated]
 
     def step(self, gradients: Arrays) -> None:
-        """Take a step with this rank's gradients; names that lack have none."""
+        """Take a step with this rank's gradients; an array that is not named has no gradient."""
         self._call("apply", gradients)
 
     def accumulate(self, passes: Sequence[Arrays]) -> None:
@@ -62,7 +62,7 @@ class Job:
         }
 
     def weights(self) -> Arrays:
-        """Return the present values."""
+        """Return the current values of all arrays."""
         return {name: np.array(variable.numpy()) for name, variable in self._named.items()}
 
     def assign(self, name: str, values: np.ndarray) -> None:
@@ -95,7 +95,7 @@ class Job:
 
 
 class Keras:
-    """Keras, as `behaviours.Adapter` describes it.
+    """An implementation of `behaviours.Adapter` for Keras.
 
     Args:
         traced: whether steps are taken within a tf.function.
@@ -122,7 +122,7 @@ class Keras:
         return Job(self.traced, compression, lr, momentum, adam, first, options)
 
     def switch(self) -> Switch:
-        """Return a new number."""
+        """Return a new switch."""
         return Switch(keras.Variable(0.0, trainable=False))
 
     def gather(self, values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The behaviours of `tests/parity/behaviours.py` in PyTorch."""
+"""Checks of `tests/parity/behaviours.py` in PyTorch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Job:
         self._named = dict(model.named_parameters())
 
     def step(self, gradients: Arrays) -> None:
-        """Take a step with this rank's gradients; names that lack have none."""
+        """Take a step with this rank's gradients; an array that is not named has no gradient."""
         self.accumulate([gradients])
 
     def accumulate(self, passes: Sequence[Arrays]) -> None:
@@ -71,7 +71,7 @@ class Job:
         return found
 
     def weights(self) -> Arrays:
-        """Return the present values."""
+        """Return the current values of all arrays."""
         return {name: p.detach().numpy().copy() for name, p in self._named.items()}
 
     def assign(self, name: str, values: np.ndarray) -> None:
@@ -90,7 +90,7 @@ class Job:
 
 
 class Torch:
-    """PyTorch, as `behaviours.Adapter` describes it."""
+    """An implementation of `behaviours.Adapter` for PyTorch."""
 
     hvd, horovod, xp, adasum = accordion_hvd.torch, horovod.torch, xp, horovod.torch.Adasum
     traced = False
@@ -110,7 +110,7 @@ class Torch:
         return Job(compression, lr, momentum, adam, first, options)
 
     def switch(self) -> Switch:
-        """Return a new number."""
+        """Return a new switch."""
         return Switch()
 
     def gather(self, values: np.ndarray) -> np.ndarray:

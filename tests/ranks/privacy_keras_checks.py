@@ -1,4 +1,4 @@
-"""Private training in Keras on real ranks: whose noise it is, and when it ends."""
+"""Tests of private training in Keras on real ranks: the noise and the budget."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_same(model: keras.Model) -> None:
 
 
 def check_noise_is_secret_and_new_in_fit() -> None:
-    """Seeded alike twice; steps within one graph get noise of their own."""
+    """Trainings with the same seed get different noise, as do the steps of one graph."""
     found = []
     for _ in range(2):
         model = compiled(TopAgg(5, None, 30.0), seed=3)
@@ -65,7 +65,7 @@ def check_noise_is_secret_and_new_in_fit() -> None:
         assert model.optimizer.exchange.steps == 4
         found.append(weights(model) - before)
     assert (found[0] != found[1]).mean() > 0.9
-    moved = np.std(found[0]) / (0.05 * 30 / hvd.size())  # of four steps with other noise: 2
+    moved = np.std(found[0]) / (0.05 * 30 / hvd.size())  # 2 for four steps with independent noise
     assert 1.6 < moved < 2.5, f"{moved}: 4 would be the same noise four times"
 
 
@@ -79,7 +79,7 @@ def check_fit_stops_before_the_budget_is_exceeded() -> None:
     assert 0.8 < spent["epsilon"] <= 1
     assert_same(model)
     before = weights(model)
-    try:  # one who goes on regardless
+    try:  # a script that goes on regardless
         grads = [tf.zeros(v.shape) for v in model.trainable_variables]
         model.optimizer.apply(grads, model.trainable_variables)
     except BudgetSpent as error:
@@ -90,7 +90,7 @@ def check_fit_stops_before_the_budget_is_exceeded() -> None:
 
 
 def check_examples_vote() -> None:
-    """Eagerly and in a graph; one rank's lot is empty at first."""
+    """A model learns from the votes of examples, eagerly and in a graph, with one empty lot."""
     options = {"contributors": 32 * hvd.size(), "budget": PrivacyBudget(math.inf, DELTA)}
     method = TopAgg(60, None, 4.0, unit="example", rate=0.5, **options)
     model = make_model()

@@ -1,4 +1,4 @@
-"""Private training in PyTorch on real ranks: whose noise it is, and when it ends."""
+"""Tests of private training in PyTorch on real ranks: the noise and the budget."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def shared_folder() -> Iterator[Path]:
 
 # -------------------------------------------------------------------------------------------- wires
 def check_small_integers_are_added() -> None:
-    """What Horovod refuses to add for PyTorch; sums wrap around."""
+    """Small integers, which Horovod refuses to add for PyTorch, are added; sums wrap around."""
     link = HorovodCommunicator()
     for kind in (np.int8, np.uint8, np.int16):
         top = np.iinfo(kind)
@@ -94,7 +94,10 @@ def check_small_integers_are_added() -> None:
 
 # -------------------------------------------------------------------------------------------- noise
 def check_noise_is_added_once_to_everything() -> None:
-    """One process alone must not do without; several must not add theirs up."""
+    """The average has the noise of one draw per element, with one rank as with several.
+
+    The noise is equal on all ranks and independent between steps.
+    """
     model = network()
     optimizer = wrapped(model, TopAgg(1, None, 60.0))
     seen = []
@@ -132,7 +135,7 @@ def check_seeds_do_not_repeat_the_noise() -> None:
 
 
 def check_a_bad_gradient_is_nobodys_business() -> None:
-    """No rank is told, no step is skipped."""
+    """A NaN gradient on one rank raises no error, skips no step and leaves finite weights."""
     model = network()
     optimizer = wrapped(model, TopAgg(20, None, 30.0))
     x, y = data()
@@ -176,7 +179,7 @@ def check_training_stops_and_resumes() -> None:
 
 # ----------------------------------------------------------------------------------------- examples
 def check_examples_vote() -> None:
-    """Lots of other sizes on each rank, an empty one among them; what is learnt is the task."""
+    """A model learns from lots whose sizes differ between ranks, one of which is empty."""
     size, rate = 600, 0.2
     sampler = PoissonSampler(size, rate, hvd.rank(), hvd.size())
     generator = torch.Generator().manual_seed(5)
@@ -208,7 +211,7 @@ def check_examples_vote() -> None:
 
 # ------------------------------------------------------------------------------------------ ballots
 def check_teachers_vote() -> None:
-    """Teachers spread unevenly over the ranks count as those of one process."""
+    """The votes of teachers spread unevenly over the ranks are averaged over all teachers."""
     total, link = 9, HorovodCommunicator()
     signs = np.sign(np.random.default_rng(6).standard_normal((total, 3, 50))).astype(np.float32)
     mine = signs[: 9 - 2 * (hvd.size() - 1)] if hvd.rank() == 0 else _two(signs)

@@ -20,7 +20,7 @@ folder, death = Path(sys.argv[1]), int(sys.argv[2])
 facts: dict[str, object] = {}
 
 
-@atexit.register  # before the end that `init` registers, which is therefore called first
+@atexit.register  # before `init` registers its own end, which therefore runs first
 def tell() -> None:
     """Write the result of a rank that has not failed, and the threads that are left."""
     if not facts:

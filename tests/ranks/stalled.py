@@ -1,4 +1,4 @@
-"""Rank 1 stalls after a few steps; the others say, in the launch's folder, when that ended them.
+"""A training in which rank 1 stalls; other ranks write after how many seconds they failed.
 
 Run by tests/test_timeouts.py. Arguments: "sleep" (rank 1 sleeps) or "stop" (its process stops).
 """

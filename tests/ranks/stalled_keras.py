@@ -1,4 +1,4 @@
-"""Rank 1 stops after a few steps of a Keras training; run by tests/test_timeouts.py."""
+"""A Keras training in which rank 1 stops after three steps; run by tests/test_timeouts.py."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ class Stop(keras.callbacks.Callback):
     """A callback that stops rank 1 after its third step."""
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        """Stop."""
+        """Stop the process of rank 1 after the third batch."""
         if batch == 2 and hvd.rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""The tape, broadcasts and names of `accordion_hvd.tensorflow`, on real ranks. See `harness.py`."""
+"""Tests of tapes, broadcasts and names of `accordion_hvd.tensorflow`; see `harness.py`."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def INIT() -> None:  # noqa: D103, N802
 
 
 def everywhere(values: Any) -> np.ndarray:
-    """Row r is rank r's."""
+    """Return all ranks' values; row r is from rank r."""
     return hvd.allgather(tf.constant(np.asarray(values)[None])).numpy()
 
 
 def in_graph(graph: bool, function: Any) -> Any:
-    """The function, traced or not."""
+    """Return the function, as a tf.function if `graph`."""
     return tf.function(function) if graph else function
 
 
 def tape_step(variables: list[Any], **options: Any) -> Any:
-    """Gradients of sum(v * x), that is x for each variable, through a tape made in each step."""
+    """Return a step that averages x, the gradients of sum(v * x), with a new tape each time."""
 
     def step(x: tf.Tensor) -> list[Any]:
         with tf.GradientTape() as tape:
@@ -67,7 +67,7 @@ def rank_gradient(step: int = 0, rank: int | None = None) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------ collectives
 def check_requests() -> None:
-    """Every kind of request, in the dtypes that Horovod refuses too; eagerly and in a graph."""
+    """All requests work eagerly and in a graph, even in dtypes that Horovod refuses."""
     ours = HorovodCommunicator()
     size, rank = hvd.size(), hvd.rank()
 
@@ -100,7 +100,7 @@ def check_requests() -> None:
 
 
 def check_neighbours() -> None:
-    """To the next rank, and to nobody where there is none; eagerly and in a graph."""
+    """A rank receives the tensors of its neighbour, or nothing if it has no neighbour."""
     ours = HorovodCommunicator()
     size, rank = hvd.size(), hvd.rank()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -122,7 +122,7 @@ def check_neighbours() -> None:
 
 
 def check_broadcast_variables() -> None:
-    """Keras' variables and TensorFlow's, of all dtypes; eagerly and in a tf.function."""
+    """Keras' and TensorFlow's variables of all dtypes are broadcast, also in a tf.function."""
     for graph in (False, True):
         start = float(hvd.rank() + 1)
         variables = [
@@ -161,7 +161,7 @@ def check_tape_averages() -> None:
 
 
 def check_tape_in_a_later_trace_of_a_function() -> None:
-    """The first trace has made its variables already when the tape appears."""
+    """A tape works in a second trace, in which a tf.function may create no variables."""
     for compression in ("none", "topk:0.5", "powersgd:1"):
         step = step_of_two_traces(tf.Variable(tf.zeros((40, 40))), compression)
         step(tf.constant(rank_gradient()), everyone=False)
@@ -171,7 +171,10 @@ def check_tape_in_a_later_trace_of_a_function() -> None:
 
 
 def check_tape_in_an_elastic_job() -> None:
-    """A rank that joins takes its first step together with steps of ranks that compare nothing."""
+    """A rank that joins takes its first step although the other ranks no longer compare plans.
+
+    Elastic jobs accept only Horovod's own compression in tapes.
+    """
     os.environ["HOROVOD_ELASTIC"] = "1"
     try:
         variable = tf.Variable(tf.zeros((40, 40)))
@@ -189,7 +192,7 @@ def check_tape_in_an_elastic_job() -> None:
 
 
 def check_failed_operations_raise_horovods_exception() -> None:
-    """Horovod's decorator knows failed operations by their names, which errors may lack."""
+    """A failure of Horovod raises Horovod's exception even if the error names no operation."""
 
     def fail(message: str) -> None:
         with hvd.elastic._failures():
@@ -217,7 +220,11 @@ def step_of_two_traces(variable: tf.Variable, compression: str) -> Any:
 
 
 def check_tape_with_weights_that_were_never_broadcast() -> None:
-    """Horovod's own compression warns once, on rank 0, and goes on; ours stops."""
+    """Weights that differ between ranks cause a warning or an error.
+
+    With Horovod's own compression, rank 0 warns once and training goes on. With compressors of
+    this library, all ranks stop.
+    """
     options: list[dict[str, Any]] = [{}, {"compression": stock.Compression.fp16}]
     for option in options:
         variable = tf.Variable(tf.fill((40, 40), float(hvd.rank())))
@@ -234,7 +241,10 @@ def check_tape_with_weights_that_were_never_broadcast() -> None:
 
 
 def check_tape_remembers_errors() -> None:
-    """A new tape (and an equal, new compressor) each step: averages add up to the gradients'."""
+    """Residuals survive although each step makes a new tape with an equal, new compressor.
+
+    The sum of the averages is the sum of the gradients' means less the mean residual.
+    """
     results = []
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)), name="w")
@@ -264,14 +274,14 @@ def bind(step: Any, variable: Any) -> Any:
 
 
 def check_tape_with_accordion() -> None:
-    """A policy made once; levels change eagerly and within a tf.function."""
+    """A policy that is shared by all tapes changes levels, eagerly and within a tf.function."""
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)), name="w")
         accordion = Accordion(low=PowerSGD(2), high=TopK(0.1), window=2, interval=1, threshold=0.9)
         run = in_graph(graph, tape_step([variable], compression=accordion))
         for number in range(7):
             scale = 10.0 if number == 4 else 1.0
-            mean = run(tf.constant(rank_gradient(number // 2 * 0) * scale))[0].numpy()
+            mean = run(tf.constant(rank_gradient(0) * scale))[0].numpy()
             rows = everywhere(mean)
             assert (rows == rows[0]).all() and np.isfinite(rows).all()
         assert [row["level"] for row in accordion.history] == [0, 1, 0], accordion.history
@@ -288,7 +298,7 @@ def check_tape_structures_and_local_sources() -> None:
     mean = (hvd.size() + 1) / 2
     np.testing.assert_allclose(grads["a"].numpy(), mean)
     np.testing.assert_allclose(grads["b"][0].numpy(), mean)
-    assert float(tape.gradient(loss, a)[0]) == factor  # the tape that was given stays what it was
+    assert float(tape.gradient(loss, a)[0]) == factor  # the given tape is unchanged
     local = hvd.DistributedGradientTape(tape, scale_local_gradients=False)
     local.register_local_source(b)
     np.testing.assert_allclose(local.gradient(loss, [a, b])[1].numpy(), factor)
@@ -327,7 +337,7 @@ def check_tapes_that_disagree() -> None:
 
 
 def check_process_sets() -> None:
-    """Ranks outside take their own gradients."""
+    """Ranks outside of the process set get their own gradients."""
     if hvd.size() < 3:
         return
     variable = tf.Variable(tf.zeros((40, 40)))
@@ -351,7 +361,10 @@ def check_names_are_complete() -> None:
 
 
 def check_optimizers() -> None:
-    """Keras' become ours; TensorFlow 1's stay Horovod's, with Horovod's compression."""
+    """`DistributedOptimizer` wraps optimizers of Keras and of TensorFlow 1.
+
+    Optimizers of TensorFlow 1 get Horovod's own wrapper and accept only Horovod's compression.
+    """
     opt = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=TopK(1.0))
     variable = keras.Variable(tf.zeros((40, 40)))
     opt.apply([tf.constant(rank_gradient())], [variable])
@@ -363,7 +376,7 @@ def check_optimizers() -> None:
 
 
 def check_stock_horovod_refuses_ours() -> None:
-    """Horovod's own functions fail at their first use, and say what to write."""
+    """Horovod's own functions fail at their first use and name the import to use instead."""
     for ours in (TopK(0.1), Fixed(Dense())):
         raises(TypeError, "import accordion_hvd.tensorflow as hvd", lambda c=ours: stock.allreduce(
             tf.ones((2,)), compression=c))  # fmt: skip

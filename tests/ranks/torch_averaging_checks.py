@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` with methods that average models, between real ranks in PyTorch."""
+"""Tests of `DistributedOptimizer` with model averaging between real ranks in PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def flat(parameters: dict[str, Any]) -> torch.Tensor:
 
 
 def take(optimizer: Any, parameters: dict[str, Any]) -> np.ndarray:
-    """A step on f_i = 0.5 ||x - c_i||^2; returns this rank's model."""
+    """Take a step on f_i = 0.5 ||x - c_i||^2, and return this rank's model."""
     optimizer.zero_grad()
     (0.5 * (flat(parameters) - torch.tensor(centre(hvd.rank()))).square().sum()).backward()
     optimizer.step()
@@ -60,7 +60,7 @@ def take(optimizer: Any, parameters: dict[str, Any]) -> np.ndarray:
 
 
 def simulated(method: Averaging, steps: int) -> list[np.ndarray]:
-    """All ranks' models after each step, in NumPy."""
+    """Return all ranks' models after each step, as simulated ranks in NumPy compute them."""
     world = Ranks(method, hvd.size(), np.zeros(SIZE, np.float32))
     return [
         world.take(lambda rank, step, x: -np.float32(LR) * (x - centre(rank)), LR)
@@ -86,7 +86,7 @@ METHODS = [
 
 
 def follow(method: Averaging) -> Any:
-    """Nine steps as simulated ranks take them, and an average; returns the optimizer."""
+    """Assert that real ranks take nine steps as simulated ranks do; return the optimizer."""
     parameters = model()
     optimizer = distributed(method, parameters)
     for due in simulated(method, 9):
@@ -104,7 +104,10 @@ def follow(method: Averaging) -> Any:
 
 
 def check_groups_need_no_process_sets() -> None:
-    """Where Horovod cannot add any, members deal their shares out among all ranks."""
+    """If Horovod cannot add process sets, groups exchange their shares among all ranks.
+
+    Groups with a compressor need process sets and are refused.
+    """
     known = len(registered())
     os.environ[DYNAMIC] = "0"
     try:
@@ -122,7 +125,10 @@ def check_groups_need_no_process_sets() -> None:
 
 
 def check_real_ranks_do_what_simulated_ones_do() -> None:
-    """All of them once; those that need something else over MPI there too."""
+    """Real ranks compute the same models as simulated ranks, with all methods.
+
+    Over MPI, only methods that communicate differently there are checked.
+    """
     mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     for method in METHODS[1:2] + METHODS[-3:] if mpi else METHODS:
         averaging = follow(method).averaging
@@ -205,7 +211,7 @@ def check_buffers_are_averaged_on_demand() -> None:
 
 
 def check_a_rank_without_a_step_still_averages() -> None:
-    """A GradScaler skips steps of single ranks; their averages must not be."""
+    """A rank whose step a GradScaler skips still takes part in the average."""
     parameters = model()
     optimizer = distributed(LocalSGD(2), parameters)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -224,7 +230,7 @@ def check_a_rank_without_a_step_still_averages() -> None:
 
 
 def check_state_goes_on() -> None:
-    """DiLoCo's velocity is part of what must be saved."""
+    """A training with DiLoCo resumes as simulated, because the state includes the velocity."""
     method = DiLoCo(2, Nesterov(0.7, 0.9))
     due = simulated(method, 8)
     parameters = model()
@@ -246,7 +252,10 @@ def folder() -> str:
 
 
 def check_saved_state_goes_on_exactly() -> None:
-    """What methods and compressors keep; in the middle of a period, and of a cycle of groups."""
+    """A training resumed within a period equals one that does not stop, bit for bit.
+
+    Saving is refused while models differ, and so is loading another method's state.
+    """
     mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     chosen = [METHODS[3], METHODS[4], METHODS[7], METHODS[8]]
     for method in [WAGMA(2, 3, wait_avoiding=False)] if mpi else chosen:
@@ -282,7 +291,7 @@ def check_saved_state_goes_on_exactly() -> None:
 
 
 def check_saved_state_on_other_ranks() -> None:
-    """Two of four go on: with DiLoCo's velocity, without COLD's estimates."""
+    """Two of four ranks resume with DiLoCo's velocity, but without COLD's estimates."""
     known = [known for known in registered() if known.ranks == [0, 1]]  # as one of the groups
     pair = known[0] if known else hvd.add_process_set([0, 1])
     for method, shared in ((METHODS[4], True), (METHODS[8], False), (METHODS[3], None)):

@@ -1,4 +1,4 @@
-"""What `accordion_hvd.torch` promises, checked on real ranks."""
+"""Tests of `accordion_hvd.torch` on real ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPARSE = [Threshold(0.02), AdaComp(50), ScaleCom(0.05, beta=0.3)]
 
 # --------------------------------------------------------------------------------------- helpers
 def horovod() -> Any:
-    """Horovod's own module, which jobs over torch.distributed do not have."""
+    """Return Horovod's own module, which jobs over torch.distributed do not have."""
     import horovod.torch
 
     return horovod.torch
@@ -62,7 +62,7 @@ def network(seed: int = 0, width: int = 64) -> torch.nn.Sequential:
 
 
 def batches(count: int, seed: int = 7, rank: int | None = None) -> Iterator[tuple[Any, Any]]:
-    """Data that differs between ranks."""
+    """Yield batches that differ between ranks."""
     generator = torch.Generator().manual_seed(1000 * seed + (hvd.rank() if rank is None else rank))
     for _ in range(count):
         x = torch.randn(8, 32, generator=generator)
@@ -95,7 +95,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def everywhere(tensor: torch.Tensor) -> torch.Tensor:
-    """Every rank's vector, as rows."""
+    """Return all ranks' tensors as rows."""
     return hvd.allgather(tensor.detach().reshape(1, -1).clone(), name="check.everywhere")
 
 
@@ -106,7 +106,7 @@ def assert_same(model: torch.nn.Module) -> None:
 
 
 def shared_folder() -> Path:
-    """A new folder that all ranks see (they share a machine)."""
+    """Return a new folder that all ranks see (they share a host)."""
     name = tempfile.mkdtemp() if hvd.rank() == 0 else ""
     return Path(hvd.broadcast_object(name, 0, name="check.folder"))
 
@@ -182,7 +182,7 @@ def check_dense_equals_stock_horovod() -> None:
 
 
 def check_exchanges_leave_during_backward() -> None:
-    """The last layers' gradients are on their way before the first layer's is computed."""
+    """The last two layers' exchanges begin before the first layer's gradient is computed."""
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)])
     hvd.broadcast_parameters(model.state_dict(), 0)
     optimizer = wrapped(model, sgd(model, lr=1e-3), compression=TopK(0.1))
@@ -371,7 +371,7 @@ def check_tied_weights() -> None:
 
 
 def check_other_numbers_of_passes_than_announced() -> None:
-    """More are refused; with fewer, step() exchanges what there is."""
+    """More passes than announced are refused; after fewer, `step` exchanges the gradients."""
     model, (batch,) = network(), batches(1)
     optimizer = wrapped(model, backward_passes_per_step=2)
     optimizer.set_backward_passes_per_step(1)
@@ -481,7 +481,7 @@ def check_channels_last() -> None:
 
 
 def check_half_precision() -> None:
-    """And double."""
+    """Ranks stay equal with weights in half and double precision."""
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         half = network(hvd.rank()).to(dtype)
         hvd.broadcast_parameters(half.state_dict(), 0)
@@ -578,10 +578,12 @@ def check_sharded_parameters_are_refused() -> None:
         hvd.DistributedOptimizer(torch.optim.SGD([flat], 0.1), named_parameters=[("part", flat)])
 
 
-# ---------------------------------------------------------------------------------------- guards
 # ------------------------------------------------------------------------------------ checkpoints
 def check_resuming_from_a_file_equals_not_stopping() -> None:
-    """The model's and the optimizer's states, and ours beside them."""
+    """A resumed training has the weights and decisions of a training that does not stop.
+
+    It loads the `state_dict()` of model and optimizer, and the files of `hvd.save_state`.
+    """
     folder = shared_folder()
 
     def fresh() -> tuple[Any, Any]:

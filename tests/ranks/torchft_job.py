@@ -26,7 +26,7 @@ from accordion_hvd import parse
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.torch import torchft as compressed
 
-DIES, LATER, LEAVES = 12, 14, 6  # steps until replica 1 dies; from its return to the end; left then
+DIES, LATER, LEAVES = 12, 14, 6  # steps before a death, after the return, after replica 2 leaves
 PACE = 0.02  # seconds between steps
 LIMIT = datetime.timedelta(seconds=20)
 FOLDER = Path(os.environ["CHECK_FOLDER"])
@@ -48,7 +48,7 @@ def lighthouse() -> None:
 
 
 def replica(number: int, life: int) -> None:
-    """Train from the first step, or from that of the others, to the end."""
+    """Train to the end, from the first step or from the current step of the other replicas."""
     torch.manual_seed(number)  # the first quorum makes the weights equal
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -89,7 +89,7 @@ def replica(number: int, life: int) -> None:
 
 
 def make_manager(model: Any, optimizer: Any, name: str, port: int) -> Any:
-    """A manager that heals the model and the optimizer; replicas of topk heal asynchronously."""
+    """Return a manager that restores model and optimizer, asynchronously with topk."""
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -110,7 +110,7 @@ def loss_of(model: Any, step: int, number: int) -> torch.Tensor:
 
 
 def tensors_of(averager: Any) -> dict[str, np.ndarray]:
-    """Copies of all tensors of the compressors."""
+    """Return copies of all tensors of the compressors."""
     tensors = checkpoint.named(checkpoint.saved_of(averager.exchange))
     return {key: value.copy() for key, value in tensors.items()}
 
@@ -121,13 +121,13 @@ def equal(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
 
 
 def end() -> int:
-    """The step at which the training ends, once replica 1 has returned."""
+    """Return the step at which the training ends, which is known once replica 1 has returned."""
     file = FOLDER / "end"
     return int(file.read_text()) if file.exists() else sys.maxsize
 
 
 def died() -> float:
-    """The time at which replica 1 died."""
+    """Return the time at which replica 1 died."""
     return float((FOLDER / "died").read_text())
 
 
@@ -137,7 +137,7 @@ def die(_: Any) -> None:
 
 
 def main() -> int:
-    """Start the processes, restart replica 1, and return whether all has gone as planned."""
+    """Start the processes, restart replica 1, and return 0 if all processes ended as planned."""
     fork = multiprocessing.get_context("fork")
     server = fork.Process(target=lighthouse)
     server.start()

@@ -10,7 +10,7 @@ from accordion_hvd.policies import Policy
 
 
 class Alternating(Policy):
-    """Changes levels after given steps."""
+    """A policy that moves all tensors to the other of two levels at given steps."""
 
     def __init__(self, low: Compressor, high: Compressor, steps: Sequence[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An oracle for wait-avoiding averages: plain loops over what ranks say they contributed."""
+"""An oracle for wait-avoiding averaging, computed in plain loops from the ranks' logs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from accordion_hvd.averaging.groups import Groups
 
 Array = np.ndarray
 Log = Sequence[tuple[int, bool, int]]
-"""Of one rank, version by version: (version, whether all average, label of what it contributed)."""
+"""One rank's averages: (version, whether all ranks average, label of the contributed model)."""
 
 
 def tree(rows: list[Array]) -> Array:
-    """Up to eight neighbours first, as many as divide their number, or else a prime factor."""
+    """Return the sum of the rows, with the additions in the order of `engine.reduce_scatter`.
+
+    Each pass adds up groups of neighbours. The size of the groups is the largest divisor of the
+    number of rows up to 8, or else its smallest prime factor.
+    """
     if len(rows) == 1:
         return rows[0]
     radix = next(r for r in (8, 7, 6, 5, 4, 3, 2, *range(9, 1000)) if len(rows) % r == 0)
@@ -34,14 +38,14 @@ def replay(
     first: Array,
     extra: Sequence[int] = (),
 ) -> list[list[Array]]:
-    """What each rank's model must be after each version.
+    """Return each rank's correct models after each version.
 
     Args:
-        groups: who averages with whom.
-        logs: of each rank.
-        update: (rank, step) to what is added to its model at that step.
-        first: the model that all start from.
-        extra: versions that average all beside the steps, and so have no update.
+        groups: the groups that average models at each version.
+        logs: the log of each rank.
+        update: function of (rank, step) that returns the rank's update of its model in that step.
+        first: initial model of all ranks.
+        extra: versions in which all ranks average without taking a step before.
     """
     ranks = range(groups.size)
     now = [first.copy() for _ in ranks]
@@ -71,12 +75,17 @@ def replay(
 
 
 def problems(groups: Groups, period: int, logs: Sequence[Log]) -> list[str]:
-    """What is wrong with the versions that ranks contributed, in words."""
+    """Return descriptions of the errors in the ranks' logs; [] if there are none.
+
+    A rank must take its versions in order. A contributed model must not be newer than the version
+    that it contributes to, nor older than the last average of all ranks or than `period` allows.
+    To an average of all ranks, each rank must contribute its newest model.
+    """
     found = []
     for rank, log in enumerate(logs):
         if [version for version, _, _ in log] != list(range(len(logs[0]))):
             found.append(f"rank {rank} did not take its versions in order")
-        latest = -1  # what all have averaged last
+        latest = -1  # version of the last average of all ranks
         for version, whole, label in log:
             if label > version or label < latest:
                 found.append(f"rank {rank} gave version {label} of its model for {version}")

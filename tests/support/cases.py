@@ -49,35 +49,41 @@ Shape = tuple[int, ...]
 Rounds = list[tuple[str, int]]
 Gradients = Sequence[np.ndarray]
 WHOLE = (0.9, 1.1)
-"""Slope of unbiased means, within four deviations of twelve draws."""
+"""Range of the slope of unbiased means: 1, plus or minus four standard deviations of 12 draws."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is claimed of a compressor.
+    """The claims about one configuration of a compressor, which the laws check.
 
     Attributes:
         compressor: the configuration.
-        rounds: for a gradient of a shape and an item size in bytes: what one rank hands over in
-            each round, as (collective, bytes).
-        feedback: average + error = gradient, up to fp32 rounding.
-        loss: how far a mean may be from the exact one (with feedback, from the exact one of what
-            was sent), relative to the largest magnitude that went in.
-        full: the same algorithm with nothing left out, whose mean is exact up to rounding.
-        bitwise: all frameworks give the same bits (else: the same to `close`).
-        close: relative to the largest magnitude, how near frameworks are to NumPy.
-        guarded: whether a flag for non-finite gradients travels along.
+        rounds: function of a gradient's shape and item size in bytes that returns the collectives
+            of a step as (name, bytes of one rank's tensor).
+        feedback: the compressor has error feedback: mean + mean residual = exact mean, up to fp32
+            rounding.
+        loss: largest error of a mean, relative to the largest magnitude of the gradients. With
+            `feedback`, largest part of the exact mean that a step may lose, so that it is neither
+            in the mean nor in the mean residual.
+        full: the same algorithm with settings that leave nothing out, so that its mean is exact up
+            to rounding; None if there are none.
+        bitwise: all frameworks give the same bits. Otherwise they agree up to `close`.
+        close: largest difference from NumPy, relative to the largest magnitude.
+        guarded: the exchange also sends a flag for non-finite gradients.
         unbiased: the mean over many steps of one gradient is exact, up to the sampling error.
-        discrete: an ulp may change which element is chosen, or which way it is rounded.
-        apart: relative to the largest magnitude, how far a mean may move when small tensors share a
-            call, whose random numbers or buckets are others then.
-        wanted: what the result is near, given the ranks' gradients and the step; their mean.
-        uneven: how much is sent depends on values; `rounds` is None, and no graph can be traced.
-        private: a gradient that is not finite counts as nothing, and nobody is told.
-        momentum: what comes back is an update with momentum.
-        forgets: of what is sent, the error of decoding is lost; what is not sent is not.
-        slope: least and largest slope of the means over the exact means.
-        in_turn: a step takes one of the `rounds`, the next step the next.
+        discrete: a rounding error may change the selected elements or the direction of rounding.
+        apart: largest change of a mean, relative to the largest magnitude, if small tensors share a
+            call of `exchange`, because their random numbers or quantization buckets then differ.
+        wanted: function of the ranks' gradients and the step that returns the result which the
+            compressor approximates; by default the exact mean.
+        uneven: the number of bytes depends on the values; `rounds` is None, and TensorFlow cannot
+            trace the compressor in a graph.
+        private: a non-finite element counts as zero, and no flag reports it.
+        momentum: the result is an update with momentum.
+        forgets: decoding errors of the elements that are sent are lost. Elements that are not sent
+            stay in the residual.
+        slope: least and largest slope of the means over the exact means (see `laws.conservation`).
+        in_turn: each step runs only one of the `rounds`, in turn.
     """
 
     compressor: Compressor
@@ -106,11 +112,11 @@ class Case:
     def moves(
         self, shape: Shape, itemsize: int, ranks: int, step: int = 0
     ) -> list[tuple[str, int, int]]:
-        """The rounds of a step, and how many ranks take part in each."""
+        """Return the collectives of a step as (name, bytes, number of ranks that take part)."""
         return [(kind, size, ranks) for kind, size in self.taken(shape, itemsize, step)]
 
     def taken(self, shape: Shape, itemsize: int, step: int) -> Rounds:
-        """Those of the `rounds` that a step takes."""
+        """Return those of the `rounds` that a step runs."""
         assert self.rounds is not None
         rounds = self.rounds(shape, itemsize)
         return [rounds[step % len(rounds)]] if self.in_turn else rounds
@@ -118,7 +124,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Sliced(Case):
-    """One whose bytes depend on the number of ranks, each of which serves a slice."""
+    """A case in which each rank reduces one slice, so that bytes depend on the number of ranks.
+
+    Attributes:
+        slices: function of a gradient's shape and the number of ranks that replaces `rounds`.
+    """
 
     slices: Callable[[Shape, int], Rounds] = field(kw_only=True)
 
@@ -130,7 +140,7 @@ class Sliced(Case):
 
 @dataclass(frozen=True)
 class BetweenMachines(Case):
-    """`TwoLevel` around another case's compressor."""
+    """A case of `TwoLevel` with the compressor of another case."""
 
     def moves(
         self, shape: Shape, itemsize: int, ranks: int, step: int = 0
@@ -148,7 +158,7 @@ class BetweenMachines(Case):
 
 @dataclass(frozen=True)
 class Learned(Case):
-    """`LGC`, whose rounds depend on its phase."""
+    """A case of `LGC`, whose rounds depend on its phase."""
 
     def moves(
         self, shape: Shape, itemsize: int, ranks: int, step: int = 0
@@ -172,7 +182,7 @@ class Learned(Case):
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
-    """The matrix of PowerSGD for shapes of the cases, whose first dimension is not the smallest."""
+    """Return a tensor's shape as PowerSGD's matrix, whose rows are the first dimension."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (shape[0], 1)
 
 
@@ -186,7 +196,7 @@ def powersgd(rank: int, alternate: bool = False) -> Case:
         PowerSGD(rank, alternate),
         rounds,
         feedback=True,
-        full=None if alternate else PowerSGD(10_000),  # of n < m columns, Q misses some of M
+        full=None if alternate else PowerSGD(10_000),  # if n < m, the n rows of Q do not span M
         bitwise=False,
         close=1e-4,
         in_turn=alternate,
@@ -257,7 +267,7 @@ def randomk(ratio: float) -> Case:
 
 
 def coded(shape: Shape, bits: int) -> int:
-    """Bytes of packed codes: sections of 8, 4, 2 and 1 bits."""
+    """Return the bytes of packed codes, which consist of sections of 8, 4, 2 and 1 bits."""
     return sum(-(-math.prod(shape) * width // 8) for width in (8, 4, 2, 1) if bits & width)
 
 
@@ -287,7 +297,11 @@ def terngrad(clip: float | None) -> Case:
 
 
 def majority_of(gradients: Gradients, step: int) -> np.ndarray:
-    """The sign that most have; zeros and ties: every other position, the others the next step."""
+    """Return the sign that most ranks have.
+
+    Zeros and ties count as 1 at every other position and as -1 elsewhere, and inversely in the next
+    step.
+    """
     place = np.arange(gradients[0].size).reshape(gradients[0].shape)
     zero = np.where((place + step) % 2 == 0, 1, -1)
     votes = sum(np.where(g > 0, 1, np.where(g < 0, -1, zero)) for g in gradients)
@@ -320,7 +334,7 @@ def int8_size(shape: Shape) -> int:
 
 
 def sketched(ratio: float, rows: int, columns: float) -> Case:
-    """Without momentum, whose laws are in `test_sketched_sgd.py`."""
+    """Return a case of `SketchedSGD` without momentum; `test_sketched_sgd.py` tests momentum."""
 
     def rounds(shape: Shape, itemsize: int) -> Rounds:
         size = math.prod(shape)
@@ -335,7 +349,7 @@ def sketched(ratio: float, rows: int, columns: float) -> Case:
 
 
 def vote_of_the_largest(gradients: Gradients, step: int) -> np.ndarray:
-    """Each rank's sign where its largest element is; the mean."""
+    """Return the mean of the ranks' votes: the sign at the largest magnitude, and 0 elsewhere."""
     votes = np.zeros((len(gradients), gradients[0].size))
     for vote, gradient in zip(votes, gradients, strict=True):
         flat = gradient.reshape(-1)
@@ -345,7 +359,7 @@ def vote_of_the_largest(gradients: Gradients, step: int) -> np.ndarray:
 
 
 def topagg() -> Case:
-    """Without noise, and so certain of its signs; what noise does is in `test_topagg.py`."""
+    """Return a case of `TopAgg` without random votes or noise; `test_topagg.py` tests both."""
     method = TopAgg(1, None, 0.0, unprotected=True)
     claims = {"wanted": vote_of_the_largest, "guarded": False, "private": True}
     return Case(method, lambda shape, itemsize: [("allreduce", math.prod(shape))], **claims)
@@ -360,7 +374,7 @@ def as_is(compressor: Compressor, loss: float, itemsize: int | None) -> Case:
 
 def lgc(form: str, dense: int, training: int) -> Case:
     compressor = LGC(0.03, form, dense, training, innovation=0.003)
-    rough = {"bitwise": False, "close": 1e-3, "loss": 3.0}  # after so little training
+    rough = {"bitwise": False, "close": 1e-3, "loss": 3.0}  # the autoencoder is hardly trained
     return Learned(compressor, lambda *_: [], feedback=True, forgets=True, **rough)
 
 
@@ -372,13 +386,13 @@ def two_level(case: Case) -> Case:
 
 
 def wrapped(compressor: Compressor, inner: Case, **claims: Any) -> Case:
-    """A wrapper of another case's codec; by itself it has no error feedback."""
+    """Return a case of a wrapper of another case's codec; error feedback must be in `claims`."""
     return Case(compressor, inner.rounds, discrete=True, **claims)
 
 
-FAR = {"loss": 10.0}  # results follow gradients, here of random numbers, from behind
+FAR = {"loss": 10.0}  # replicas follow gradients slowly; those of the laws are independent
 
-# A 16-bit journey rounds twice: what leaves, and the mean.
+# 16-bit compressors round twice: each gradient, and the mean.
 CASES = [
     as_is(Dense(), loss=5e-7, itemsize=None),
     as_is(FP16(), loss=2 * 2**-11, itemsize=2),
@@ -393,7 +407,7 @@ CASES = [
     randomk(0.01),
     sketched(0.01, rows=5, columns=10),
     sketched(0.02, rows=3, columns=5),
-    sketched(0.1, rows=5, columns=10),  # not worth a sketch
+    sketched(0.1, rows=5, columns=10),  # sent dense, because a sketch would be larger
     powersgd(1),
     powersgd(4),
     powersgd(1, alternate=True),

@@ -1,4 +1,4 @@
-"""Decisions of a policy without an exchange."""
+"""Helpers that run the decisions of a policy without an exchange."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from accordion_hvd.policies import Policy, decision
 
 
 def decide(policy: Policy, norms: Mapping[str, float], rates: Mapping[str, float]) -> None:
-    """Let a policy decide by these norms, and follow, through JSON as between ranks."""
+    """Let a policy decide by these norms, and apply its decisions after a round trip via JSON."""
     seen = {evidence.key: norms for evidence in policy.evidence}
     rows = json.dumps(decision.plain(policy.decide(seen, rates)))
     policy.apply(decision.read(json.loads(rows)))
 
 
 def rows_of(policy: Policy) -> list[dict[str, Any]]:
-    """The policy's history as dicts."""
+    """Return the policy's history as dicts."""
     return decision.plain(policy.history)

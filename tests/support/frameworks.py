@@ -1,6 +1,4 @@
-"""The three frameworks seen from a test: how a NumPy array gets in and out, and how ranks of one
-compressor are driven by hand.
-"""
+"""The three frameworks in tests: conversion from and to NumPy, and ranks of one compressor."""
 
 from __future__ import annotations
 
@@ -22,7 +20,13 @@ from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, loc
 
 @dataclass(frozen=True)
 class Framework:
-    """One way to run: a framework, and for NumPy whether consumed arguments are poisoned."""
+    """A framework in which a test runs.
+
+    Attributes:
+        name: name in the ids of tests. In "numpy-poisoned", NumPy operations fill the arguments
+            that they consume with NaN.
+        backend: name of the framework's package and of its module in `accordion_hvd.ops`.
+    """
 
     name: str
     backend: str
@@ -32,16 +36,16 @@ class Framework:
         return importlib.import_module(f"accordion_hvd.ops.{self.backend}")
 
     def tensor(self, values: np.ndarray, dtype: str | None = None) -> Any:
-        """A tensor of its own memory."""
+        """Return the values as a tensor of the framework, in memory of its own."""
         x = self.xp.asarray(np.array(values))
         return self.xp.cast(x, dtype) if dtype else x
 
     def array(self, x: Any) -> np.ndarray:
-        """A copy as a NumPy array (bfloat16 as fp32)."""
+        """Return a copy of a tensor as a NumPy array; bfloat16 becomes fp32."""
         return np.array(self.xp.to_numpy(x))
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, the framework's tensors are computed with."""
+        """Return the context in which to compute with the framework's tensors."""
         if self.name == "numpy-poisoned":
             from accordion_hvd.ops.journal import poisoning
 
@@ -50,7 +54,7 @@ class Framework:
 
     @property
     def exact_undo(self) -> bool:
-        """Whether taking back a step restores state to the bit."""
+        """Return whether undoing a step restores every bit of the state."""
         return self.name in ("numpy-poisoned", "tensorflow")
 
 
@@ -66,7 +70,7 @@ def installed(framework: Framework) -> bool:
 
 
 def parameters(frameworks: Sequence[Framework] = FRAMEWORKS) -> list[Any]:
-    """For pytest.mark.parametrize; those not installed are skipped."""
+    """Return the frameworks for pytest.mark.parametrize, with a skip if one is not installed."""
     return [
         pytest.param(
             f,
@@ -78,7 +82,7 @@ def parameters(frameworks: Sequence[Framework] = FRAMEWORKS) -> list[Any]:
 
 
 def combined(choices: dict[Framework, Sequence[Any]]) -> list[Any]:
-    """For pytest.mark.parametrize: each framework with each value that is chosen for it."""
+    """Return (framework, value) pairs for pytest.mark.parametrize: each framework's `choices`."""
     return [
         pytest.param(*known.values, value, id=f"{known.id}-{value}", marks=known.marks)
         for known, values in zip(parameters(tuple(choices)), choices.values(), strict=True)
@@ -87,12 +91,12 @@ def combined(choices: dict[Framework, Sequence[Any]]) -> list[Any]:
 
 
 def local_size(ranks: int) -> int:
-    """How many ranks share a machine in tests: there are two machines, if there are two ranks."""
+    """Return the number of ranks per host in tests: half of all ranks, but at least one."""
     return max(1, ranks // 2)
 
 
 class Ranks:
-    """Ranks that run one compressor on one tensor: no policy, no buckets, no flags."""
+    """Ranks that run one compressor on one tensor, without policy, buckets or non-finite flags."""
 
     def __init__(
         self, compressor: Compressor, ranks: int, framework: Framework = NUMPY, name: str = "w"
@@ -115,7 +119,7 @@ class Ranks:
         return [self.compressor.init(self.spec, self.info(rank)) for rank in range(self.ranks)]
 
     def exchange(self, tensors: Sequence[Any], states: Any, step: Any = None) -> list[Any]:
-        """One step; for each rank (mean, new state)."""
+        """Run one step from the given states; return (mean, new state) for each rank."""
         talks = [
             self.compressor.exchange(tensor, state, self.info(rank, step))
             for rank, (tensor, state) in enumerate(zip(tensors, states, strict=True))
@@ -123,7 +127,7 @@ class Ranks:
         return lockstep(self.communicators, talks)
 
     def step(self, gradients: Sequence[np.ndarray], dtype: str | None = None) -> list[np.ndarray]:
-        """One step; each rank's mean."""
+        """Run one step on NumPy gradients, and store the states; return each rank's mean."""
         with self.framework.running():
             tensors = [self.framework.tensor(g, dtype) for g in gradients]
             self.states = self.states or self.init(tensors[0])
@@ -133,7 +137,7 @@ class Ranks:
             return [self.framework.array(mean) for mean, _ in results]
 
     def residuals(self) -> list[np.ndarray | None]:
-        """What each rank owes of the whole tensor, as a vector."""
+        """Return each rank's residual of the full tensor, a vector; None without error feedback."""
         carried: list[np.ndarray | None] = []
         for rank, state in enumerate(self.states):
             x = self.compressor.residual(state)
@@ -145,7 +149,7 @@ class Ranks:
         return carried
 
     def mean_residual(self, size: int) -> np.ndarray:
-        """The ranks' mean of what they owe; zeros without error feedback."""
+        """Return the mean of the ranks' residuals; zeros without error feedback."""
         known = [np.zeros(size) if x is None else x.astype(np.float64) for x in self.residuals()]
         return np.mean(known, 0)
 
@@ -153,7 +157,7 @@ class Ranks:
 def normals(
     shape: Sequence[int], ranks: int, seed: int = 0, steps: int | None = None
 ) -> Iterator[list[np.ndarray]]:
-    """A stream of gradients, one list of the ranks' a step."""
+    """Yield normally distributed gradients: for each step, a list with one gradient per rank."""
     rng, count = np.random.default_rng(seed), 0
     while steps is None or count < steps:
         count += 1

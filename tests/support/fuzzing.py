@@ -1,4 +1,4 @@
-"""Fuzz tests: functions of one drawn input, run with a share of FUZZ_INPUTS inputs."""
+"""Fuzz tests: functions of drawn inputs, each run with a share of FUZZ_INPUTS inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "3000"))
 """Inputs of all fuzz tests together; `make fuzz` sets more."""
 
-ROUND = 2000  # hypothesis remembers the inputs of a run, so that long runs would need much memory
+ROUND = 2000  # inputs per run; hypothesis stores them, so that long runs need much memory
 FEWEST = 20
 
 tried: Counter[str] = Counter()

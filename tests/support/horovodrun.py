@@ -1,7 +1,7 @@
-"""`horovodrun --gloo`, without the import of TensorFlow by which it learns that there is Gloo.
+"""`horovodrun --gloo`, without the import of TensorFlow that only finds out whether Gloo is built.
 
-That takes three seconds of each launch. tests/tools/test_doctor.py and tests/examples launch with
-`horovodrun` itself.
+The import takes three seconds of each launch. tests/tools/test_doctor.py and tests/examples launch
+with `horovodrun` itself.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Ranks, which are threads, that save and load arrays of their own; and a process that is killed.
+"""Ranks in threads that save and load arrays, and a process that is killed while it saves.
 
 `python keepers.py FOLDER N` saves state 2 into the folder and kills itself (SIGKILL) in the N-th
-operation on its files, half-way if it writes one.
+operation on its files. If this operation is a write, it writes the first half of the content.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from accordion_hvd.simulation.one_process import Hub
 
 
 class Numbers(checkpoint.Keeper):
-    """One rank's arrays.
+    """One rank's arrays, which `save_state` saves and `load_state` restores.
 
     Args:
-        communicator: connects it to the others.
-        kind: saved arrays of another kind do not fit.
+        communicator: this rank's communicator.
+        kind: name that is saved with the arrays; `restore` refuses arrays of another kind.
     """
 
     def __init__(self, communicator: Any, kind: str = "numbers") -> None:
@@ -63,7 +63,7 @@ def new_ranks(count: int, kind: str = "numbers") -> list[Numbers]:
 
 
 def on_all(ranks: Sequence[Numbers], action: Callable[[Numbers], Any]) -> list[Any]:
-    """What an action returns, or raises, on each of the ranks."""
+    """Run an action on all ranks, in threads; return the result or the exception of each."""
 
     def outcome(rank: Numbers) -> Any:
         try:
@@ -77,13 +77,13 @@ def on_all(ranks: Sequence[Numbers], action: Callable[[Numbers], Any]) -> list[A
         with lock:
             return load(*args)
 
-    # Threads that parse headers of arrays at a time can make Python 3.11 raise SystemError.
+    # Threads that parse array headers concurrently can make Python 3.11 raise SystemError.
     with mock.patch.object(checkpoint, "_load", load_alone), ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(outcome, ranks))
 
 
 def save(folder: Path, number: int, ranks: int = 2, size: int = 100) -> list[Any]:
-    """Save state `number` of new ranks."""
+    """Save state `number` of new ranks; return each rank's exception, or None."""
     savers = new_ranks(ranks)
     for rank, saver in enumerate(savers):
         saver.arrays, saver.steps = {"x": np.full(size, 10.0 * number + rank)}, number
@@ -91,7 +91,7 @@ def save(folder: Path, number: int, ranks: int = 2, size: int = 100) -> list[Any
 
 
 def load(folder: Path, ranks: int = 2, size: int = 100) -> int | str:
-    """The number of the state that new ranks load, or what all of them are told."""
+    """Load a state on new ranks; return its number, or the error message of all ranks."""
     loaders = new_ranks(ranks)
     raised = on_all(loaders, lambda loader: load_state(folder, only=[loader]))
     if any(raised):
@@ -103,7 +103,7 @@ def load(folder: Path, ranks: int = 2, size: int = 100) -> int | str:
 
 
 def message(raised: Sequence[Any]) -> str:
-    """What is raised on all ranks: one sentence, the same everywhere."""
+    """Return the message of all ranks' RuntimeErrors, which must be one and the same sentence."""
     assert all(isinstance(error, RuntimeError) for error in raised), raised
     texts = {str(error) for error in raised}
     assert len(texts) == 1, texts
@@ -114,9 +114,9 @@ def message(raised: Sequence[Any]) -> str:
 
 @contextmanager
 def counted(tell: Callable[[str, Any], None]) -> Iterator[None]:
-    """Within it, `tell` hears of every operation on checkpoints' files just before it.
+    """Call `tell` before every operation on files of checkpoints within the context.
 
-    It gets the operation's name and arguments.
+    Its arguments are the operation's name and arguments.
     """
 
     class Told(io.FileIO):

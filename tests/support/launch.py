@@ -1,4 +1,4 @@
-"""The launcher side of distributed tests: start a script of `tests/ranks` and say what happened."""
+"""The launcher side of distributed tests: start a script of `tests/ranks`, report its outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAUNCHERS = {
     "gloo": "horovodrun",
     "mpirun": "mpirun",
     "torchrun": "torchrun",
-    "carried": "horovodrun",  # torch.distributed carries the gradients of Horovod's ranks
+    "carried": "horovodrun",  # torch.distributed sends the gradients of Horovod's ranks
 }
 _HOROVODRUN = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "--gloo"]
 _TAIL = 4000
@@ -36,7 +36,7 @@ _TAIL = 4000
 
 @dataclass
 class Outcome:
-    """What one rank says of one check: "ok", "fail" with a traceback, or "begin": not ended."""
+    """The outcome of a check on a rank: "ok", "fail" with a traceback, or "begin" if not ended."""
 
     status: str
     text: str = ""
@@ -45,16 +45,16 @@ class Outcome:
 
 @dataclass
 class Report:
-    """What came of a launch.
+    """The outcome of a launch.
 
     Attributes:
-        command: as it was started.
-        ranks: how many were asked for.
+        command: the command that was started.
+        ranks: number of ranks that it starts.
         outcomes: check -> rank -> outcome.
-        batching: rank -> where its threads were when a limit passed.
-        status: the launcher's; None if it had to be killed.
-        output: the last characters of stdout and stderr.
-        seconds: the whole launch.
+        batching: rank -> stack traces of its threads, if a time limit passed.
+        status: exit status of the launcher; None if it had to be killed.
+        output: stdout and stderr.
+        seconds: duration of the launch.
     """
 
     command: list[str]
@@ -66,12 +66,12 @@ class Report:
     seconds: float = 0.0
 
     def last(self, rank: int) -> str:
-        """The last check that a rank began."""
+        """Return the last check that a rank began."""
         begun = [check for check, ranks in self.outcomes.items() if rank in ranks]
         return begun[-1] if begun else "(not started)"
 
     def problem(self, check: str) -> str | None:
-        """What went wrong in a check, in words; None if every rank passed it."""
+        """Return a description of what went wrong in a check; None if every rank passed it."""
         told = self.outcomes.get(check, {})
         if len(told) == self.ranks and all(o.status == "ok" for o in told.values()):
             if check != END or self.status == 0:
@@ -89,7 +89,7 @@ class Report:
         return "\n".join([*lines, "--- output:", self.output[-_TAIL:]])
 
     def culprits(self) -> list[str]:
-        """Which rank failed or hung in which check."""
+        """Return a line for each check that failed or hung on a rank."""
         return [
             f"rank {rank} {'failed in' if outcome.status == 'fail' else 'did not leave'} {check}"
             for check, told in self.outcomes.items()
@@ -110,7 +110,7 @@ class Report:
 
 
 def checks_of(script: str) -> list[str]:
-    """The names of a script's checks, from its source, in order; none without the script."""
+    """Return the names of a script's checks in the order of its source; [] without the script."""
     path = RANKS / script
     if not path.exists():
         return []
@@ -120,7 +120,7 @@ def checks_of(script: str) -> list[str]:
 
 
 def available(launcher: str) -> bool:
-    """Whether the launcher and Horovod are installed."""
+    """Return whether the launcher and Horovod (for torchrun: PyTorch) are installed."""
     import importlib.util
 
     package = "torch" if launcher == "torchrun" else "horovod"
@@ -139,12 +139,12 @@ def launch(
     """Run `tests/ranks/<script>` once; later calls return the same report.
 
     Args:
-        script: its file name.
+        script: file name of the script.
         launcher: a key of `LAUNCHERS`.
-        ranks: how many.
-        limit: seconds after which everything that was started is killed.
+        ranks: number of ranks.
+        limit: seconds after which all started processes are killed.
         check_limit: seconds that a check may take on a rank.
-        checks: their names, if not all of the script's.
+        checks: names of the checks to run; () for all of the script's checks.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         command = command_for(launcher, ranks, [sys.executable, str(RANKS / script), *checks])
@@ -160,13 +160,13 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
 
     Args:
         script: a file in `tests/ranks`. It adds ranks by writing to the file that the environment
-            variable ELASTIC_HOSTS names, and says how it ended with `harness.tell`.
+            variable ELASTIC_HOSTS names, and reports facts with `harness.tell` when it ends.
         words: the script's arguments.
-        limit: seconds after which everything that was started is killed.
+        limit: seconds after which all started processes are killed.
 
     Returns:
-        The launch, whose output names the lines that hanging ranks execute, and what the ranks
-        told at their ends.
+        The report, whose output includes the stack traces of ranks that hang, and the facts that
+        the ranks reported.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         hosts, discovery = Path(folder, "hosts"), Path(folder, "discover")
@@ -201,12 +201,13 @@ def launch_job(script: str, words: Sequence[str], limit: float) -> tuple[Report,
     """Run a script that starts the other processes of its job itself.
 
     Args:
-        script: a file in `tests/ranks`, whose processes say how they ended with `harness.tell`.
+        script: a file in `tests/ranks`, whose processes report facts with `harness.tell` when they
+            end.
         words: the script's arguments.
-        limit: seconds after which everything that was started is killed.
+        limit: seconds after which all started processes are killed.
 
     Returns:
-        What came of the launch, and what the processes told at their ends.
+        The report, and the facts that the processes reported.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         report = Report([sys.executable, str(RANKS / script), *words], 1)
@@ -219,7 +220,7 @@ def _told(folder: str) -> list[dict]:
 
 
 def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> None:
-    """Start the report's command, and end whatever it has started after `limit` seconds."""
+    """Run the report's command for up to `limit` seconds, and end all processes that it started."""
     environment = {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -227,7 +228,8 @@ def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> 
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "2",  # one for ours inside a graph, one for what it calls
+        # One thread runs an exchange in a graph, the other runs the operations that it calls.
+        "TF_NUM_INTEROP_THREADS": "2",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CHECK_FOLDER": folder,
         **more,
@@ -245,7 +247,7 @@ def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> 
         try:
             report.status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            # those who know the signal say where they are
+            # processes with a handler for the signal write their stack traces
             for pid in processes.started("CHECK_FOLDER", folder):
                 if Path(folder, f"pid{pid}").exists():
                     os.kill(pid, signal.SIGUSR1)
@@ -258,7 +260,7 @@ def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> 
 
 
 def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
-    """How to start `ranks` processes of a program on this machine."""
+    """Return the command that starts `ranks` processes of a program on this host."""
     path = _find(launcher)
     if path is None:
         raise FileNotFoundError(f"{LAUNCHERS[launcher]} is neither in {BIN} nor on PATH")
@@ -301,7 +303,7 @@ def _read(report: Report, folder: Path) -> None:
 
 
 def need(launcher: str) -> None:
-    """Skip the test without this launcher; fail it where it must be there."""
+    """Skip the test if the launcher is not installed; fail it if NEED_LAUNCHERS is set."""
     if not available(launcher):
         if os.environ.get("NEED_LAUNCHERS"):  # `make test` has installed them
             pytest.fail(f"{launcher} or Horovod is missing", pytrace=False)

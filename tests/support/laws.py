@@ -1,7 +1,7 @@
-"""What holds for every compressor, in every framework, for any number of ranks.
+"""Laws that every compressor obeys, in every framework and for any number of ranks.
 
-A law takes a case, a framework and a number of ranks, and raises AssertionError if it is broken.
-The negative controls in `test_compressors.py` show that each can be.
+A law is a function of a case, a framework and a number of ranks. It raises AssertionError if the
+compressor breaks it. The negative controls in `test_compressors.py` show that each law can fail.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ODD_SHAPES = [
     (8, 3, 3, 3),  # a convolution of PyTorch
     (3, 3, 3, 8),  # the same in Keras
     (1, 1, 16, 32),
-    (70001,),  # a prime, and past the size where selection changes its way
+    (70001,),  # a prime, above the size at which selection changes its algorithm
 ]
 LAWS: list[Law] = []
 APPLIES: dict[Law, Callable[[Case, Framework, int], bool]] = {}
-"""For laws that say nothing of some cases, frameworks or numbers of ranks: where they apply."""
+"""Law -> whether it applies to a case, a framework and a number of ranks; by default, it does."""
 
 
 def law(function: Law) -> Law:
@@ -61,7 +61,7 @@ def law_if(applies: Callable[[Case, Framework, int], bool]) -> Callable[[Law], L
 
 
 def applies(law: Law, case: Case, framework: Framework, ranks: int) -> bool:
-    """Return whether a law says something of a case in a framework, on a number of ranks."""
+    """Return whether a law applies to a case in a framework, on a number of ranks."""
     return law not in APPLIES or APPLIES[law](case, framework, ranks)
 
 
@@ -79,14 +79,20 @@ def check_conservation(
     dtype: str | None = None,
     rounding: float = 2e-6,
 ) -> float:
-    """Sum of means + mean of residuals = sum of mean gradients (of each step, without feedback).
+    """Check that no part of the gradients is lost or added, and that all ranks' means are equal.
 
-    With feedback and a loss, what is sent may lose that much. Methods that forget what decoding
-    loses retain nothing of the elements that they send, and all of the others. Of updates, mean +
-    residual = previous residual + momentum, and momentum is as it should be where nothing is sent.
+    - Without error feedback, the mean of each step is the exact mean, up to `case.loss`.
+    - With error feedback, the sum of all means plus the mean of the ranks' residuals is the sum of
+      the exact means. Each step may lose `case.loss`.
+    - If the case `forgets` decoding errors, elements that were sent have no residual, and the sums
+      above begin anew for them.
+    - If the case has `momentum`, mean + new residual = old residual + velocity. The velocity is
+      the momentum coefficient times its last value plus the (clipped) gradient, and the state holds
+      it for all elements that were not sent.
 
     Returns:
-        The slope of the means over the exact means: 1 if all arrives, 0 if nothing does.
+        The slope of the means over the exact means (a regression line through the origin): 1 if
+        all gradients arrive, 0 if no gradient does.
     """
     world, size = Ranks(case.compressor, ranks, framework), int(np.prod(shape))
     carried, lost, velocity, along, power = np.zeros(size), 0.0, np.zeros(size), 0.0, 0.0
@@ -127,20 +133,20 @@ def check_conservation(
 
 
 def clipped(compressor: Any, gradient: np.ndarray, ranks: int) -> np.ndarray:
-    """The gradient, cut to a norm of clip / sqrt(ranks) by methods that clip."""
+    """Return the gradient, scaled to a norm of at most clip / sqrt(ranks) if the method clips."""
     clip = getattr(compressor, "clip", None)
     norm = float(np.linalg.norm(gradient))
     return gradient if clip is None else gradient * min(1.0, clip / np.sqrt(ranks) / norm)
 
 
 def coefficient(compressor: Any) -> float:
-    """The momentum of a method, or of the one that it contains."""
+    """Return the momentum coefficient of a compressor, or of the compressor that it wraps."""
     own = getattr(compressor, "momentum", None)
     return coefficient(compressor.compressor) if own is None else own
 
 
 def mean_momentum(world: Ranks) -> np.ndarray:
-    """The ranks' mean of their momentum, as a vector."""
+    """Return the mean of the ranks' momentum as a vector."""
     parts = [
         world.compressor.expand_residual(state["momentum"], world.spec, world.info(rank))
         for rank, state in enumerate(world.states)
@@ -162,7 +168,7 @@ def odd_shapes(case: Case, framework: Framework, ranks: int) -> None:
 
 @law
 def half_gradients(case: Case, framework: Framework, ranks: int) -> None:
-    """State is fp32 whatever the gradient is, so feedback is exact to fp32."""
+    """State is fp32 for 16-bit gradients too, so error feedback is exact up to fp32 rounding."""
     rounding = {"float16": 2 * 2**-11, "bfloat16": 2 * 2**-8}
     for dtype in ["float16"] if framework.backend == "numpy" else rounding:
         rest = 2e-6 if case.feedback else rounding[dtype]
@@ -189,7 +195,7 @@ def full_level_is_exact(case: Case, framework: Framework, ranks: int) -> None:
 
 @law_if(lambda case, framework, ranks: framework is not NUMPY)
 def frameworks_agree(case: Case, framework: Framework, ranks: int) -> None:
-    """NumPy is the oracle: of means and of what is carried."""
+    """All frameworks compute the means and the residuals that NumPy computes."""
     ours = Ranks(case.compressor, ranks, framework)
     oracle = Ranks(case.compressor, ranks, NUMPY)
     for gradients in normals(SHAPE, ranks, seed=3, steps=8):
@@ -234,9 +240,9 @@ def deterministic(case: Case, framework: Framework, ranks: int) -> None:
 
 @law_if(lambda case, framework, ranks: case.unbiased and framework is NUMPY)
 def unbiased(case: Case, framework: Framework, ranks: int, steps: int = 400) -> None:
-    """The mean of many roundings of one gradient is as near as independent ones would be.
+    """The errors of many steps with one gradient cancel in the mean as independent errors do.
 
-    In NumPy only: other frameworks give the same bits.
+    This law is checked in NumPy only, because other frameworks give the same bits.
     """
     world, gradients = Ranks(case.compressor, ranks), next(normals(SHAPE, ranks))
     exact = exact_mean(gradients)
@@ -249,7 +255,11 @@ def unbiased(case: Case, framework: Framework, ranks: int, steps: int = 400) -> 
 
 @law
 def state_keys_are_stable(case: Case, framework: Framework, ranks: int) -> None:
-    """The keys, shapes and dtype are those that `init` names; the initial states are alike."""
+    """No step changes the keys, shapes and dtypes of the state that `init` returns.
+
+    They are the same on all ranks, and all dtypes are fp32. The state has a residual if and only if
+    the case claims error feedback.
+    """
     xp, world = framework.xp, Ranks(case.compressor, ranks, framework)
 
     def forms() -> list[Any]:
@@ -268,7 +278,7 @@ def state_keys_are_stable(case: Case, framework: Framework, ranks: int) -> None:
 
 @law_if(lambda case, framework, ranks: framework is NUMPY and has_state(case))
 def results_share_no_memory_with_states(case: Case, framework: Framework, ranks: int) -> None:
-    """The optimizer may write into a result."""
+    """A result shares no memory with the state, so the optimizer may write into the result."""
     world = Ranks(case.compressor, ranks, framework)
     for gradients in normals(SHAPE, ranks, steps=3):
         tensors = [framework.tensor(g) for g in gradients]
@@ -300,14 +310,15 @@ MOVED = {
 
 
 def moved_in(case: Case, step: int, ranks: int) -> list[tuple[str, int, int]]:
-    """What a step moves, flags included."""
+    """Return the collectives of a step, as `Case.moves` does, and that of the non-finite flags."""
     moves = case.moves(SHAPE, 4, ranks, step)
     if case.guarded:
         moves.append(("allgather" if moves[0][0] == "allgather" else "allreduce", 8, ranks))
     return moves
 
 
-@law_if(lambda case, framework, ranks: not case.uneven)  # whose own tests count bytes
+# Uneven compressors have tests of their own that count bytes.
+@law_if(lambda case, framework, ranks: not case.uneven)
 def bytes_are_counted(case: Case, framework: Framework, ranks: int) -> None:
     steps = 3
     moves = [move for number in range(steps) for move in moved_in(case, number, ranks)]
@@ -331,7 +342,10 @@ def bytes_are_counted(case: Case, framework: Framework, ranks: int) -> None:
 def step(
     world: World, framework: Framework, gradients: list[dict[str, np.ndarray]], lr: float = 0.1
 ) -> list[dict[str, np.ndarray] | None]:
-    """One step of a simulated world, from and to NumPy; weights take it, if they are read."""
+    """Run one step of a simulated world on NumPy arrays; return each rank's result, or None.
+
+    If the world's methods read weights, the step is also applied to the weights of `weights_of`.
+    """
     weights = weights_of(world, gradients)
     with framework.running():
         tensors = [{k: framework.tensor(g) for k, g in mine.items()} for mine in gradients]
@@ -353,7 +367,7 @@ def step(
 
 
 def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-    """Each rank's weights where the world's methods read some, alike at first; else none."""
+    """Return each rank's weights, equal before the first step; [] if no method reads weights."""
     policy = world._policies[0]
     levels = (*policy.levels("w"), policy.plain()) if policy.output == "update" else ()
     if not any(level.needs_weights for level in levels):
@@ -367,7 +381,7 @@ def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dic
 
 
 def states(world: World, framework: Framework) -> list[Any]:
-    """Every rank's state of every bucket."""
+    """Return each rank's state of all buckets, as arrays by (bucket, key)."""
     return [
         {
             (entry.bucket.name, key): framework.array(x)
@@ -379,7 +393,7 @@ def states(world: World, framework: Framework) -> list[Any]:
 
 
 def several(ranks: int, steps: int, seed: int = 0) -> list[list[dict[str, np.ndarray]]]:
-    """Gradients of two large tensors and two small ones that travel packed."""
+    """Return gradients by step and rank: two large tensors, and two small ones to be packed."""
     shapes = {"w": SHAPE, "b": (24,), "v": (40, 30), "s": (3, 5)}
     streams = {k: normals(s, ranks, seed + i) for i, (k, s) in enumerate(shapes.items())}
     together = (zip(*streams.values(), strict=True) for _ in itertools.count())
@@ -391,7 +405,11 @@ def several(ranks: int, steps: int, seed: int = 0) -> list[list[dict[str, np.nda
 
 @law
 def bad_steps_are_taken_back(case: Case, framework: Framework, ranks: int) -> None:
-    """A non-finite gradient on one rank: None on all, state as it was, later steps unharmed."""
+    """After a non-finite gradient on one rank, all ranks return None and undo the step.
+
+    The next steps equal those of a world without such gradients. Compressors without a flag have no
+    state and return a non-finite mean instead; private ones return a finite mean.
+    """
     good = several(ranks, 7)
     world, twin = (simulate(case.compressor, ranks, local_size=local_size(ranks)) for _ in "ab")
     for gradients in good[:3]:
@@ -403,10 +421,10 @@ def bad_steps_are_taken_back(case: Case, framework: Framework, ranks: int) -> No
         bad[rank][name].reshape(-1)[7] = value
         means = step(world, framework, bad)
         if case.private:
-            assert all(np.isfinite(mean[name]).all() for mean in means if mean is not None)
+            assert all(np.isfinite(mean[name]).all() for mean in means)
             continue
-        if not case.guarded:  # without state, the means speak for themselves
-            assert all(not np.isfinite(mean[name]).all() for mean in means if mean is not None)
+        if not case.guarded:  # these have no state, and the mean shows the error
+            assert all(not np.isfinite(mean[name]).all() for mean in means)
             assert not any(states(world, framework))
             continue
         assert means == [None] * ranks
@@ -416,9 +434,9 @@ def bad_steps_are_taken_back(case: Case, framework: Framework, ranks: int) -> No
                 if framework.exact_undo:
                     assert same_bits(x, was[key])
                 else:
-                    scale = np.maximum(np.abs(was[key]), 4.0)  # an ulp of what was added
+                    scale = np.maximum(np.abs(was[key]), 4.0)  # an ulp of the added values
                     assert (np.abs(x - was[key]) <= 2**-22 * scale).all()
-    for exchange in twin.exchanges:  # the clock counts skipped steps too
+    for exchange in twin.exchanges:  # the number of steps includes skipped steps
         exchange.steps += 3
         exchange.skipped += 3
     for gradients in good[3:]:

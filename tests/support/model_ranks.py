@@ -1,4 +1,4 @@
-"""Simulated ranks whose models an averaging method averages."""
+"""Simulated ranks that average their models with an averaging method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Update = Callable[[int, int, np.ndarray], np.ndarray]
 
 
 class Ranks:
-    """Ranks that take steps and average."""
+    """Simulated ranks that take local steps and average their models."""
 
     def __init__(
         self, method: Averaging, ranks: int, first: np.ndarray, framework: Framework = NUMPY
@@ -36,7 +36,7 @@ class Ranks:
         return Info(step=self.step, rank=rank, size=len(self.links), name="model", lr=lr)
 
     def take(self, update: Update, lr: float = 0.1) -> np.ndarray:
-        """A step of all ranks; returns their models as rows."""
+        """Take a local step on all ranks, then average; return the ranks' models as rows."""
         for rank, model in enumerate(self.models):
             added = update(rank, self.step, self.framework.array(model))
             self.models[rank] = model + self.framework.tensor(added, self.framework.xp.dtype(model))

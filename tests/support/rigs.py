@@ -1,4 +1,4 @@
-"""Rigs of `netbench.py`, and what must not be left of them."""
+"""Rigs that `netbench.py` builds, and their processes and links, which must not remain."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TOKEN = "NETBENCH_TEST"
 
 
 def outside() -> tuple[list[str], str]:
-    """Links and named namespaces of this network namespace."""
+    """Return the links and the named namespaces of this network namespace."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return [line.split(":")[1] for line in links.stdout.splitlines()], names.stdout
 
 
 def marked(token: str) -> list[int]:
-    """Processes of a rig, wherever they are."""
+    """Return the ids of a rig's processes, which have its token in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -32,7 +32,7 @@ def marked(token: str) -> list[int]:
 
 
 def start(token: str, *words: str) -> subprocess.Popen[str]:
-    """Start `netbench.py`."""
+    """Start `netbench.py`, whose processes inherit the token."""
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, TOKEN: token},
@@ -40,7 +40,7 @@ def start(token: str, *words: str) -> subprocess.Popen[str]:
 
 
 def rig(token: str, *words: str, limit: float = 100) -> tuple[int, str, str]:
-    """Run `netbench.py` to its end: status and what it says; its folder is gone then."""
+    """Run `netbench.py`, and check that its folder is gone; return status, stdout and stderr."""
     process = start(token, *words)
     try:
         out, err = process.communicate(timeout=limit)

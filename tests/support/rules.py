@@ -1,7 +1,7 @@
-"""The table of optimizers: one row each, with an independent implementation of what it computes.
+"""The table of optimizers: one row for each configuration, with an independent implementation.
 
-A new optimizer is one row here; `test_optimizers.py` does the rest. The oracles know one tensor,
-as a vector in fp64, and all ranks at once.
+A new optimizer is one row here; `test_optimizers.py` does the rest. The independent implementation,
+the oracle, computes one tensor, as a vector in fp64, for all ranks at once.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ Rounds = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Row:
-    """What is claimed of a rule, in the stage that it is itself.
+    """The claims about one configuration of an update rule, in the rule's own stage.
 
     Attributes:
         rule: the configuration.
-        oracle: given the number of ranks and of elements, something with
-            `step(gradients (ranks, elements), lr) -> direction (elements,)`; of rules that read
-            weights, it is told these (`weights`, (ranks, elements)) before; of rules that assign
-            them, it gives the new ones instead.
-        rounds: of elements, ranks and an item's size in bytes: what a rank hands over in a step,
-            as (collective, bytes).
-        discrete: rounding may turn a sign, so that fp32 trajectories part after some steps.
-        moments: keys of the state that go along when the stage changes.
-        anew: moments begin anew when the dense stage ends.
-        narrow: keys of the state that are fp32, whatever the weights are.
-        random: what a tensor draws depends on its name, or on those that it travels with.
+        oracle: function of the number of ranks and of elements that returns an object with
+            `step(gradients (ranks, elements), lr) -> direction (elements,)`. If the rule reads
+            weights, tests set its attribute `weights`, (ranks, elements), before each step. If the
+            rule returns weights, `step` returns the new weights instead of a direction.
+        rounds: function of the number of elements, the number of ranks and the item size in bytes
+            that returns the collectives of a step as (name, bytes of one rank's tensor).
+        discrete: rounding may flip a sign, so that fp32 trajectories diverge after some steps.
+        moments: keys of the state that are copied when the stage changes.
+        anew: the moments are set to zero when the dense stage ends.
+        narrow: keys of the state that are fp32 for weights of every dtype.
+        random: a tensor's random numbers depend on its name or on the tensors that share its call.
     """
 
     rule: UpdateRule
@@ -68,13 +68,13 @@ class Row:
 
     @property
     def stage(self) -> int:
-        """The rule's number among the stages of its own policy."""
+        """Return the rule's number among the stages of its own policy."""
         return as_policy(self.rule).levels("w").index(self.rule)
 
 
 @dataclass
 class AdamOracle:
-    """Adam and AMSGrad, of the ranks' mean."""
+    """Adam and AMSGrad on the mean of the ranks' gradients."""
 
     ranks: int
     size: int
@@ -86,7 +86,7 @@ class AdamOracle:
     m: Any = 0.0
     v: Any = 0.0
     vmax: Any = 0.0
-    frozen: int = field(default=0)  # steps after which v stays
+    frozen: int = field(default=0)  # steps until the last update of v
 
     def step(self, gradients: Array, lr: float) -> Array:
         self.steps += 1
@@ -105,7 +105,7 @@ class AdamOracle:
 
 @dataclass
 class OnebitOracle(AdamOracle):
-    """Adam for three steps, then 1-bit Adam, with the server's chunks one after the other."""
+    """Adam for `dense` steps, then 1-bit Adam with one server, which encodes chunk after chunk."""
 
     scale: str = "l2"
     floor: float = 0.0
@@ -138,13 +138,13 @@ class OnebitOracle(AdamOracle):
 
 @dataclass
 class CDOracle(AdamOracle):
-    """CD-Adam with one server that keeps its replica of the mean; its C goes by blocks."""
+    """CD-Adam with one server, which stores the mean of the replicas and encodes chunk by chunk."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     amsgrad: bool = True
     preconditioned: bool = False
     bits: int = 1
-    silent: tuple[int, ...] = ()  # exchanges, from 0 on, in which nothing is told
+    silent: tuple[int, ...] = ()  # exchanges, counted from 0, that send nothing
 
     def __post_init__(self) -> None:
         self.length = 8 * math.ceil(self.size / (8 * self.ranks))
@@ -180,7 +180,7 @@ class CDOracle(AdamOracle):
 
 @dataclass
 class SlowOracle(CDOracle):
-    """With replicas that follow slowly, and errors that are fed back."""
+    """CD-Adam with a `replica_lr` below 1, which has error feedback for messages."""
 
     replica_lr: float = 0.1
 
@@ -210,7 +210,7 @@ class SlowOracle(CDOracle):
 
 @dataclass
 class CDTopKOracle(CDOracle):
-    """With top-k, which is fp32 and whose mean all ranks make themselves."""
+    """CD-Adam with top-k and no server: messages are fp32, and every rank computes their mean."""
 
     ratio: float = 0.1
 
@@ -227,7 +227,7 @@ class CDTopKOracle(CDOracle):
 
 @dataclass
 class FlooredOracle:
-    """AMSGrad whose v begins at eps, of the ranks' mean."""
+    """AMSGrad on the mean of the ranks' gradients, with v and vmax that start at eps."""
 
     ranks: int
     size: int
@@ -253,9 +253,11 @@ class FlooredOracle:
 
 @dataclass
 class SketchedOracle(FlooredOracle):
-    """Dense steps, then the note's eight: errors carry the ratio of learning rates.
+    """SketchedAMSGrad: dense steps, then sketched steps.
 
-    Which elements are candidates is a matter of the sketch's fp32 bits, so that is the product's.
+    Residuals do not contain the learning rate here, so each step multiplies them by the ratio of
+    the previous rate to the present one. The candidates depend on the fp32 rounding of the sketch,
+    so the library's sketch computes them.
     """
 
     rule: SketchedAMSGrad = field(default_factory=SketchedAMSGrad)
@@ -293,7 +295,7 @@ class SketchedOracle(FlooredOracle):
 
 @dataclass
 class LambOracle(OnebitOracle):
-    """LAMB for `dense` steps; then 1-bit LAMB, equalised by a factor that must not matter."""
+    """LAMB for `dense` steps, then 1-bit LAMB; the scale `equal` of messages must not matter."""
 
     decay: float = 0.0
     weights: Any = None
@@ -338,7 +340,7 @@ class LambOracle(OnebitOracle):
 
 @dataclass
 class ZeroOneOracle(OnebitOracle):
-    """0/1 Adam as the paper has it, with the schedules' counters of the reference."""
+    """0/1 Adam as in the paper; its schedules use the counters of the reference implementation."""
 
     freeze: int = 3
     kappa: int = 16
@@ -356,7 +358,7 @@ class ZeroOneOracle(OnebitOracle):
         self.log: list[str] = []
 
     def rest(self, lr: float) -> tuple[float, float, Array]:
-        """The first correction, what weight decay leaves, and the denominator."""
+        """Return the bias correction of m, the factor of weight decay, and the denominator."""
         first = 1 / (1 - self.betas[0] ** self.steps) if self.correct else 1.0
         v = self.v / (1 - self.betas[1] ** self.updated) if self.correct else self.v
         return first, 1 - lr * self.decay, np.sqrt(v) + self.eps
@@ -405,13 +407,13 @@ class ZeroOneOracle(OnebitOracle):
 
 
 def signed(x: Array, scale: str) -> Array:
-    """The vector's signs times its scale."""
+    """Return the signs of a vector times its scale."""
     size = np.linalg.norm(x) / math.sqrt(x.size) if scale == "l2" else np.abs(x).mean()
     return size * np.where(x >= 0, 1.0, -1.0)
 
 
 def coded(x: Array, bits: int) -> Array:
-    """Scaled signs of the vector, or two magnitudes with signs."""
+    """Return the scaled signs of a vector; with two bits, the signs with one of two magnitudes."""
     if bits == 1:
         return signed(x, "l1")
     large = np.abs(x) >= 1.2 * np.abs(x).mean()
@@ -420,7 +422,7 @@ def coded(x: Array, bits: int) -> Array:
 
 
 def signs_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
-    """An alltoall and an allgather of packed signs, and a scale with each."""
+    """Return the collectives of packed signs: an alltoall, an allgather, and a scale for each."""
     if ranks == 1:
         return []
     chunk = math.ceil(size / (8 * ranks))
@@ -434,7 +436,7 @@ def signs_rounds(size: int, ranks: int, itemsize: int) -> Rounds:
 
 @dataclass
 class BirderOracle:
-    """Birder on machines of `local` ranks each, element by element, for the tensor "w"."""
+    """Birder on hosts of `local` ranks each, for the tensor "w"."""
 
     ranks: int
     size: int
@@ -476,7 +478,7 @@ class BirderOracle:
         return out
 
     def of_machines(self, sent: Array, owner: int) -> Array:
-        """What the owner of a chunk finds, at the places of that chunk."""
+        """Return the mean that a chunk's owner receives from all hosts; only its chunk is valid."""
         means = sent.reshape(-1, self.local, self.size).mean(1)
         if len(means) == 1:
             return means[0]
@@ -492,14 +494,14 @@ class BirderOracle:
         return total[: self.size] / len(means)
 
     def fed(self, u: Array, error: Array, rank: int, stage: str, ranks: int = 1) -> Array:
-        """A draw of `u`, and with feedback of the error, which is changed in place."""
+        """Return a draw of `u`, with feedback of `u` + `error`; update `error` in place."""
         wanted = u + (error if self.rule.feedback else 0.0)
         sent = self.drawn(wanted, rank, stage, ranks)
         error[:] = wanted - sent
         return sent
 
     def drawn(self, u: Array, rank: int, stage: str, ranks: int) -> Array:
-        """One of the two levels next to `u`, a mean over so many ranks."""
+        """Return a random one of the two levels next to `u`, which is a mean over `ranks` ranks."""
         r = numbers(u.size, random.key("birder", "w", self.steps, rank, stage))
         levels = birder_levels(self.rule, ranks)
         u = np.clip(u, -1, 1)
@@ -509,7 +511,7 @@ class BirderOracle:
 
 
 def birder_levels(rule: Birder, ranks: int) -> Array:
-    """What a draw for a mean over so many ranks may be."""
+    """Return the possible values of a draw for a mean over `ranks` ranks."""
     if rule.bits <= 1:
         return np.array([-1.0, 1.0])
     noise = min(0.5, ((1 - rule.beta) / (1 + rule.beta)) ** 0.5)
@@ -518,7 +520,7 @@ def birder_levels(rule: Birder, ranks: int) -> Array:
 
 
 def numbers(count: int, seed: int) -> Array:
-    """The random numbers in (0, 1) that a seed means."""
+    """Return `count` random numbers in (0, 1) for a seed."""
     window = quantization.WINDOW
     if not count:
         return np.zeros(0)
@@ -527,7 +529,7 @@ def numbers(count: int, seed: int) -> Array:
 
 
 def birder_rounds(rule: Birder, local: int = 1) -> Callable[[int, int, int], Rounds]:
-    """What a rank hands over, on machines of `local` ranks."""
+    """Return the function `rounds` of a row, for hosts of `local` ranks."""
 
     def rounds(size: int, ranks: int, itemsize: int) -> Rounds:
         if rule.exact or ranks == 1:
@@ -601,7 +603,11 @@ def cd_adam(**options: Any) -> Row:
 
 
 def sketched(**options: Any) -> Row:
-    """Kept, candidates and columns of 1161 elements are the same in the product and here."""
+    """Return a row of `SketchedAMSGrad`.
+
+    `rounds` omits the library's limits of columns and candidates, which do not matter for the 1161
+    elements in `test_optimizers.py`.
+    """
     rule = SketchedAMSGrad(**{"warmup_steps": 3, "eps": 1e-4} | options)
 
     def rounds(size: int, ranks: int, itemsize: int) -> Rounds:
@@ -630,7 +636,7 @@ def lamb(**options: Any) -> Row:
 
 
 def zero_one(**options: Any) -> Row:
-    """The stage in which ranks step alike; `test_zero_one_adam.py` has the others."""
+    """Return a row of `ZeroOneAdam` without local steps; `test_zero_one_adam.py` tests these."""
 
     def oracle(ranks: int, size: int) -> Any:
         made = ZeroOneOracle(ranks, size, correct=options.get("bias_correction", True))

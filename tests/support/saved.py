@@ -1,4 +1,4 @@
-"""Checkpoints of an older version, `tests/engine/saved`: what ranks were given, what came of it."""
+"""Checkpoints of an older version in `tests/engine/saved`: their gradients and expected results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MORE = 6
 
 
 def values(name: str, shape: tuple[int, ...], rank: int, step: int) -> np.ndarray:
-    """The same on any machine; most rows of matrices are zeros, so that files are small."""
+    """Return values that are equal on every host.
+
+    Most rows of large matrices are zeros, so that files are small.
+    """
     size = int(np.prod(shape))
     numbers = np.arange(size) + 31 * rank + 17 * step + 7 * len(name) + ord(name[0])
     found = ((numbers**3 + 5 * numbers) % 97 / 48.5 - 1).astype(np.float32).reshape(shape)
@@ -24,7 +27,7 @@ def values(name: str, shape: tuple[int, ...], rank: int, step: int) -> np.ndarra
 
 
 def digest(arrays: Mapping[str, np.ndarray] | None) -> np.ndarray:
-    """Some numbers that tell one result from another."""
+    """Return 60 numbers that distinguish results from each other; NaN if there is no result."""
     if arrays is None:
         return np.full(60, np.nan)
     flat = np.concatenate([arrays[name].reshape(-1) for name in sorted(arrays)]).astype(float)

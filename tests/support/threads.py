@@ -1,4 +1,4 @@
-"""Simulated ranks that are threads, for what waits for other ranks."""
+"""Simulated ranks in threads, for code that waits for other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT = 20  # seconds that a rank waits for others
 
 
 class Threaded(SimulatedCommunicator):
-    """A rank that is a thread, so that it may wait for others."""
+    """The communicator of a rank that runs in its own thread, and so may wait for other ranks."""
 
     lock = threading.RLock()
 
@@ -22,7 +22,7 @@ class Threaded(SimulatedCommunicator):
         self._times: Counter[tuple[str, Any]] = Counter()
 
     def _put(self, name: str, group: Any, *about: Any) -> Any:
-        self._times[name, group] += 1  # a thread may be here again before others have fetched
+        self._times[name, group] += 1  # a rank may reuse a name before others have fetched
         with self.lock:
             return super()._put(f"{name}.{self._times[name, group]}", group, *about)
 

@@ -29,7 +29,7 @@ def sums_in_order() -> Iterator[None]:
 
 @sums_in_order()
 def same_in_a_graph(case: Case) -> None:
-    """Inside tf.function, with a tensor for the step, results are those of NumPy.
+    """Results and residuals in a tf.function, with a tensor as step, equal those of NumPy.
 
     The function is traced once for each phase.
     """
