@@ -166,7 +166,7 @@ def check_a_rank_that_owns_nothing() -> None:
 
 
 def check_the_guard_of_one_rank_is_its_own() -> None:
-    """The guard reduces the skew of a rank with large remote features while all ranks fetch."""
+    """The guard reduces the skew most on the rank whose remote features are 30 times as large."""
     from accordion_hvd.graph import SecondMomentGuard, SkewedSampler
 
     graph, part, store = world()
@@ -180,10 +180,8 @@ def check_the_guard_of_one_rank_is_its_own() -> None:
             norms[part.owner[blocks[0].sources] != 0] *= 30
         sampler.observe(blocks, [norms])
         seen.append(sampler.strength(0, 0))
-    if harness.RANK == 0:
-        assert min(seen) <= 0.5
-    else:
-        assert min(seen) > 0.5
+    last = [everywhere(seen[-1] if harness.RANK == rank else 0) for rank in range(size())]
+    assert last[0] < min(last[1:]), last
 
 
 if __name__ == "__main__":
