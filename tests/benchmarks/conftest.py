@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share."""
+"""Fixtures that the tests of benchmarks share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.netbench import sandbox
 
 @pytest.fixture
 def token() -> Iterator[str]:
-    """Marks all processes of a rig; afterwards there must be none, and no link, name or folder."""
+    """Yield a mark for a rig's processes; check that no process, link or namespace is left."""
     if (why := sandbox.obstacle()) is not None:
         pytest.skip(why)
     before, mark = outside(), uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""The worked examples of averaging methods, in small."""
+"""Tests of the worked examples of averaging methods, with small settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from benchmarks.averaging import command as averaging_bench
 
 
 def test_logistic_regression_reaches_the_optimum(tmp_path: Path) -> None:
-    """Strongly regularised, so that it takes few steps; parts of the data are unlike."""
+    """NIDS and one-bit DynaCOLD reach the common optimum, although the ranks have unlike data.
+
+    The regularisation is strong, so that few steps are enough.
+    """
     problem = logistic.digits(4, penalty=10.0)
     slopes = [problem.gradient(rank, problem.optimum) for rank in range(4)]
     assert np.linalg.norm(np.mean(slopes, 0)) < 1e-13
@@ -59,7 +62,7 @@ def test_scale_of_few_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.launch
 def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
-    """In small: the ranks start, and what they measure goes between the marks of a page."""
+    """Ranks start with small settings, and their measurements go between the marks of a page."""
     need("mpirun")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{averaging_bench.BEGIN}\nold\n{averaging_bench.END}\nafter\n")

@@ -1,4 +1,4 @@
-"""What docs/compressors.md says is so."""
+"""Tests of docs/compressors.md: its formulas agree with the bytes that are counted."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_compressors_without_a_row_are_named(
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Else: `python scripts/bytes_sent.py`."""
+    """The page is up to date; if this fails, run `python scripts/bytes_sent.py`."""
     assert PAGE.read_text() == bytes_sent.page() + "\n"

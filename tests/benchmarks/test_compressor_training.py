@@ -1,4 +1,4 @@
-"""docs/compressor-accuracy.md: every compressor is trained, and the page has its results."""
+"""Tests of docs/compressor-accuracy.md: the trainings of all compressors, and the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_measured_compressor_is_trained_with() -> None:
 
 
 def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is compressed sends less, learns something, and has its row."""
+    """Compressed trainings send fewer bytes, learn, and have a row; saved results are kept."""
     pytest.importorskip("sklearn")
     task = dataclasses.replace(training.TASKS["digits"], images=400, epochs=3)
     monkeypatch.setitem(training.TASKS, "digits", task)

@@ -1,4 +1,4 @@
-"""The table of faults, the verdicts, the page; and one case that is launched."""
+"""Tests of the fault benchmark: the table of faults, verdicts, the page, and one launched case."""
 
 from __future__ import annotations
 

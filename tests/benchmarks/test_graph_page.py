@@ -1,4 +1,4 @@
-"""What comparisons of samplers show: the table, docs/graph.md, and the samplers' speed."""
+"""Tests of the comparison of samplers: its table, docs/graph.md, and the samplers' speed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_table_and_page(tmp_path: Path) -> None:
 
 
 def test_moments_are_measured() -> None:
-    """Without skew, a fixed number has no error with equal features, and D bounds the ratio."""
+    """With equal features, fixed samples without skew have no error, and D bounds every ratio."""
     pytest.importorskip("pymetis")
     found = moments.measure(500, 20)
     rows = {(row["mode"], row["budget"]): row for row in found["samplers"]}

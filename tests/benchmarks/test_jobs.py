@@ -76,7 +76,7 @@ def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_row_of_the_page_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first row of the table; else: run the command of the page again."""
+    """The page has the row that is printed now; if this fails, run the page's command again."""
     *_, row = table(capsys, "--compression", "[dense]")
     assert "| " + " | ".join(row) + " |" in PAGE.read_text()
 

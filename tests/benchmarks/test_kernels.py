@@ -1,4 +1,4 @@
-"""The measurements of compressors run, and their numbers mean what they say."""
+"""Tests of the measurements of compressors: all of them run, and times and memory are right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_compressors_can_be_measured(framework: Framework) -> None:
 
 
 class Slow(Compressor):
-    """Computes as much as it says, before and after its requests."""
+    """Compressor that does a known amount of work before and after its requests."""
 
     def exchange(self, grad: Any, state: Any, info: Any) -> Any:
         work = np.copy(grad)
@@ -42,9 +42,11 @@ class Slow(Compressor):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
 def test_costs_are_about_what_was_done() -> None:
-    """A copy before; after it, six tensors that live at once, besides four answers and more.
+    """The measured times and the peak of memory are about those of the work of `Slow`.
 
-    In a process of its own, which holds no memory that other tests have let go of.
+    `Slow` copies the gradient before its first request. Later it holds six tensors at once, besides
+    four answers and more. The measurement runs in a new process, since this one may hold memory
+    that other tests have freed.
     """
     code = "import test_kernels as t; c = t.kernels.Bench('numpy', 3000, 3).measure(t.Slow())"
     command = [sys.executable, "-c", code + "; print(c.encode, c.decode, c.peak)"]

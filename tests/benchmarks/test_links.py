@@ -1,4 +1,4 @@
-"""Round-trip times, losses, rates by host and rates over time: their notation and their effect."""
+"""Tests of round-trip times, losses, and rates by host and over time: notation and effect."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Packets:
 
 
 def lost(batch: int, loss: float = 0.1, count: int = 20_000) -> list[int]:
-    """Numbers of the packets that are lost if `batch` packets arrive at a time."""
+    """Return the numbers of the packets that are lost if `batch` packets arrive at a time."""
     packets = Packets()
     delay = relay.Delay(packets, 0.0, loss, seed=7)
     for first in range(0, count, batch):
@@ -210,7 +210,7 @@ else:
 
 @pytest.mark.launch
 def test_losses_are_as_frequent_as_told(token: str) -> None:
-    """Compare the datagrams that the receiver counts with those that the relay dropped."""
+    """A tenth of the datagrams is lost, and the relay reports nearly the number that is missing."""
     words = ["run", "--hosts", "2", "--loss", "10%", *TORCH, COUNTED]
     status, out, err = rig(token, *words)
     assert status == 0, err

@@ -1,4 +1,4 @@
-"""Limited links within this machine: what they carry, what is measured, that nothing is left."""
+"""Tests of netbench: limited links on one host, their traffic, the tables, and the cleanup."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def test_every_way_is_understood() -> None:
 
 
 def made(framework: str, methods: tuple[str, ...]) -> dict[str, Any]:
-    """Results in which way i takes 10 (i + 1) ms at the first rate, twice that at the second."""
+    """Return results in which method i takes 10 (i + 1) ms at the first rate, then twice that.
+
+    Repetition r takes r ms more.
+    """
     turns = [
         {
             "method": method, "rate": rate, "repetition": repetition, "steps": 3, "foreign": 0.1,
@@ -123,7 +126,10 @@ def test_engines_are_told_from_names() -> None:
 
 
 def test_answers_come_in_rank_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Workers connect in any order, and only rank 0 knows the times of a gate's trials."""
+    """Answers come in the order of ranks, whatever the order in which workers connect.
+
+    Facts are those of rank 0, which alone knows the times of a gate's trials.
+    """
     ranks, pipes = (2, 0, 1), [Pipe() for _ in range(3)]
     for rank, (_, worker) in zip(ranks, pipes, strict=True):
         worker.send({"rank": rank, "pid": 100 + rank, "tensors": rank})
@@ -357,7 +363,10 @@ WORDS = ("dense", "fp16", "topk:0.05", "scalecom:0.05", "powersgd:8", "sketcheds
 
 @pytest.mark.launch
 def test_bytes_on_the_wire_are_those_of_stats(token: str, tmp_path: Path) -> None:
-    """Summed over three hosts, as network cards count them: headers and control messages more."""
+    """Network interfaces count the bytes of `stats`, plus headers and control messages.
+
+    Both numbers are sums over three hosts.
+    """
     pytest.importorskip("torch")
     pytest.importorskip("horovod")
     program = tmp_path / "program.py"
@@ -378,7 +387,7 @@ def split(line: str) -> list[str]:
 
 @pytest.mark.launch
 def test_links_carry_what_they_are_told(token: str) -> None:
-    """Rank 0 receives from rank 1, and says how many bytes a second."""
+    """A link with a rate of 40 Mbit/s carries at least 85 % of it, and not more than the rate."""
     program = (
         "import os, sys\nfrom benchmarks.netbench import goodput\n"
         "if os.environ['RANK'] == '0':\n    print(goodput.receive('10.77.0.1'))\n"

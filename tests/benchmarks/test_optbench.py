@@ -1,4 +1,4 @@
-"""The optimizers' benchmark: its problems, ratios, tables, and the page from results alone."""
+"""Tests of the optimizers' benchmark: its problems, ratios, tables, and page."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ STEPS = [0, 10, 20, 30]
 
 
 def made(names: tuple[str, ...] = tuple(METHODS)) -> dict[str, Any]:
-    """Two tasks and seeds: method i ends with (1 + i / 100) times Adam's loss of 0.2.
+    """Return results of two tasks and seeds: method i ends with (1 + i / 100) times Adam's loss.
 
-    Adam's loss falls from 1 to 0.2 or 0.4 after compression begins, at step 10.
+    Compression begins at step 10, with a loss of 1. Adam's loss then falls to 0.2 with seed 1, and
+    to 0.4 with seed 2.
     """
     runs = [
         {
@@ -221,7 +222,7 @@ def test_exact_steps_come_first_where_they_are_wanted() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A task of a few steps, with methods that serve it."""
+    """Add a task of a few steps, and methods with settings for it; return its name."""
     task = tasks.StepTask(
         title="t", what="", loss="", problem=tasks.digits, steps=12, batch=16, every=6, warmup=0.2
     )

@@ -1,4 +1,4 @@
-"""Errors of predictions, from cells with known times."""
+"""Tests of the page about predictions: their errors in cells with known times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FASTEST = "ours powersgd:1"
 def compared(off: float = 1.0, wrong: tuple[str, ...] = ()) -> list[Any]:
     """Return all cells, with compression that pays and interfaces that count 2 % more bytes.
 
-    Predictions are `off` times the measurement, but in the cells `wrong`, dense takes 1 ms.
+    Predictions are `off` times the measurement; in the cells `wrong`, 1 ms is predicted for dense.
     """
     found = []
     for cell in all_cells():

@@ -1,4 +1,4 @@
-"""Trainings of Accordion and its competitors: bytes, batches, and the page."""
+"""Tests of the trainings of Accordion and its competitors: bytes, batches, and the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 class Drawn:
-    """Random vectors, and the sums of their parts as labels."""
+    """Random vectors, labelled with the sign of the sum of their elements."""
 
     steps = STEPS
 

@@ -1,4 +1,4 @@
-"""Templates, pages that keep notes, and how ranges are written."""
+"""Tests of templates, of pages that keep notes, and of the format of ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluation of storms, from journals with known times."""
+"""Tests of the evaluation of storms, with journals of known times."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_an_orderly_change_loses_nothing() -> None:
 def test_changes_that_come_together_count_once(
     events: tuple[str, str], counted: str, seconds: float
 ) -> None:
-    """A kill counts from its own time, since its residual is lost whatever follows."""
+    """Changes before the ranks connect again give one row: the kill, otherwise the last change.
+
+    The seconds count from that change. A kill has no drift, since it loses a residual in any case.
+    """
     ordered = sorted(CALM, key=lambda e: e["time"])
     changes = [entry(7.5, events[0]), entry(8.0, events[1])]
     found = [*changes, entry(9.0, "enter", step=5, ranks=4, drift=0.1)]
@@ -124,7 +127,7 @@ def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("method", ["topk:0.1", "torchft powersgd:2"])
 def test_ranks_survive_a_short_storm(method: str, tmp_path: Path) -> None:
-    """A rank is killed, another joins; afterwards all have equal weights, and have learnt."""
+    """After a storm with a kill, all ranks have equal weights and nearly the loss of a calm run."""
     options = ["--task", "digits", "--ranks", "3", "--steps", "160", "--pace", "0.2"]
     options += ["--interval", "15", "--lr", "0.01", "--output", str(tmp_path), "--limit", "150"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Command lines of scripts: what dataclasses say is what is read, and the rest is refused."""
+"""Tests of command lines of scripts: dataclasses define the options, and others are refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "told"), REFUSED)
 @pytest.mark.parametrize("action", ["", "run"])
 def test_refused(given: str, told: str, action: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With one sentence, that of the program, and status 2."""
+    """A wrong command line ends with status 2 and one sentence, which names the program."""
     kind: Any = {"run": Options, "other": Words} if action else Options
     with pytest.raises(SystemExit) as ended:
         read_options(kind, [action, *given.split()] if action else given.split(), owner="program")
@@ -237,7 +237,7 @@ def test_scripts_have_help(script: str) -> None:
 
 
 def test_only_exceptions_use_argparse() -> None:
-    """Programs that run where jsonargparse is not installed."""
+    """Only a script that runs where jsonargparse is not installed uses argparse."""
     found = {
         str(path.relative_to(ROOT))
         for folder in ("benchmarks", "examples", "scripts")

@@ -1,4 +1,4 @@
-"""Image sets in all their layouts, and who sees which image."""
+"""Tests of data sets: layouts, damage, caches, downloads, and the images of each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Array = np.ndarray
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache and a data folder of our own; no network."""
+    """Return an empty data folder; the cache is the test's own, and there is no network."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("ACCORDION_DATA", str(tmp_path / "data"))
@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-# ---------------------------------------------------------------------------------- what there is
+# --------------------------------------------------------------------------------- sets in general
 def test_digits() -> None:
     pytest.importorskip("sklearn")
     found = data.load("digits")
@@ -284,7 +284,7 @@ def test_cifar_archive_cut_short(home: Path, size: int) -> None:
         data.load("cifar10")
 
 
-# --------------------------------------------------------------------------------- when it is not
+# --------------------------------------------------------------------- missing data and downloads
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_missing_and_no_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="set ACCORDION_DATA to a folder") as refusal:
@@ -316,7 +316,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder and the address at which it is served; the network is as it is outside of tests."""
+    """Yield a folder and the address at which it is served; downloads work as outside of tests."""
     monkeypatch.undo()
     monkeypatch.delenv("ACCORDION_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -390,7 +390,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         data.load("mnist")
 
 
-# ------------------------------------------------------------------------------------ who sees what
+# ------------------------------------------------------------------------------------------- shards
 @pytest.mark.parametrize(
     ("count", "size", "size_of_batch"), [(103, 4, 8), (12, 3, 4), (7, 7, 5), (64, 1, 10)]
 )

@@ -1,4 +1,4 @@
-"""DataLens: whose data a teacher sees, what a run leaves behind, and what it does when resumed."""
+"""Tests of DataLens: the teachers' data and votes, the privacy budget, and resumption."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_settings_are_checked(more: dict[str, Any], told: str) -> None:
 
 
 def test_the_config_is_understood() -> None:
-    """With as many votes as its budgets allow."""
+    """The config is read, and each of its privacy budgets allows all votes of the training."""
     pytest.importorskip("jsonargparse")
     pytest.importorskip("horovod")
     from examples import config
@@ -73,7 +73,10 @@ def test_the_noise_fits_the_budget() -> None:
 
 
 def test_no_record_has_two_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of ranks, and though classes run out."""
+    """Each record belongs to at most one teacher, on one rank and on three.
+
+    All records have the same label.
+    """
     import torch
 
     chosen = settings(teachers=13)
@@ -94,7 +97,7 @@ def test_no_record_has_two_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_teachers_do_not_know_of_each_other() -> None:
-    """A record that is replaced changes one teacher's wishes, and no other's."""
+    """Replacing a record changes the wishes of its teacher only."""
     import torch
 
     from examples.datalens.gan import Teachers
@@ -118,7 +121,7 @@ def test_teachers_do_not_know_of_each_other() -> None:
 
 
 def test_wishes_make_images_more_real() -> None:
-    """The negative gradient of the generator's loss; none for classes that a teacher never saw."""
+    """Wishes move images so that teachers judge them more real; unseen classes have no wishes."""
     import torch
 
     from examples.datalens.gan import Teachers
@@ -150,7 +153,7 @@ OURS: dict[str, Any] = {"threshold": None}
 
 
 class Painters:
-    """Teachers who all want one image: the wish is the way from an image to it."""
+    """Ten teachers who want the same image: a wish is that image minus the present one."""
 
     def __init__(self, wanted: Any) -> None:
         self.wanted = wanted
@@ -162,7 +165,7 @@ class Painters:
 @pytest.mark.parametrize("network", ["perceptron", "convolutional"])
 @pytest.mark.parametrize("chosen", [PUBLISHED, OURS])
 def test_votes_move_images_as_teachers_ask(network: str, chosen: dict[str, Any]) -> None:
-    """Without noise, each vote moves the pixels that were voted on, and with the vote's sign."""
+    """Without noise, the pixels that were voted on move in the vote's direction on average."""
     import torch
 
     told = settings(network=network, batch=15, k=20, width=16, noise=4, **chosen)
@@ -190,7 +193,7 @@ def test_votes_move_images_as_teachers_ask(network: str, chosen: dict[str, Any])
 
 
 def test_a_vote_is_a_step_of_the_published_length() -> None:
-    """Targets differ from images by step_size on the k pixels of each, and by nothing elsewhere."""
+    """A vote is 1 or -1, as the wishes' sign, on k pixels of each image, and 0 elsewhere."""
     import torch
 
     wishes = torch.randn(1, 15, 64, generator=torch.Generator().manual_seed(0)).expand(10, 15, 64)
@@ -203,7 +206,7 @@ def test_a_vote_is_a_step_of_the_published_length() -> None:
 def test_images_become_more_real_to_their_teachers(
     network: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without noise, all images of the generator, after several votes."""
+    """Without noise, ten votes raise over 90 % of the teachers' judgements of generated images."""
     import torch
 
     told = settings(
@@ -237,7 +240,7 @@ def test_images_become_more_real_to_their_teachers(
 
 
 def test_groups_of_teachers_wish_as_each_would_alone() -> None:
-    """A stacked convolution is each teacher's own, and groups change nothing."""
+    """Teachers with stacked convolutions judge images as the network of each alone would."""
     import torch
 
     from examples.datalens.gan import ConvolutionalTeachers
@@ -266,7 +269,10 @@ def test_groups_of_teachers_wish_as_each_would_alone() -> None:
     [("datalens_mnist_published", 1.0, 1300), ("datalens_mnist_published_10", 10.0, 1643)],
 )
 def test_the_published_settings(name: str, epsilon: float, images: int) -> None:
-    """As many votes as the authors' accounting allows (orders and conversion of their code)."""
+    """The configs have the published settings and as many votes as the authors' accounting allows.
+
+    The orders and the conversion are those of the authors' code.
+    """
     pytest.importorskip("jsonargparse")
     pytest.importorskip("horovod")
     from examples import config
@@ -298,7 +304,7 @@ def test_the_script_refuses_in_a_sentence() -> None:
 @pytest.mark.launch
 @pytest.mark.timeout(240)
 def test_two_ranks_train_and_resume(tmp_path: Path) -> None:
-    """The budget holds; a run that is resumed when all is spent spends no more."""
+    """The privacy budget holds, and a run that is resumed after it is spent releases nothing."""
     pytest.importorskip("horovod")
     pytest.importorskip("sklearn")
     launcher = Path(sys.executable).parent / "horovodrun"

@@ -1,4 +1,4 @@
-"""Graphs for the scripts, and the settings of a comparison of samplers."""
+"""Tests of the graphs for scripts, and of the settings of a comparison of samplers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache and a data folder of our own, and a small set in place of Cora; no network."""
+    """Return an empty data folder; Cora is replaced by a small set, and there is no network."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("ACCORDION_DATA", str(tmp_path / "data"))
@@ -38,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # ------------------------------------------------------------------------------------------- graphs
 def small() -> dict[str, Any]:
-    """Ten nodes that are known and two, 10 and 11, of which one (10) is missing in the test set."""
+    """Return a graph of 12 nodes, of which node 10 has no features and no label."""
     draw = np.random.default_rng(0)
     features = (draw.random((12, 6)) < 0.5).astype(np.float32)
     features[10] = 0
@@ -66,7 +66,7 @@ def write_arrays(folder: Path) -> dict[str, Any]:
 
 
 class Compressed:
-    """Pickles as scipy's rows do under Python 2."""
+    """Matrix that is pickled like a CSR matrix of scipy under Python 2."""
 
     def __init__(self, dense: Array) -> None:
         self.dense = dense
@@ -95,7 +95,7 @@ CsrMatrix.__module__, CsrMatrix.__qualname__ = "scipy.sparse.csr", "csr_matrix"
 
 
 class ByName(pickle._Pickler):  # type: ignore[name-defined]
-    """Writes names of what need not be importable."""
+    """Pickler that writes the names of `rebuild` and `CsrMatrix` without importing them."""
 
     def save_global(self, obj: Any, name: Any = None) -> None:
         if obj in (rebuild, CsrMatrix):
@@ -109,7 +109,7 @@ class ByName(pickle._Pickler):  # type: ignore[name-defined]
 
 
 def write_official(folder: Path, tested: Any = (11, 9)) -> dict[str, Any]:
-    """Of the last three nodes, 11 and 9 are for testing, in this order."""
+    """Write a graph in the official layout, with the nodes `tested` for testing, in this order."""
     made = small()
     hot = np.eye(3, dtype=np.int32)[np.maximum(made["labels"], 0)]
     order = np.array(tested)

@@ -1,4 +1,4 @@
-"""Launchers of ranks: MPI where Horovod has it, else Gloo, else a sentence."""
+"""Tests of the launchers of ranks: MPI where Horovod has it, otherwise Gloo, otherwise an error."""
 
 from __future__ import annotations
 

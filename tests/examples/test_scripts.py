@@ -1,4 +1,4 @@
-"""Settings, what is refused and how, results, resumption, table and picture."""
+"""Tests of the training scripts: settings, refusals, results, resumption, table and picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from examples import config, report, results, simulated_training, start  # noqa:
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-OTHERS = ("gcn_", "datalens_")  # of other scripts, and tested with them
+OTHERS = ("gcn_", "datalens_")  # configs of other scripts, tested with those
 CONFIGS = [x for x in sorted((ROOT / "configs").glob("*.yaml")) if not x.name.startswith(OTHERS)]
 
 
@@ -253,7 +253,7 @@ def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
     ids=["WAGMA", "Accordion"],
 )
 def test_two_ranks_average_models(framework: str, method: str, tmp_path: Path) -> None:
-    """Steps and bytes of averaged models count; a test costs one more average."""
+    """Steps and bytes of averaged models are counted; each test costs one more average."""
     pytest.importorskip({"torch": "torch", "keras": "tensorflow"}[framework])
     words = ["--compression", method, "--limit", "640", "--epochs", "3", "--output", str(tmp_path)]
     done = launched(SCRIPTS / f"train_{framework}.py", *words)
@@ -281,7 +281,11 @@ def test_two_ranks_resume_averaged_models(framework: str, tmp_path: Path) -> Non
 @pytest.mark.launch
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_two_ranks_train_and_resume(framework: str, tmp_path: Path) -> None:
-    """Three epochs at once, and one and then two more, end with the same weights and levels."""
+    """A training that resumes after one of three epochs repeats a whole one.
+
+    Losses agree up to rounding, bytes and levels exactly. With PyTorch, the simulated training
+    agrees, too.
+    """
     pytest.importorskip({"torch": "torch", "keras": "tensorflow"}[framework])
     levels = {"low": "powersgd:4", "high": "powersgd:1", "interval": 1, "threshold": 9.0}
     whole, parts = resumed(framework, levels, tmp_path)

@@ -1,4 +1,4 @@
-"""The short examples: each is started as its docstring says, learns, and sends fewer bytes."""
+"""Tests of the short examples: each starts as its docstring says, learns, and sends fewer bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def commands(script: Path) -> list[list[str]]:
-    """The launch commands of a docstring, as words."""
+    """Return the launch commands of a script's docstring, each as a list of words."""
     text = ast.get_docstring(ast.parse(script.read_text()), clean=False) or ""
     return [shlex.split(line) for line in LINE.findall(text)]
 

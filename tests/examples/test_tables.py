@@ -1,4 +1,4 @@
-"""Tables of text: formats of columns, missing values, Markdown and the terminal."""
+"""Tests of text tables: formats of columns, missing values, Markdown and the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated jobs: bytes of real exchanges, closed forms of links and failures, real decisions."""
+"""Tests of simulated jobs: their bytes, links, clocks, decisions and failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ def job(compression: Any = "dense", ranks: int = 8, steps: int = 10, **options: 
 @pytest.mark.parametrize("ranks, local", [(4, 2), (20, 1)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bytes_are_those_of_a_real_exchange(case: Case, ranks: int, local: int) -> None:
-    """Of four steps, in which phases change and plans settle. Of 20 ranks, no generator ends."""
+    """A simulated job sends the bytes of a real exchange.
+
+    Most cases run four steps, in which their phases change. With 20 ranks, exchange generators stop
+    at their last requests.
+    """
     method, steps = case.compressor, 4
     sizes = {k: v for k, v in SHAPES.items() if not (case.private and k != "a")}
     world = simulate(method, ranks, local_size=local)
@@ -73,7 +77,10 @@ def test_bytes_are_those_of_a_real_exchange(case: Case, ranks: int, local: int) 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_large_answers_are_not_needed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them, the later requests are the same, or depend on the ranks and are refused."""
+    """Without large answers, the bytes and seconds are the same, or the job is refused.
+
+    It is refused if its later requests depend on the number of ranks.
+    """
     kind, sizes = type(case.compressor).__name__, {"a": SHAPES["a"]}
     link = Link(local_size=2)
     full = simulate_job(sizes, case.compressor, 20, 1, link=link)
@@ -93,7 +100,7 @@ def test_bytes_of_averages_are_those_of_the_cost_model(method: Any) -> None:
 
 
 def test_bytes_of_hosts() -> None:
-    """The ring of an allreduce leaves each host once; an alltoall leaves it once per rank."""
+    """A ring's messages leave each host once; those of an alltoall leave it once per rank."""
     dense = job("dense", 16, 3, link=Link(local_size=4))
     assert dense.sent_by_host == pytest.approx(dense.sent_by_rank)
     link, column = Link(local_size=4), Partition([range(i, 16, 4) for i in range(4)])
@@ -107,7 +114,7 @@ def test_bytes_of_hosts() -> None:
 
 # --------------------------------------------------------------------------------------- links
 def ring(sizes: np.ndarray, latency: np.ndarray, bandwidth: np.ndarray) -> float:
-    """Pass chunks around a ring, round by round: reduce-scatter, then allgather."""
+    """Return the seconds of a ring allreduce: chunks are passed around the ring, round by round."""
     clock = np.zeros(len(sizes))
     for _ in range(2 * (len(sizes) - 1)):
         arrived = np.roll(clock + latency + sizes / len(sizes) / bandwidth, 1)
@@ -166,7 +173,7 @@ def test_links_within_hosts() -> None:
 
 
 def test_neighbours_wait_for_their_own_messages() -> None:
-    """Rank 0 of a ring has a slow link: it and its neighbours wait."""
+    """If rank 0 of a ring has a slow link, only that rank and its two neighbours wait."""
     to = [((rank + 1) % 6, (rank - 1) % 6) for rank in range(6)]
     link = Link(0.0, (1e6, *[1e9] * 5))
     cost = link.cost(Operation("neighbours", 1e6), Neighbourhood(to, to), 6)
@@ -212,7 +219,7 @@ def test_bounds_of_overlap(compression: str, bandwidth: float) -> None:
 
 
 def test_overlap_hides_large_layers() -> None:
-    """Two layers: the first message travels during the second half of the backward pass."""
+    """With two layers, the first message travels during the second half of the backward pass."""
     model = {"late": (2048, 1024), "early": (2048, 1024)}
     size = 2 * (7 / 8) * 4 * 2048 * 1024
     run = simulate_job(model, "dense", 8, 3, link=Link(0.0, size / 0.02), compute=Constant(0.12))
@@ -225,7 +232,10 @@ def test_overlap_hides_large_layers() -> None:
 
 
 def test_encoding_takes_the_training_thread() -> None:
-    """TopK reads the gradient to encode; to decode, the gradient and the messages of all ranks."""
+    """Encoding and decoding add to the time of a step.
+
+    TopK reads the gradient to encode, and the gradient and the messages of all ranks to decode.
+    """
     free, model = Link(0.0, math.inf), {"a": (200, 100)}
     run = simulate_job(model, TopK(0.1), 8, 4, link=free, encoding=Throughput(1e6))
     message = (run.sent_by_rank - 2 * 8 * 7 + 8 * 7) / 7  # without the flag, which 7 others receive
@@ -246,7 +256,7 @@ def test_parts_add_up() -> None:
 
 @pytest.mark.parametrize("method", [LocalSGD(5), WAGMA(4, 5), DPSGD("ring"), DiLoCo(4)], ids=repr)
 def test_averages_take_as_long_as_with_models(method: Any) -> None:
-    """`train` runs each rank's models and clocks one by one."""
+    """A simulated job takes as long as `train`, which runs the ranks' models and clocks singly."""
     link, compute = Link(1e-3, 1e6), LogNormal(0.1, 0.5)
     run = job(method, 16, 20, link=link, compute=compute)
     other = train(method, 16, 20, compute, link, size=BYTES)
@@ -276,7 +286,7 @@ def lr(step: int) -> float:
 
 
 def by_hand(policy: Any, names: list[str], steps: int) -> list[Any]:
-    """Drive a policy as an exchange of one rank does, with the same numbers."""
+    """Drive a policy as an exchange of one rank does; return its decisions."""
     for name in names:
         policy.current[name] = policy.start(name)
     for step in range(steps):
@@ -334,7 +344,11 @@ def test_large_batches_compute_more() -> None:
 
 # ------------------------------------------------------------------------------------ failures
 def test_a_failure_at_a_known_time() -> None:
-    """Steps of 1 s, a commit of 0.5 s after each 4: a failure at 10.25 s is 1.25 s after one."""
+    """A failure loses the time since the last commit.
+
+    Steps take 1 s, and a commit of 0.5 s follows each fourth one: a failure at 10.25 s is 1.25 s
+    after a commit.
+    """
     failures = Failures(times=[10.25], detection=3, restart=4, commit_every=4, commit=0.5)
     run = job(steps=12, link=FREE, compute=Constant(1.0), failures=failures)
     (failure,) = run.failures
@@ -355,7 +369,8 @@ def test_a_failure_during_a_restart_begins_it_anew() -> None:
 def test_random_failures_cost_what_theory_says() -> None:
     """A failure loses (e^q - 1 - q) / (q (e^q - 1)) of the seconds T between commits, q = T / mean.
 
-    That is the mean time of a failure within T, given that there is one; about a half.
+    The fraction, about a half, is the mean time of the first failure within T, given that there is
+    one.
     """
     mean, every = 40.0, 20
     failures = Failures(mean, detection=0.5, restart=1.5, commit_every=every)
@@ -441,7 +456,7 @@ MODEL = {f"layer{i}.{k}": s for i in range(50) for k, s in (("w", (512, 1024)), 
     + ["Accordion(PowerSGD(4), PowerSGD(1), window=5, interval=1)"],
 )
 def test_four_thousand_ranks(spec: str) -> None:
-    """At 50 steps in 15 s, 1,000 steps take less than five minutes."""
+    """50 steps take less than 15 CPU seconds, so 1,000 steps take less than five minutes."""
     began = time.process_time()
     link = Link(2e-4, 1.25e9, local_size=8, inside=Link(5e-6, 1e11))
     run = simulate_job(MODEL, parse(spec), 4096, 50, link=link, compute=LogNormal(0.12, 0.05))

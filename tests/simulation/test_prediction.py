@@ -1,4 +1,4 @@
-"""Rehearsals do the work of a job on one rank, and predictions follow the links."""
+"""Tests of rehearsals, which do the work of a job on one rank, and of predictions."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
 
 @pytest.mark.parametrize(("engine", "trips"), [("torch", 12), ("horovod", 24)])
 def test_a_distant_link_takes_the_round_trips_of_its_rings(engine: str, trips: int) -> None:
-    """Two reductions of six trips each; before each of them Horovod waits three and negotiates."""
+    """Two reductions take six round trips each; with Horovod, six more precede each reduction.
+
+    Horovod first waits for the present negotiation, of three round trips, and then negotiates.
+    """
     took = [seconds("powersgd:1", engine, bandwidth=1e12, rtt=rtt) for rtt in (1.0, 2.0)]
     assert took[1] - took[0] == pytest.approx(trips, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""Virtual time: against what can be worked out by hand, and against an oracle of its own."""
+"""Tests of virtual time: comparison with results worked out by hand and with an oracle."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def update(rank: int, step: int, model: np.ndarray | None = None) -> np.ndarray:
 
 
 def labels(times: np.ndarray, period: int) -> list[list[tuple[int, bool, int]]]:
-    """Without costs, who contributes which version follows from the times alone.
+    """Return the version of each rank's contributions, worked out from the compute times alone.
 
-    A version is active when its first rank arrives; everybody gives what was published until then.
-    Nobody waits, except at a period's end for the last.
+    Messages take no time. A version becomes active when its first rank arrives, and each rank
+    contributes the newest model that it has published by then. Ranks wait only at a period's end,
+    for the last rank.
     """
     steps, ranks = times.shape
     logs: list[list[tuple[int, bool, int]]] = [[] for _ in range(ranks)]
@@ -47,7 +48,10 @@ def labels(times: np.ndarray, period: int) -> list[list[tuple[int, bool, int]]]:
     ("ranks", "each", "period"), [(8, 4, 10), (8, 2, 5), (4, 4, 4), (6, 3, 7), (5, 2, 6)]
 )
 def test_every_model_is_that_of_the_oracle(ranks: int, each: int, period: int) -> None:
-    """Bit for bit: which model each version used, and every rank's model after each step."""
+    """Every rank's model after each step equals the oracle's bit for bit.
+
+    The fraction of late contributions, their largest age, and the seconds are the oracle's, too.
+    """
     steps, compute = 4 * period, LogNormal(0.1, 1.0)
     run = train(
         WAGMA(each, period), ranks, steps, compute, FREE, wait_avoiding=True,
@@ -64,7 +68,7 @@ def test_every_model_is_that_of_the_oracle(ranks: int, each: int, period: int) -
 
 
 def test_costs_only_delay() -> None:
-    """With costs the same holds, but later: no version is older than the period allows."""
+    """Messages that take time delay a training; no contribution is older than a period allows."""
     method = WAGMA(4, 6)
     slow = train(method, 16, 60, Stragglers(), Link(1e-3, 1e9), wait_avoiding=True, size=4e7)
     free = train(method, 16, 60, Stragglers(), FREE, wait_avoiding=True)
@@ -74,7 +78,10 @@ def test_costs_only_delay() -> None:
 @pytest.mark.parametrize("each", [1, 2, 8])
 @pytest.mark.parametrize("wait_avoiding", [False, True])
 def test_equal_times_are_those_of_the_link(each: int, wait_avoiding: bool) -> None:
-    """Nobody is late: a step takes computing, a group's exchange, and all's at a period's end."""
+    """With equal compute times, no rank is late, and a step takes computing and one exchange.
+
+    The exchange is that of a group, and at a period's end that of all ranks.
+    """
     link = Link(1e-3, 1e9)
     run = train(WAGMA(each, 5), 8, 10, Constant(0.1), link, wait_avoiding=wait_avoiding, size=1e7)
 
@@ -100,7 +107,10 @@ def test_equal_times_are_those_of_the_link(each: int, wait_avoiding: bool) -> No
     ids=repr,
 )
 def test_who_waits_for_whom(method: Any, due: str) -> None:
-    """Averages of all each step wait for the slowest of each step; others for whole windows."""
+    """An average of all ranks in each step waits for the slowest rank of the step.
+
+    An average after a window of steps waits for the slowest rank of the window.
+    """
     compute = Stragglers(0.02, 0.18)
     times = compute.draw(8, 40, 0)
     expected = times.max(1).sum() if due == "max" else times.reshape(4, 10, 8).sum(1).max(1).sum()
@@ -115,12 +125,15 @@ def test_gossip_waits_for_neighbours_only() -> None:
         def draw(self, ranks: int, steps: int, seed: int) -> np.ndarray:
             return times
 
-    # rank 0 holds up its neighbours at once, theirs a step later; rank 4 never hears of it
+    # rank 0 delays its neighbours at once, and others a step later each; it never delays rank 4
     assert train(DPSGD("ring"), 8, 3, Once(), FREE).waited == pytest.approx(6 * 9 / 8 / 3)
 
 
 def test_methods_in_the_order_of_the_paper() -> None:
-    """64 ranks, two of them late at each step: who waits less is faster, and stays together."""
+    """Methods that wait less are faster, and models of groups stay closer than those of local SGD.
+
+    Of 64 ranks, one or two are late in each step.
+    """
     rates, apart = {}, {}
     for name, method, avoiding in (
         ("allreduce", LocalSGD(1), False),

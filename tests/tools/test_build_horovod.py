@@ -31,7 +31,7 @@ def write_wheel(path, names=("horovod/torch/mpi_lib_v2.so", "horovod/tensorflow/
 
 
 def stand_in_source(folder):
-    """The lines of Horovod's source that the edits know, and a line around them."""
+    """Write the lines of Horovod's source that the edits replace, with other lines around them."""
     for path in {edit.path for edit in bh.EDITS}:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("# before\n")
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_no_part_of_a_wheel(tmp_path, monkeypatch):
 
 
 def test_damaged_cached_wheel_is_built_again(tmp_path, monkeypatch):
-    """The whole of build(), with the minutes of compiling replaced by a file."""
+    """`build` uses a cached wheel, and replaces a damaged one; a file stands in for compiling."""
     built = []
 
     def fake_build(folder, frameworks, env, log):
@@ -221,7 +221,7 @@ def one_line(done):
 
 
 def command_folder(folder, *names):
-    """A PATH of one folder with nothing but these commands."""
+    """Make a folder with nothing but these commands, to be used as PATH."""
     folder.mkdir()
     for name in names:
         (folder / name).symlink_to(shutil.which(name))
@@ -229,7 +229,7 @@ def command_folder(folder, *names):
 
 
 def fake_frameworks(folder, *names):
-    """Modules that can be found like frameworks, for a Python without any."""
+    """Make modules that can be found like frameworks, for a Python without any."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text("")
@@ -238,7 +238,7 @@ def fake_frameworks(folder, *names):
 
 @pytest.fixture
 def tools(tmp_path, monkeypatch):
-    """check_tools with a chosen PATH instead of this machine's."""
+    """Return a function that calls `check_tools` with a PATH of chosen commands."""
 
     def check(*names, frameworks=BOTH, **env):
         folder = command_folder(tmp_path / "bin", *names)
@@ -248,7 +248,7 @@ def tools(tmp_path, monkeypatch):
 
 
 def test_missing_compiler_is_one_sentence(tmp_path):
-    """The real command, with no compiler on PATH and none next to Python."""
+    """The command reports in one sentence that no compiler is on PATH or next to Python."""
     modules = fake_frameworks(tmp_path / "modules", "torch")
     python = tmp_path / "venv" / "bin"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", python.parent], check=True)
@@ -313,7 +313,7 @@ def test_no_space(tmp_path):
 
 
 def test_unwritable_cache():
-    """/proc takes no folders, not even root's."""
+    """A cache that cannot be written is reported; not even root can make folders in /proc."""
     assert "cannot be written" in one_line(run_module("--cache", "/proc/cache"))
 
 
@@ -349,7 +349,7 @@ def test_a_failing_step_names_cause_and_log(tmp_path, capsys):
 
 
 def test_without_an_index_fetching_fails_in_one_sentence(tmp_path):
-    """pip's own configuration decides; here it knows no place at all."""
+    """Fetching fails with one sentence if the configuration of pip names no index."""
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     with pytest.raises(bh.BuildError, match="fetching horovod==0.28.1 failed: the package index"):
         bh.fetch_source(tmp_path, env, tmp_path / "log")

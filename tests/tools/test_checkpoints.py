@@ -1,4 +1,4 @@
-"""`accordion-hvd checkpoint show` tells what is there, and what is damaged."""
+"""Tests of `accordion-hvd checkpoint show`: the contents of checkpoints, and their damage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAVED = Path(__file__).resolve().parents[1] / "engine" / "saved"
 
 
 def save(directory: Path, world: World) -> Path:
-    """Write what `save_state` writes, without the collectives around it."""
+    """Write a checkpoint as `save_state` does, but without collectives; return its folder."""
     folder = files.new_folder(directory)
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
     checkpoint._complete(folder, world.exchanges[:1], rows)
@@ -42,7 +42,7 @@ def train(world: World, steps: int, ranks: int = 2) -> World:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, World]:
-    """A directory with checkpoints after steps 3 and 6, on two ranks."""
+    """Return a directory with checkpoints after steps 3 and 6, and its two ranks."""
     policy = Accordion(
         low=PowerSGD(4), high=TopK(0.1), window=2, interval=1, overrides={"v": PowerSGD(1)}
     )
@@ -80,7 +80,7 @@ def test_what_a_checkpoint_holds(two: tuple[Path, World]) -> None:
 
 
 def test_residuals_of_layers_and_ranks(two: tuple[Path, World]) -> None:
-    """Their norms are those of the ranks' states."""
+    """The norms of layers and ranks are those of the residuals in the ranks' states."""
     directory, world = two
     text = show(directory).output
     by_rank = [
@@ -132,7 +132,7 @@ def _replace(folder: Path, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("told", DAMAGES)
 def test_damage(told: str, two: tuple[Path, World]) -> None:
-    """The sentence names the file; the details are those of the checkpoint that is restored."""
+    """The error says what is damaged; the details are those of the checkpoint that is restored."""
     directory, _ = two
     DAMAGES[told](directory / "state-00002")
     done = show(directory)
@@ -173,7 +173,7 @@ def test_checkpoints_of_older_versions_and_of_every_kind() -> None:
 
 
 def test_privacy_that_was_spent_since(tmp_path: Path) -> None:
-    """`load_state` restores no older checkpoint, so `show` must not say so."""
+    """If a privacy budget was spent, `show` says that `load_state` restores no older checkpoint."""
     complete = checkpoints.Checkpoint(tmp_path, {"exchanges": [{"policy": {"privacy": {}}}]})
     damaged = [checkpoints.Checkpoint(tmp_path / "x", problem="cut")]
     assert "restores no older one" in checkpoints._verdict(damaged, complete)
@@ -188,7 +188,10 @@ def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
 
 
 def test_compressors_by_the_policys_text() -> None:
-    """Levels, then the fallbacks of a gate; a policy that reads a file is not made."""
+    """A policy's text gives the compressors of its levels, then the fallbacks of its gate.
+
+    `Replay`, which would read a file, is not made from its text.
+    """
     policy = Accordion(low=PowerSGD(4), high=TopK(0.1), gate=Gate())
     again = recorded.policy_of(repr(policy))
     found = [recorded.compressor_at(again, "w", level) for level in range(5)]

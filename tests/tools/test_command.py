@@ -1,4 +1,4 @@
-"""The console command: help, exit statuses, start-up, completion, and scripts of a checkout."""
+"""Tests of the console command: help, exit statuses, completion, and scripts of a checkout."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_words_are_completed(words: str, number: str, found: str) -> None:
 
 # ------------------------------------------------------------------------- scripts of a checkout
 class Replaced(Exception):
-    """Stands for the end of a process that another program replaces."""
+    """Stand-in for the end of a process that another program replaces."""
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_the_current_directory_comes_first(
 def test_without_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
 ) -> None:
-    """The scripts folder of another program is not run."""
+    """A scripts folder that is not beside the package is not run, and one sentence says so."""
     (made(tmp_path) / "accordion_hvd" / "__init__.py").unlink()
     monkeypatch.chdir(tmp_path)
     installed = tmp_path / "site-packages"

@@ -25,7 +25,7 @@ def run_doctor(python, *arguments, **env):
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory):
-    """A virtual environment with nothing in it, not even pip."""
+    """Return the Python of a virtual environment with nothing in it, not even pip."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     return folder / "bin" / "python"
@@ -209,7 +209,7 @@ def test_launch_for_real():
 
 @pytest.mark.launch
 def test_torchrun_is_enough(bare_python, tmp_path):
-    """PyTorch and NumPy alone, and no launcher but torchrun, of which two ranks are started."""
+    """With PyTorch, but without Horovod and MPI, two ranks can be started with torchrun."""
     torch = pytest.importorskip("torch")
     packages = next(bare_python.parent.parent.glob("lib/python*/site-packages"))
     absent = {"horovod", "tensorflow", "keras", "mpi4py"}

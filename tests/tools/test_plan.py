@@ -1,4 +1,4 @@
-"""`accordion-hvd plan` loads a model, measures it, and prints a table and a verdict."""
+"""Tests of `accordion-hvd plan`, which measures a model and prints a table and a verdict."""
 
 from __future__ import annotations
 

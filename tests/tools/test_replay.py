@@ -1,4 +1,4 @@
-"""`accordion-hvd replay` shows decisions, and writes those that `Replay` repeats."""
+"""Tests of `accordion-hvd replay`: it shows decisions, and writes those that `Replay` repeats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def schedule() -> StepSchedule:
 
 
 def gradients(steps: int = 8, ranks: int = 2) -> list[list[dict[str, np.ndarray]]]:
-    """Return gradients that make Accordion switch: those of v grow."""
+    """Return gradients that make Accordion switch, since those of v grow."""
     rng = np.random.default_rng(0)
     return [
         [
@@ -79,7 +79,7 @@ def result(world: World, folder: Path) -> Path:
 @pytest.mark.parametrize("make", [saved, ledger, result])
 @pytest.mark.parametrize("policy", [accordion, schedule])
 def test_another_run_repeats_them(policy: Any, make: Any, tmp_path: Path) -> None:
-    """From the first step on, with the same compressors in each step."""
+    """A run with `Replay` has the same compressors in each step, from the first step on."""
     world, levels = train(policy())
     assert len({json.dumps(each) for each in levels}) > 1
     path = tmp_path / "decisions.json"
