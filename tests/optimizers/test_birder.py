@@ -1,4 +1,4 @@
-"""Birder: what is random in it, what is not, and what it does for training."""
+"""Tests of Birder: its random signs, moments, exchanges, stages, and effect on training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ Signs = Callable[[np.ndarray, int], np.ndarray]
 
 
 def check_unbiased(draw: Signs) -> None:
-    """200 000 draws, over positions and over seeds: means and variances to sampling error."""
+    """Check the means and variances of 200 000 draws, up to the sampling error.
+
+    These draws differ in position. For 5000 draws that differ in the seed, means are checked.
+    """
     count = 200_000
     for u in HALVES:
         bound = 4 * np.sqrt((1 - u**2) / count) + 2**-16
@@ -69,14 +72,14 @@ def test_a_random_bit_is_unbiased() -> None:
 
 
 def test_plain_signs_are_found_out() -> None:
-    """Majority votes of signs: what the method is not."""
+    """The check of unbiased draws fails for plain signs, which are biased (negative control)."""
     with pytest.raises(AssertionError):
         check_unbiased(lambda x, seed: xp.pack_signs(x))
 
 
 @pytest.mark.parametrize("size", [1, 13, 150_001])
 def test_a_bit_is_a_comparison_with_the_table(size: int) -> None:
-    """Bit by bit in double precision."""
+    """Each bit tells whether the table's number is at least (1 - x) / 2, up to rounding of ties."""
     x = np.random.default_rng(size).uniform(-1, 1, size).astype(np.float32)
     x[::3] = 0
     r = numbers(size, 9).astype(float)
@@ -95,7 +98,7 @@ def test_certain_bits_are_certain() -> None:
 # -------------------------------------------------------------------------------------- moments
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_m_never_exceeds_b(framework: Framework) -> None:
-    """A thousand steps (in NumPy) whose scales vary wildly."""
+    """|m| never exceeds b, and b stays finite, in steps whose scales vary wildly."""
     rng = np.random.default_rng(0)
     world = Ranks(Birder(), 2, framework)
     for _ in range(1000 if framework is NUMPY else 100):
@@ -111,7 +114,10 @@ def test_m_never_exceeds_b(framework: Framework) -> None:
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH)))
 def test_a_step_taken_back_leaves_ratios_within_bounds(framework: Framework) -> None:
-    """Rounding errors of what is taken back may exceed what m and b were."""
+    """After a huge step is taken back, all elements of later steps are still -1 or 1.
+
+    The rounding errors of the subtraction may exceed the previous m and b.
+    """
     world = simulate(Birder(), 2)
     rng = np.random.default_rng(1)
     for step in range(8):
@@ -127,7 +133,7 @@ def test_a_step_taken_back_leaves_ratios_within_bounds(framework: Framework) -> 
 
 @pytest.mark.parametrize("ranks, local", [(1, 1), (3, 1), (4, 2), (129, 1)])
 def test_steady_gradients_give_their_signs(ranks: int, local: int) -> None:
-    """From the first step on, and with more ranks than an 8-bit count has room for."""
+    """Steps are the gradients' signs from the first step on, also on more than 128 ranks."""
     g = np.random.default_rng(2).normal(size=200)
     for within in (None, "bits", "half"):
         world = placed(Birder(within=within), ranks, local)
@@ -148,7 +154,7 @@ def test_scale_does_not_matter(local: int) -> None:
 
 @pytest.mark.parametrize("slow, rests", [(None, False), (0.99, True)])
 def test_a_slower_scale_lets_elements_rest(slow: float | None, rests: bool) -> None:
-    """After a single gradient; in its own step u is 1, as all bounds allow."""
+    """After a single gradient, u falls from 1 to 0 if `beta_b` is set, and stays 1 otherwise."""
     world = Ranks(Birder(beta=0.9, beta_b=slow).dense(), 2)
     steps = [world.step([g, g])[0] for g in [np.ones(30), *np.zeros((80, 30))]]
     assert (np.abs(steps) <= 1).all()
@@ -159,7 +165,7 @@ def test_a_slower_scale_lets_elements_rest(slow: float | None, rests: bool) -> N
 # ------------------------------------------------------------------------------------- two bits
 @pytest.mark.parametrize("inner", [0.0625, 0.5])
 def test_two_random_bits_are_unbiased(inner: float) -> None:
-    """One of the two levels next to each element, with the mean and the variance that it must."""
+    """A draw is one of the two levels next to u, with mean u and the variance that follows."""
     count = 200_000
     for u in (*HALVES, inner, -inner, 1.5):
         draw = Draw(7, inner)
@@ -198,7 +204,7 @@ def test_steps_have_two_lengths(ranks: int, local: int, within: str | None) -> N
 def test_a_fraction_of_bits_is_met_by_turns(
     framework: Framework, options: dict[str, Any], told: list[int]
 ) -> None:
-    """In a silent exchange no element steps and errors stay; m and b do not."""
+    """Steps follow the oracle, and no element moves in a silent exchange."""
     rule = Birder(**options)
     local = 2 if rule.within else 1
     world = simulate(rule, 2 * local, local_size=local)
@@ -223,7 +229,7 @@ def test_a_fraction_of_bits_is_met_by_turns(
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_a_nan_is_skipped_where_nothing_is_drawn(framework: Framework) -> None:
-    """That exchange has no number in the order of turns, but one for what is random."""
+    """A skipped exchange does not count in the order of turns, but counts in the random seeds."""
     rule = Birder(bits=0.5, feedback=True)
     world, oracle = simulate(rule, 2), BirderOracle(2, 1161, rule, silent=lambda step: step == 2)
     for step, now in enumerate(np.random.default_rng(8).normal(size=(4, 2, 27, 43))):
@@ -239,9 +245,9 @@ def test_a_nan_is_skipped_where_nothing_is_drawn(framework: Framework) -> None:
         np.testing.assert_allclose(found[0]["w"].reshape(-1), wanted, atol=1e-10)
 
 
-# --------------------------------------------------------------------------------- conversations
+# ------------------------------------------------------------------------------------- exchanges
 def check_mean(rule: Birder, ranks: int, local: int, steps: int = 200) -> None:
-    """The mean of what all ranks hold is the ranks' mean of u, for m and b that stay."""
+    """Check that the mean of many steps is the ranks' mean of u, with m and b held constant."""
     kinds, alike = 16, 64
     u = np.random.default_rng(4).uniform(-1, 1, (ranks, kinds))
     u[:, :3] = 1, -1, 0
@@ -287,9 +293,9 @@ SOME = {NUMPY: PLACES, POISONED: PLACES[2:3], TORCH: PLACES[2:], TENSORFLOW: PLA
 def test_machines(
     framework: Framework, places: tuple[int, int], within: str, bits: int, feedback: bool
 ) -> None:
-    """What all ranks get is what a loop over machines, places and chunks gives, in any framework.
+    """Steps equal those of a loop over hosts, ranks and chunks, in any framework.
 
-    Vectors that do not fill their chunks, or fill fewer than there are, included.
+    One vector does not fill its last chunk; the other one fills fewer chunks than there are.
     """
     ranks, local = places
     rule = Birder(within=within, feedback=feedback, bits=bits)
@@ -307,7 +313,7 @@ def test_machines(
 
 
 def test_machines_need_not_have_neighbouring_ranks() -> None:
-    """Ranks by host in any order: all agree, and the mean is right."""
+    """The ranks of a host need not be consecutive: all ranks get the signs of equal gradients."""
     u = np.random.default_rng(5).uniform(-1, 1, 600)
     for within in ("bits", "half"):
         world = placed(Birder(within=within, beta=0.99), 6, 3)
@@ -321,7 +327,10 @@ def test_machines_need_not_have_neighbouring_ranks() -> None:
 @pytest.mark.parametrize("within", ["bits", "half"])
 @pytest.mark.parametrize("ranks, local", [(4, 2), (6, 3), (4, 4), (4, 1)])
 def test_bytes_by_machine(ranks: int, local: int, within: str) -> None:
-    """And how many of them leave a machine: the L-th part of what they would without places."""
+    """The payload and the bytes between hosts are as predicted.
+
+    With L ranks a host, an exchange that ignores hosts would send L times as many between them.
+    """
     rule, size, steps = Birder(within=within), 27 * 43, 3
     world = simulate(rule, ranks, local_size=local)
     for seed in range(steps):
@@ -344,9 +353,9 @@ def test_uneven_machines_are_refused() -> None:
 
 
 def test_moments_stay_when_ranks_move() -> None:
-    """Unlike states of parts of tensors: an elastic job may find its ranks on other machines.
+    """Moments are kept if the ranks of an elastic job move to other hosts.
 
-    The steps after the move are those of the new places, from the moments of the old ones.
+    The steps after the move are those of the new placement, from the moments before it.
     """
     rule, size = Birder(0.5, within="half"), 40 * 30
     world, rng = simulate(rule, 4, local_size=2), np.random.default_rng(6)
@@ -372,7 +381,7 @@ def test_moments_stay_when_ranks_move() -> None:
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 @pytest.mark.parametrize("within", [None, "half"])
 def test_traced(within: str | None) -> None:
-    """In a graph, traced once, the step a tensor: what NumPy gives."""
+    """In a graph with the step as a tensor, steps are NumPy's, and the graph is traced once."""
     import tensorflow as tf
 
     rule = Birder(within=within, feedback=True)
@@ -395,7 +404,7 @@ def test_traced(within: str | None) -> None:
 
 # ------------------------------------------------------------------------------------- stages
 def test_stages_share_moments() -> None:
-    """A critical regime averages u exactly, from the moments of the steps before."""
+    """Moments continue across stages, and the dense stage averages u exactly."""
     rule = Birder(beta=0.7)
     assert Accordion(low=rule.dense(), high=rule).output == "update"
     world = simulate(StepSchedule({0: rule.dense(), 3: rule, 6: rule.dense()}, window=1), 2)
@@ -415,7 +424,10 @@ def test_stages_share_moments() -> None:
 
 
 def test_rescaled_moments() -> None:
-    """On another number of ranks: means of both, so that bounds and the mean direction hold."""
+    """On another number of ranks, m and b are the means of the old ranks' m and b.
+
+    So |m| <= b still holds. The mean residual of ranks includes the residuals of chunk owners.
+    """
     rule = Birder(feedback=True)
     world = Ranks(rule, 3)
     for seed in range(5):
@@ -437,7 +449,11 @@ def test_rescaled_moments() -> None:
 def loss_after(
     rule: Birder, steps: int = 1000, lr: float = 1e-2, apart: float = 0.0, ranks: int = 8
 ) -> float:
-    """Of a quadratic in 64 dimensions, curvatures 1 to e^3, noise 0.5; lr falls twice by 10."""
+    """Return the loss of a quadratic in 64 dimensions after training.
+
+    Curvatures are 1 to e^3, and gradients have noise of 0.5. lr falls twice by a factor of 10.
+    `apart` scales the differences of the ranks' optima.
+    """
     rng, size = np.random.default_rng(9), 64
     curvature, optima = np.exp(np.linspace(0, 3, size)), apart * rng.normal(size=(ranks, size))
     x, world = rng.normal(size=size), Ranks(rule, ranks)
@@ -449,7 +465,7 @@ def loss_after(
 
 
 def test_converges_where_data_are_alike() -> None:
-    """On one machine or two; better with feedback; nearly as the exact mean of u does."""
+    """Random signs converge, with hosts or without, and end nearer to the optimum with feedback."""
     rules = [Birder(), Birder(within="half"), Birder(feedback=True), Birder().dense()]
     plain, machines, fed, exact = (loss_after(rule) for rule in rules)
     assert exact < plain < 1e-2 and exact < machines < 1e-2
@@ -457,13 +473,13 @@ def test_converges_where_data_are_alike() -> None:
 
 
 def test_different_data_are_a_bias() -> None:
-    """The known bias of normalisers that are each rank's own, in either stage."""
+    """With different data, each rank's own normaliser is a known bias, in both stages."""
     assert loss_after(Birder(), apart=1.0) > 5
     assert loss_after(Birder().dense(), apart=1.0) > 5
 
 
 def wandering(rule: Birder, local: int, steps: int = 400) -> np.ndarray:
-    """How far elements without gradients are from their start after each step, in lr: (steps,)."""
+    """Return the RMS distance of elements without gradients from their start, in lr: (steps,)."""
     world, rng = placed(rule, 4, local), np.random.default_rng(10)
     moved, found = np.zeros(400), []
     for _ in range(steps):
@@ -476,7 +492,7 @@ def wandering(rule: Birder, local: int, steps: int = 400) -> np.ndarray:
 
 
 def test_steps_without_gradients_are_fair_coins() -> None:
-    """As in the paper: independent of each other, so that their sum is a random walk."""
+    """Elements without gradients take independent random steps, as in the paper: a random walk."""
     found = wandering(Birder(), 1)
     np.testing.assert_allclose(found[[99, 399]], [10, 20], rtol=0.15)
 
@@ -484,13 +500,13 @@ def test_steps_without_gradients_are_fair_coins() -> None:
 @pytest.mark.parametrize("within", [None, "bits", "half"])
 @pytest.mark.parametrize("bits", [0.5, 0.9, 1, 1.9, 2])
 def test_feedback_holds_elements_without_gradients(within: str | None, bits: float) -> None:
-    """Whatever the number of bits, also where some exchanges send nothing."""
+    """Elements without gradients stay near their start, also if some exchanges send nothing."""
     assert wandering(Birder(within=within, feedback=True, bits=bits), 2).max() < 4
 
 
 @pytest.mark.parametrize("feedback", [False, True])
 def test_draws_of_two_steps_are_independent(feedback: bool) -> None:
-    """Without feedback; with it, the second takes the first one's error back."""
+    """Draws are independent without feedback; with feedback, the second cancels the first."""
     world = Ranks(Birder(feedback=feedback), 1)
     first, second = (world.step([np.zeros(100_000)])[0] for _ in range(2))
     agree = (first * second).mean()
@@ -510,7 +526,10 @@ def test_feedback_tracks_the_sum() -> None:
 
 
 def test_a_slower_scale_ends_what_one_gradient_began() -> None:
-    """u knows no scale: by default an element goes on for ever after its only gradient."""
+    """With `beta_b`, an element comes to rest after its only gradient.
+
+    u does not depend on the gradient's scale, so by default the element moves on for ever.
+    """
     for slow, on in ((None, True), (0.99, False)):
         world, late = Ranks(Birder(0.9, feedback=True, beta_b=slow), 2), np.zeros(100)
         for step in range(300):
@@ -535,7 +554,7 @@ def test_removed_arguments_say_what_to_use(options: dict[str, Any], advice: str)
 
 
 def test_defaults_of_removed_arguments_are_accepted() -> None:
-    """Models that version 0.1.0 saved contain them."""
+    """Defaults of removed arguments, which models saved by version 0.1.0 contain, are accepted."""
     assert Birder(shared=False, eps=0.0, exact=False) == Birder()
 
 

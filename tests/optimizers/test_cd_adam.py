@@ -1,4 +1,4 @@
-"""CD-Adam's own laws: what ranks and servers hold, and what that is good for."""
+"""Tests of CD-Adam: replicas of ranks and servers, contraction, convergence and stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ INNER = (*OURS, *(FOUND[kind] for kind in NEW))
 
 @dataclass(frozen=True)
 class Whole(Compressor):
-    """Sends all, and keeps nothing: in fp64, so that only the optimizer's own rounding is left."""
+    """Compressor that sends everything, so that the residual is zero.
+
+    It computes in fp64, so that only the optimizer's own rounding is left.
+    """
 
     contractive: ClassVar[bool] = True
 
@@ -62,7 +65,7 @@ class Whole(Compressor):
 
 
 class Told(Ranks):
-    """Ranks that are told weights and settings of a group."""
+    """Ranks whose rule is given weights and the settings of a parameter group."""
 
     weights: Any = None
     hyper: dict[str, Any] = {}
@@ -80,7 +83,7 @@ def gradients_of(
 
 
 def held(world: Ranks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mean of the ranks' replicas, the servers' replica of it, and the estimate."""
+    """Return the ranks' mean replica, the servers' replica of that mean, and the estimate."""
     states = [{k: world.framework.array(x) for k, x in s.items()} for s in world.states]
     estimate = states[0]["estimate"]
     for state in states:
@@ -94,7 +97,7 @@ def held(world: Ranks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return mean, estimate + lacks, estimate
 
 
-# ----------------------------------------------------------------------------- what is held by whom
+# ---------------------------------------------------------------------------------------- replicas
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("replica_lr", [1, 0.3])
@@ -114,7 +117,7 @@ def test_the_server_knows_the_mean_of_the_replicas(
 def test_with_slow_replicas_steps_lack_only_what_is_owed(
     framework: Framework, bits: float, preconditioned: bool
 ) -> None:
-    """Sum of what steps go by + what ranks and servers owe = sum of gradients, silence included."""
+    """The sum of all m plus the residuals of ranks and servers is the sum of mean gradients."""
     rule = CDAdam(betas=(0.0, 0.99), bits=bits, preconditioned=preconditioned, replica_lr=0.2)
     world, lacks = simulate(rule, 3), np.zeros((27, 43))
     for now in gradients_of(3, 9, (27, 43)):
@@ -123,7 +126,7 @@ def test_with_slow_replicas_steps_lack_only_what_is_owed(
             {k: framework.array(x) for k, x in exchange.bucket_states[0].state.items()}
             for exchange in world.exchanges
         ]
-        lacks += np.mean(now, 0) - states[0]["m"].reshape(lacks.shape)  # m is what they go by
+        lacks += np.mean(now, 0) - states[0]["m"].reshape(lacks.shape)  # steps use m
         carried = np.mean([s["error"] for s in states], 0)
         carried += np.concatenate([s["server"] for s in states])[: carried.size]
         np.testing.assert_allclose(carried.reshape(lacks.shape), lacks, atol=1e-10)
@@ -133,7 +136,7 @@ def test_with_slow_replicas_steps_lack_only_what_is_owed(
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 def test_the_estimate_is_the_mean_of_the_replicas(framework: Framework, inner: Compressor) -> None:
-    """With a compressor, whose mean of messages all ranks get."""
+    """With an inner compressor, all ranks get the mean of messages without further compression."""
     world = Ranks(CDAdam(compressor=inner), 3, framework)
     for now in gradients_of(3, 8, dtype="float32"):
         world.step(now)
@@ -163,7 +166,7 @@ def test_no_state_is_the_gradient_s_memory() -> None:
 
 # -------------------------------------------------------------------------- what a contraction does
 def lost(rule: CDAdam, target: Sequence[np.ndarray], steps: int) -> np.ndarray:
-    """(steps, ranks): how far each replica of a gradient that stays is from it, relatively."""
+    """Return the relative distance of replicas from constant gradients: shape (steps, ranks)."""
     world, found = Ranks(rule, len(target)), []
     for _ in range(steps):
         world.step([g.copy() for g in target])
@@ -177,7 +180,10 @@ def lost(rule: CDAdam, target: Sequence[np.ndarray], steps: int) -> np.ndarray:
 
 
 def test_signs_of_what_is_missing_approach_it() -> None:
-    """The first message leaves 1 - |g|_1^2 / (d |g|^2) of the square, and each one less."""
+    """Each message brings a replica closer to a constant gradient.
+
+    The first one leaves 1 - |g|_1^2 / (d |g|^2) of the squared distance.
+    """
     target = gradients_of(8, 1, (100,))[0]
     found = lost(CDAdam(), target, 50)
     told = [np.abs(g).sum() ** 2 / (g.size * (g**2).sum()) for g in target]
@@ -187,7 +193,7 @@ def test_signs_of_what_is_missing_approach_it() -> None:
 
 
 def test_a_second_bit_leaves_an_eighth_of_the_square_of_normal_numbers() -> None:
-    """One leaves 1 - 2 / pi; two the least that four values can (Max, 1960), and a little more."""
+    """One bit leaves 1 - 2 / pi of the square, two about the least of four values (Max, 1960)."""
     target = gradients_of(4, 1, (100, 1000))[0]
     for bits, left in ((1, 1 - 2 / np.pi), (2, 0.1175)):
         found = lost(CDAdam(bits=bits), target, 1)[0] ** 2
@@ -222,7 +228,10 @@ def test_contractive_compressors_say_so() -> None:
 
 @pytest.mark.parametrize("inner", [*INNER, PowerSGD(3), TopK(0.01, "float16")], ids=repr)
 def test_what_contracts_is_a_contraction(inner: Compressor) -> None:
-    """On one rank, what is kept of a sum is shorter than it; and depends on that sum alone."""
+    """On one rank, the residual is shorter than the sum of gradient and old residual.
+
+    It depends on that sum alone, not on the parts.
+    """
     rng = np.random.default_rng(1)
     sparse = np.where(rng.random(SHAPE) < 0.05, rng.normal(size=SHAPE), 0)
     for kind, x in {
@@ -247,7 +256,7 @@ def test_what_contracts_is_a_contraction(inner: Compressor) -> None:
 
 
 def test_threshold_is_none() -> None:
-    """A negative control: below its value it sends nothing, however often it is asked."""
+    """Threshold sends no element below its value, so it does not contract (negative control)."""
     world = Ranks(Threshold(1.0), 1)
     x = np.full(SHAPE, 0.3, np.float32)
     world.step([x])
@@ -255,10 +264,10 @@ def test_threshold_is_none() -> None:
     assert carried is not None and np.array_equal(carried, x.reshape(-1))
 
 
-# -------------------------------------------------------------------------------- what it comes to
+# -------------------------------------------------------------------------------------- convergence
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_without_loss_it_is_amsgrad(ranks: int) -> None:
-    """To the bit where all sums are exact; 1 / 3 is not."""
+    """Steps equal AMSGrad's bit for bit, except for the rounding of means on 3 ranks."""
     ours = Ranks(CDAdam(compressor=Whole()), ranks)
     theirs = Ranks(AMSGrad((0.9, 0.99)), ranks)
     for now in gradients_of(ranks, 10):
@@ -278,7 +287,7 @@ def test_one_rank_is_amsgrad() -> None:
 
 
 class Naive(CDOracle):
-    """Without replicas: gradients themselves are compressed, both ways."""
+    """CD-Adam without replicas: ranks compress their gradients, and servers compress the means."""
 
     def told(self, gradients: np.ndarray) -> None:
         self.replicas[:] = self.mean[:] = self.estimate[:] = 0
@@ -286,7 +295,7 @@ class Naive(CDOracle):
 
 
 class ErrorFeedback(CDOracle):
-    """Errors of ranks and servers are added to the next gradients and means."""
+    """CD-Adam with error feedback in place of replicas, on ranks and on servers."""
 
     def told(self, gradients: np.ndarray) -> None:
         total = gradients + self.replicas
@@ -301,7 +310,7 @@ RANKS, SIZE, STEPS = 3, 24, 1500
 
 
 def joint_residual(direction: Callable[[np.ndarray], np.ndarray]) -> float:
-    """The norm of the gradient after training on quadratics that differ from rank to rank."""
+    """Return the mean gradient's norm after training on quadratics that differ by rank."""
     rng = np.random.default_rng(0)
     curvature, centre = rng.uniform(0.5, 2, (RANKS, SIZE)), rng.normal(size=(RANKS, SIZE))
     x = np.zeros(SIZE)
@@ -317,7 +326,10 @@ def of_rule(rule: CDAdam) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def test_it_settles_where_error_feedback_stalls() -> None:
-    """Signs of changes tell all in the end; errors fed back through a root do not, nor do signs."""
+    """CD-Adam reaches the optimum of ranks with different data.
+
+    Plain signs and error feedback, whose estimates are divided by a root, do not.
+    """
     assert joint_residual(of_rule(CDAdam())) < 1e-6
     assert joint_residual(of_rule(CDAdam(replica_lr=0.1))) < 1e-6
     naive, feedback = Naive(RANKS, SIZE), ErrorFeedback(RANKS, SIZE)
@@ -343,7 +355,7 @@ def test_the_largest_moment_never_falls_and_is_what_divides() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_32nd_is_sent(ranks: int) -> None:
-    """From the first step on, whatever the number of ranks."""
+    """Ranks send a 32nd of fp32's bytes from the first step on, whatever the number of ranks."""
     world, steps = simulate(CDAdam(), ranks), 3
     for now in gradients_of(ranks, steps, (256, 256), dtype="float32"):
         world.step([{"w": g} for g in now], lr=0.1)
@@ -396,7 +408,7 @@ def test_a_fraction_of_bits_is_met_by_turns(
 def test_a_nan_is_skipped_where_no_gradient_travels(
     framework: Framework, ranks: int, replica_lr: float, kind: type[CDOracle]
 ) -> None:
-    """In a silent exchange, and on one rank."""
+    """A NaN is detected in a silent exchange and on one rank; the skipped step changes nothing."""
     world = simulate(CDAdam(bits=0.5, replica_lr=replica_lr), ranks)
     first, second, bad = gradients_of(ranks, 3, (27, 43))
     oracle = kind(ranks, 1161, silent=(1,))
@@ -411,7 +423,7 @@ def test_a_nan_is_skipped_where_no_gradient_travels(
 
 
 def test_replicas_lack_only_what_fp32_rounds_off() -> None:
-    """Also after large gradients, when gradients are small."""
+    """Replicas of ranks and servers still agree after gradients become a million times smaller."""
     world = Ranks(CDAdam(), 2)
     for step, now in enumerate(gradients_of(2, 161, dtype="float32")):
         world.step([g if step < 100 else g * np.float32(1e-6) for g in now])
@@ -433,7 +445,7 @@ def test_replicas_lack_only_what_fp32_rounds_off() -> None:
 def test_decay_is_added_to_what_all_know(
     framework: Framework, ranks: int, rule: Any, hyper: dict[str, Any], coupled: bool
 ) -> None:
-    """As if the gradient had been reconstructed with it: nothing of it is compressed."""
+    """Coupled weight decay is added to the estimate, uncompressed; decoupled decay is not added."""
     world, plain = Told(rule, ranks, framework), Ranks(rule, ranks, framework)
     weights = np.random.default_rng(5).normal(size=SHAPE)
     world.weights, world.hyper = framework.tensor(weights), hyper
@@ -457,7 +469,7 @@ def test_decay_without_weights_is_refused() -> None:
 
 # -------------------------------------------------------------------- other ranks and other stages
 def owed_by(world: Ranks) -> Any:
-    """What all that ranks and servers owe comes to."""
+    """Return the mean of the ranks' residuals plus the servers' residuals, as one vector."""
     carried = np.mean([s["error"] for s in world.states], 0)
     return carried + np.concatenate([s["server"] for s in world.states])[: carried.size]
 
@@ -475,7 +487,10 @@ def owed_by(world: Ranks) -> Any:
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 5), (4, 1), (1, 3)])
 @pytest.mark.parametrize("how", ["rescale", "rescale_from_one"])
 def test_another_number_of_ranks(rule: CDAdam, old: int, new: int, how: str) -> None:
-    """All replicas agree with what the servers know, and the estimate is not lost."""
+    """A change of the number of ranks keeps the mean replica, or the estimate.
+
+    In later steps, the servers' replica is again the mean of the ranks' replicas.
+    """
     inner = rule.compressor
     before, after = Ranks(rule, old), Ranks(rule, new)
     for now in gradients_of(old, 6, dtype="float32"):
@@ -504,7 +519,7 @@ def states_of(world: World) -> list[dict[str, np.ndarray]]:
 
 
 def switched(first: Any, then: Any) -> tuple[World, list[Any], list[Any]]:
-    """A world that has gone from one level to the other, and the states before and after."""
+    """Return a world after a switch between two levels, and its states before and after."""
     world = simulate(StepSchedule({0: first, 99: then}, window=1), 2)
     for now in gradients_of(2, 4, (27, 43), dtype="float32"):
         world.step([{"w": g} for g in now], lr=0.1)
@@ -525,7 +540,7 @@ def switched(first: Any, then: Any) -> tuple[World, list[Any], list[Any]]:
     ],
 )
 def test_replicas_go_along_to_another_compressor(first: CDAdam, then: CDAdam) -> None:
-    then = dataclasses.replace(then, betas=first.betas)  # what serves exempt tensors is alike
+    then = dataclasses.replace(then, betas=first.betas)  # levels must agree on exempt tensors
     world, before, after = switched(first, then)
     for old, new in zip(before, after, strict=True):
         for key in ("m", "v", "vmax", "count", "estimate"):
@@ -545,7 +560,10 @@ def test_replicas_go_along_to_another_compressor(first: CDAdam, then: CDAdam) ->
     ],
 )
 def test_replicas_that_mean_something_else_wait(first: CDAdam, then: Any) -> None:
-    """And are as they were when they are wanted again, with the estimate that belongs to them."""
+    """Replicas that another level cannot use are zero there.
+
+    They return unchanged, with their estimate, when the level is switched back.
+    """
     world, before, after = switched(first, then)
     for new in after:
         assert not any(new[key].any() for key in ("estimate", "error") if key in new)
@@ -559,7 +577,7 @@ def test_replicas_that_mean_something_else_wait(first: CDAdam, then: Any) -> Non
 
 
 def test_exact_stages_are_not_held_back_by_louder_gradients() -> None:
-    """What signs stand for is larger than what is exact: vmax is v again, and falls with it."""
+    """A switch to the dense stage resets vmax to v, because estimates made of signs are larger."""
     world, before, after = switched(CDAdam(), CDAdam().dense())
     for old, new in zip(before, after, strict=True):
         assert (old["vmax"] > old["v"]).any()
@@ -573,7 +591,7 @@ def test_exact_stages_are_not_held_back_by_louder_gradients() -> None:
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
 @pytest.mark.parametrize("rule", [CDAdam(bits=0.5), CDAdam(compressor=RandomK(0.1))], ids=repr)
 def test_traced(rule: CDAdam) -> None:
-    """In a graph, the step a tensor: as in NumPy; traced once for each phase."""
+    """In a graph with the step as a tensor, results are NumPy's; each phase is traced once."""
     import tensorflow as tf
 
     ours, oracle, traces = Ranks(rule, 2, TENSORFLOW), Ranks(rule, 2), []

@@ -1,4 +1,4 @@
-"""LAMB's ratios, tensor by tensor, and what 1-bit LAMB makes of them."""
+"""Tests of the ratios of LAMB and 1-bit LAMB, which each tensor has of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decaying(world: World, framework: Framework, like: dict[str, Any], decay: An
     "framework, ranks", combined({NUMPY: (1, 3), TORCH: (2,), TENSORFLOW: (2,)})
 )
 def test_each_tensor_has_ratios_of_its_own(framework: Framework, ranks: int, decay: Any) -> None:
-    """Stacked, packed, with weight decay: as an oracle for each tensor says, all weights moving."""
+    """Stacked and packed tensors follow an oracle for each tensor, also with weight decay."""
     world, rng = simulate(OnebitLamb(warmup_steps=4), ranks), np.random.default_rng(1)
     told: dict[str, Any] = {"decay": decay or 0.0}
     oracles = {
@@ -67,7 +67,7 @@ def test_each_tensor_has_ratios_of_its_own(framework: Framework, ranks: int, dec
 
 
 def test_the_factor_is_bounded_and_changes_slowly() -> None:
-    """Gradients that vanish after the switch: v~ falls, r rises by a tenth a step to its bound."""
+    """If gradients vanish after the switch, r rises by a tenth a step, up to its bound."""
     rule = OnebitLamb((0.5, 0.5), warmup_steps=3, factor_max=2.0)
     world, rng, factors = simulate(rule, 2), np.random.default_rng(0), []
     for step in range(20):
@@ -82,7 +82,7 @@ def test_the_factor_is_bounded_and_changes_slowly() -> None:
 
 
 def test_groups_may_have_bounds_of_their_own() -> None:
-    """As the tutorial's `max_coeff` for some layers."""
+    """A parameter group's `max_coeff` bounds the ratio of its tensors, as in the tutorial."""
     rng = np.random.default_rng(0)
     gradient, weights = rng.normal(size=(2, 32, 40))
     state = Lamb().init(NUMPY.xp.spec(gradient), Info())
@@ -94,7 +94,7 @@ def test_groups_may_have_bounds_of_their_own() -> None:
 
 
 def test_variance_begins_anew_with_each_second_stage() -> None:
-    """v~ is v then, and r is 1."""
+    """A second stage begins with v~ = v and r = 1."""
     rule, spec = OnebitLamb(), NUMPY.xp.spec(np.zeros((32, 40)))
     rng = np.random.default_rng(0)
     dense = {k: rng.normal(size=x.shape) for k, x in rule.dense().init(spec, Info()).items()}

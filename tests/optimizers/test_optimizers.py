@@ -1,4 +1,4 @@
-"""The laws of optimizers, for each row of `rules.py`."""
+"""Tests of properties that all optimizers share, for each row of `rules.py`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def gradients_of(ranks: int, steps: int, shape: Any = SHAPE, seed: int = 0) -> n
 
 
 def rates(steps: int) -> list[float]:
-    """Learning rates that fall once."""
+    """Return learning rates that fall once, at half of the steps."""
     return [0.1 if step < steps // 2 else 0.01 for step in range(steps)]
 
 
 def directions(
     world: World, framework: Framework, gradients: np.ndarray, dtype: str, lr: float
 ) -> list[np.ndarray]:
-    """Of each rank, for the tensor "w"."""
+    """Take a step; return the direction of each rank for the tensor "w"."""
     given = [{"w": g.astype(dtype)} for g in gradients]
     found = laws.step(world, framework, given, lr)
     return [mine["w"].astype(np.float64) for mine in found if mine is not None]
@@ -90,7 +90,7 @@ def test_bytes(row: Row, ranks: int) -> None:
 @by_row
 @pytest.mark.parametrize("framework", parameters())
 def test_bad_steps_are_taken_back(row: Row, framework: Framework) -> None:
-    """A gradient that is not finite on one rank: no rank steps, and nothing is lost."""
+    """If one rank's gradient is not finite, no rank steps, and later steps are as without it."""
     world, twin = simulate(row.rule, 2), simulate(row.rule, 2)
     good = gradients_of(2, 12)
     for gradients in good[:6]:
@@ -111,7 +111,7 @@ def test_bad_steps_are_taken_back(row: Row, framework: Framework) -> None:
 
 @by_row
 def test_state(row: Row) -> None:
-    """What `init` names stays: keys, shapes, dtypes; moments are as wide as the weights."""
+    """Steps keep the keys, shapes and dtypes of `init`; moments of fp16 gradients are fp32."""
     for dtype, wide in (("float64", "float64"), ("float32", "float32"), ("float16", "float32")):
         spec = NUMPY.xp.spec(np.zeros(SHAPE, dtype))
         kinds = {"count": "float64"} | dict.fromkeys(row.narrow, "float32")
@@ -131,7 +131,7 @@ def test_state(row: Row) -> None:
 @by_row
 @pytest.mark.parametrize("framework", parameters())
 def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None:
-    """Tensors of one shape travel together, and each as if it were alone."""
+    """Tensors of one shape share a call, and each has the result that it has alone."""
     shape, ranks = (32, 33), 2
     together, alone = simulate(row.rule, ranks), [simulate(row.rule, ranks) for _ in range(3)]
     for gradients in gradients_of(ranks, 6, (3, *shape)):
@@ -152,7 +152,10 @@ STAGED = [row for row in ROWS if row.rule.dense() != row.rule]
 
 @pytest.mark.parametrize("row", STAGED, ids=lambda row: row.name)
 def test_moments_go_along_when_stages_change(row: Row) -> None:
-    """Moments continue, or begin anew where a rule says so; what is a rank's own waits."""
+    """Moments continue in the next stage, or begin at 0 if the rule says so.
+
+    State of each rank's own is kept unchanged while the dense stage serves.
+    """
     world = simulate(StepSchedule({0: row.rule.dense(), 99: row.rule}, window=1), 2)
     for gradients in gradients_of(2, 2):
         directions(world, NUMPY, gradients, "float64", 0.1)
@@ -179,7 +182,7 @@ def test_moments_go_along_when_stages_change(row: Row) -> None:
 @by_row
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 4), (1, 2), (4, 1)])
 def test_another_number_of_ranks_goes_on(row: Row, sizes: tuple[int, int]) -> None:
-    """What is alike on all ranks is kept to the bit; all states have the new number's shapes."""
+    """State that all ranks share is kept exactly; all states get the shapes of the new number."""
     old, new = sizes
     world = simulate(row.rule, old)
     for gradients in gradients_of(old, 5):
@@ -198,7 +201,7 @@ def test_another_number_of_ranks_goes_on(row: Row, sizes: tuple[int, int]) -> No
 
 
 def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
-    """The mean over ranks of worker errors, and server errors, are in the new ranks' errors."""
+    """The new ranks' mean error is the old workers' mean error plus the server errors."""
     rule = optimizers.OnebitAdam(warmup_steps=1)
     world = simulate(rule, 4)
     for gradients in gradients_of(4, 6):
@@ -216,7 +219,10 @@ def test_nothing_is_owed_twice_on_another_number_of_ranks() -> None:
 def test_a_floor_keeps_quiet_elements_from_running_away(
     floor: float, least: float, most: float
 ) -> None:
-    """A sign moves all elements alike, and is divided by a root that is tiny for some."""
+    """Without a floor, elements with a tiny variance take huge steps, and a warning says so.
+
+    A sign is equally large for all elements, and is divided by the root of the variance.
+    """
     rule = optimizers.OnebitAdam(warmup_steps=3, floor=floor)
     world, quiet = simulate(rule, 2), np.arange(SHAPE[1]) % 7 == 0
     with warnings.catch_warnings(record=True) as caught:
@@ -234,7 +240,10 @@ def test_a_floor_keeps_quiet_elements_from_running_away(
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("ranks, scale", [(2, 1.0), (2, 0.0), (1, 1e-8)])
 def test_no_warning_where_nothing_runs_away(framework: Framework, ranks: int, scale: float) -> None:
-    """Elements without any gradient do not move; on one rank nothing is a sign."""
+    """There is no warning if no element takes huge steps.
+
+    Elements without any gradient do not move, and one rank alone does not use signs.
+    """
     world = simulate(optimizers.OnebitAdam(warmup_steps=5), ranks)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

@@ -1,4 +1,4 @@
-"""Averages at one bit: what is conserved, what stays bounded, and where training ends up."""
+"""Tests of averages at one bit: conservation, bounded errors, and training with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (1, 7, 8, 13, 64, 1161)
 
 
 class Averages:
-    """Ranks that average vectors again and again."""
+    """Ranks that average vectors repeatedly, with residuals of ranks and servers."""
 
     def __init__(self, size: int, ranks: int, scale: str, framework: Framework = NUMPY) -> None:
         self.size, self.ranks, self.scale, self.framework = size, ranks, scale, framework
@@ -52,7 +52,7 @@ class Averages:
     combined({NUMPY: (2, 3, 5), POISONED: (2,), TORCH: (3,), TENSORFLOW: (2,)}),
 )
 def test_conservation(framework: Framework, ranks: int, scale: str) -> None:
-    """What comes out and what is carried is what went in, in total over many steps of any size."""
+    """The sum of averages plus the residuals is the sum of mean inputs, for vectors of any size."""
     steps = 40 if framework is NUMPY else 8
     for size in SIZES:
         rng, total = np.random.default_rng(size), 0.0
@@ -67,7 +67,10 @@ def test_conservation(framework: Framework, ranks: int, scale: str) -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_round_is_what_one_rank_computes_of_all(scale: str) -> None:
-    """The mean of signs, then signs of each chunk; a coordinate near 0 may go either way."""
+    """Averages equal those that one rank computes: signs by chunk of the mean of all signs.
+
+    Elements near 0 are not compared, because rounding may change their signs.
+    """
     size, ranks = 1161, 4
     world, rng = Averages(size, ranks, scale), np.random.default_rng(0)
     length = Chunks(size, ranks).length
@@ -84,7 +87,7 @@ def test_a_round_is_what_one_rank_computes_of_all(scale: str) -> None:
 
 
 def test_scales() -> None:
-    """The relative errors of the note: "l1" is always a contraction, "l2" not of sparse vectors."""
+    """Scale "l1" contracts dense and sparse vectors, while "l2" does not contract sparse ones."""
     rng = np.random.default_rng(0)
     dense = rng.normal(size=100_000)
     sparse = np.where(np.arange(100_000) % 100 == 0, dense, 0.0)
@@ -97,7 +100,7 @@ def test_scales() -> None:
 
 
 class Training:
-    """Ranks under one rule (and its dense stage before), one vector each, no exchange around."""
+    """Ranks that train one vector each with an update rule, without a surrounding `Exchange`."""
 
     def __init__(self, rule: UpdateRule, ranks: int, start: np.ndarray, decay: float = 0.0) -> None:
         self.rule, self.ranks, self.decay, self.steps = rule, ranks, decay, 0
@@ -120,7 +123,7 @@ class Training:
         ]
 
     def step(self, gradients: np.ndarray, lr: float) -> np.ndarray:
-        """Take one; what the rule has returned."""
+        """Take a step; return the results of the rule on all ranks."""
         talks = [
             self.rule.exchange(g.copy(), state, replace(self.info(r), lr=lr))
             for r, (g, state) in enumerate(zip(gradients, self.states, strict=True))
@@ -145,7 +148,7 @@ class Training:
     ids=repr,
 )
 def test_errors_stay_bounded_and_dead_elements_still(rule: UpdateRule, steps: int) -> None:
-    """Where no gradient ever comes, nothing moves, though a sign is never zero."""
+    """Errors stay bounded, and elements without gradients do not move, although no sign is zero."""
     size, ranks, rng = 60, 2, np.random.default_rng(0)
     alive = np.arange(size) % 20 != 0
     training = Training(rule.dense(), ranks, np.ones(size, np.float32))
@@ -170,9 +173,10 @@ def test_errors_stay_bounded_and_dead_elements_still(rule: UpdateRule, steps: in
 
 
 def quadratic(rule: UpdateRule, ranks: int, steps: int, away: float) -> tuple[float, float]:
-    """Excess loss at the switch and at the end: curvatures 1 to e^3, an optimum for each rank.
+    """Return the excess loss of a quadratic at the switch of stages, and at the end.
 
-    The rate falls to a tenth after half of the steps, and again after three quarters.
+    Curvatures are 1 to e^3, and each rank has an optimum of its own. The learning rate falls to a
+    tenth after half of the steps, and again after three quarters.
     """
     size, rng = 64, np.random.default_rng(0)
     curvature = np.exp(np.linspace(0, 3, size))
@@ -195,7 +199,10 @@ def quadratic(rule: UpdateRule, ranks: int, steps: int, away: float) -> tuple[fl
 
 
 def test_a_quadratic_with_private_optima() -> None:
-    """4 ranks, 64 elements, lr 3e-3, 800 steps of 4000 dense: down to about 1e-3, from about 5."""
+    """The excess loss falls from about 5 at the switch to about 1e-3.
+
+    800 of the 4000 steps are dense; 4 ranks train 64 elements with a first rate of 3e-3.
+    """
     at_switch, end = quadratic(OnebitAdam(), 4, 4000, 1.7)
     assert 2 < at_switch < 12 and 1e-5 < end < 2e-3
 
@@ -209,6 +216,6 @@ def test_a_quadratic_with_private_optima() -> None:
     ids=repr,
 )
 def test_variants_on_the_quadratic(rule: UpdateRule, away: float, part: float) -> None:
-    """2 ranks, 1200 steps: what is left of the loss at the switch."""
+    """At most a small part of the loss at the switch is left after 1200 steps of 2 ranks."""
     at_switch, end = quadratic(rule, 2, 1200, away)
     assert at_switch > 1 and end < part * at_switch

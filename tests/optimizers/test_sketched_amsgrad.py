@@ -1,4 +1,4 @@
-"""SketchedAMSGrad: only the largest moves, nothing is lost, and it is AMSGrad if all moves."""
+"""Tests of SketchedAMSGrad: only the largest elements move, and the others are not lost."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def gradients_of(ranks: int, steps: int, shape: Any = SHAPE, seed: int = 0) -> n
 
 
 def step(world: World, gradients: Sequence[np.ndarray], lr: float, framework: Any = NUMPY) -> Any:
-    """Each rank's direction for "w", as a vector; fp64."""
+    """Take a step; return the direction for "w", equal on all ranks, as an fp64 vector."""
     found = laws.step(world, framework, [{"w": g} for g in gradients], lr)
     assert all(mine is not None and same_bits(mine["w"], found[0]["w"]) for mine in found)
     return found[0]["w"].reshape(-1).astype(np.float64)
 
 
 def states(world: World) -> list[dict[str, np.ndarray]]:
-    """Copies of each rank's."""
+    """Return copies of each rank's state of "w" in NumPy."""
     return arrays(world, NUMPY)
 
 
 def arrays(world: World, framework: Framework) -> list[dict[str, np.ndarray]]:
-    """Copies of each rank's state of "w"."""
+    """Return copies of each rank's state of "w"."""
     entries = [exchange.bucket_states[0] for exchange in world.exchanges]
     return [{key: framework.array(x) for key, x in entry.state.items()} for entry in entries]
 
@@ -64,7 +64,7 @@ def test_the_dense_stage_is_amsgrad_that_begins_at_eps(framework: Framework, ran
 def test_it_is_amsgrad_if_all_elements_move(
     framework: Framework, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """k = d: whatever the sketch says, even if it is far too small."""
+    """With k = d, directions are AMSGrad's, even if the sketch is far too small."""
     rule = SketchedAMSGrad(ratio=1.0, warmup_steps=0, eps=1e-4)
     monkeypatch.setattr(SketchedAMSGrad, "width", lambda self, size: columns)
     world, oracle = simulate(rule, 3), rules.FlooredOracle(3, SIZE, eps=1e-4)
@@ -78,7 +78,7 @@ def test_it_is_amsgrad_if_all_elements_move(
 
 
 def test_one_rank_takes_the_step_that_it_owes() -> None:
-    """What ranks carried together moves the weights that are one rank's now, whatever its rate."""
+    """After a change to one rank, its first step applies the old ranks' mean residual in full."""
     states_before = run_for(3, 6)[1]
     spec, info = XP.spec(np.zeros(SIZE)), Info(size=1)
     state = RULE.rescale(states_before, spec, info)
@@ -104,7 +104,10 @@ def run_for(ranks: int, steps: int, rule: Any = RULE, lr: float = 0.1) -> Any:
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_what_moves_and_what_waits_is_all(framework: Framework) -> None:
-    """Conservation, at most k elements move, and v learns at the candidates; a rate of 0 waits."""
+    """Moved elements and residuals add up to the momentum and the old residuals.
+
+    Exactly k elements move, and none at a learning rate of 0. v learns at the candidates only.
+    """
     rates, ranks = (0.1, 0.1, 0.01, 0.0, 0.02, 0.1), 3
     world, before = simulate(RULE, ranks), []
     for gradients, lr in zip(gradients_of(ranks, 6), rates, strict=True):
@@ -133,7 +136,7 @@ def init() -> dict[str, np.ndarray]:
 
 
 def test_a_fall_of_the_learning_rate_discards_nothing() -> None:
-    """All that waited moves the weights later, at the rate at which it was made."""
+    """Residuals move the weights later, scaled by the learning rate of the steps that made them."""
     rule = SketchedAMSGrad((0.0, 0.9), 10.0, 0.05, columns=4.0, rows=3, warmup_steps=0)
     world, before = run_for(3, 5, rule)
     carried = np.mean([s["error"] for s in before], 0) / np.sqrt(before[0]["vmax"])
@@ -148,9 +151,9 @@ def test_a_fall_of_the_learning_rate_discards_nothing() -> None:
 def test_tables_are_those_of_a_server_that_holds_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The averaged tables: sketches of all momentum less those of what has moved.
+    """The averaged tables are sketches of all momentum less those of the elements that have moved.
 
-    With hashes that stay the same in all steps, as a server's would; each rank's table is its own.
+    Here, hashes are the same in all steps, as on a server that holds the error.
     """
     key, unsketch, tables = random.key("fixed"), XP.unsketch, []
     monkeypatch.setattr(sketched_amsgrad, "random", SimpleNamespace(key=lambda *_: key))
@@ -174,7 +177,7 @@ def test_tables_are_those_of_a_server_that_holds_the_error(
 
 
 def recall(rule: SketchedAMSGrad, kind: str, size: int = 100_000) -> float:
-    """The share of the k largest elements of a vector that are among the candidates."""
+    """Return the share of the k largest elements of a vector that are among the candidates."""
     shares, k = [], rule.kept(size)
     for seed in range(4):
         draw = np.random.default_rng(seed)
@@ -204,13 +207,13 @@ RECALL = {
 @pytest.mark.parametrize("kind", RECALL)
 @pytest.mark.parametrize("columns", [4.0, 16.0])
 def test_how_many_of_the_largest_elements_are_found(kind: str, columns: float) -> None:
-    """Far from all with the default of 4; those that are found move exactly."""
+    """The candidates contain the documented share of the largest elements, far from all of them."""
     assert SketchedAMSGrad().columns == 4
     assert abs(recall(SketchedAMSGrad(columns=columns), kind) - RECALL[kind][columns]) < 0.05
 
 
 def sketch(x: np.ndarray, codes: np.ndarray, columns: int) -> np.ndarray:
-    """In fp64, element by element."""
+    """Return the count sketch of a vector, computed element by element in fp64."""
     block, within = np.divmod(np.arange(x.size), columns)
     table = np.zeros((len(codes), columns))
     for row, mine in zip(table, codes[:, block], strict=True):
@@ -220,7 +223,10 @@ def sketch(x: np.ndarray, codes: np.ndarray, columns: int) -> np.ndarray:
 
 # -------------------------------------------------------------------------- stages, ranks, graphs
 def test_momentum_goes_through_both_stages() -> None:
-    """Its mean is that of all gradients in every step, on all ranks alike in the dense stage."""
+    """The mean of the ranks' m is the momentum of all mean gradients, in both stages.
+
+    In a dense stage m is equal on all ranks. Residuals wait until the next sketched stage.
+    """
     schedule = StepSchedule({0: RULE.dense(), 3: RULE}, window=1)
     world, mean, errors = simulate(schedule, 3), np.zeros(SIZE), []
     for number, gradients in enumerate(gradients_of(3, 12)):
@@ -265,7 +271,10 @@ def test_means_are_kept_on_another_number_of_ranks(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rule", [RULE, RULE.dense()], ids=repr)
 def test_traced(rule: Any, dtype: str) -> None:
-    """In a graph, step and learning rate tensors: one trace, what NumPy gives."""
+    """In a graph that is traced once, directions are NumPy's.
+
+    The step and the learning rate are tensors.
+    """
     import tensorflow as tf
 
     ours, oracle = Ranks(rule, 2, TENSORFLOW), simulate(rule, 2)
@@ -295,7 +304,7 @@ def test_traced(rule: Any, dtype: str) -> None:
 @pytest.mark.parametrize("framework", parameters((TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_ties_are_broken_alike(framework: Framework, dtype: str) -> None:
-    """Everything is equally large: ranks move the same elements, in every framework."""
+    """If all elements are equally large, all ranks and frameworks move the same ones."""
     ours, theirs = simulate(RULE, 2), simulate(RULE, 2)
     signs = np.sign(gradients_of(1, 4)).astype(dtype)
     for gradients in np.concatenate([signs, signs], 1):
@@ -306,7 +315,7 @@ def test_ties_are_broken_alike(framework: Framework, dtype: str) -> None:
 
 # ------------------------------------------------------------------------------------------ bytes
 def test_bytes_do_not_grow_with_the_model() -> None:
-    """For k elements, rows times columns and twice the candidates: d only adds rows."""
+    """For a fixed k, the payload is rows x columns and twice the candidates, for any size."""
     sent = {}
     for size in (10_000, 100_000, 1_000_000):
         rule = SketchedAMSGrad(ratio=50 / size, columns=10.0, candidates=4, warmup_steps=0)
@@ -332,7 +341,10 @@ def test_small_tensors_stay_in_the_dense_stage() -> None:
 
 # ---------------------------------------------------------------------------------------- training
 def descend(rule: Any, steps: int, lr: float) -> tuple[float, float, World]:
-    """Loss of a quadratic, condition number 10, before and after; two ranks that disagree."""
+    """Train a quadratic on two ranks with different optima.
+
+    The condition number is 10. Return the loss before, the loss after, and the world.
+    """
     draw, size = np.random.default_rng(0), 2000
     scale, targets = np.linspace(0.1, 1, size), 3 * draw.normal(size=(2, size))
     x, best = 3 * draw.normal(size=size), targets.mean(0)
@@ -356,7 +368,7 @@ def test_it_descends_and_says_what_waits() -> None:
 
 
 def test_what_runs_away_does_not_if_it_is_bounded() -> None:
-    """A rate far too large for so few elements at a time, and no warm-up for vmax."""
+    """With a rate that is too large for so few elements, training diverges unless it is bounded."""
     options: dict[str, Any] = {"ratio": 0.01, "columns": 20.0, "rows": 3, "warmup_steps": 0}
     first, last, _ = descend(SketchedAMSGrad(**options), 250, 0.1)
     assert last > 30 * first

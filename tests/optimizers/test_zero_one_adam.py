@@ -1,4 +1,4 @@
-"""0/1 Adam's schedules, and what happens while ranks step on their own."""
+"""Tests of 0/1 Adam: its schedules, and local steps of ranks between synchronisations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients_of(ranks: int, steps: int, seed: int = 0) -> np.ndarray:
 
 
 def take(world: World, framework: Framework, now: np.ndarray, lr: float, decay: float) -> Any:
-    """One step; each rank's new weights, or None."""
+    """Take a step; return each rank's new weights, or None if the step is taken back."""
     given = [{"w": g} for g in now]
     if not world.exchanges:
         world._build({"w": framework.tensor(now[0])})
@@ -60,7 +60,7 @@ def weights_now(world: World, now: np.ndarray) -> np.ndarray:
 def test_follows_the_paper_through_all_phases(
     framework: Framework, ranks: int, correct: bool
 ) -> None:
-    """Each rank's weights, step by step in fp64, with weight decay and falling learning rates."""
+    """Each rank's weights follow the oracle, with weight decay and falling learning rates."""
     rule, decay = replace(SHORT, bias_correction=correct), 0.1
     world, oracle = simulate(rule, ranks), oracle_of(rule, ranks, decay)
     for step, now in enumerate(gradients_of(ranks, 32)):
@@ -77,7 +77,7 @@ def test_follows_the_paper_through_all_phases(
 
 
 def test_schedules() -> None:
-    """By hand, and against the reference's counters at their real sizes."""
+    """Phases are those found by hand, and those of the reference's counters at their real sizes."""
     rule = ZeroOneAdam(
         var_freeze_step=20, var_update_scaler=3, local_step_scaler=4, local_step_clipper=3
     )
@@ -109,7 +109,10 @@ def test_schedules() -> None:
 
 
 def test_ranks_get_the_average_of_what_they_have_become() -> None:
-    """Residuals account for the difference, weight decay between synchronisations included."""
+    """A synchronisation returns the mean of the ranks' own weights, up to the residuals.
+
+    The weights include the weight decay of the steps between synchronisations.
+    """
     ranks, decay, lr = 3, 0.3, 0.01
     world = simulate(SHORT, ranks)
     for step, now in enumerate(gradients_of(ranks, 40)):
@@ -135,13 +138,13 @@ def test_ranks_get_the_average_of_what_they_have_become() -> None:
 
 
 def owes(states: list[Any]) -> np.ndarray:
-    """What the ranks owe together."""
+    """Return the ranks' mean residual plus the servers' residuals."""
     server = np.concatenate([state["server"] for state in states])[:SIZE]
     return np.mean([state["error"] for state in states], 0) + server
 
 
 def test_alone_it_is_adam() -> None:
-    """With the variance due at each step, and no compression: AdamW's weights, then v frozen."""
+    """One rank takes the steps of AdamW, and of AdamW with a constant v once v is frozen."""
     rule = ZeroOneAdam(var_freeze_step=16, local_step_scaler=2)
     world, oracle = simulate(rule, 1), rules.AdamOracle(1, SIZE)
     x = None
@@ -171,7 +174,7 @@ def test_bytes_of_each_phase() -> None:
 
 
 def test_bad_steps_change_nothing_and_do_not_count() -> None:
-    """In each phase."""
+    """In each phase, a bad step is taken back, and the next step is as if it had not been."""
     world, twin = simulate(SHORT, 2), simulate(SHORT, 2)
     for step, now in enumerate(gradients_of(2, 30)):
         wanted = take(twin, NUMPY, now, 0.01, 0.1)
@@ -184,7 +187,10 @@ def test_bad_steps_change_nothing_and_do_not_count() -> None:
 
 @pytest.mark.parametrize("old, new", [(3, 2), (2, 4), (1, 3), (4, 1)])
 def test_another_number_of_ranks_goes_on_between_synchronisations(old: int, new: int) -> None:
-    """Momenta, steps and errors of all are in what the new ranks have."""
+    """New ranks get the mean m and u of the old ranks, and the common anchor.
+
+    Their residuals together are those of the old ranks and servers.
+    """
     steps = next(n for n in range(15, 40) if not SHORT.synchronous(n) and n > 15)
     world = simulate(SHORT, old)
     for now in gradients_of(old, steps):

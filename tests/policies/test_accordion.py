@@ -1,4 +1,4 @@
-"""Accordion decides as the paper and the authors' code do, alike on all ranks and everywhere."""
+"""Tests of Accordion: the rule of the paper, and equal decisions on all ranks and frameworks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def drive(
     lrs: Sequence[float] | float = 0.1,
     steps: int = 1,
 ) -> list[dict[str, int]]:
-    """The levels in force in each window, of a policy that is told norms and learning rates."""
+    """Return the levels in each window, for a policy with these norms and learning rates.
+
+    The last item has the levels after the last window.
+    """
     levels, told = [], {}
     for window, norm in enumerate(norms):
         lr = lrs if isinstance(lrs, float) else lrs[window]
@@ -115,7 +118,7 @@ def test_golden_traces(trace: str) -> None:
 
 
 def authors_lr(epoch: int, workers: int = 4) -> float:
-    """The learning rate in an epoch, by the authors' schedule (evaluated at the epoch before)."""
+    """Return an epoch's learning rate by the authors' schedule (evaluated at the epoch before)."""
     done = epoch - 1
     if done < 0:
         return 0.1
@@ -136,7 +139,10 @@ def cosine(window: int, windows: int) -> float:
 
 
 def test_cosine_schedule() -> None:
-    """It falls in every window: for the authors' rule always critical, by default until the end."""
+    """A cosine schedule falls in every window.
+
+    By the authors' rule all windows are critical, by default none of windows 11 to 94.
+    """
     lrs = [cosine(window, 100) for window in range(100)]
     assert of(drive(accordion(interval=10, lr_drop=None), [1.0] * 100, lrs))[:100] == [LOW] * 100
     levels = of(drive(accordion(interval=10), [1.0] * 100, lrs))
@@ -161,7 +167,10 @@ def test_lr_drop_is_a_ratio() -> None:
 
 
 def test_a_fall_is_from_window_to_window() -> None:
-    """A schedule that falls a little at every step has fallen far within a window."""
+    """Falls are measured from one window to the next, not from step to step.
+
+    A learning rate that falls by a tenth at every step has fallen far within a window.
+    """
     for factor, wanted in [(0.9, LOW), (0.99, HIGH)]:  # to a third in ten steps, or by a tenth
         policy = accordion(window=10)
         policy.bind(OWNER, ["w"])
@@ -228,7 +237,7 @@ def oracle(
     threshold: float,
     lr_drop: float | None,
 ) -> list[int]:
-    """Section (b) of the notes on the authors' code, written down by another hand."""
+    """Return the levels by an independent implementation of the rule in the authors' code."""
     level, history, levels = LOW, {}, []
     for epoch, norm in enumerate(norms):
         levels.append(level)
@@ -284,7 +293,7 @@ def test_a_higher_threshold_compresses_more(
     assert all(a <= b for a, b in zip(mild, strong, strict=True))
 
 
-# ------------------------------------------------------------------------------------- its records
+# ----------------------------------------------------------------------------------------- history
 ROW = {"step", "window", "name", "level", "compressor", "norm", "previous", "change", "lr"}
 ROW |= {"previous_lr", "reason", "ratio", "efficiency", "weight"}
 
@@ -308,7 +317,7 @@ def test_history_is_complete_and_plain() -> None:
 
 
 def test_state_dict_resumes_in_the_middle() -> None:
-    """Through JSON, in every step of every window."""
+    """A policy that is resumed through JSON, at any step, continues as if it had not stopped."""
     norms = [1.0, 1.0, 4.0, 4.0, 4.0, 1.0, 1.0, 1.0]
     lrs = [0.1] * 6 + [0.01] * 2
 
@@ -353,7 +362,7 @@ def test_a_copy_serves_anew_and_shares_nothing() -> None:
     twin.bind(OTHER, ["v"])
 
 
-# --------------------------------------------------------------------------------- how it is asked
+# ----------------------------------------------------------------------------------------- windows
 def test_missing_window_is_an_error_after_a_while() -> None:
     policy = Accordion(low=MILD, high=STRONG)
     policy.bind(OWNER, ["w"])
@@ -372,7 +381,7 @@ def test_windows_ended_by_hand() -> None:
         step(world, NUMPY, now)
         if number in (3, 7, 8):  # windows of four, four and one step
             world.end_window()
-            world.end_window()  # once more says no more
+            world.end_window()  # a second call changes nothing
     history = world.exchanges[0].policy.history
     assert [(r["window"], r["step"]) for r in history if r["name"] == "w"] == [
         (0, 4),
@@ -447,7 +456,7 @@ def test_one_policy_for_two_exchanges_is_refused() -> None:
 def scaled(
     scales: Sequence[Sequence[float]], window: int, seed: int = 0
 ) -> list[list[dict[str, np.ndarray]]]:
-    """Steps of gradients of one direction, each rank's scaled per window."""
+    """Return steps of gradients with a fixed direction for each rank, scaled in each window."""
     rng = np.random.default_rng(seed)
     direction = [rng.standard_normal(SHAPE).astype(np.float32) for _ in scales[0]]
     return [
@@ -460,7 +469,7 @@ def scaled(
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rank_0_decides_for_all(framework: Framework, ranks: int) -> None:
-    """With local norms that would decide otherwise on every other rank."""
+    """All ranks follow rank 0, although their own norms would lead to other decisions."""
     for mine, wanted in [([1, 1, 1, 1], [LOW, HIGH, HIGH]), ([1, 3, 9, 9], [LOW, LOW, LOW])]:
         others = [1, 3, 9, 9] if mine[1] == 1 else [1, 1, 1, 1]
         scales = [[m, *[o] * (ranks - 1)] for m, o in zip(mine, others, strict=True)]
@@ -479,7 +488,7 @@ def test_rank_0_decides_for_all(framework: Framework, ranks: int) -> None:
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 @pytest.mark.parametrize("framework", parameters())
 def test_frameworks_decide_alike(framework: Framework, signal: str) -> None:
-    """One golden stream of gradients: the same decisions as NumPy's, for the same reasons."""
+    """All frameworks take NumPy's decisions on the same gradients, for the same reasons."""
     scales = [[s, s] for s in (1, 1, 2.5, 2.5, 2.5, 2.6, 0.4, 0.4, 0.4, 0.4)]
     options: dict[str, Any] = {"low": Dense(), "high": TopK(0.1), "signal": signal}
     worlds = [simulate(accordion(**options, window=4, interval=1), 2) for _ in range(2)]
@@ -508,7 +517,7 @@ STEADY = [case for case in SOCIABLE if not case.compressor.phases]
 def test_equal_levels_are_the_static_compressor(
     case: Case, framework: Framework, signal: str
 ) -> None:
-    """To the bit, though levels change at every other window."""
+    """Averages equal those of the static compressor bit for bit, although levels change."""
     both = accordion(low=case.compressor, high=case.compressor, window=2, signal=signal)
     world, twin = simulate(both, 2), simulate(case.compressor, 2)
     for number, gradients in enumerate(several(2, 14)):
@@ -524,7 +533,7 @@ def test_equal_levels_are_the_static_compressor(
 def test_equal_levels_with_phases_are_the_static_compressor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once codes are exact: the levels' phases differ, but both send the leader's elements."""
+    """With an exact codec, both send the leader's elements, although the levels' phases differ."""
     monkeypatch.setattr(Autoencoder, "encode", lambda self, weights, x: x)
     monkeypatch.setattr(Autoencoder, "decode", lambda self, weights, codes, innovations: codes)
     lgc = LGC(0.05, dense=0, training=2)
@@ -543,7 +552,7 @@ def test_equal_levels_with_phases_are_the_static_compressor(
 
 
 def carried(world: World, framework: Framework, name: str) -> np.ndarray:
-    """The ranks' mean of all that bucket `name` still owes."""
+    """Return the mean over ranks of all residuals of bucket `name`."""
     parts = []
     for exchange in world.exchanges:
         (entry,) = [entry for entry in exchange.bucket_states if entry.bucket.name == name]
@@ -564,8 +573,9 @@ LEVELS = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(1), PowerSGD(4)]
 def test_nothing_is_lost_at_a_switch(
     low: Compressor, high: Compressor, framework: Framework
 ) -> None:
-    """Sum of means + mean of what is carried = sum of gradients, across changes of level, also when
-    a step in between is taken back.
+    """The sum of averages plus the mean residual is the sum of mean gradients, at any switch.
+
+    This also holds if the step after a switch is taken back.
     """
     world = simulate(Alternating(low, high, [2, 4, 5, 6, 9]), 2)
     loss = 2 * 2**-11 * 30 if FP16() in (low, high) else 3e-6
@@ -605,7 +615,10 @@ def test_nothing_is_lost_between_any_two(other: Compressor, turned: bool) -> Non
 
 
 def test_levels_are_all_compressors() -> None:
-    """All that agree in what they declare go together; what returns updates, with its like only."""
+    """Every compressor that returns gradients may be a level beside Dense or FP16.
+
+    A rule that returns updates cannot be combined with a compressor of gradients.
+    """
     names = {type(level).__name__ for level in KEEPERS}
     assert names >= {"Threshold", "AdaComp", "ScaleCom", "Int8", "EFSignSGD", "OneBit", "TwoLevel"}
     for case in SOCIABLE:
@@ -623,7 +636,7 @@ def test_levels_are_all_compressors() -> None:
     ("framework", "dtype"), combined({TORCH: ["float16", "bfloat16"], TENSORFLOW: ["bfloat16"]})
 )
 def test_nothing_is_lost_of_halves(framework: Framework, dtype: str) -> None:
-    """Errors are fp32, whatever gradients are, also when they change hands; means are rounded."""
+    """Residuals of 16-bit gradients are fp32, also at a switch; only the averages are rounded."""
     ulp = {"float16": 2**-11, "bfloat16": 2**-8}[dtype]
     for low, high in zip(KEEPERS, [*KEEPERS[1:], KEEPERS[0]], strict=True):
         world, total, lost = simulate(Alternating(low, high, [2, 4, 5]), 2), 0.0, 2e-5
@@ -639,7 +652,7 @@ def test_nothing_is_lost_of_halves(framework: Framework, dtype: str) -> None:
 
 
 def test_a_switch_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the test above."""
+    """The check of conservation fails if a compressor drops the residual (negative control)."""
     monkeypatch.setattr(TopK, "with_residual", lambda self, state, residual: state)
     with pytest.raises(AssertionError):
         test_nothing_is_lost_at_a_switch(PowerSGD(1), TopK(0.1), NUMPY)
@@ -738,7 +751,10 @@ def test_overrides_are_exempt() -> None:
 # -------------------------------------------------------------------------------------- repetition
 @pytest.mark.parametrize("framework", parameters((NUMPY, POISONED)))
 def test_replay_repeats(framework: Framework) -> None:
-    """From its history, through JSON: the same levels at the same steps, the same bits."""
+    """A replay of a history has the same levels at the same steps, and the same averages.
+
+    The history is read from JSON, and averages are equal bit for bit.
+    """
     policy = accordion(window=2, interval=2, overrides={"u*": TopK(0.1)})
     recorded, stream = simulate(policy, 2), several(2, 16)
     for number, gradients in enumerate(stream):
@@ -771,7 +787,7 @@ def test_replay_refuses() -> None:
 
 
 def resnet18(classes: int) -> dict[str, tuple[int, ...]]:
-    """The parameters of the ResNet-18 for small images that the paper trains."""
+    """Return the shapes of the parameters of the paper's ResNet-18 for small images."""
     shapes: dict[str, tuple[int, ...]] = {"stem": (64, 3, 3, 3), "stem.bn": (128,)}
     before = 64
     for stage, width in enumerate((64, 128, 256, 512)):
@@ -790,7 +806,7 @@ def resnet18(classes: int) -> dict[str, tuple[int, ...]]:
     [(10, 1, 45_935), (10, 2, 82_260), (100, 1, 46_115), (100, 2, 82_530)],
 )
 def test_the_papers_network_sends_the_papers_floats(classes: int, rank: int, floats: int) -> None:
-    """Floats a step that the volumes of the paper's tables follow from."""
+    """A step sends the number of floats from which the volumes of the paper's tables follow."""
     tensors = [TensorInfo(k, shape, "float32") for k, shape in resnet18(classes).items()]
     hub, policy = Hub(1), Fixed(PowerSGD(rank))
     exchange = Exchange(SimulatedCommunicator(hub, 0, NUMPY.xp), policy, tensors)

@@ -1,4 +1,4 @@
-"""Displacement goes by the ranks' mean error, relative to the weights."""
+"""Tests of Displacement, which decides by the ranks' mean residual relative to the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(
     lr: Callable[[int], float] = lambda step: 0.1,
     noise: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """Steps of a gradient that all ranks have in common, and of noise of their own.
+    """Train on the sum of a gradient that all ranks share and noise of each rank's own.
 
     Returns:
         The weights, which never change.
@@ -62,7 +62,7 @@ def train(
 
 
 def residuals(world: World, framework: Framework, name: str) -> np.ndarray:
-    """Every rank's error of a tensor."""
+    """Return the residuals of a tensor on all ranks."""
     entries = [s for e in world.exchanges for s in e.bucket_states if s.bucket.name == name]
     return np.stack(
         [framework.array(entry.state["error"]).reshape(SHAPES[name]) for entry in entries]
@@ -70,7 +70,7 @@ def residuals(world: World, framework: Framework, name: str) -> np.ndarray:
 
 
 def measured(world: World) -> dict[str, float]:
-    """The evidence as it is now."""
+    """Return the current evidence of rank 0; other ranks must have none."""
     readings = [RelativeResidual().read(exchange) for exchange in world.exchanges]
     found = lockstep(world._links, readings)
     assert all(not other for other in found[1:])
@@ -109,7 +109,10 @@ def test_the_gain_multiplies_the_effect_of_a_residual(
 
 
 def test_what_a_rank_owes_by_itself_is_no_evidence() -> None:
-    """PowerSGD never sends a rank's deviation from the mean: it grows like a random walk."""
+    """The evidence excludes each rank's deviation from the mean residual.
+
+    PowerSGD never sends that deviation, so it grows like a random walk.
+    """
     world = simulate(PowerSGD(4), 8, momentum=0.0)
     weights = train(world, NUMPY, 60, noise=4.0)
     own = np.linalg.norm(residuals(world, NUMPY, "w")[0]) / np.linalg.norm(weights["w"])
@@ -118,7 +121,7 @@ def test_what_a_rank_owes_by_itself_is_no_evidence() -> None:
 
 @pytest.mark.parametrize("framework", parameters())
 def test_levels_follow_the_learning_rate(framework: Framework) -> None:
-    """Low at a rate at which errors displace the weights, high once the rate has fallen."""
+    """The level is low while residuals displace the weights, and high once the rate has fallen."""
     world = simulate(policy(), 2)
     train(world, framework, 9, lambda step: 0.1 if step < 4 else 1e-4)
     histories = [json.dumps(rows_of(exchange.policy)) for exchange in world.exchanges]
@@ -131,7 +134,7 @@ def test_levels_follow_the_learning_rate(framework: Framework) -> None:
 
 
 def test_the_rule() -> None:
-    """Low above the bound, high under a third of it, unchanged between."""
+    """The level is low above the bound, high below a third of it, and unchanged in between."""
     one = policy(window=1)
     one.bind(OWNER, ["w"])
     seen, lr = [], {"w": 0.5}

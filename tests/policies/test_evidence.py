@@ -1,4 +1,4 @@
-"""Policies are given the evidence that they declare."""
+"""Tests of evidence: policies are given the evidence that they declare."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ WINDOW, LONGER = 3, 6
 
 
 class Norms(Evidence):
-    """Evidence of one's own: the largest norm of an average in a window."""
+    """User-defined evidence: the largest norm of an average in a window."""
 
     key = "largest averages"
 
     def zeros(self, entry: Any) -> Any:
-        """One number."""
+        """Return a zero, the norm before the first step."""
         return entry.spec.zeros((1,))
 
     def suits(self, compressor: Any) -> bool:
-        """Not for tensors that are brought together in one vector."""
+        """Return whether the compressor does not pack tensors into one vector."""
         return compressor.batching != "any"
 
     def after(self, kept: Any, step: Step) -> Any:
-        """The larger norm."""
+        """Return the larger one of the norm so far and the norm of this average."""
         xp = namespace(kept)
         count = step.buckets or 1
         rows = xp.reshape(xp.cast(step.mean, "float32"), (count, -1))
@@ -48,7 +48,7 @@ class Norms(Evidence):
         return xp.maximum(kept, xp.reshape(norms, xp.shape(kept)))
 
     def read(self, exchange: Any) -> Any:
-        """As it is."""
+        """Return the largest norm of each bucket."""
         yield from ()
         return {
             entry.bucket.name: float(exchange.xp.to_numpy(entry.evidence[self.key])[0])
@@ -58,7 +58,7 @@ class Norms(Evidence):
 
 
 class Watching(Windowed):
-    """A policy that remembers what it is given."""
+    """Policy that stores the evidence that it is given."""
 
     def __init__(self, compressor: Any, *evidence: Evidence) -> None:
         super().__init__(WINDOW)
@@ -66,21 +66,21 @@ class Watching(Windowed):
         self.given: list[Seen] = []
 
     def levels(self, name: str) -> tuple[Any, ...]:
-        """The one."""
+        """Return the only level."""
         return (self.compressor,)
 
     def observing(self) -> bool:
-        """In each window."""
+        """Return True, since every window is observed."""
         return True
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Nothing; remember."""
+        """Store the evidence, and decide nothing."""
         self.given.append({key: dict(found) for key, found in seen.items()})
         return []
 
 
 def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> Any:
-    """The world of ranks, the gradients, and all ranks' errors after each step."""
+    """Return the world of ranks, all gradients, and rank 0's residuals after each step."""
     rng, world, history, errors = np.random.default_rng(0), simulate(policy, 2), [], []
     for step in range(steps):
         mine = [
@@ -102,7 +102,7 @@ def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> 
 @pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
 @pytest.mark.parametrize("bad", [-1, 4])
 def test_the_relative_error(compressor: Any, bad: int, framework: Framework) -> None:
-    """Of steps that counted, with small tensors that share a call, too."""
+    """The error is that of the steps that count, also for small tensors that share a call."""
     world, gradients, errors = train(
         Watching(compressor, CompressionError()), framework, 2 * WINDOW + 1, bad
     )
@@ -164,7 +164,10 @@ def progress(framework: Framework, compressor: Any, bad: int = -1) -> tuple[Watc
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
 def test_the_efficiency(compressor: Any, framework: Framework) -> None:
-    """From inner products with the step before, of both ranks; large buckets are sampled."""
+    """The efficiency is a ratio of inner products with the step before, summed over ranks.
+
+    Large buckets are sampled.
+    """
     policy, steps = progress(framework, compressor)
     assert len(policy.given) == 2
     for window, seen in enumerate(policy.given):
@@ -193,7 +196,7 @@ def test_an_efficiency_is_finite_although_a_gradient_is_not(framework: Framework
 
 
 def test_an_efficiency_that_may_be_chance_is_left_out() -> None:
-    """Gradients without a common part."""
+    """At most a tenth of the efficiencies is reported if gradients have no common part."""
     policy = Watching(PowerSGD(2), *PROGRESS)
     world, _, _ = train(policy, NUMPY, 20 * WINDOW + 1)
     told = [len(seen[Efficiency.key]) for seen in world.exchanges[0].policy.given]
@@ -211,7 +214,7 @@ def test_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     times = StepTimes()
     for step, seconds in enumerate([1.0, 2.0, 7.0]):
         times.note(step)
-        times.note(step)  # once more says no more
+        times.note(step)  # a second call changes nothing
         now[0] += seconds
     times.note(3)
     assert times.times == [1.0, 2.0, 7.0]

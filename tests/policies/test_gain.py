@@ -1,4 +1,4 @@
-"""The gain of optimizers: the change of the weights that follows from a change of a gradient."""
+"""Tests of the gain of optimizers: the change of weights that follows a gradient's change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def with_torch(kind: str, scale: float, change: float) -> tuple[np.ndarray, floa
 
 
 def with_keras(kind: str, scale: float, change: float) -> tuple[np.ndarray, float]:
-    """Do the same in Keras."""
+    """Train in Keras; return the weights, and the gain before step `AT`."""
     keras = pytest.importorskip("keras")
     from accordion_hvd.tensorflow.keras.gain import gain_of
 

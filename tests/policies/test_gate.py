@@ -1,4 +1,4 @@
-"""The gate: in worlds whose times are known, it finds the fastest method; ranks follow alike."""
+"""Tests of the gate: it finds the fastest method in simulated worlds, and all ranks follow."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NAMES = [f"layer{i}" for i in range(6)]
 
 
 class World:
-    """One rank whose steps take what a model says.
+    """A rank whose step times follow from a model.
 
-    A step takes `compute`, the work of every compressed bucket, and the bytes' time beyond what
-    backward hides; each bucket has 1 MB, of which compression leaves `left`.
+    A step takes 0.05 s, the work of every compressed bucket, and the time of the bytes, less the
+    `hide` seconds that backward hides. Each bucket has 1 MB, of which compression leaves `left`.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class World:
         self.gate = Gate(every=100)
 
     def seconds(self, served: list[str]) -> float:
-        """Of a step in which buckets are served like this."""
+        """Return the duration of a step in which these methods serve the buckets."""
         share = {"wanted": self.left, "FP16()": 0.5, "Dense()": 1.0}
         sent = sum(1e6 * share[method] for method in served)
         work = sum(w for w, method in zip(self.work, served, strict=True) if method == "wanted")
         return 0.05 + work + max(0.0, sent / self.bandwidth - self.hide)
 
     def served(self) -> list[str]:
-        """What serves the buckets now."""
+        """Return the methods that serve the buckets now."""
         methods = ["wanted", *map(repr, self.gate.fallbacks)]
         levels = [self.gate.level(name, self.wanted[name], 1) for name in NAMES]
         return [methods[level] for level in levels]
 
     def costs(self) -> dict[str, Cost]:
-        """As an exchange would measure them."""
+        """Return the costs that an exchange would measure."""
         return {n: Cost(w, 1e6 * self.left, 1e6) for n, w in zip(NAMES, self.work, strict=True)}
 
     def run(self, steps: int) -> None:
-        """Train."""
+        """Train for some steps, and apply the gate's decisions."""
         for _ in range(steps):
             if self.gate.due(self.step, self.wanted):
                 link = Link(self.bandwidth, 1e-4) if self.gate.probes(self.wanted) else None
@@ -97,7 +97,7 @@ def test_never_slower_than_the_best_way(
 
 
 def test_only_some_tensors(clocked: Callable[..., World]) -> None:
-    """Where some tensors cost more work than their bytes are worth, those go uncompressed."""
+    """Tensors whose compression takes longer than it saves go FP16; the others stay compressed."""
     world = clocked([1e-4, 1e-4, 1e-4, 5e-2, 5e-2, 5e-2], 0.02, 125e6)
     world.run(90)
     assert world.served() == ["wanted"] * 3 + ["FP16()"] * 3
@@ -138,7 +138,7 @@ def test_a_fast_link_gets_dense(clocked: Callable[..., World]) -> None:
 
 
 def test_hopeless_ways_are_not_tried(clocked: Callable[..., World]) -> None:
-    """Dense steps would take seconds; nobody waits for them."""
+    """The gate does not try Dense on a link on which dense steps would take seconds."""
     world = clocked([1e-4] * 6, 0.01, 1e6)
     world.run(40)
     assert world.served() == ["wanted"] * 6
@@ -159,7 +159,7 @@ def test_a_link_that_changes_is_noticed(clocked: Callable[..., World]) -> None:
 
 
 def test_other_levels_are_judged_anew(clocked: Callable[..., World]) -> None:
-    """What fallbacks take is known by then."""
+    """Other levels need only a few decisions, because the times of the fallbacks are known."""
     world = clocked([1e-3] * 6, 0.02, 1e9)
     world.run(90)
     first = world.served()
@@ -202,7 +202,7 @@ def test_never_lossier_than_wanted(clocked: Callable[..., World]) -> None:
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 def test_ranks_follow_and_nothing_is_lost(framework: Framework, signal: str) -> None:
-    """Methods change while training; sums of averages and what is carried are sums of gradients."""
+    """Methods change while training, and averages plus residuals add up to the gradients."""
     policy = Accordion(
         low=TopK(0.5), high=TopK(0.1), window=9, interval=1, signal=signal,
         gate=Gate(steps=2, every=7),
@@ -252,7 +252,10 @@ def test_words_and_refusals() -> None:
 
 
 def test_what_has_to_settle_is_judged_when_it_has(clocked: Callable[..., World]) -> None:
-    """For its first steps the compressor sends all; over slow links it pays all the same."""
+    """A compressor that sends everything in its first steps is judged after these steps.
+
+    If the gate does not know of these steps, it rejects the compressor.
+    """
     verdicts = []
     for startup_steps in (40, 0):
         world = clocked([1e-3] * 6, 0.02, 125e6)
@@ -275,7 +278,7 @@ def test_what_has_to_settle_is_judged_when_it_has(clocked: Callable[..., World])
 
 
 def test_codes_are_what_lgc_is_judged_by() -> None:
-    """Not the gradients that it sends at first."""
+    """LGC is judged by the bytes of its codes, not of the gradients that it sends at first."""
     lgc = LGC(0.05, dense=6, training=3)
     world, seen = simulate(Fixed(lgc, gate=Gate(steps=2, every=50)), 2), []
     for gradients in several(2, 30):
@@ -293,7 +296,7 @@ def test_codes_are_what_lgc_is_judged_by() -> None:
 
 @pytest.mark.parametrize("compressor", [Dense(), FP16(), BF16()], ids=repr)
 def test_nothing_to_gate(compressor: Any) -> None:
-    """What loses nothing, or little, is judged against what loses less; dense against nothing."""
+    """A compressor that loses nothing or little is not replaced by one that loses more."""
     world = simulate(Fixed(compressor, gate=Gate(steps=2)), 2)
     for _ in range(40):
         x = np.ones((40, 40), np.float32)
@@ -304,7 +307,7 @@ def test_nothing_to_gate(compressor: Any) -> None:
 
 
 def test_a_mixture_is_not_lossier_either(clocked: Callable[..., World]) -> None:
-    """What the policy wants dense stays dense while other tensors are told apart."""
+    """A tensor that the policy wants dense stays dense while others get methods of their own."""
     world = clocked([1e-5, 1e-4, 1e-4, 5e-2, 5e-2, 5e-2], 0.02, 125e6)
     world.names[NAMES[0]] = "Dense()"
     costs = world.costs() | {NAMES[0]: Cost(1e-5, 1e6, 1e6)}
@@ -318,7 +321,7 @@ def test_a_mixture_is_not_lossier_either(clocked: Callable[..., World]) -> None:
 
 
 def test_without_anything_to_compress_nothing_is_asked() -> None:
-    """A probe at each step would be worse than no gate."""
+    """No decision is due if no tensor is compressed, so the link is not probed at each step."""
     world = simulate(Fixed(TopK(0.1), gate="auto"), 2)
     for _ in range(8):
         world.step([{"b": np.ones(9, np.float32)} for _ in range(2)])
@@ -331,7 +334,10 @@ def test_without_anything_to_compress_nothing_is_asked() -> None:
 def test_a_slow_link_is_measured_with_fewer_bytes(
     bandwidth: float, latency: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurement is right within its latencies, and takes half a second at most."""
+    """The measured bandwidth and latency are right, and measuring takes less than 0.5 s.
+
+    A slow link is measured with an eighth of the bytes. Above 1 GB/s, bandwidth is not checked.
+    """
     now, ranks = [0.0], 4
     monkeypatch.setattr(gates.time, "perf_counter", lambda: now[0])
     measuring = gates.probe(np.zeros(1 << 18, np.float32), NUMPY.xp, ranks)

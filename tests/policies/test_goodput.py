@@ -1,4 +1,4 @@
-"""Goodput: the level with most progress per second, unless residuals displace the weights."""
+"""Tests of Goodput: the level with most progress per second serves, unless residuals forbid it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Job:
         return self.policy.gate
 
     def seconds(self, level: int) -> float:
-        """The duration of a step in which a level serves all buckets."""
+        """Return the duration of a step in which a level serves all buckets."""
         return 0.02 + len(NAMES) * (self.work[level] + self.SENT[level] * 1e6 / self.bandwidth)
 
     def costs(self) -> dict[str, Cost]:
@@ -72,7 +72,7 @@ class Job:
         return found
 
     def seen(self) -> dict[str, dict[str, float]]:
-        """The evidence of a window."""
+        """Return the evidence of a window."""
         serving = {name: self.policy.serving(name) for name in NAMES}
         return {
             RelativeResidual.key: {n: self.residuals[level] for n, level in serving.items()},
@@ -178,7 +178,10 @@ def test_progress_per_second_decides(
 
 
 def test_a_level_that_did_not_pay_is_tried_again_after_twice_the_windows(clocked: Make) -> None:
-    """The strongest level is faster, but makes too little progress; each trial costs a window."""
+    """Each time that a level does not pay, twice as many windows pass before its next trial.
+
+    The strongest level is faster, but makes too little progress; each trial costs a window.
+    """
     job = clocked(2.5e6, efficiencies=(1.0, 0.4))
     job.run(600)
     tried = {row.window + 1 for row in job.policy.history if row.efficiency == 0.4}
@@ -205,7 +208,7 @@ def test_efficiencies_of_windows_are_combined(clocked: Make) -> None:
 
 
 def test_windows_begin_after_trials(clocked: Make) -> None:
-    """Residuals of other levels are no evidence."""
+    """A window contains no steps of trials, because residuals of other levels are no evidence."""
     job = clocked(125e6, residuals=(0.1, 0.5))
     while not job.policy.history:
         job.run(1)

@@ -1,4 +1,4 @@
-"""Batches that grow, and the budget: Accordion's other levers, against oracles in NumPy."""
+"""Tests of Accordion's other levers: growing batches, byte budgets and averages of models."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def growing(**options: Any) -> Accordion:
 def drive(
     policy: Accordion, norms: Sequence[Mapping[str, float]], lrs: Sequence[float]
 ) -> list[int]:
-    """The micro-batches of each exchange, of a policy that is told what its windows brought.
+    """Return the micro-batches of each exchange, for a policy with these norms and learning rates.
 
-    There is one window more than `norms`, about which nothing is decided.
+    There is one window more than `norms`; the policy decides nothing after it.
     """
     policy.bind(OWNER, ["w"])
     told, exchanges = iter(norms), []
@@ -82,7 +82,7 @@ def drive(
 def oracle(
     norms: Sequence[float], lrs: Sequence[float], interval: int, threshold: float
 ) -> int | None:
-    """The window after which batches are large; None if never."""
+    """Return the window after which batches are large, or None if they stay small."""
     known: dict[int, float] = {}
     for window, norm in enumerate(norms):
         known[window] = norm
@@ -123,7 +123,10 @@ def test_batches_grow_as_the_oracle_says(
 
 
 def test_the_papers_timeline() -> None:
-    """Small in epochs 0 to 10 where all is steady; falls of the learning rate come too late."""
+    """With steady norms, batches are small in epochs 0 to 10 and large from then on.
+
+    The falls of the learning rate come later, and do not make batches small again.
+    """
     policy = Accordion(batch_size=(512, 4096), window=98)
     policy.complete()
     lrs = [0.4] * 152 + [0.04] * 100 + [0.004] * 50
@@ -135,7 +138,7 @@ def test_the_papers_timeline() -> None:
 
 
 def test_windows_keep_their_pace() -> None:
-    """A window that ends within a batch: what is beyond counts for the next one."""
+    """If a window ends within a large batch, the rest of the batch counts for the next window."""
     policy = growing(window=10, interval=1, low=TopK(0.1), high=TopK(0.01))
     exchanges = drive(policy, [{"w": 1.0}] * 12, [0.1])
     assert exchanges == [1] * 20 + [4] * 28
@@ -180,7 +183,10 @@ def small_batches(ranks: int, count: int) -> list[list[dict[str, np.ndarray]]]:
 
 
 def accumulate(world: World, framework: Framework, stream: Any, lr: float = 0.1) -> Any:
-    """As many small batches of `stream` as the world wants, averaged: one step."""
+    """Take a step with the mean of as many small batches of `stream` as the world asks for.
+
+    Return these small batches, and the averages of all ranks.
+    """
     used = [next(stream)]
     if not world.exchanges:
         world._build({k: framework.tensor(x) for k, x in used[0][0].items()})
@@ -193,9 +199,10 @@ def accumulate(world: World, framework: Framework, stream: Any, lr: float = 0.1)
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_one_norm_for_all_small_batches(framework: Framework, signal: str) -> None:
-    """That of the sum of all gradients of a window, small tensors included, whatever the batch.
+    """A norm is that of the sum of a window's gradients, whatever the size of batches.
 
-    A large batch counts as the small ones in it, of local gradients and of averages.
+    A large batch counts as its small batches do, for local gradients and for averages. The norm
+    that decides about batches includes small tensors.
     """
     policy = Accordion(
         TopK(0.1), TopK(0.1), batch_size=(8, 32), window=8, interval=1, threshold=99, signal=signal
@@ -228,7 +235,7 @@ def test_one_norm_for_all_small_batches(framework: Framework, signal: str) -> No
 
 @dataclass(frozen=True)
 class Rated(Dense):
-    """Averages, times the learning rate that a compressor sees."""
+    """Compressor that returns averages multiplied by the learning rate that it sees."""
 
     def exchange(self, grad: Any, state: Any, info: Info) -> Any:
         mean, state = yield from super().exchange(grad, state, info)
@@ -237,8 +244,9 @@ class Rated(Dense):
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_large_batches_have_the_rate_of_their_small_ones(framework: Framework) -> None:
-    """Compressors see the learning rate with which the optimizer steps: of a large batch, that of
-    one small batch times their number.
+    """Compressors see the learning rate with which the optimizer steps.
+
+    For a large batch, it is the rate of a small batch times the number of small batches.
     """
     policy = Accordion(Rated(), Rated(), batch_size=(8, 32), window=4, interval=1, threshold=99)
     world, stream, counts = simulate(policy, 2), iter(small_batches(2, 40)), []
@@ -283,7 +291,10 @@ PRICED = [
 @pytest.mark.parametrize("compressor", PRICED, ids=repr)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_prices_are_what_is_counted(compressor: Any, ranks: int) -> None:
-    """But for flags (8 bytes a message, before the collective), and the padding of packed bits."""
+    """Predicted bytes equal the counted bytes, except for flags and padding.
+
+    Flags are 8 bytes a message, before the collective. Packed bits have padding.
+    """
     world = simulate_once(compressor, ranks)
     exchange = world.exchanges[0]
     buckets = [entry.bucket for entry in exchange.bucket_states]
@@ -314,7 +325,7 @@ def test_what_is_affordable(
     spent = sum(told[name][level] for name, level in chosen.items())
     least = sum(map(min, prices))
     assert spent <= max(room, least)
-    for name in names:  # who did not get what was wanted has no room for it
+    for name in names:  # a level that was wanted and not granted must not fit
         if chosen[name] != wanted[name]:
             assert told[name][chosen[name]] < told[name][wanted[name]]
             assert spent - told[name][chosen[name]] + told[name][wanted[name]] > room
@@ -323,7 +334,7 @@ def test_what_is_affordable(
 
 
 def costs(level: Any, ranks: int = 2) -> float:
-    """MB of a step of the tests' gradients, flags left out."""
+    """Return the MB that a step of the tests' gradients sends, without flags."""
     world = simulate_once(level, ranks)
     buckets = [(s.levels[0], s.bucket) for s in world.exchanges[0].bucket_states]
     return sum(bytes_sent(c, b.shape, b.dtype, ranks) for c, b in buckets) / 1e6
@@ -382,7 +393,10 @@ def test_the_least_budget_is_enough() -> None:
     period=st.integers(1, 12),
 )
 def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, period: int) -> None:
-    """And are those of the rule, for the whole model at once."""
+    """Decisions are taken only after averages of all ranks.
+
+    They follow the rule, for the whole model at once.
+    """
     policy = Accordion(low=TopK(0.1), high=LocalSGD(period), window=window, interval=1)
     policy.bind(OWNER, ["w", "v"])
     assert policy.levels("w") == (TopK(0.1),)
@@ -415,7 +429,7 @@ def test_decisions_wait_for_averages_of_all(norms: list[float], window: int, per
 
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_shares_of_averages(ranks: int) -> None:
-    """Of a model's bytes, in a step: as the methods' docstrings say."""
+    """The share of a model's bytes that a step sends is the one in the methods' docstrings."""
     ring = 2 * (ranks - 1) / ranks
     for method, share in (
         (LocalSGD(1), ring),
@@ -431,7 +445,11 @@ def test_shares_of_averages(ranks: int) -> None:
     ("budget", "levels", "start"), [(2.0, [0, 1, 0], 0), (0.5, [1, 1, 1], 1), (9.0, [0, 1, 0], 0)]
 )
 def test_a_budget_caps_what_is_averaged(budget: float, levels: list[int], start: int) -> None:
-    """Averages of gradients cost 1 MB, of models 0.25 MB, and the norm asks for 0, 1, 0."""
+    """A budget between the two costs permits only averages of models.
+
+    Averages of gradients cost 1 MB, averages of models 0.25 MB.
+    The norms ask for levels 0, 1, 0.
+    """
     policy = Accordion(
         low=Dense(), high=LocalSGD(4), window=4, interval=1, threshold=0.5, budget=budget
     )

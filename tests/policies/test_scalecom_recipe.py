@@ -1,4 +1,4 @@
-"""The recipe of ScaleCom's paper as one policy."""
+"""Tests of ScaleComRecipe: the recipe of ScaleCom's paper as one policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOPS = {"conv2.*": 200.0, "conv*": 150.0}
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize(("large_batch", "beta"), [(False, 1.0), (True, 0.1)])
 def test_it_is_the_papers_recipe(large_batch: bool, beta: float, framework: Framework) -> None:
-    """Dense epochs, a dense first layer, and the rates 25, 50 and 400 from Section 4."""
+    """The recipe has dense epochs, a dense first layer, and the rates 25, 50, 400 of Section 4."""
     recipe = ScaleComRecipe(["conv1.*"], FLOPS, large_batch=large_batch, dense=2, window=3)
     by_hand = {"conv2.w": 1 / 25, "conv3.w": 1 / 50, "fc.w": 1 / 400}
     world = simulate(recipe, 2)

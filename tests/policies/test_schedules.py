@@ -1,4 +1,4 @@
-"""AdaQS follows the gradients' noise, StepSchedule the clock: alike on all ranks and everywhere."""
+"""Tests of AdaQS, which follows the gradients' noise, and of StepSchedule, which counts windows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OWNER = Owner()
 def gradients(
     mean: float, noise: float, ranks: int, steps: int, seed: int = 0
 ) -> Iterator[list[dict[str, np.ndarray]]]:
-    """Steps of one direction of norm `mean`, and noise of norm `noise` that is new every time."""
+    """Yield gradients: one direction of norm `mean`, plus new noise of norm `noise` each step."""
     rng = np.random.default_rng(seed)
     direction = np.ones(SHAPE) / math.sqrt(math.prod(SHAPE))
     for _ in range(steps):
@@ -44,7 +44,7 @@ def gradients(
 
 
 def ended(world: World) -> list[Mapping[str, Any]]:
-    """Decisions, the one that is due now included."""
+    """Take the decision that is due; check that ranks agree, and return all decisions."""
     world._decide(0.1)
     histories = [json.dumps(rows_of(exchange.policy)) for exchange in world.exchanges]
     assert all(history == histories[0] for history in histories)
@@ -53,7 +53,7 @@ def ended(world: World) -> list[Mapping[str, Any]]:
 
 # ----------------------------------------------------------------------------------------- schedule
 def run(policy: Policy, steps: int, ends: Sequence[int] = ()) -> list[int]:
-    """The level in each step, of a policy that is told when windows end."""
+    """Return the level in each step, for a policy whose windows end before the steps `ends`."""
     policy.bind(OWNER, ["w", "v"])
     levels = []
     for number in range(steps):
@@ -125,7 +125,10 @@ def test_the_ratio_is_that_of_mean_and_deviation(
 
 
 def test_noise_makes_it_milder_and_nothing_stronger() -> None:
-    """One level at a time, compared with when the level was chosen, until none is left."""
+    """The level becomes milder by one when the ratio falls, until it is the mildest.
+
+    The ratio is compared with the one at which the current level was chosen.
+    """
     world, seen = simulate(AdaQS(LADDER, window=30, drop=0.5), 2), []
     noises = [1, 1.5, 1, 2.5, 2.5, 3, 6, 100, 1]
     for window, noise in enumerate(noises):
@@ -191,7 +194,7 @@ def test_windows_that_are_too_short_tell_nothing() -> None:
 
 @pytest.mark.parametrize("framework", parameters())
 def test_a_bad_step_is_no_evidence_and_does_no_harm(framework: Framework) -> None:
-    """The ratio is still about right, and finite."""
+    """After a step with a NaN, the ratio is still finite and about right."""
     world = simulate(AdaQS(LADDER, window=30), 2)
     for number, now in enumerate(gradients(1, 1, 2, 30)):
         if number == 10:
@@ -223,7 +226,7 @@ def test_read_back(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_resumed_in_the_middle(policy: Policy) -> None:
-    """Through JSON, after every step."""
+    """A policy that is resumed through JSON, at any step, continues as if it had not stopped."""
 
     def steps(policy: Policy, first: int, last: int) -> None:
         for number in range(first, last):

@@ -1,4 +1,4 @@
-"""When an optimizer's dense stage ends by itself."""
+"""Tests of the automatic end of an optimizer's dense stage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def policy(steps: Any = "auto") -> WarmUp:
 
 
 def turn(one: WarmUp, total: float, lr: float) -> bool:
-    """One step that begins with this sum of the variance; whether the first stage is over then."""
+    """Take a step that begins with this sum of v; return whether the first stage is over."""
     rates = {"a": 0.5, "b": lr}
     if one.due(rates):
         decide(one, {"a": total / 4, "b": 3 * total / 4}, rates)
@@ -40,7 +40,7 @@ def turn(one: WarmUp, total: float, lr: float) -> bool:
 def ends(
     sums: Callable[[int], float], lr: Callable[[int], float] = lambda step: 0.1, steps: int = 600
 ) -> int | None:
-    """After how many steps the first stage ends."""
+    """Return the number of steps after which the first stage ends, or None if it does not."""
     one = policy()
     return next((n for n in range(steps) if turn(one, sums(n), lr(n))), None)
 
@@ -53,7 +53,10 @@ def test_a_variance_that_is_stable_ends_it() -> None:
 
 
 def test_a_variance_that_fills_up_does_not_end_it_early() -> None:
-    """That of steady gradients is 1 - b2^t: the first look at which D steps change it by 4 %."""
+    """With steady gradients, the first stage ends once D steps change v by at most 4 %.
+
+    Their v is proportional to 1 - b2^t.
+    """
 
     def variance(n: int) -> float:
         return 1 - BETAS[1] ** n
@@ -64,7 +67,10 @@ def test_a_variance_that_fills_up_does_not_end_it_early() -> None:
 
 
 def test_a_variance_that_falls_does_not_end_it() -> None:
-    """Where the paper's condition, v now over v then, would be met at once."""
+    """The first stage does not end while v falls.
+
+    The paper's condition, v D steps ago over v now, would be met at once.
+    """
 
     def falling(n: int) -> float:
         return math.exp(-n / 300)
@@ -82,7 +88,7 @@ def test_no_variance_does_not_end_it() -> None:
 
 @pytest.mark.parametrize("peak", [60, 300])
 def test_a_rising_learning_rate_delays_it(peak: int) -> None:
-    """Until the rate has not risen for D steps; falling ones do not matter."""
+    """The stage does not end until the rate has not risen for D steps; falls do not matter."""
     wanted = max(2 * SPAN, peak + SPAN)
     assert ends(lambda n: 3.0, lambda n: min(n, peak) / peak) == wanted
     assert ends(lambda n: 3.0, lambda n: min(n, peak) / peak * 0.99 ** max(0, n - peak)) <= wanted
@@ -96,7 +102,7 @@ def test_by_the_clock() -> None:
 
 
 def test_state_goes_through_a_checkpoint() -> None:
-    """Saved at any step, it ends at the same one."""
+    """A stage that is saved and resumed at any step ends at the same step."""
     wanted = ends(lambda n: 3.0 + min(n, 70))
     assert wanted is not None and wanted > 2 * SPAN
     for cut in (1, 49, 50, 51, 98, wanted - 1, wanted + 3):
@@ -110,7 +116,7 @@ def test_state_goes_through_a_checkpoint() -> None:
 
 
 def train(world: World, framework: Framework, steps: range, tensors: int = 2) -> list[set[Any]]:
-    """Levels of all ranks' tensors, step by step."""
+    """Train; return the set of levels of all ranks' tensors after each step."""
     found = []
     for step in steps:
         rng = np.random.default_rng(step)
@@ -127,7 +133,7 @@ def train(world: World, framework: Framework, steps: range, tensors: int = 2) ->
 
 @pytest.mark.parametrize("framework", parameters())
 def test_all_ranks_and_tensors_change_at_once(framework: Framework) -> None:
-    """As rank 0 decides, though another rank's variance is not what it should be."""
+    """All ranks switch when rank 0 decides, although another rank has a different variance."""
     steps = 70 if framework in (TORCH, TENSORFLOW) else 140
     betas, span = ((0.5, 0.95), 20) if steps == 70 else ((0.5, 0.98), SPAN)
     world = simulate(OnebitAdam(betas, warmup_steps="auto"), 3)
