@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Environment, import paths and selection of tests that all tests share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ for folder in (HERE / "support", HERE.parent):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """TEST_PART, which `make test` sets: "launch" (real ranks, which need all cores) or "alone"."""
+    """Keep only the tests of the part that TEST_PART names; without the variable, keep all tests.
+
+    `make test` sets the variable. The part "launch" starts real ranks, which need
+    all cores; "alone" is all other tests.
+    """
     part = os.environ.get("TEST_PART")
     if part:
         keep = [

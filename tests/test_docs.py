@@ -1,4 +1,4 @@
-"""What the README, CONTRIBUTING.md and the pages of docs say in code is so."""
+"""Tests of the README, CONTRIBUTING.md and docs: code, figures, links and commands are right."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_python_compiles_and_its_imports_exist(source: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_scripts_and_manifests_parse(page: str) -> None:
-    """Files for Slurm are scripts of bash, and manifests for Kubernetes are YAML of one object."""
+    """Blocks of shell code are scripts of bash, and YAML blocks are Kubernetes objects."""
     yaml = pytest.importorskip("yaml")
     for script in blocks(page, "sh"):
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
@@ -68,13 +68,13 @@ NUMBER = re.compile(r"(?<![\w.,:])\d+(?:,\d{3})*(?:\.\d+)?(?![\w:]|\.\d)")
 
 
 def numbers(text: str) -> set[str]:
-    """Numbers outside of code quotes, as they are written, without separators of thousands."""
+    """Return the numbers outside of code quotes, as texts without separators of thousands."""
     text = LINK.sub(" ", re.sub(r"`[^`]*`", " ", text))
     return {number.replace(",", "") for number in NUMBER.findall(text)}
 
 
 def claims(page: str) -> list[Any]:
-    """Pieces of a page's table cells that end with a link to a page, with that page."""
+    """Return the pieces of table cells that precede a link to a page, each with that page."""
     rows = [x for x in (ROOT / page).read_text().splitlines() if x.startswith("|")]
     found = []
     for cell in (cell for row in rows for cell in row.split("|")):
@@ -124,7 +124,7 @@ def test_versions() -> None:
 
 
 def test_papers_are_cited() -> None:
-    """Keys of BibTeX entries differ, and the methods of each catalog are named."""
+    """The keys of BibTeX entries are unique, and the page names the methods of each catalog."""
     page = (ROOT / "docs/citing.md").read_text()
     keys = re.findall(r"^@\w+{(\w+),$", page, re.MULTILINE)
     assert len(keys) == len(set(keys)) > 40
@@ -146,7 +146,7 @@ def test_horovod_and_torchrun_start_with_the_same_script() -> None:
     "page, launcher, module", [("torchrun", "torchrun", "torch"), ("keras", "gloo", "tensorflow")]
 )
 def test_the_first_training_runs(page: str, launcher: str, module: str, tmp_path: Path) -> None:
-    """Two ranks: strong compression at the end, and a receipt."""
+    """The page's training on two ranks ends with strong compression, and writes a receipt."""
     pytest.importorskip(module)
     need(launcher)
     script = tmp_path / "train.py"
@@ -169,7 +169,7 @@ def test_added_lines_of_diffs(source: str) -> None:
 
 
 def check_imports(tree: ast.AST) -> None:
-    """Every import can be done."""
+    """Check that every module and name that a tree imports exists."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -195,7 +195,7 @@ def found(module: str) -> types.ModuleType:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/compressor-accuracy.md"])
 def test_words_for_compressions(page: str) -> None:
-    """Every `word:number` and every call of a known compressor in code quotes is understood."""
+    """`parse` understands every `word:number` and call of a known compressor in code quotes."""
     text = (ROOT / page).read_text()
     names = "topk|randomk|powersgd|fp16|bf16|dense|twolevel"
     words = re.findall(rf"`((?:{names})(?::[^`]*)?)`", text)
@@ -218,7 +218,7 @@ def test_words_for_compressions(page: str) -> None:
     ],
 )  # fmt: skip
 def test_bytes_in_the_table_of_compressors(word: str, claim: str) -> None:
-    """Two ranks send as much as the formula says."""
+    """With two ranks, a rank sends about as many bytes in a step as the table's formula says."""
     row = next(
         line for line in (ROOT / "docs/methods.md").read_text().splitlines() if f"`{word}`" in line
     )
@@ -236,7 +236,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_files_and_targets_exist() -> None:
-    """What pages link to, and the make targets that they name."""
+    """The files that pages link to or quote exist, and so do the make targets that they name."""
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
         text = (ROOT / page).read_text()
@@ -249,7 +249,10 @@ def test_files_and_targets_exist() -> None:
 
 
 def test_commands_exist() -> None:
-    """Each `accordion-hvd COMMAND` of a page; the page of the command has all of them."""
+    """Every `accordion-hvd COMMAND` of a page exists, and docs/cli.md has all commands.
+
+    The options of the examples in docs/cli.md exist, too.
+    """
     for page in PAGES:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:^|`)accordion-hvd ([a-z][a-z-]*)", text, re.MULTILINE):
@@ -265,7 +268,10 @@ def test_commands_exist() -> None:
 
 @pytest.mark.parametrize("broken, wanted", [("", "check test"), ("check", "check")])
 def test_continuous_integration_checks_then_tests(tmp_path: Path, broken: str, wanted: str) -> None:
-    """With a `make` that only notes its target, and fails at one."""
+    """The script runs `make check`, then `make test`, and stops if the first fails.
+
+    The test replaces `make` by a script that records its target and fails at the target `broken`.
+    """
     make = f"""#!/bin/sh
 echo "$1" >>'{tmp_path}/targets'
 test "$1" != '{broken}'
@@ -281,7 +287,7 @@ test "$1" != '{broken}'
 
 # ---------------------------------------------------------------- the examples in CONTRIBUTING.md
 def example(number: int = 0) -> Any:
-    """The class that a block defines."""
+    """Return the class that a block of CONTRIBUTING.md defines."""
     module = sys.modules.setdefault("example", types.ModuleType("example"))
     exec(compile(blocks("CONTRIBUTING.md", "python")[number], "example", "exec"), vars(module))
     return getattr(module, ("RoundRobin", "FadingFeedback", "ErrorBound")[number])
@@ -293,7 +299,7 @@ def test_the_law_of_error_feedback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_of_a_policy() -> None:
-    """High compression after little was lost, low again after much was."""
+    """A window with a small error leads to high compression, and one with a large error to low."""
     world = simulate(example(2)(TopK(0.9), TopK(0.5), bound=0.2, window=2), 2)
     draw = np.random.default_rng(0)
     for _ in range(5):
@@ -305,7 +311,7 @@ def test_the_example_of_a_policy() -> None:
 
 @pytest.mark.parametrize("framework", parameters())
 def test_the_example_of_a_wrapper(framework: Framework) -> None:
-    """The error fades: e <- fade (e + g - sent)."""
+    """The example multiplies the residual by a factor in each step: e <- fade (e + g - sent)."""
     kind = example(1)
     world, error = Ranks(kind(TopK(0.1), 0.5), 2, framework), np.zeros((2, 24, 50))
     for gradients in normals((24, 50), 2, steps=5):
@@ -320,7 +326,7 @@ def test_the_example_of_a_wrapper(framework: Framework) -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
 def test_the_example_averages(framework: str) -> None:
-    """Over many steps, what came out and what is still carried are what went in."""
+    """The sum of all results plus the mean residual at the end is the sum of all mean gradients."""
     make = {
         "numpy": lambda x: x,
         "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
@@ -345,7 +351,7 @@ def test_the_example_averages(framework: str) -> None:
 
 
 def test_an_old_name_in_a_compressor_is_told() -> None:
-    """What was written to an earlier CONTRIBUTING works, and learns what to change."""
+    """A compressor that defines a method by its old name works; a warning gives the new name."""
     with pytest.warns(
         DeprecationWarning, match="Older defines regroup, which is called rescale now"
     ):

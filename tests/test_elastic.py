@@ -1,4 +1,4 @@
-"""Elastic jobs: ranks join while others train, leave in order, and die; hosts vanish and return."""
+"""Tests of elastic jobs: ranks join, leave in order, and die; hosts vanish and return."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CASES = [
 @pytest.mark.timeout(LIMIT + 30)
 @pytest.mark.parametrize("framework, compression, stages", CASES)
 def test_ranks_come_and_go(framework: str, compression: str, stages: list[str]) -> None:
-    """Weights stay equal; what orderly changes must conserve is conserved.
+    """All ranks have equal weights, and orderly changes conserve the sum of all residuals.
 
-    That is the sum of all residuals, or the average of the models.
+    If ranks average models, orderly changes conserve the average of the models instead.
     """
     need("gloo")
     report, told = launch_elastic(f"elastic_{framework}.py", [compression, *stages], LIMIT)

@@ -1,4 +1,4 @@
-"""What is imported when, and that every public name is there."""
+"""Tests of imports: which modules are loaded and when, and that every public name exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAVY = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
 
 
 def loaded(code: str) -> set[str]:
-    """Top-level modules loaded by some code in a fresh interpreter."""
+    """Return the top-level modules that are loaded after some code in a fresh interpreter."""
     script = f"{code}\nimport sys\nprint(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
@@ -58,7 +58,7 @@ for name in sys.argv[1:]:
 
 
 def test_any_module_can_be_the_first() -> None:
-    """Which is imported first depends on the user; none may need another one to come before."""
+    """Every module without a framework can be imported first, before any other module."""
     files = [path.relative_to(ROOT) for path in (ROOT / "accordion_hvd").rglob("*.py")]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
     pure = [name for name in names if not {*HEAVY, "process_sets"} & {*name.split(".")}]
@@ -70,7 +70,7 @@ def test_any_module_can_be_the_first() -> None:
 
 
 def test_the_package_itself_needs_nothing() -> None:
-    """The doctor and build_horovod run before anything is installed."""
+    """Importing the package does not load NumPy: the doctor and build_horovod run without it."""
     assert "numpy" not in loaded("import accordion_hvd")
 
 
@@ -84,7 +84,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level modules that a file imports anywhere, inside functions too, or by name."""
+    """Return the top-level modules that a file imports, also in functions or by `import_module`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ FORBIDDEN = {"accordion_hvd": {"benchmarks", "examples"}, "examples": {"benchmar
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_the_package_knows_neither_examples_nor_benchmarks(folder: str) -> None:
-    """Benchmarks import examples and the package, examples the package alone."""
+    """Benchmarks may import examples and the package, but examples may import only the package."""
     files = sorted((ROOT / folder).rglob("*.py"))
     assert len(files) > 10
     for path in files:
@@ -151,13 +151,16 @@ for order in sys.argv[1:]:
 
 
 def test_functions_that_modules_have_the_names_of() -> None:
-    """They can be called whatever has been imported before."""
+    """Functions with the name of a module can be called after any order of imports."""
     command = [sys.executable, "-c", CALLED, *ORDERS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_no_other_public_name_is_hidden_by_a_module() -> None:
-    """A submodule of the same name, new or old, would take its place once it is imported."""
+    """No public name but `simulate` is that of a submodule, which would replace it when imported.
+
+    This includes old names of submodules.
+    """
     modules = {path.stem for path in (ROOT / "accordion_hvd").glob("*")}
     assert (modules | {*MOVED}) & set(accordion_hvd.__all__) == {"simulate"}

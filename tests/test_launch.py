@@ -1,7 +1,7 @@
-"""Every check of every distributed suite, once for each launcher and number of ranks; and that the
-harness notices ranks that fail or hang.
+"""Tests of the distributed suites, and of the harness, which notices ranks that fail or hang.
 
-A new suite is a script in `tests/ranks` and one row in SUITES.
+Each check of a suite is one test for each launcher and number of ranks of the suite. A new suite is
+a script in `tests/ranks` and one row in SUITES.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_a_rank_that_hangs_is_named(launcher: str) -> None:
 @pytest.mark.timeout(120)
 @by_launcher
 def test_a_launch_that_does_not_end_is_ended(launcher: str) -> None:
-    """The last resort: the launcher side's own limit, and nobody is left behind."""
+    """The harness ends a launch that exceeds the limit of the whole launch; no process is left."""
     need(launcher)
     report = launch("hanging_checks.py", launcher, 2, limit=12, check_limit=300)
     assert report.status is None
@@ -154,7 +154,7 @@ def _command(pid: str) -> bytes:
 
 
 def _ours(pid: str) -> bool:
-    """Whether a process runs with this very limit (others may run the same test)."""
+    """Return whether a process has the limit of this test (others may run the same suite)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return b"CHECK_LIMIT=300" in file.read()

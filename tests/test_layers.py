@@ -1,4 +1,4 @@
-"""Imports point one way and never in a circle; each kind of mistake is noticed."""
+"""Tests of the layers of imports: the package keeps the contracts, and mistakes are noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("importlinter")
 
 
 def lint(tree: Path) -> tuple[int, str]:
-    """The exit status and the report of import-linter on a tree with its own setup.cfg."""
+    """Run import-linter on a tree with its own setup.cfg; return the exit status and the report."""
     command = [sys.executable, "-c", COMMAND, "--no-cache"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What the library logs: to which loggers, when a user sees it, and that an import is silent."""
+"""Tests of logging: the loggers, when a user sees messages, and that an import is silent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ABSL = "import absl.logging; "
 
 
 def run(code: str, *arguments: str) -> str:
-    """The standard error of code, which writes nothing else."""
+    """Run code that writes nothing to its standard output; return its standard error."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
@@ -56,7 +56,11 @@ def run(code: str, *arguments: str) -> str:
 def test_each_message_appears_once(
     before: str, after: str, warnings: int, infos: int, tmp_path: Path
 ) -> None:
-    """Warnings after 1, 2, 4 and 8 of 9 skipped steps; the path of the receipt as Python ends."""
+    """Each message appears once for each configuration of logging that enables its level.
+
+    The messages are warnings after 1, 2, 4 and 8 of 9 skipped steps and, as Python ends, the path
+    of the receipt.
+    """
     for word in ("absl", "tensorflow"):
         if word in before:
             pytest.importorskip(word)
@@ -90,7 +94,10 @@ def test_an_import_neither_prints_nor_logs() -> None:
 
 
 def test_loggers_have_the_names_of_their_modules() -> None:
-    """And no module of the library installs a handler: ruff's T201 refuses calls of `print`."""
+    """Loggers have the names of their modules, and no module of the library installs a handler.
+
+    Ruff's rule T201 refuses calls of `print`.
+    """
     found = 0
     for path in (ROOT / "accordion_hvd").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Old names of modules import the same modules, with a warning; nothing here uses them."""
+"""Tests of old names of modules: they import the same modules with a warning; no file uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads, checkpoints and configurations hold no pickles."""
+"""Tests that payloads, checkpoints and configurations contain no pickles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.config import parse_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-READERS = ("examples/data/cifar10.py", "examples/data/citation.py")  # of others' files, restricted
+READERS = ("examples/data/cifar10.py", "examples/data/citation.py")  # read others' pickles, safely
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_nothing_imports_pickle() -> None:
 
 
 def test_arrays_are_read_without_pickles() -> None:
-    """np.load says allow_pickle=False, and torch.load says weights_only=True."""
+    """Every call of `np.load` has allow_pickle=False, and of `torch.load` weights_only=True."""
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "torch.load"):

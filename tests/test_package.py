@@ -1,4 +1,4 @@
-"""The package: wheel, source archive, and types as a user's type checker sees them."""
+"""Tests of the package: the wheel, the source archive, and the types that type checkers see."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_stub_has_the_names_of_the_package() -> None:
 
 @pytest.mark.parametrize("module", ["torch", "tensorflow", "tensorflow/keras"])
 def test_type_checkers_see_the_names_of_the_module(module: str) -> None:
-    """The list for type checkers, which must be a literal, has the names of `_OURS`."""
+    """The literal list `__all__`, which type checkers read, has the names of `_OURS`."""
     tree = ast.parse((STUB.parent / module / "__init__.py").read_text())
     values = {
         node.targets[0].id: node.value
@@ -141,7 +141,7 @@ def test_the_image_has_what_it_copies() -> None:
 
 @pytest.mark.slow
 def test_a_users_script_passes_a_strict_type_checker(built: Path, tmp_path: Path) -> None:
-    """The wheel is installed beside PyTorch; the right lines pass, each wrong line is flagged."""
+    """With the wheel installed, mypy accepts the correct lines and flags each wrong line."""
     pytest.importorskip("mypy")
     pytest.importorskip("torch")
     venv.create(tmp_path / "env", with_pip=False)

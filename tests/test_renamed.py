@@ -1,4 +1,4 @@
-"""Old names of attributes still work, and the warning says what to write."""
+"""Tests of old names of attributes: they still work, and the warning gives the new name."""
 
 from __future__ import annotations
 

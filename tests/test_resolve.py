@@ -1,4 +1,4 @@
-"""What `compression=` means, and what it must suit, without any framework."""
+"""Tests of the argument `compression`, without a framework: its meanings, and unsuitable uses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from accordion_hvd.validate import Use, check_adasum, check_arguments, check_pas
 
 
 class NoneCompressor:
-    """Looks like `hvd.Compression.none`."""
+    """Stand-in for `hvd.Compression.none`."""
 
     __module__ = "horovod.torch.compression"
 
@@ -37,7 +37,7 @@ class NoneCompressor:
 
 
 class Half(NoneCompressor):
-    """Looks like another compression of Horovod's."""
+    """Stand-in for another compression of Horovod."""
 
 
 METHODS: list[tuple[Any, Averaging]] = [
@@ -71,7 +71,7 @@ def test_policies(compression: Any, means: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("word", "means"), [x for x in METHODS + POLICIES if type(x[0]) is str])
 def test_environment(word: str, means: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable means what the argument means, and only where a script names nothing."""
+    """The variable is parsed like the argument, but only used if a script names no compression."""
     monkeypatch.setenv(VARIABLE, word)
     assert repr(resolve(NoneCompressor)) == (means if isinstance(means, str) else repr(means))
     assert repr(resolve(Half)) == "Fixed(HorovodCompression(Half))"

@@ -1,4 +1,4 @@
-"""The documentation site: public names have entries, docstrings can be parsed, the site builds."""
+"""Tests of the documentation site: entries of public names, docstrings, and builds of the site."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITH_OURS = ("torch", "tensorflow", "tensorflow.keras")  # names besides those o
 
 
 def literal(module: str, name: str) -> list[str]:
-    """The strings in a module's list, or the keys of its dict, without an import."""
+    """Return the strings in a module's list, or the keys of its dict, without an import."""
     path = ROOT / "accordion_hvd" / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text())):
@@ -37,7 +37,7 @@ def literal(module: str, name: str) -> list[str]:
 
 
 def public() -> dict[str, set[str]]:
-    """Public names, each with the paths under which an entry may document it."""
+    """Return the public names, each with the paths under which an entry may document it."""
     names = {f"accordion_hvd.{name}" for name in accordion_hvd.__all__}
     for module in WITH_ALL:
         names |= {f"accordion_hvd.{module}.{name}" for name in literal(module, "__all__")}
@@ -131,7 +131,7 @@ def test_links_and_anchors_of_the_site_exist(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
-    """Neither scripts nor styles, fonts or pictures; links that readers click are allowed."""
+    """The site loads scripts, styles, fonts and pictures from itself; links may lead elsewhere."""
     for page in site.rglob("*.html"):
         for tag, address in ADDRESS.findall(page.read_text()):
             assert tag == "a" or not re.match(r"(https?:)?//", address), (page, address)
@@ -156,7 +156,10 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_make_a_build_fail(fault: str, tmp_path: Path) -> None:
-    """A site of one page, with the settings of mkdocs.yml."""
+    """Each fault makes the build fail and is reported; without a fault, the links are right.
+
+    The site is small, and has the settings of mkdocs.yml.
+    """
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     for key in ("nav", "extra_css", "watch"):
         del config[key]

@@ -1,4 +1,4 @@
-"""The signatures of compressed optimizers: at run time, and in stubs for type checkers."""
+"""Tests of the signatures of compressed optimizers: at run time, and in stubs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_stubs_are_up_to_date(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_signatures_of_stubs_are_those_at_run_time(framework: str) -> None:
-    """Names, order, kinds and defaults, read by `ast` and by `inspect`."""
+    """Arguments have the same names, order, kinds and defaults in the stubs and at run time."""
     needed(framework)
     tree = ast.parse(write_stubs.path_of(framework).read_text())
     module = importlib.import_module(f"accordion_hvd.{framework}")
@@ -52,7 +52,10 @@ def test_signatures_of_stubs_are_those_at_run_time(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_argument_of_a_signature_is_accepted(framework: str) -> None:
-    """With its default; and the constructor of a user's subclass is shown as it is."""
+    """A constructor accepts each argument of its signature, with the default value.
+
+    The signature of a user's subclass is that of the subclass's own constructor.
+    """
     needed(framework)
     module = importlib.import_module(f"accordion_hvd.{framework}")
     module.init()

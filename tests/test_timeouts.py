@@ -1,4 +1,4 @@
-"""A rank that stalls is noticed after ACCORDION_HVD_TIMEOUT."""
+"""Tests of ACCORDION_HVD_TIMEOUT, after which a rank that stalls is noticed."""
 
 from __future__ import annotations
 

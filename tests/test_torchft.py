@@ -1,4 +1,4 @@
-"""Steps as transactions: replicas of torchft come, go, die, and do not always commit."""
+"""Tests of torchft: replicas join, leave and die, and steps that do not commit change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ numbers = itertools.count(1)
 
 
 class Manager:
-    """A torchft Manager without a lighthouse, whose quorum `connect` sets.
+    """Stand-in for a torchft Manager, without a lighthouse; `connect` sets its quorum.
 
     Attributes:
         refuses: whether steps do not commit.
@@ -85,7 +85,7 @@ class Replica:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Copies of the policy's state and the compressors' tensors."""
+        """Return copies of the policy's state and the compressors' tensors."""
         exchange = self.averager.exchange
         tensors = checkpoint.named(checkpoint.saved_of(exchange))
         return checkpoint.describe(exchange), {key: x.copy() for key, x in tensors.items()}
@@ -135,7 +135,7 @@ def train(replicas: Sequence[Replica], steps: int = 1, seed: int = 0) -> None:
 
 
 def total(replicas: Sequence[Replica]) -> np.ndarray:
-    """The sum over replicas of all residuals."""
+    """Return the sum of all replicas' residuals as one vector."""
     rows = []
     for replica in replicas:
         saved = checkpoint.saved_of(replica.averager.exchange)
@@ -144,7 +144,7 @@ def total(replicas: Sequence[Replica]) -> np.ndarray:
 
 
 def assert_equal(replicas: Sequence[Replica]) -> None:
-    """The replicas have equal weights and policies."""
+    """Check that the replicas have equal weights and policies."""
     first = replicas[0]
     for replica in replicas[1:]:
         assert torch.equal(replica.weights(), first.weights())
@@ -198,7 +198,7 @@ def test_a_replica_that_joins_takes_over_policy_and_a_share(
     replicas = group_of(compression)
     new = Replica(compression)
     new.model.load_state_dict(replicas[0].model.state_dict())  # as the manager does
-    replicas = [new, *replicas]  # the first of the quorum is not one that has state
+    replicas = [new, *replicas]  # the first replica of the quorum has no state
     connect(replicas)
     train(replicas)
     assert_equal(replicas)
@@ -317,7 +317,7 @@ def test_bad_input_is_refused() -> None:
 @pytest.mark.timeout(LIMIT + 30)
 @pytest.mark.parametrize("compression", SPECS)
 def test_a_replica_is_killed_and_heals(compression: str) -> None:
-    """Another one leaves in order afterwards."""
+    """A replica that is killed heals and trains on; afterwards, another one leaves in order."""
     if importlib.util.find_spec("torchft") is None:
         pytest.skip("torchft is not installed")
     report, told = launch_job("torchft_job.py", [compression], LIMIT)

@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md explains are messages of the package."""
+"""Tests of docs/troubleshooting.md: the package has the messages that the page explains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUE = "\0"
 
 
 def quoted() -> list[str]:
-    """Messages of the page: blocks of text, and the first cells of tables of messages."""
+    """Return the page's messages: blocks of text, and the first cells of tables of messages."""
     page = PAGE.read_text()
     found = re.findall(r"^```text\n(.*?)\n```", page, re.DOTALL | re.MULTILINE)
     for table in re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE):
@@ -24,7 +24,7 @@ def quoted() -> list[str]:
 
 
 def texts() -> list[str]:
-    """All texts of the package but docstrings, with `VALUE` where they have values."""
+    """Return the package's strings except docstrings, with `VALUE` in place of values."""
     found = []
     for path in sorted((ROOT / "accordion_hvd").rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -45,7 +45,7 @@ TEXTS = texts()
 
 @pytest.mark.parametrize("message", quoted())
 def test_messages_are_in_the_source(message: str) -> None:
-    """The fixed parts of a message follow each other in one text of the source."""
+    """One string of the source has all fixed parts of a message, in their order."""
     parts = [part for part in message.split("...") if part.strip(" .:;,")]
     assert sum(map(len, parts)) >= 12, "too little is fixed"
     pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
@@ -53,7 +53,7 @@ def test_messages_are_in_the_source(message: str) -> None:
 
 
 def test_errors_of_jobs_are_explained() -> None:
-    """Every class of errors that a job raises for itself."""
+    """The page names the package's classes of errors that jobs raise."""
     page = PAGE.read_text()
     for name in (
         "BudgetSpent", "ConnectionLost", "PayloadError", "RankLost", "RanksDisagree", "RanksEnded",

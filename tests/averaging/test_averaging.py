@@ -1,4 +1,4 @@
-"""Methods that average models: laws of each, in NumPy, PyTorch and TensorFlow."""
+"""Tests of the methods that average models, in NumPy, PyTorch and TensorFlow."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from accordion_hvd.core.shifted import Shifted
 
 
 class Dealing(Ranks):
-    """The same over an engine that knows no groups."""
+    """Simulated ranks whose engine has no groups: alltoalls among all ranks compute their means."""
 
     def _hold(self, talks: Sequence[Any]) -> np.ndarray:
         size = len(self.links)
@@ -67,7 +67,10 @@ def start_apart(rank: int, step: int, model: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------- WAGMA
 @pytest.mark.parametrize(("ranks", "each"), [(8, 4), (8, 2), (6, 3), (5, 2), (7, 3), (16, 4)])
 def test_models_become_one_without_updates(ranks: int, each: int) -> None:
-    """After `reach` steps, for groups of one size; others only come closer and closer."""
+    """Models are equal after `reach` steps if group size and number of ranks are powers of two.
+
+    With other numbers, the models only come closer to their mean.
+    """
     method = WAGMA(each, period=100)
     world = Ranks(method, ranks, np.zeros(5))
     schedule = method.schedule(ranks)
@@ -82,7 +85,7 @@ def test_models_become_one_without_updates(ranks: int, each: int) -> None:
 
 @pytest.mark.parametrize("compressor", [None, TopK(0.3), RandomK(0.5), EFSignSGD()], ids=repr)
 def test_the_mean_over_ranks_follows_the_updates(compressor: Any) -> None:
-    """Whatever is compressed: what a rank has not sent stays in its model."""
+    """The mean of the models contains all updates: a rank keeps the unsent part in its model."""
     world = Ranks(WAGMA(2, period=5, compressor=compressor), 6, np.zeros(40))
     due = np.zeros(40)
     for step in range(12):
@@ -100,7 +103,7 @@ def test_compression_without_loss_is_none() -> None:
 
 
 def test_compressed_groups_agree_better_than_none() -> None:
-    """What is compressed still brings models together."""
+    """Compressed averages keep models closer than local SGD, but less close than exact averages."""
     apart = {}
     for method in (WAGMA(2, 50, compressor=TopK(0.2)), WAGMA(2, 50), LocalSGD(50)):
         world = Ranks(method, 8, np.zeros(50))
@@ -112,7 +115,7 @@ def test_compressed_groups_agree_better_than_none() -> None:
 
 
 def test_extremes_are_other_methods() -> None:
-    """One group averages all, as a period of 1 does; groups of one are local SGD."""
+    """One group of all ranks equals a period of 1, and groups of one rank equal local SGD."""
     runs = {
         "all": Ranks(WAGMA(6, period=4), 6, np.zeros(8)),
         "every step": Ranks(WAGMA(2, period=1), 6, np.zeros(8)),
@@ -128,7 +131,7 @@ def test_extremes_are_other_methods() -> None:
 
 @pytest.mark.parametrize("method", [LocalSGD(1), WAGMA(2, period=1), DPSGD("complete")], ids=repr)
 def test_averaging_models_each_step_is_averaging_gradients(method: Averaging) -> None:
-    """With plain SGD, f_i = 0.5 ||x - c_i||^2."""
+    """With SGD on f_i = 0.5 ||x - c_i||^2, all models take the steps of averaged gradients."""
     centres = np.random.default_rng(0).normal(size=(4, 6))
     world, x = Ranks(method, 4, np.zeros(6)), np.zeros(6)
     for _ in range(10):
@@ -186,7 +189,7 @@ def test_default_groups_and_repr() -> None:
 
 # --------------------------------------------------------------------------------------- DiLoCo
 def test_diloco_is_nesterov_on_deltas() -> None:
-    """Against a loop of our own; with lr 1 and momentum 0 it is local SGD."""
+    """DiLoCo equals a loop of Nesterov steps; with lr 1 and momentum 0, DiLoCo is local SGD."""
     outer = Nesterov(0.7, 0.9)
     world, plain = Ranks(DiLoCo(3, outer), 4, np.zeros(5)), Ranks(LocalSGD(3), 4, np.zeros(5))
     simple = Ranks(DiLoCo(3, Nesterov(1.0, 0.0)), 4, np.zeros(5))
@@ -228,7 +231,7 @@ def test_topologies_are_doubly_stochastic(kind: str, size: int) -> None:
 
 
 def test_weights_of_the_ring_are_thirds() -> None:
-    """As in the D-PSGD of WAGMA's authors."""
+    """A ring's weights are 1/3, as in the D-PSGD of WAGMA's authors; a complete graph has gap 1."""
     assert np.allclose(Topology("ring").weights(5)[0], [1 / 3, 1 / 3, 0, 0, 1 / 3])
     assert Topology("complete").gap(7) == pytest.approx(1)
 
@@ -248,7 +251,10 @@ def test_gossip_keeps_the_mean_and_contracts_by_the_gap(kind: str) -> None:
 
 
 def test_a_directed_graph_will_do_for_gossip() -> None:
-    """Doubly stochastic, not symmetric: each listens to the rank before it."""
+    """D-PSGD accepts a doubly stochastic matrix that is not symmetric, but COLD refuses it.
+
+    In the graph of this matrix, each rank receives from the rank before it.
+    """
     weights = 0.5 * np.eye(5) + 0.5 * np.roll(np.eye(5), 1, 0)
     graph = Topology(weights)
     assert graph.of(1, 5) == (0,) and graph.to(1, 5) == (2,)
@@ -282,7 +288,7 @@ def test_bad_topologies_are_refused(kind: Any, words: str) -> None:
 
 # ------------------------------------------------------------------------------------------ COLD
 class Quadratics:
-    """f_i = 0.5 (x - c_i)^T A_i (x - c_i), each strongly convex, none alike."""
+    """Different, strongly convex functions of the ranks: f_i = 0.5 (x - c_i)^T A_i (x - c_i)."""
 
     def __init__(self, ranks: int, size: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -306,7 +312,7 @@ class Quadratics:
 
 
 def nids(problem: Quadratics, weights: np.ndarray, lr: float, steps: int) -> list[np.ndarray]:
-    """The two-step recursion of its authors."""
+    """Return all models after each step of NIDS, by the two-step recursion of its authors."""
 
     def gradients(x: np.ndarray) -> np.ndarray:
         return np.stack([problem.gradient(rank, row) for rank, row in enumerate(x)])
@@ -365,7 +371,10 @@ def test_the_rate_of_one_bit_is_theta() -> None:
 
 @pytest.mark.parametrize(("theta", "scale"), [(0.96, 0.01), (0.8, 20.0), (0.96, 1e-6)])
 def test_saturation_is_noticed_and_recovered_from(theta: float, scale: float) -> None:
-    """A scale that begins too small, or falls too fast, diverges in the published method."""
+    """DynaCOLD doubles a scale that begins too small or falls too fast, and still converges.
+
+    The published method diverges with such a scale.
+    """
     problem = Quadratics(5, 20)
     method = DynaCOLD("ring", theta=theta, scale=scale)
     world = Ranks(method, 5, np.zeros(20))
@@ -377,7 +386,7 @@ def test_saturation_is_noticed_and_recovered_from(theta: float, scale: float) ->
 
 
 def test_one_bit_is_one_bit() -> None:
-    """p / 8 bytes and one, to each neighbour; values are +-s / 2 everywhere."""
+    """A message to a neighbour has p / 8 + 1 bytes for p elements, which decode to +-s / 2."""
     method, model = DynaCOLD("ring", scale=3.0), np.linspace(-1, 1, 80)
     talk = method.exchange(model, method.start(model, Info()), Info(size=4, lr=0.1))
     asked: Any = talk.send(None)
@@ -402,7 +411,7 @@ def test_the_optimum_is_a_fixed_point() -> None:
 
 
 def test_sending_models_instead_of_innovations_would_not_do() -> None:
-    """A negative control: with estimates that are forgotten, an error remains."""
+    """COLD misses the optimum if it forgets its estimates, and so compresses whole models."""
 
     class Forgetful(COLD):
         def exchange(self, model: Any, state: Any, info: Info) -> Any:
@@ -417,7 +426,7 @@ def test_sending_models_instead_of_innovations_would_not_do() -> None:
 
 
 def test_consensus_keeps_the_mean() -> None:
-    """f_i = 0.5 ||x - c_i||^2, step size 1."""
+    """With f_i = 0.5 ||x - c_i||^2 and step size 1, all models converge to the mean of the c_i."""
     centres = np.random.default_rng(3).normal(size=(5, 12))
     world = Ranks(DynaCOLD("ring", theta=0.94), 5, np.zeros(12))
     for _ in range(400):
@@ -427,7 +436,11 @@ def test_consensus_keeps_the_mean() -> None:
 
 @pytest.mark.parametrize("method", [COLD("ring", 0.5, TopK(0.5)), DynaCOLD("ring")], ids=repr)
 def test_a_step_of_size_zero_changes_nothing(method: Averaging) -> None:
-    """Schedules end at a learning rate of 0; training may go on with a rate above 0 afterwards."""
+    """A step with learning rate 0, with which schedules end, changes neither models nor states.
+
+    The training can continue with a rate above 0. COLD then computes the same models as without
+    such steps.
+    """
     problem = Quadratics(5, 20)
     paused, other = (Ranks(method, 5, np.zeros(20)) for _ in range(2))
     for step in range(40):
@@ -451,7 +464,7 @@ def test_cold_needs_a_learning_rate() -> None:
 
 # ------------------------------------------------------------------------- groups without an engine
 def test_a_group_speaks_of_its_members() -> None:
-    """Roots, senders and groups within a group are its members, by their numbers among all."""
+    """`within_group` replaces positions in a group by ranks: in roots, senders and subgroups."""
 
     def talk() -> Any:
         yield Allreduce(np.ones(2), op="sum", sender=1)
@@ -467,7 +480,7 @@ def test_a_group_speaks_of_its_members() -> None:
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize(("ranks", "size"), [(3, 2), (4, 2), (5, 4), (7, 3), (8, 8)])
 def test_shares_among_all_are_means_of_groups(ranks: int, size: int, framework: Framework) -> None:
-    """For groups of one, too, and vectors that no group divides evenly."""
+    """Alltoalls among all ranks compute the means of groups, even if no group divides a vector."""
     start = np.zeros(11, np.float32)
     worlds = [kind(WAGMA(size, 4), ranks, start, framework) for kind in (Ranks, Dealing)]
     for _ in range(9):
@@ -475,7 +488,7 @@ def test_shares_among_all_are_means_of_groups(ranks: int, size: int, framework: 
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
-# -------------------------------------------------------------------------- messages of one to one
+# ------------------------------------------------------------------------- point-to-point messages
 def compressors() -> list[Any]:
     kinds = [getattr(accordion_hvd.compressors, name) for name in accordion_hvd.compressors.__all__]
     made = [
@@ -489,7 +502,10 @@ def compressors() -> list[Any]:
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 @pytest.mark.parametrize("compressor", compressors(), ids=repr)
 def test_a_message_means_the_same_to_both(compressor: Any, framework: Framework) -> None:
-    """To the bit, step after step, for every compressor with messages of one size."""
+    """The sender and the receiver decode a message to the same bits in each step.
+
+    This holds for every compressor except those that are refused, whose messages change in size.
+    """
     kept: Any = {}
     for step in range(3):
         values = np.random.default_rng(step).normal(size=600).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or ends: the job ends soon, by itself, and says whose fault it is."""
+"""Tests of wait-avoiding averaging if a rank dies, hangs or ends: the job ends and says why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch import RANKS, ROOT, command_for, need
 
 
 def run(how: str, folder: Path, ranks: int = 4) -> tuple[int, str, float]:
-    """Status, output and seconds of a launch; left-overs are killed."""
+    """Launch a training that ends as `how` says; return its status, output and seconds."""
     need("mpirun")
     program = [sys.executable, str(RANKS / "averaging_ends.py"), how]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

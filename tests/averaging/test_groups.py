@@ -1,4 +1,4 @@
-"""Who averages with whom, and how a group's sum is made."""
+"""Tests of the groups of each step, and of the sum of a group's vectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ POWERS = [(2**d, 2**s) for d in range(1, 8) for s in range(1, d + 1)]
 
 
 def reached(groups: Groups, start: int, steps: int) -> bool:
-    """Whether everybody's model is in everybody's, `steps` after `start`: by a matrix product."""
+    """Return whether every model has reached every rank, `steps` steps after `start`.
+
+    In this case, the product of the steps' mixing matrices has no zeros.
+    """
     mixing = np.eye(groups.size)
     for step in range(start, start + steps):
         matrix = np.zeros((groups.size, groups.size))
@@ -26,7 +29,7 @@ def reached(groups: Groups, start: int, steps: int) -> bool:
 
 @pytest.mark.parametrize(("size", "each"), POWERS)
 def test_powers_of_two_follow_the_paper(size: int, each: int) -> None:
-    """Masks 2^((t s + r) mod d), whether or not s divides d."""
+    """Groups are those of the paper's masks, 2^((t s + r) mod d), even if s does not divide d."""
     groups, d, s = Groups(size, each), size.bit_length() - 1, each.bit_length() - 1
     for step in range(3 * d):
         masks = [1 << ((step * s + r) % d) for r in range(s)]
@@ -70,7 +73,7 @@ def test_powers_of_two_need_the_fewest_steps(size: int, each: int) -> None:
 
 
 def test_sizes_of_real_jobs() -> None:
-    """Not much is made of odd numbers: a thousand ranks, and primes."""
+    """With 1000 ranks or a prime number, `reach` is near its bound, and cycles are short."""
     for size, each in ((1000, 32), (127, 11), (3, 2), (7, 2), (997, 31)):
         groups = Groups(size, each)
         assert groups.reach is not None
@@ -90,7 +93,10 @@ def test_bad_sizes_are_refused(size: int, each: int) -> None:
 
 
 def add_up(vectors: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """The members' sums, and how many elements the first has sent; messages in lockstep."""
+    """Add up vectors with all members in lockstep; return each member's sum.
+
+    Also return the number of elements that the first member has sent.
+    """
     count, size = len(vectors), vectors[0].size
     results = [np.full(size, np.nan) for _ in vectors]
     talks = [

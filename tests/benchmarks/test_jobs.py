@@ -1,4 +1,4 @@
-"""The script that simulates jobs: its models, its table, and what it refuses."""
+"""Tests of the script that simulates jobs: its models, its table, and the values it refuses."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_trainings_are_not_repeated(
     trained = []
 
     class Pool:
-        """A pool that trains in this process, where the study is known."""
+        """Stand-in for a process pool, which trains in this process, where the study is known."""
 
         def __init__(self, *_: Any) -> None: ...
 

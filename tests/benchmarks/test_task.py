@@ -1,4 +1,4 @@
-"""Every task's learning rate rises, then falls to nothing."""
+"""Tests of the learning rates of tasks: each rises, then falls nearly to 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages from rank 0, which JSON supports, reach every rank in one round if they are short."""
+"""Tests of JSON values that rank 0 sends to every rank: one round is enough for short values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests are packed into few operations, and every result is what NumPy expects."""
+"""Tests of communicators: requests are packed into few operations, and results equal NumPy's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, loc
 
 
 class Counting(SimulatedCommunicator):
-    """Counts what reaches the engine."""
+    """Communicator that counts the operations of its engine."""
 
     def __init__(self, hub: Hub, rank: int, framework: Framework) -> None:
         super().__init__(hub, rank, framework.xp)
@@ -30,7 +30,7 @@ class Counting(SimulatedCommunicator):
 def exchange(
     framework: Framework, ranks: int, wanted: Callable[[int], Sequence[Request]]
 ) -> tuple[list[list[Any]], int]:
-    """Each rank's results of one round of requests, and how many operations it took."""
+    """Run one round of requests; return each rank's results, and the number of operations."""
     hub = Hub(ranks)
     communicators = [Counting(hub, rank, framework) for rank in range(ranks)]
 
@@ -63,7 +63,7 @@ by_ranks = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @by_framework
 @by_ranks
 def test_allreduce(framework: Framework, ranks: int) -> None:
-    """Means, sums and maxima, small and large, of several dtypes, in one operation a kind."""
+    """Allreduces of equal reduction and dtype share one operation, whatever their shapes."""
     shapes = [(3,), (2, 5), (), (300, 250), (1, 1, 4)]
     kinds = [("mean", "float32"), ("sum", "float32"), ("max", "float32"), ("mean", "float64")]
     kinds += [("sum", "int32"), ("sum", "int64"), ("max", "int64")]
@@ -99,7 +99,7 @@ def test_arguments_are_not_written_unless_reuse(framework: Framework) -> None:
 @by_ranks
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
 def test_halves(framework: Framework, ranks: int, wire: str) -> None:
-    """16 bits on the way, added in fp32, rounded once more: to the bit, in every framework."""
+    """Ranks send 16-bit numbers, add them in fp32, and round the mean, to the bits of NumPy."""
     shapes = [(7,), (3, 5), (400, 3)]
 
     def wanted(rank: int) -> list[Request]:
@@ -117,7 +117,7 @@ def test_halves(framework: Framework, ranks: int, wire: str) -> None:
 
 
 def rounded(x: np.ndarray, wire: str) -> np.ndarray:
-    """To 16 bits and back, the slow way."""
+    """Return `x` rounded to a 16-bit format and converted back, computed with NumPy only."""
     if wire == "float16":
         return x.astype(np.float16).astype(np.float32)
     mantissa, exponent = np.frexp(x.astype(np.float64))
@@ -127,7 +127,7 @@ def rounded(x: np.ndarray, wire: str) -> np.ndarray:
 @pytest.mark.parametrize("framework", FEW)
 @by_ranks
 def test_allgather(framework: Framework, ranks: int) -> None:
-    """Everything even in one operation, whatever its dtype."""
+    """Allgathers whose sizes are equal on all ranks share one operation, whatever their dtypes."""
 
     def parts(rank: int) -> list[np.ndarray]:
         index = np.arange(5, dtype=np.int32) * (rank + 1)
@@ -147,7 +147,7 @@ def test_allgather(framework: Framework, ranks: int) -> None:
 @by_framework
 @by_ranks
 def test_uneven_allgather(framework: Framework, ranks: int) -> None:
-    """First dimensions differ, one of them may be 0; sizes cost one more operation."""
+    """First dimensions may differ or be 0; ranks exchange them in one additional operation."""
 
     def parts(rank: int) -> list[np.ndarray]:
         return [values(rank, (rank, 2)), np.arange(2 * rank + 1, dtype=np.int32)]
@@ -202,7 +202,7 @@ def test_alltoall(framework: Framework, ranks: int) -> None:
 @by_framework
 @by_ranks
 def test_alltoall_of_uneven_shares(framework: Framework, ranks: int) -> None:
-    """Rank r sends r + 2 p rows to rank p: some send nothing, and bytes are counted as sent."""
+    """Ranks may send different numbers of rows: rank r sends (r + 2 p) mod 4 rows to rank p."""
 
     def rows(rank: int, peer: int) -> int:
         return (rank + 2 * peer) % 4
@@ -244,7 +244,7 @@ def test_uneven_shares_are_counted_and_checked() -> None:
 
 @pytest.mark.parametrize("framework", FEW)
 def test_everything_at_once(framework: Framework) -> None:
-    """Results come in the order of the requests, however they were packed."""
+    """Results come in the order of the requests, although requests share operations."""
 
     def wanted(rank: int) -> list[Request]:
         x = framework.tensor(values(rank, (4, 2)))
@@ -277,7 +277,7 @@ def test_everything_at_once(framework: Framework) -> None:
 
 @by_framework
 def test_groups(framework: Framework) -> None:
-    """Disjoint groups, together with requests to all."""
+    """Requests of disjoint groups and requests of all ranks can be made in the same round."""
 
     def wanted(rank: int) -> list[Request]:
         group = (0, 2) if rank % 2 == 0 else (1, 3)
@@ -314,7 +314,7 @@ def test_a_single_request_has_a_single_answer() -> None:
 
 @pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
 def test_layouts_of_torch_do_not_matter() -> None:
-    """Views, transposes and channels-last memory travel as the values they show."""
+    """Results do not depend on the memory layout of views, transposes or channels-last tensors."""
     import torch
 
     def wanted(rank: int) -> list[Request]:

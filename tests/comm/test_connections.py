@@ -1,4 +1,4 @@
-"""Connections that Horovod leaves open when ranks change."""
+"""Tests of the connections that Horovod leaves open when ranks change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accordion_hvd.comm.horovod import connections  # noqa: E402
 
 
 class Ranks:
-    """The two ends of new connections, on one process."""
+    """Both ends of connections, which are opened in this process."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -61,12 +61,12 @@ def elastic_module(hvd: Any, calls: list[str]) -> SimpleNamespace:
 def test_a_reset_closes_what_horovod_has_left_open(ranks: Ranks) -> None:
     calls: list[str] = []
     hvd = SimpleNamespace(shutdown=lambda: calls.append("shutdown"), init=ranks.connect)
-    ranks.connect()  # not Horovod's
+    ranks.connect()  # a connection that is not Horovod's
     connections.start(hvd.init)
     module = elastic_module(hvd, calls)
     own = module._reset
     train = connections.decorated(module, hvd, lambda: calls.append("train"))
-    assert module._reset is own  # other users of the module keep Horovod's
+    assert module._reset is own  # other users of the module keep Horovod's reset
     train()
     assert calls == ["train", "shutdown", "train"]
     (mine, other), (near, far), (newer, _) = ranks.pairs

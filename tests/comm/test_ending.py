@@ -1,4 +1,4 @@
-"""A process that has given up waiting for a rank does not wait again when it exits."""
+"""Tests of exits: a process that has given up waiting for a rank does not wait again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communicator adds fp16, but on slow links the engine does."""
+"""Tests of the fp16 reduction: the communicator adds, but on slow links the engine does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accordion_hvd.policies import Policy
 
 
 class Line(LocalCommunicator):
-    """One of four ranks whose messages take 0.1 ms and go at some bytes a second."""
+    """Communicator of one of four ranks; a launch takes 0.1 ms and its bytes divided by `rate`."""
 
     def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(xp, 4)
@@ -29,7 +29,7 @@ class Line(LocalCommunicator):
         monkeypatch.setattr(fp16_reduction, "time", clock)
 
     def launch(self, name: str, requests: Sequence[Any]) -> Any:
-        """Count a launch and its bytes."""
+        """Launch requests; record the launch and count its bytes."""
         self.launched.append(name)
         pending = super().launch(name, requests)
         self.traffic.add(pending.traffic)
@@ -45,7 +45,7 @@ def test_the_engine_adds_where_links_are_slow(mbit: float, monkeypatch: pytest.M
     assert probes == (1 if mbit > 100 else 3 if mbit < 20 else 8 if mbit > 80 else probes)
     before = len(line.launched)
     fp16_reduction.choose_reduction(line, True)
-    assert len(line.launched) == before  # asked once
+    assert len(line.launched) == before  # the link is measured only once
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The reference of the collectives, against NumPy and against ranks that pack their requests."""
+"""Tests of the reference of the collectives, against NumPy and ranks that pack their requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUESTS = {
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_results_are_numpys(kind: str, framework: Framework) -> None:
-    """Of the reference, and of simulated ranks, which pack what they ask for."""
+    """The reference gives NumPy's results, and so do simulated ranks, which pack their requests."""
     make, wanted = REQUESTS[kind]
 
     def request(rank: int) -> Request:

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed: one that dies, other launchers, engines that do not suit."""
+"""Tests of ranks of torch.distributed: a rank that dies, other launchers, unsuitable engines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def test_a_rank_that_dies_is_noticed_by_all() -> None:
 
 @pytest.mark.launch
 def test_a_restart_by_torchrun_continues_from_the_last_checkpoint(tmp_path: Path) -> None:
-    """The end is that of a training without a death, to the bit; no thread of Gloo survives it."""
+    """A restarted training ends with the weights of an undisturbed one.
+
+    No thread of Gloo remains at the end of a rank.
+    """
     need("torchrun")
     ends = []
     for name, death in (("killed", 12), ("undisturbed", 1000)):

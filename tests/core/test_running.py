@@ -1,4 +1,4 @@
-"""The driver hands each answer to the request that asked for it, and ends where generators do."""
+"""Tests of `Running` and `drive`: answers reach their requests, and ends and errors the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words and calls mean what Python means; everything that prints itself can be read back."""
+"""Tests of spec strings: words and calls are understood, and every `repr` can be parsed again."""
 
 from __future__ import annotations
 

@@ -302,12 +302,12 @@ def test_folder_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Server of a folder that counts its answers."""
+    """Server of a folder that records the paths of its answers, and prints nothing."""
 
     answers: list[str]
 
     def log_request(self, *_: Any) -> None:
-        """Count, and print nothing."""
+        """Record the path, and print nothing."""
         self.answers.append(self.path)
 
     def log_error(self, *_: Any) -> None:

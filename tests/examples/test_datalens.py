@@ -92,7 +92,7 @@ def test_no_record_has_two_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
             seen += datalens.my_teachers(chosen, (images, labels), 10).images[:, :, 0].tolist()
         assert len(seen) == 13 and {len(part) for part in seen} == {7}
         assert len({record for part in seen for record in part}) == 91
-        # a teacher's part does not depend on what others' records are
+        # records are dealt to teachers in turn, whatever they contain
         assert {min(part) for part in seen} == set(range(13))
 
 

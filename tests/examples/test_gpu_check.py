@@ -1,4 +1,4 @@
-"""The check on a GPU: a rehearsal on the CPU here, the real one where there is a GPU."""
+"""Tests of scripts/gpu_check.py: its rehearsal on the CPU, and the check if there is a GPU."""
 
 from __future__ import annotations
 

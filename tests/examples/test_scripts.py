@@ -253,7 +253,7 @@ def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
     ids=["WAGMA", "Accordion"],
 )
 def test_two_ranks_average_models(framework: str, method: str, tmp_path: Path) -> None:
-    """Steps and bytes of averaged models are counted; each test costs one more average."""
+    """Steps and bytes of averaged models are counted; each epoch's test costs one more average."""
     pytest.importorskip({"torch": "torch", "keras": "tensorflow"}[framework])
     words = ["--compression", method, "--limit", "640", "--epochs", "3", "--output", str(tmp_path)]
     done = launched(SCRIPTS / f"train_{framework}.py", *words)

@@ -200,7 +200,7 @@ def test_speeds_divide_all_work() -> None:
 @pytest.mark.parametrize("compression", ["dense", "powersgd:2", "topk:0.1", "twolevel:topk:0.1"])
 @pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e8])
 def test_bounds_of_overlap(compression: str, bandwidth: float) -> None:
-    """Overlap never costs time, and hides no more than all of the shorter part."""
+    """Overlap never makes a step longer, nor shorter than its computation or its communication."""
     link = Link(1e-4, bandwidth, local_size=2, inside=Link(1e-6, 1e9))
     compute, alone = LogNormal(0.1, 0.2), Constant(0.0)
     runs = {
