@@ -19,6 +19,7 @@ class Collectives(abc.ABC):
         rank: number of this process.
         size: number of processes.
         xp: operations of the framework of the tensors.
+        engine: name of the engine, "horovod" or "torch".
         native_fp16_allreduce: whether the engine should add fp16, as NCCL does well. None until
             `fp16_reduction.choose_reduction` decides; the engine does not add fp16 until then.
         hosts: ranks of each host; () until `hosts.discover_hosts` has found them.
@@ -32,6 +33,7 @@ class Collectives(abc.ABC):
     rank: int
     size: int
     xp: ModuleType
+    engine: str = "horovod"
     native_fp16_allreduce: bool | None = None
     hosts: Hosts = ()
     extensible: bool = True

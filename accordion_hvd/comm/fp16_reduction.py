@@ -12,11 +12,12 @@ from accordion_hvd.core.base import Allreduce
 if TYPE_CHECKING:
     from accordion_hvd.comm.communicator import Communicator
 
-SLOW = 100e6 / 8
-"""Link speed in bytes/s below which the engine's ring allreduce of fp16 is faster.
+SLOW = {"horovod": 300e6 / 8, "torch": 2e9 / 8}
+"""Link speed in bytes/s below which an engine's ring allreduce of fp16 is faster.
 
-On slow links, an alltoall, in which all ranks send to all ranks at once, fills queues
-(docs/performance.md). On faster links, the engines' scalar fp16 additions cost more time.
+In an alltoall, all ranks send to all ranks at once and fill each other's queues
+(docs/performance.md). On faster links, the engine's scalar fp16 additions cost more time;
+torch.distributed adds faster than Horovod.
 """
 
 PROBE, TRIES = 1 << 16, 8
@@ -45,8 +46,8 @@ def choose_reduction(communicator: Communicator, needed: bool, device: Any = Non
         return
     xp = communicator.xp
     tensor = xp.zeros((PROBE,), "float32", device)
-    fastest = communicator.run("accordion.fp16_reduction", _fastest(tensor, xp, communicator.size))
-    communicator.native_fp16_allreduce = fastest < SLOW
+    fastest = communicator.run("accordion.fp16_reduction", _fastest(tensor, communicator))
+    communicator.native_fp16_allreduce = fastest < SLOW[communicator.engine]
 
 
 def choose_by(bandwidth: float, communicator: Communicator, device: Any = None) -> Any:
@@ -60,11 +61,11 @@ def choose_by(bandwidth: float, communicator: Communicator, device: Any = None) 
     if communicator.native_fp16_allreduce is None and communicator.size > 1:
         own = communicator.xp.full((1,), bandwidth, "float32", device)
         highest = communicator.xp.to_numpy((yield Allreduce(own, op="max")))
-        communicator.native_fp16_allreduce = float(highest[0]) < SLOW
+        communicator.native_fp16_allreduce = float(highest[0]) < SLOW[communicator.engine]
 
 
-def _fastest(tensor: Any, xp: Any, ranks: int) -> Any:
-    fastest = elapsed = 0.0
+def _fastest(tensor: Any, communicator: Communicator) -> Any:
+    xp, ranks, fastest, elapsed = communicator.xp, communicator.size, 0.0, 0.0
     for count in range(1, TRIES + 1):
         began = time.perf_counter()
         yield Allreduce(xp.copy(tensor))
@@ -73,6 +74,6 @@ def _fastest(tensor: Any, xp: Any, ranks: int) -> Any:
         own = xp.asarray(np.array([speed, seconds], np.float32), xp.device(tensor))
         speed, seconds = xp.to_numpy((yield Allreduce(own, op="max"))).tolist()  # all ranks agree
         fastest, elapsed = max(fastest, speed), elapsed + seconds
-        if fastest >= SLOW or (count >= ENOUGH and elapsed > SECONDS):
+        if fastest >= SLOW[communicator.engine] or (count >= ENOUGH and elapsed > SECONDS):
             break
     return fastest

@@ -68,6 +68,8 @@ def key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
         half = dtype in ("float16", "bfloat16") and request.op == "mean"
         if half and not (communicator.native_fp16_allreduce and dtype == "float16"):
             return "half", dtype, group
+        if request.wire:
+            return "wire", dtype, group
         if dtype in _SMALL_INTEGERS and request.op == "sum":
             return "small", dtype, group
         return "reduce", dtype, request.op, group
@@ -119,25 +121,39 @@ def _reduce(
     """Reduce all tensors in one operation; small tensors are packed into one buffer."""
     count(communicator, traffic, requests)
     xp = communicator.xp
-    wired = [_as_wire(xp, request) for request in requests]
-    sizes = [_elements(xp, x) for x in wired]
-    large = [i for i, size in enumerate(sizes) if size * 4 >= _LARGE or len(wired) == 1]
-    small = sorted(set(range(len(wired))) - set(large))
-    buffers = [
-        wired[i] if requests[i].reuse or requests[i].wire else xp.copy(wired[i]) for i in large
-    ]
+    tensors = [request.tensor for request in requests]
+    sizes = [_elements(xp, x) for x in tensors]
+    large = [i for i, size in enumerate(sizes) if size * 4 >= _LARGE or len(tensors) == 1]
+    small = sorted(set(range(len(tensors))) - set(large))
+    buffers = [tensors[i] if requests[i].reuse else xp.copy(tensors[i]) for i in large]
     if small:
-        buffers.append(xp.concat([xp.reshape(wired[i], (-1,)) for i in small]))
+        buffers.append(xp.concat([xp.reshape(tensors[i], (-1,)) for i in small]))
     first = requests[0]
     buffers = yield communicator.allreduce(name, buffers, first.op, first.group)
-    results: list[Any] = [None] * len(wired)
+    results: list[Any] = [None] * len(tensors)
     for i, result in zip(large, buffers, strict=False):
-        results[i] = _from_wire(xp, requests[i], result)
+        results[i] = result
     if small:
         parts = xp.split(buffers[-1], [sizes[i] for i in small])
         for i, part in zip(small, parts, strict=True):
-            results[i] = _from_wire(xp, requests[i], xp.reshape(part, xp.shape(wired[i])))
+            results[i] = xp.reshape(part, xp.shape(tensors[i]))
     return results
+
+
+def _reduce_wire(
+    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
+) -> Program:
+    """Average 16-bit floats in one buffer, by the engine's own allreduce."""
+    count(communicator, traffic, requests)
+    xp, wire, scratch = communicator.xp, requests[0].wire, communicator.scratch
+    tensors = [request.tensor for request in requests]
+    length = sum(_elements(xp, tensor) for tensor in tensors)
+    flat = xp.to_wire(tensors, wire, length, scratch.get(name) if scratch else None)
+    if scratch is not None:
+        scratch[name] = flat
+    sent = xp.from_bytes(flat, wire, (-1,))
+    (mean,) = yield communicator.allreduce(name, [sent], "mean", requests[0].group)
+    return xp.from_wire(xp.to_bytes(mean), wire, _places(xp, requests))
 
 
 def _reduce_half(
@@ -165,8 +181,7 @@ def _reduce_half(
     del received, flat  # frees their memory before the means arrive
     flat = yield communicator.allgather(f"{name}.means", mean, group)
     _compare_sizes(xp, flat, size, name)
-    likes = [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]
-    return xp.from_wire(flat, wire, likes)
+    return xp.from_wire(flat, wire, _places(xp, requests))
 
 
 def _reduce_small(
@@ -349,6 +364,7 @@ def _neighbours(
 _PROGRAMS: dict[str, Callable[..., Program]] = {
     "single": _single,
     "reduce": _reduce,
+    "wire": _reduce_wire,
     "half": _reduce_half,
     "small": _reduce_small,
     "gather": _gather,
@@ -364,9 +380,6 @@ def _elements(xp: ModuleType, tensor: Tensor) -> int:
     return math.prod(xp.shape(tensor))
 
 
-def _as_wire(xp: ModuleType, request: Allreduce) -> Tensor:
-    return xp.cast(request.tensor, request.wire) if request.wire else request.tensor
-
-
-def _from_wire(xp: ModuleType, request: Allreduce, result: Tensor) -> Tensor:
-    return xp.cast(result, xp.dtype(request.tensor)) if request.wire else result
+def _places(xp: ModuleType, requests: Sequence[Allreduce]) -> list[Tensor]:
+    """Return tensors that results may overwrite, with the requests' shapes and dtypes."""
+    return [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]

@@ -134,7 +134,9 @@ class RecordingCommunicator(LocalCommunicator):
             return [sizes, Operation("allgather", size, group)]
         if isinstance(first, Neighbours):
             return [Operation(kind, size, None, first.to, first.of)]
-        names = {"reduce": "allreduce", "gather": "allgather", "splits": "alltoall"}
+        if isinstance(first, Allreduce):
+            return [Operation("allreduce", size, group)]
+        names = {"gather": "allgather", "splits": "alltoall"}
         return [Operation(names.get(kind, kind), size, group)]
 
     def received(self, request: Request) -> int:

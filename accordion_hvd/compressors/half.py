@@ -12,8 +12,9 @@ from accordion_hvd.compressors.dense import AllElements
 class FP16(AllElements):
     """IEEE half precision: send the gradient as fp16, half the bytes of fp32.
 
-    Ranks add the values in fp32. On links below 100 Mbit/s, and with NCCL, the communication
-    engine adds them in fp16 instead. There is no error feedback; rounding errors are lost.
+    Ranks add the values in fp32. On links below 300 Mbit/s (below 2 Gbit/s over torch.distributed),
+    and with NCCL, the communication engine adds them in fp16 instead, which is faster there. There
+    is no error feedback; rounding errors are lost.
 
     fp16 has 11 significant bits and overflows to infinity beyond 65504; where the engine adds in
     fp16, sums overflow as well. An infinity reaches every rank, so loss scalers on all ranks skip

@@ -66,16 +66,17 @@ def rehearse(cells: Iterable[Cell], say: Callable[[str], None]) -> dict[Key, Reh
                 if cell.model != name:
                     continue
                 for method in METHODS:
-                    key = key_of(cell, method)
+                    key, (engine, spec) = key_of(cell, method), split(method)
                     if key not in found:
-                        steps = table.rehearse(model, split(method)[1], cluster(cell))
+                        steps = table.rehearse(model, spec, cluster(cell), engine)
                         found[key] = Rehearsed(model, steps)
     return found
 
 
 def key_of(cell: Cell, method: str) -> Key:
     """Return the key of a cell's rehearsal."""
-    return cell.model, cell.hosts, method, cluster(cell).bandwidth < fp16_reduction.SLOW
+    slow = fp16_reduction.SLOW[split(method)[0]]
+    return cell.model, cell.hosts, method, cluster(cell).bandwidth < slow
 
 
 def predictions(

@@ -36,13 +36,26 @@ class Line(LocalCommunicator):
         return pending
 
 
-@pytest.mark.parametrize("mbit", [5, 50, 90, 110, 1000, 100_000])
-def test_the_engine_adds_where_links_are_slow(mbit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("engine", "mbit", "slow", "probes"),
+    [
+        ("horovod", 5, True, fp16_reduction.ENOUGH),
+        ("horovod", 290, True, fp16_reduction.TRIES),
+        ("horovod", 350, False, 1),
+        ("horovod", 100_000, False, 1),
+        ("torch", 5, True, fp16_reduction.ENOUGH),
+        ("torch", 1000, True, fp16_reduction.TRIES),
+        ("torch", 3000, False, 1),
+    ],
+)
+def test_the_engine_adds_where_links_are_slow(
+    engine: str, mbit: float, slow: bool, probes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = Line(mbit * 1e6 / 8, monkeypatch)
+    line.engine = engine
     fp16_reduction.choose_reduction(line, True)
-    assert line.native_fp16_allreduce is (mbit < 100)
-    probes = line.traffic.sent // (2 * 3 / 4 * 4 * fp16_reduction.PROBE)
-    assert probes == (1 if mbit > 100 else 3 if mbit < 20 else 8 if mbit > 80 else probes)
+    assert line.native_fp16_allreduce is slow
+    assert line.traffic.sent // (2 * 3 / 4 * 4 * fp16_reduction.PROBE) == probes
     before = len(line.launched)
     fp16_reduction.choose_reduction(line, True)
     assert len(line.launched) == before  # the link is measured only once

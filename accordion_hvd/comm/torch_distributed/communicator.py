@@ -44,6 +44,7 @@ class TorchCommunicator(Communicator):
         process_set: the process set; None: all ranks.
     """
 
+    engine = "torch"
     ordered = True
 
     def __init__(self, process_set: Any = None) -> None:

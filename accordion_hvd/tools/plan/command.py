@@ -124,7 +124,7 @@ def _plan(
         model = measure(word, compute, threads(cluster))
         rows = []
         for configuration in configurations:
-            steps = table.rehearse(model, configuration, cluster)
+            steps = table.rehearse(model, configuration, cluster, engine)
             rows.append(table.row(model, configuration, steps, cluster, engine))
     if not link.prints():
         return

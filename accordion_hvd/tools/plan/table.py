@@ -58,13 +58,21 @@ class Row:
         return 3600 * self.sent / self.seconds
 
 
-def rehearse(model: Model, configuration: str, cluster: Cluster) -> list[RehearsedStep]:
+def rehearse(
+    model: Model, configuration: str, cluster: Cluster, engine: str
+) -> list[RehearsedStep]:
     """Measure the work of a configuration on this machine; return its steps.
+
+    Args:
+        model: the model.
+        configuration: spec string.
+        cluster: the cluster.
+        engine: key of `ENGINES`.
 
     Raises:
         ValueError: if the configuration is no compressor, or does not support the model.
     """
-    slow = cluster.bandwidth < fp16_reduction.SLOW  # as the engine decides in a job
+    slow = cluster.bandwidth < fp16_reduction.SLOW[engine]  # as the engine decides in a job
     rehearsal = Rehearsal(
         resolve(configuration), model.gradients, model.values, model.xp, cluster.ranks,
         cluster.per_host, slow, model.synchronize,
