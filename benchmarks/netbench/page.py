@@ -121,6 +121,7 @@ def pairs(framework: str, methods: Sequence[str]) -> list[tuple[str, str]]:
         return compiled + [(method, GROUPED) for method in ours]
     found = [(method, STOCK) for method in ours]
     found += [(method, SHARDED) for method in methods if method.startswith(BETWEEN)]
+    found += [(method, DDP) for method in methods if method.startswith((OVER, HOOK))]
     peers = {f"{OURS}fp16": [f"{STOCK} fp16", f"{DDP} fp16"], f"{OURS}dense": [DDP]}
     peers |= {
         f"{OURS}{word}": [f"{DDP} {word}"] for word in ("powersgd:1", "powersgd:2", "powersgd:4")

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.netbench import tables
-from benchmarks.netbench.contestants import ALONE, DDP, is_ours
+from benchmarks.netbench.contestants import (
+    ALONE,
+    COMPUTE,
+    DDP,
+    FP16,
+    HOOK,
+    OURS,
+    OVER,
+    SHARDED,
+    STOCK,
+    is_ours,
+)
 from benchmarks.netbench.links import describe
 from examples.pictures import figure
 from examples.report import FRAMEWORKS
@@ -21,6 +32,21 @@ KINDS = {
 }
 """Colours that colour-blind readers can distinguish (Okabe & Ito)."""
 
+SHOWN = (
+    COMPUTE, STOCK, STOCK + FP16, DDP, DDP + FP16, f"{DDP} powersgd:1", f"{DDP} powersgd:4",
+    *(prefix + word for word in ("fp16", "powersgd:4") for prefix in (OURS, OVER)),
+    *(HOOK + word for word in ("powersgd:1", "powersgd:4", "powersgd:4,alternate", "topk:0.01")),
+)  # fmt: skip
+"""Methods in PyTorch that the picture shows; the page has tables of all."""
+
+
+def shown(found: Row) -> list[str]:
+    """Return the methods that the picture shows: all if none is in `SHOWN`, as on request."""
+    methods = list(found["equal"])
+    if found["settings"]["framework"] != "torch" or not {*methods} & {*SHOWN[1:]}:
+        return methods
+    return [method for method in methods if method in SHOWN]
+
 
 def kind(method: str) -> str:
     """Return the key in `KINDS` of a method's implementation."""
@@ -32,12 +58,14 @@ def kind(method: str) -> str:
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
-    """Draw a panel for each framework (rows) and rate (columns)."""
+    """Draw a panel for each result (rows) and rate (columns); sharded models have none."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    whole = [result for result in found if SHARDED not in result["equal"]]
+    found = whole or found
     across = max(len(result["settings"]["rates"]) for result in found)
-    heights = [len(result["equal"]) + 2 for result in found]
+    heights = [len(shown(result)) + 2 for result in found]
     size = (2.2 + 3.9 * across, 1.2 + 0.31 * sum(heights))
     with figure(path, size, len(found), across, height_ratios=heights) as (canvas, axes):
         for row, result in enumerate(found):
@@ -55,10 +83,12 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
 def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
     """Draw the bars of one rate."""
-    rows = tables.summary(found, rate)
-    summaries = [tables.summary(found, each) for each in found["settings"]["rates"]]
-    most = max(each["most"].max() for each in summaries)
-    least = min(each["least"].min() for each in summaries)
+    summaries = {
+        each: tables.summary(found, each).loc[shown(found)] for each in found["settings"]["rates"]
+    }
+    rows = summaries[rate]
+    most = max(each["most"].max() for each in summaries.values())
+    least = min(each["least"].min() for each in summaries.values())
     for place, (method, row) in enumerate(rows.iterrows()):
         spread = [[row["ms"] - row["least"]], [row["most"] - row["ms"]]]
         axis.barh(
@@ -82,5 +112,6 @@ def _panel(axis: Any, found: Row, rate: str, names: bool) -> None:
     axis.set(xlim=(least / 2, most * 2.2), ylim=(len(rows) - 0.4, -0.6), axisbelow=True)
     axis.grid(alpha=0.3, axis="x")
     settings = found["settings"]
-    axis.set_title(f"{FRAMEWORKS[settings['framework']]}, {describe(rate, settings)}", fontsize=11)
+    name = f"{FRAMEWORKS[settings['framework']]}, {settings['model']}"
+    axis.set_title(f"{name}, {describe(rate, settings)}", fontsize=11)
     axis.set_xlabel("ms a step (logarithmic)")

@@ -95,14 +95,15 @@ def title(result: Row) -> str:
     """Describe the framework, the data and the settings in a line."""
     settings = result["settings"]
     hops = ", ".join(map(str, settings["sizes"]))
-    seeds = max(map(len, methods(result).values()))
+    count = max(map(len, methods(result).values()))
+    seeds = f"{count} seed" if count == 1 else f"{count} seeds"
     kind = "nodes a layer" if settings["sampling"] == "layer" else "neighbours of a node"
     return (
         f"{FRAMEWORKS[settings['framework']]} on {NAMES[settings['data']]} "
         f"({result['nodes']:,} nodes, {result['edges']:,} edges, {result['features']} features), "
         f"{result['ranks']} ranks, parts by {settings['partition']} ({result['cut_share']:.1%} of "
         f"edges cut), {hops} {kind}, "
-        f"mode {settings['mode']}, {settings['epochs']} epochs, {seeds} seed(s)"
+        f"mode {settings['mode']}, {settings['epochs']} epochs, {seeds}"
     )
 
 

@@ -47,9 +47,11 @@ from accordion_hvd.core.shifted import Shifted
 class Dealing(Ranks):
     """Simulated ranks whose engine has no groups: alltoalls among all ranks compute their means."""
 
-    def _hold(self, talks: Sequence[Any]) -> np.ndarray:
+    def _hold(self, generators: Sequence[Any]) -> np.ndarray:
         size = len(self.links)
-        return super()._hold([by_shares(talk, rank, size) for rank, talk in enumerate(talks)])
+        return super()._hold(
+            [by_shares(generator, rank, size) for rank, generator in enumerate(generators)]
+        )
 
 
 def noise(rank: int, step: int, model: np.ndarray) -> np.ndarray:
@@ -388,11 +390,11 @@ def test_saturation_is_noticed_and_recovered_from(theta: float, scale: float) ->
 def test_one_bit_is_one_bit() -> None:
     """A message to a neighbour has p / 8 + 1 bytes for p elements, which decode to +-s / 2."""
     method, model = DynaCOLD("ring", scale=3.0), np.linspace(-1, 1, 80)
-    talk = method.exchange(model, method.start(model, Info()), Info(size=4, lr=0.1))
-    asked: Any = talk.send(None)
+    generator = method.exchange(model, method.start(model, Info()), Info(size=4, lr=0.1))
+    asked: Any = generator.send(None)
     assert asked.tensor.nbytes == 11 and asked.to == (1, 3)
     zeros = np.zeros_like(asked.tensor)  # all signs negative
-    _, state = pytest.raises(StopIteration, talk.send, (zeros, zeros)).value.value
+    _, state = pytest.raises(StopIteration, generator.send, (zeros, zeros)).value.value
     assert set(np.abs(state["mine"])) == {1.5}
     np.testing.assert_allclose(state["theirs"], -1.5 * 2 / 3)
 
@@ -466,11 +468,11 @@ def test_cold_needs_a_learning_rate() -> None:
 def test_a_group_speaks_of_its_members() -> None:
     """`within_group` replaces positions in a group by ranks: in roots, senders and subgroups."""
 
-    def talk() -> Any:
+    def generator() -> Any:
         yield Allreduce(np.ones(2), op="sum", sender=1)
         yield Broadcast(np.ones(2), root=0), Allreduce(np.ones(2), group=(1, 2))
 
-    asked = within_group((2, 5, 6), talk())
+    asked = within_group((2, 5, 6), generator())
     first = next(asked)
     root, pair = asked.send(None)
     assert (first.group, first.sender) == ((2, 5, 6), 5)

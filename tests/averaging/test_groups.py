@@ -99,13 +99,13 @@ def add_up(vectors: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
     """
     count, size = len(vectors), vectors[0].size
     results = [np.full(size, np.nan) for _ in vectors]
-    talks = [
+    generators = [
         reduce_scatter.total(vectors[i], results[i], np.empty(size + count), i, count)
         for i in range(count)
     ]
     sent = 0
     while True:
-        rounds = [next(talk, None) for talk in talks]
+        rounds = [next(generator, None) for generator in generators]
         if rounds[0] is None:
             assert not any(rounds)
             return results, sent

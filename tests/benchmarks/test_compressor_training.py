@@ -33,6 +33,7 @@ def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     task = dataclasses.replace(training.TASKS["digits"], images=400, epochs=3)
     monkeypatch.setitem(training.TASKS, "digits", task)
+    before = load("digits").train.images.copy()
     files = ["--results", str(tmp_path / "a.json"), "--output", str(tmp_path / "a.md")]
     words = [PLAIN.word, "TopK(0.05)", "DGC(0.05, warmup=$tenth)"]
     training.main(["--tasks", "digits", "--seeds", "7", "--methods", *words, *files])
@@ -51,7 +52,6 @@ def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, second, third = ({key[1]: o.seconds for key, o in kept.items()} for kept in trained)
     assert first == second and third[words[1]] != first[words[1]]
     assert {word: third[word] for word in words if word != words[1]}.items() <= first.items()
-    before = load("digits").train.images.copy()
     assert (before == load("digits").train.images).all()
 
 

@@ -34,10 +34,10 @@ def exchange(
     hub = Hub(ranks)
     communicators = [Counting(hub, rank, framework) for rank in range(ranks)]
 
-    def conversation(rank: int) -> Any:
+    def generator(rank: int) -> Any:
         return (yield tuple(wanted(rank)))
 
-    results = lockstep(communicators, [conversation(rank) for rank in range(ranks)])
+    results = lockstep(communicators, [generator(rank) for rank in range(ranks)])
     calls = {communicator.calls for communicator in communicators}
     assert not hub.sent, "somebody has sent what nobody fetched"
     assert len(calls) == 1
@@ -303,12 +303,12 @@ def test_what_is_no_request_is_refused() -> None:
 
 
 def test_a_single_request_has_a_single_answer() -> None:
-    def conversation() -> Any:
+    def generator() -> Any:
         one = yield Allreduce(np.ones(3, np.float32))
         (two,) = yield (Allreduce(np.ones(3, np.float32)),)
         return one, two
 
-    one, two = SimulatedCommunicator(Hub(1), 0, NUMPY.xp).run("talk", conversation())
+    one, two = SimulatedCommunicator(Hub(1), 0, NUMPY.xp).run("generator", generator())
     assert one.shape == two.shape == (3,)
 
 

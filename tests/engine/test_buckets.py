@@ -1,4 +1,4 @@
-"""Every tensor travels in exactly one bucket, every bucket leaves with exactly one group."""
+"""Tests of buckets: a tensor is in exactly one bucket, a bucket in exactly one fusion group."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rule_by_example() -> None:
 
 
 def test_order_is_that_of_the_last_gradient() -> None:
-    """A bucket can leave when its last tensor is there."""
+    """Buckets are ordered by their last gradients, since a bucket is ready when all are there."""
     tensors = [TensorInfo(f"b{i}", (8,), "float32") for i in range(3)]
     tensors[1:1] = [TensorInfo("w", (64, 64), "float32")]
     assert [bucket.name for bucket in make_buckets(tensors)] == ["w", "b0+2"]

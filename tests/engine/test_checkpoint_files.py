@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, and what is loaded is what was saved."""
+"""Tests of checkpoint files: they are written as a whole or not at all, and load as saved."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def names(folder: Path) -> list[str]:
 
 
 def saved(folder: Path, count: int, ranks: int = 2) -> Path:
-    """Save states 1, 2, ..., and return the folder of the last."""
+    """Save states 1, 2, ...; return the folder of the last one."""
     for number in range(1, count + 1):
         assert not any(save(folder, number, ranks))
     return folder / f"state-{count:05d}"
 
 
 def as_format_1(folder: Path) -> None:
-    """Turn a directory's only checkpoint into one of an earlier version."""
+    """Convert the only checkpoint of a directory to an earlier format."""
     (state,) = folder.glob("state-*")
     manifest = json.loads((state / "manifest.json").read_text())
     del manifest["checksum"], manifest["files"]
@@ -110,7 +110,7 @@ def test_incomplete_ones_do_not_push_out_complete_ones(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ what is told
 def changed(path: Path, at: int, into: int) -> None:
-    """Make one byte another."""
+    """Change one byte of a file."""
     content = bytearray(path.read_bytes())
     at %= len(content)
     content[at] = into if into != content[at] else into ^ 1
@@ -215,7 +215,7 @@ def test_manifests_of_format_1_need_what_is_read(tmp_path: Path) -> None:
 
 
 def test_an_unexpected_failure_is_no_hang(tmp_path: Path) -> None:
-    """A rank with an error of any kind tells the others."""
+    """If saving fails on one rank with an unexpected error, all ranks raise an error."""
     checkpoint_files.rank_file(tmp_path, 0, 1).write_bytes(b"")
     text = '{"format": 1, "exchanges": [], "ranks": 1, "files": [3]}'
     (tmp_path / "manifest.json").write_text(text)
@@ -243,7 +243,7 @@ def test_spent_privacy_is_not_forgotten(tmp_path: Path) -> None:
 
 
 class Pickled:
-    """Makes a folder where it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -269,7 +269,7 @@ KINDS = ("byte", "bit", "cut", "longer", "gone", "zeros")
 
 
 def damage_at_random(random: random.Random, folder: Path, kinds: Sequence[str] = KINDS) -> None:
-    """Change one file of a folder in one way."""
+    """Damage one file of a folder at random."""
     path = random.choice(sorted(folder.iterdir()))
     content = path.read_bytes()
     kind = random.choice(kinds)
@@ -321,7 +321,7 @@ def test_after_any_change_a_true_state_is_loaded_or_none(
 @settings(deadline=None, max_examples=100)
 @given(st.randoms(use_true_random=False))
 def test_after_any_change_of_earlier_files_too(earlier: Path, random: random.Random) -> None:
-    """Whose manifests have no checksums, so that only exchanged files go unnoticed."""
+    """Changes of checkpoints without checksums are noticed, unless files are exchanged."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "copy")
         shutil.copytree(earlier, folder, ignore=shutil.ignore_patterns("manifest.json"))
@@ -334,7 +334,7 @@ def test_after_any_change_of_earlier_files_too(earlier: Path, random: random.Ran
 # ------------------------------------------------------------------------------------- full disks
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 KiB."""
+    """Yield a folder on a file system of 128 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
@@ -358,7 +358,10 @@ def test_a_full_disk_is_named_and_nothing_is_lost(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_operation_may_fail(ranks: int, tmp_path: Path) -> None:
-    """Its error is told to all ranks, and the last checkpoint is the one before, or this one."""
+    """If a file operation fails, all ranks raise its error; the last checkpoint is complete.
+
+    This is the new one or the one before.
+    """
     for number in range(1, 100):
         folder, left = tmp_path / str(number), number
         assert not any(save(folder, 1, ranks))
@@ -390,7 +393,7 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------- crashes
 def test_killed_in_any_operation(tmp_path: Path) -> None:
-    """Of a process that saves alone; what it was writing is removed by the next save."""
+    """A process that is killed while it saves leaves files that the next save removes."""
     for number in range(1, 100):
         folder = tmp_path / str(number)
         assert not any(save(folder, 1, 1)) and not any(save(folder, 1, 1))
@@ -411,10 +414,10 @@ ALONE = ["manifest.json", "rank-00000-of-00001.npz"]
 
 
 class Disk:
-    """What a disk may hold after a loss of power: what was forced to it, and any part of the rest.
+    """Model of a disk's contents after a power loss: all flushed data, and any part of the rest.
 
-    It hears of operations by `keepers.counted`. Changes of a directory are on the disk once that is
-    forced there, and what is written to a file once the file is.
+    `keepers.counted` reports the operations. Changes of a directory are on the disk once the
+    directory is flushed, and data of a file once the file is.
     """
 
     def __init__(self, root: Path) -> None:
@@ -453,7 +456,7 @@ class Disk:
             self.log.append(("sync", path if path.is_dir() else self._files[path]))
 
     def after_loss(self, at: int, random: random.Random, into: Path) -> None:
-        """Write what may be on the disk if power was lost after `at` events."""
+        """Write possible contents of the disk if power is lost after `at` events."""
         events, there = self.log[:at], {}
         content: dict[int, bytes] = {}
         share = random.random()
@@ -475,7 +478,7 @@ class Disk:
 
 @functools.cache
 def recorded() -> tuple[Disk, list[int]]:
-    """Three saves after one of an earlier version, and how many events there are after each."""
+    """Return the disk after three saves in a folder of an earlier format, and its event counts."""
     root = Path(tempfile.mkdtemp()).resolve()
     saved(root, 1)
     as_format_1(root)
@@ -503,7 +506,7 @@ def test_power_is_lost_at_any_moment(random: random.Random) -> None:
 
 
 def test_files_are_checked_before_the_manifest_is_written(tmp_path: Path) -> None:
-    """Where ranks do not share a file system, rank 0 does not find the others' files."""
+    """Rank 0 looks for all ranks' files first; without a shared file system they are missing."""
     with pytest.raises(checkpoint_files.Damaged, match=r"ranks \[0, 1\] of 2 are missing"):
         checkpoint_files.write_manifest(tmp_path, {"ranks": 2, "files": [], "exchanges": []})
     assert names(tmp_path) == []

@@ -1,4 +1,4 @@
-"""States of elastic jobs whose hosts are removed, and whose rank 0 may be new."""
+"""Tests of states of elastic jobs whose hosts are removed, and whose rank 0 may be new."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from accordion_hvd.engine.elastic import FollowsRanks
 
 
 class HostsChanged(Exception):
-    """Stands in for Horovod's exception for changed hosts."""
+    """Stand-in for Horovod's exception for changed hosts."""
 
     skip_sync = True
 
 
 class Horovods:
-    """Stands in for Horovod's state, of a job that a host has left."""
+    """Stand-in for Horovod's state in a job from which a host was removed."""
 
     def __init__(self) -> None:
         self.roots: list[int] = []
@@ -37,7 +37,7 @@ class Horovods:
 
 
 class State(FollowsRanks, Horovods):
-    """The state of a rank that has been in the job, beside `new` ranks with lower numbers."""
+    """Return the state of a rank of the job after `new` ranks with lower numbers have joined."""
 
     interrupt = HostsChanged
 
@@ -73,7 +73,7 @@ class Member:
 
 
 def test_ranks_synchronize_after_a_removal_too() -> None:
-    """A host may be added before they connect, whose ranks wait in the synchronization."""
+    """Ranks synchronize after a removal, since ranks of an added host may wait for them."""
     state = State(0)
     with pytest.raises(HostsChanged) as raised:
         state.check_host_updates()
@@ -83,7 +83,7 @@ def test_ranks_synchronize_after_a_removal_too() -> None:
 
 @pytest.mark.parametrize("new", [0, 1, 2])
 def test_the_first_rank_of_the_job_leads(new: int) -> None:
-    """The others take over its values; before the training, rank 0 leads."""
+    """All ranks receive the values of the job's first rank; before training, those of rank 0."""
     state = State(new)
     state.sync()
     state.sync()

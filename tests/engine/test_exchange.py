@@ -1,4 +1,4 @@
-"""The exchange and the simulator as a whole: packing, order, plans, accounts, extension."""
+"""Tests of the exchange and the simulator: packing, order, plans, accounts, extension."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exchanges(
 
 
 def one_step(world: list[Exchange]) -> None:
-    """Every rank's own values of every tensor, averaged."""
+    """Run one step in which ranks have different values in each tensor."""
     for rank, exchange in enumerate(world):
         exchange.begin(0.1)
         exchange.bucket_batches.give([values(rank, tensor) for tensor in exchange.tensors])
@@ -77,7 +77,7 @@ NEAR = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-5}
 @pytest.mark.parametrize("compression", ["dense", "topk:1.0", "powersgd:10000", "randomk:1.0"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_tensor_gets_its_mean(compression: str, ranks: int) -> None:
-    """In its own shape and dtype, whatever bucket it travelled in."""
+    """Each tensor's mean has the tensor's shape and dtype, whatever its bucket."""
     world = simulate(compression, ranks, skip=["emb*"])
     given = [{tensor.name: values(rank, tensor) for tensor in MODEL} for rank in range(ranks)]
     for means in step(world, NUMPY, given):
@@ -91,7 +91,7 @@ def test_every_tensor_gets_its_mean(compression: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("framework", parameters())
 def test_ranks_may_start_in_any_order(framework: Framework) -> None:
-    """Buckets become ready in different orders on different ranks; the bits are the same."""
+    """If ranks start buckets in different orders, means are bitwise the same."""
     ranks, wanted = 3, None
     for seed in range(3):
         world, rng = simulate(TopK(0.1), ranks), np.random.default_rng(seed)
@@ -116,7 +116,7 @@ def test_ranks_may_start_in_any_order(framework: Framework) -> None:
 
 
 def test_extension() -> None:
-    """Tensors that come later are exchanged too; what was there goes on as if nothing was."""
+    """Tensors that are added later are exchanged, too, and earlier tensors' states remain."""
     ranks = 2
     grown, plain = exchanges(ranks, MODEL[:2], TopK(0.1)), exchanges(ranks, MODEL[:2], TopK(0.1))
     more = [TensorInfo("late", (50, 50), "float32"), TensorInfo("late.bias", (3,), "float32")]
@@ -146,7 +146,7 @@ def test_skip_and_overrides_are_by_name() -> None:
 
 
 def test_few_operations_a_step() -> None:
-    """Whatever the number of layers: fused by round, not one operation a layer."""
+    """The number of operations depends on the rounds, not on the number of layers."""
 
     class Counted(SimulatedCommunicator):
         calls = 0
@@ -165,7 +165,7 @@ def test_few_operations_a_step() -> None:
 
 
 def test_names_are_those_of_every_step() -> None:
-    """Engines match by name, and cache by it: the same names in every step."""
+    """Operations have the same names in each step, since engines match and cache by name."""
 
     class Named(SimulatedCommunicator):
         seen: list[str] = []
@@ -192,7 +192,7 @@ def test_accounts_of_time() -> None:
 
 
 def test_an_algorithm_may_work_in_subgroups() -> None:
-    """A conversation that averages over pairs first, then over all: a mean of means."""
+    """An exchange generator may average over pairs of ranks first, and then over all."""
 
     class Pairs(Compressor):
         def exchange(self, grad: Any, state: Any, info: Info) -> Any:
@@ -210,7 +210,7 @@ def test_an_algorithm_may_work_in_subgroups() -> None:
 
 
 def test_rounds_may_differ_between_buckets() -> None:
-    """One bucket's conversation ends while another's goes on."""
+    """Exchange generators of different buckets may have different numbers of rounds."""
     world = simulate(Fixed(PowerSGD(1), overrides={"w": TopK(0.5), "v": Dense()}), 2)
     for gradients in several(2, 3):
         means = step(world, NUMPY, gradients)
@@ -218,8 +218,8 @@ def test_rounds_may_differ_between_buckets() -> None:
         np.testing.assert_allclose(means[1]["v"], exact, atol=1e-6)
 
 
-def test_lockstep_returns_what_conversations_return() -> None:
-    def talk(rank: int) -> Any:
+def test_lockstep_returns_what_generators_return() -> None:
+    def generator(rank: int) -> Any:
         total = 0.0
         for _ in range(rank % 1 + 3):
             total += float((yield Allreduce(np.full(1, rank, np.float64), op="sum"))[0])
@@ -227,7 +227,11 @@ def test_lockstep_returns_what_conversations_return() -> None:
 
     hub = Hub(3)
     communicators = [SimulatedCommunicator(hub, rank, NUMPY.xp) for rank in range(3)]
-    assert lockstep(communicators, [talk(r) for r in range(3)]) == [(0, 9.0), (1, 9.0), (2, 9.0)]
+    assert lockstep(communicators, [generator(r) for r in range(3)]) == [
+        (0, 9.0),
+        (1, 9.0),
+        (2, 9.0),
+    ]
 
 
 def test_an_abandoned_step_can_be_begun_again() -> None:
@@ -240,7 +244,7 @@ def test_an_abandoned_step_can_be_begun_again() -> None:
 
 
 def test_gradients_are_free_to_use_but_results_are_not_shared() -> None:
-    """What one rank does to its mean is not seen by another."""
+    """Changes that a rank makes to its mean are not visible to other ranks."""
     for compression in ("dense", "topk", "powersgd", "fp16"):
         world = simulate(compression, 2)
         means = step(world, NUMPY, several(2, 1)[0])
@@ -263,7 +267,7 @@ def test_simulated_ranks_that_ask_for_different_things_do_not_wait_for_ever() ->
 
 @pytest.mark.parametrize("framework", parameters())
 def test_a_step_that_is_given_up_leaves_no_trace(framework: Framework) -> None:
-    """As after an error on the way: errors and sums are what they were."""
+    """After an aborted step, residuals and evidence are as before the step."""
     policy = Accordion(low=TopK(0.1), high=PowerSGD(1), window=100)
     tensors = [TensorInfo("w", (40, 50), "float32")]
     link = SimulatedCommunicator(Hub(1), 0, framework.xp)
@@ -295,7 +299,7 @@ TWINS = [("a", (24, 50)), ("b", (40, 30)), ("c", (24, 50)), ("d", (24, 50)), ("e
 def apart_and_together(
     monkeypatch: pytest.MonkeyPatch, framework: Framework, compression: Any, steps: int
 ) -> tuple[World, World, list[tuple[Any, Any]]]:
-    """The same steps, each tensor in a conversation of its own and small ones sharing one."""
+    """Run the same steps with a bucket batch per tensor, and with batches of small tensors."""
     worlds, results = [], []
     for small in (0, plan.SMALL):
         monkeypatch.setattr(plan, "SMALL", small)
@@ -323,7 +327,7 @@ def apart_and_together(
     [case for case in CASES if case.compressor.scope == "tensor"],
     ids=lambda case: case.name,
 )
-def test_sharing_a_conversation_changes_nothing(
+def test_sharing_a_bucket_batch_changes_nothing(
     case: Case, framework: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, shared, pairs = apart_and_together(monkeypatch, framework, case.compressor, 4)
@@ -341,7 +345,7 @@ def test_sharing_a_conversation_changes_nothing(
 
 @pytest.mark.parametrize("framework", parameters())
 def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
-    """Small tensors' states stay side by side in one tensor; what is read is theirs."""
+    """Reading the state of a small tensor leaves it in the tensor that holds several states."""
     policy = Accordion(low=TopK(0.3), high=TopK(0.1), window=9, interval=1)
     world, rng = simulate(policy, 2), np.random.default_rng(0)
     for _ in range(3):
@@ -363,7 +367,7 @@ def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 @pytest.mark.parametrize("low", [Dense(), TopK(0.3)], ids=repr)
-def test_sharing_a_conversation_changes_no_decision(
+def test_sharing_a_bucket_batch_changes_no_decision(
     low: Compressor, signal: str, framework: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Accordion(low=low, high=TopK(0.1), window=2, interval=1, signal=signal, threshold=0.03)
@@ -381,7 +385,7 @@ def test_sharing_a_conversation_changes_no_decision(
     "compressor", [TopK(0.1), PowerSGD(2), EFSignSGD(), OneBit(), Int8(), STC(0.1)], ids=repr
 )
 def test_large_finite_gradients_count(compressor: Compressor) -> None:
-    """The sum of these gradients overflows in fp32; that is no reason to skip the step."""
+    """A step is not skipped if gradients are finite and only their sum overflows in fp32."""
     world = simulate(compressor, 2)
     means = world.step([{"w": np.full((40, 30), 1e36, np.float32)}] * 2)
     assert world.exchanges[0].skipped == 0 and means[0] is not None

@@ -1,4 +1,4 @@
-"""What averaging of gradients has in common in all frameworks, with NumPy on ranks in threads."""
+"""Tests of the averaging that all frameworks share, with NumPy and ranks in threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {"w": (40, 50), "v": (30, 40), "b": (7,)}
 
 
 class NumPyAverager(GradientAverager[Exchange]):
-    """The shortest adapter that can be."""
+    """The smallest possible adapter."""
 
     framework = "NumPy"
 
@@ -77,7 +77,7 @@ class NumPyAverager(GradientAverager[Exchange]):
 
 
 def averagers(hub: Hub, compression: Any, **options: Any) -> list[NumPyAverager]:
-    """One a rank of `hub`, with equal names as if each were a process of its own."""
+    """Return an averager per rank of `hub`, with equal names as in separate processes."""
     made = []
     for rank in range(hub.ranks):
         link = Threaded(hub, rank, NUMPY.xp)
@@ -87,7 +87,7 @@ def averagers(hub: Hub, compression: Any, **options: Any) -> list[NumPyAverager]
 
 
 def on_all(ranks: Sequence[NumPyAverager], action: Callable[[NumPyAverager, int], Any]) -> list:
-    """The results of all ranks, or their exceptions."""
+    """Return the results or exceptions of all ranks."""
 
     def attempt(rank: int) -> Any:
         try:
@@ -156,7 +156,7 @@ def test_a_snapshot_goes_on_where_it_was() -> None:
 
 
 class Gathering:
-    """Gathers objects over ranks in threads."""
+    """Gathering of objects from ranks in threads."""
 
     def __init__(self, size: int) -> None:
         self.rows: list[Any] = [None] * size
@@ -174,7 +174,7 @@ class Gathering:
 
 
 def residuals(ranks: Sequence[NumPyAverager]) -> np.ndarray:
-    """The sum of all ranks' residuals, as one vector."""
+    """Return the sum of all ranks' residuals as one vector."""
     parts = [rank_changes.part(one.exchange, False).buckets for one in ranks]
     return np.sum([[_residual(saved) for saved in buckets] for buckets in parts], 0)
 
@@ -223,7 +223,7 @@ def test_the_sum_of_residuals_outlives_changes_of_ranks(
     joined_first: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks that leave hand their residuals over; ranks that join take a share of them."""
+    """Residuals of ranks that leave are kept by others, and ranks that join receive a share."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     ranks = averagers(Hub(3), compression, guard=Guard())
     for step in range(3):
@@ -266,7 +266,7 @@ def test_a_failure_before_the_first_commit_returns_to_the_start() -> None:
 
 
 def test_comparisons_of_replicas_fall_on_the_same_steps_after_a_change() -> None:
-    """A rank that joins would otherwise compare at its first step, and wait for the others."""
+    """Ranks that join compare replicas in the same steps as the others, so none waits."""
     ranks = averagers(Hub(2), Dense(), guard=Guard())
     for step in range(4):
         on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))

@@ -1,4 +1,4 @@
-"""What goes wrong in silence elsewhere is said here, by rank and by name."""
+"""Tests of the guard: it reports replicas that differ, with ranks and tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_wrong_arguments(mode: str, every: Any) -> None:
 
 
 def test_it_waits_until_weights_are_alike() -> None:
-    """Each check that falls where ranks step on their own comes at the next synchronisation."""
+    """A comparison that is due in a local step is made at the next synchronization."""
     rule = ZeroOneAdam(var_freeze_step=3, local_step_scaler=2, local_step_clipper=4)
     world, guard = simulate(rule, 2), Guard(every=5)
     looks, spans, seen = [], [], []
@@ -85,18 +85,18 @@ def test_it_waits_until_weights_are_alike() -> None:
 
 
 class Told(SimulatedCommunicator):
-    """One rank of two, the other's values being given."""
+    """One of two ranks; the values of the other one are given."""
 
     def __init__(self, theirs: np.ndarray, rank: int = 0) -> None:
         super().__init__(Hub(2), rank, NUMPY.xp)
         self.theirs = theirs
 
-    def run(self, name: str, conversation: Any) -> Any:
+    def run(self, name: str, generator: Any) -> Any:
         def serve(requests: Any) -> list[Any]:
             parts = [requests[0].tensor, self.theirs]
             return [tuple(parts if self.rank == 0 else parts[::-1])]
 
-        return drive(conversation, serve)
+        return drive(generator, serve)
 
 
 def test_modes(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,8 +122,8 @@ def test_modes(caplog: pytest.LogCaptureFixture) -> None:
 def test_gather(framework: Framework) -> None:
     hub = Hub(3)
     communicators = [SimulatedCommunicator(hub, rank, framework.xp) for rank in range(3)]
-    talks = [gather(c, framework.tensor(np.int64([c.rank, 7]))) for c in communicators]
-    for parts in lockstep(communicators, talks):
+    generators = [gather(c, framework.tensor(np.int64([c.rank, 7]))) for c in communicators]
+    for parts in lockstep(communicators, generators):
         np.testing.assert_array_equal(np.stack(parts), [[0, 7], [1, 7], [2, 7]])
 
 
@@ -140,7 +140,7 @@ def test_different_set_ups_are_explained() -> None:
 
 
 def test_plans_that_differ_raise_on_every_rank() -> None:
-    """Through the flags that ride along: no step is taken with different levels or tensors."""
+    """If ranks have different levels or tensors, all ranks raise an error before the step."""
     for ranks in (2, 4, 7, 100):
         hub, exchanges = Hub(ranks), []
         for rank in range(ranks):
@@ -159,7 +159,7 @@ def test_plans_that_differ_raise_on_every_rank() -> None:
 def test_equal_plans_pass_when_the_mean_is_rounded(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Horovod multiplies a sum by the reciprocal of the number of ranks, in fp32."""
+    """Equal plans are accepted although Horovod rounds the mean of their numbers in fp32."""
 
     def reduce(xp: Any, parts: list[np.ndarray], op: str) -> np.ndarray:
         return sum(parts[1:], parts[0]) * np.float32(1 / len(parts))
@@ -191,7 +191,7 @@ def test_stock_horovod_is_told_what_to_write(framework: Framework, ours: Any) ->
 
 
 def test_horovods_own_compression_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Horovod compares nothing; what replaces its default is ours again."""
+    """With Horovod's own compression the guard only warns, since Horovod compares nothing."""
     none = type("NoneCompressor", (), {"__module__": "horovod.torch.compression"})
     other = type("Halves", (), {"compress": lambda x: (x, None), "decompress": lambda x, _: x})
     monkeypatch.delenv("ACCORDION_HVD_COMPRESSION", raising=False)

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save leave the last complete checkpoint to those after them."""
+"""Test that ranks killed while they save leave the last complete checkpoint usable."""
 
 from __future__ import annotations
 

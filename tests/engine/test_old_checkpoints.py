@@ -1,7 +1,7 @@
-"""Checkpoints that older versions have written go on as if training had never stopped.
+"""Tests that training continues from checkpoints of older versions as if it had not stopped.
 
-`saved/README.md` says how the files were made. To each belongs what came of the steps after it
-where training did not stop.
+`saved/README.md` describes how the files were made. Each checkpoint has a file with the results of
+the steps after it in a training that did not stop.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Kind:
-    """How gradients were averaged when a checkpoint was written.
+    """Configuration of a training that wrote a checkpoint.
 
     Attributes:
-        make: the compression, a new one each time.
-        stop: after how many steps it was written.
-        bad: the step in which a gradient of rank 1 was not finite.
-        unused: what does not matter to what comes next: ends of arrays' names, keys of rows.
-        within: what names begin with.
+        make: function that returns a new compression.
+        stop: number of steps before the checkpoint.
+        bad: step in which a gradient of rank 1 was not finite.
+        unused: ends of arrays' names and keys of rows that do not affect the next steps.
+        within: prefix of names.
     """
 
     make: Callable[[], Any]
@@ -176,13 +176,13 @@ def gradients(kind: Kind, ranks: int, step: int) -> list[Arrays]:
 
 
 def weights(kind: Kind, ranks: int) -> list[Arrays]:
-    """For methods that read them."""
+    """Return weights for compressors that need them."""
     one = {kind.within + k: values(k, shape, 9, 9) for k, shape in kind.shapes.items()}
     return [one for _ in range(ranks)]
 
 
 def go_on(world: World, kind: Kind, first: int, count: int) -> np.ndarray:
-    """Numbers (steps, ranks, ...) that tell what `count` steps bring."""
+    """Return an array (steps, ranks, ...) with the results of `count` steps."""
     rows = []
     for step in range(first, first + count):
         ranks = len(world._policies)
@@ -196,7 +196,7 @@ def go_on(world: World, kind: Kind, first: int, count: int) -> np.ndarray:
 
 
 def decisions(policy: Policy) -> list[float]:
-    """How many there have been, and the sums of what they went by."""
+    """Return the number of decisions, and the sums of their evidence."""
     history = policy.history
     kinds = ("norm", "ratio", "sum", "level", "step", "window", "lr", "previous_lr")
     sums = {kind: sum(_number(row.get(kind)) for row in history) for kind in kinds}
@@ -211,7 +211,7 @@ def _number(x: float | None) -> float:
 
 # ------------------------------------------------------------------------ what knows the internals
 def new_world(kind: Kind, ranks: int = 0) -> World:
-    """Ranks that have not taken a step, as they are when a checkpoint is loaded."""
+    """Return ranks that have not taken a step, as before a checkpoint is loaded."""
     count = ranks or kind.ranks
     plain = one_process.SimulatedCommunicator
     one_process.SimulatedCommunicator = Threaded  # ranks wait for each other when they load
@@ -225,7 +225,7 @@ def new_world(kind: Kind, ranks: int = 0) -> World:
 
 
 def owners(world: World) -> list[Any]:
-    """What each rank passes to `save_state` and `load_state`."""
+    """Return the objects that each rank passes to `save_state` and `load_state`."""
     return [
         SimpleNamespace(exchange=x, communicator=x.communicator, expect=lambda names: None)
         for x in world.exchanges
@@ -233,12 +233,12 @@ def owners(world: World) -> list[Any]:
 
 
 def residuals(world: World) -> np.ndarray:
-    """What all ranks owe together of the first tensor."""
+    """Return the sum of all ranks' residuals of the first tensor."""
     return np.sum([exchange.bucket_states[0].state["error"] for exchange in world.exchanges], 0)
 
 
 class Model(Parameters):
-    """A model of one rank."""
+    """Model of one rank."""
 
     def __init__(self) -> None:
         self.arrays = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
@@ -254,7 +254,7 @@ class Model(Parameters):
 
 
 def averagers(name: str, ranks: int = 2) -> list[ModelAverager]:
-    """One for each rank's model."""
+    """Return an averager per rank, each of one model."""
     hub, found = Hub(ranks), []
     for rank in range(ranks):
         link = Threaded(hub, rank, xp)
@@ -264,7 +264,7 @@ def averagers(name: str, ranks: int = 2) -> list[ModelAverager]:
 
 
 def train(averager: ModelAverager, first: int, count: int) -> np.ndarray:
-    """Digests of this rank's model after each step."""
+    """Train; return digests of this rank's model after each step."""
     rows, rank, model = [], averager.communicator.rank, averager.parameters
     averager.prepare()
     for step in range(first, first + count):
@@ -277,14 +277,14 @@ def train(averager: ModelAverager, first: int, count: int) -> np.ndarray:
 
 
 def on_all(ranks: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
-    """What an action returns on each of the ranks, which are threads."""
+    """Run an action on all ranks, which are threads; return its results."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(action, ranks))
 
 
 # -------------------------------------------------------------------------------------------- tests
 class Mirrored(Draw):
-    """Reads 1 - r for each random number r."""
+    """Random generator that returns 1 - r for each random number r."""
 
     def of(self, u: Any, state: Any = None, key: str = "") -> Any:
         signs, errors = super().of(-u, state, key)
@@ -293,7 +293,7 @@ class Mirrored(Draw):
 
 @pytest.fixture(autouse=True)
 def draws_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 0.1.0 drew with the same numbers in two steps, as r and as 1 - r."""
+    """Draw as version 0.1.0, which used each random number r in two steps, as r and 1 - r."""
     draw = Birder._draw
 
     def old(self: Birder, info: Info, *stage: Any) -> Draw:
@@ -314,7 +314,7 @@ def resumed(kind: Kind, folder: Path, ranks: int = 0) -> World:
 
 
 def ranks_files(folder: Path) -> list[Arrays]:
-    """What each rank has saved."""
+    """Return the files that each rank has saved."""
     found = []
     for path in sorted(folder.rglob("rank-*.npz")):
         with np.load(path) as file:
@@ -338,14 +338,14 @@ def test_gradients_go_on_as_if_never_stopped(kind: Kind) -> None:
 
 @pytest.mark.parametrize("name", ["accordion", "qsgd", "birder"])
 def test_tensors_may_have_other_names_now(name: str) -> None:
-    """Keras gives a loaded model's variables some; random numbers and norms go by the old ones."""
+    """A loaded Keras model may have new names of variables; random numbers depend on the old."""
     kind = replace(KINDS[name], within="net/")
     found = go_on(resumed(kind, SAVED / name), kind, kind.stop, MORE)
     np.testing.assert_allclose(found, results(SAVED / name), **CLOSE)
 
 
 def altered(folder: Path, rank: int, key: str, into: Path) -> None:
-    """Copy a checkpoint; one of its arrays becomes another."""
+    """Copy a checkpoint and change one of its arrays."""
     shutil.copytree(folder, into, dirs_exist_ok=True)
     arrays, path = ranks_files(folder)[rank], sorted(into.glob("rank-*.npz"))[rank]
     x = arrays[key]
@@ -369,9 +369,10 @@ def test_nothing_is_lost_when_it_is_saved_again(kind: Kind, tmp_path: Path) -> N
 
 
 def known(found: Any, old: Any, unused: Sequence[str]) -> Any:
-    """`found` without keys that `old` lacks, since later versions may add some, or in `unused`.
+    """Return `found` without keys in `unused` and those that `old`, of an older version, lacks.
 
-    The "sum" of a row about a warm-up's end is that of its step's norms, so it is no longer saved.
+    The "sum" of a row about the end of a warm-up is the sum of that step's norms. It is no longer
+    saved.
     """
     if isinstance(old, dict):
         unused = (*unused, "sum")
@@ -383,7 +384,7 @@ def known(found: Any, old: Any, unused: Sequence[str]) -> Any:
 
 @by_kind
 def test_every_array_matters(kind: Kind, tmp_path: Path) -> None:
-    """So that it would be noticed if one was left out."""
+    """A change of any array of a checkpoint changes the next steps, so all arrays are loaded."""
     folder = folder_of(kind)
     for rank, arrays in enumerate(ranks_files(folder)):
         for key in arrays:
@@ -397,7 +398,7 @@ def test_every_array_matters(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("name", ["owed", "two_level_owed"])
 def test_others_pay_what_all_have_owed(name: str, ranks: int) -> None:
-    """Without gradients, the next exact mean is of that alone."""
+    """With another number of ranks and gradients of zero, the next mean contains all residuals."""
     kind, folder = KINDS[name], SAVED / name
     world = resumed(kind, folder, ranks)
     carried = np.sum([arrays["0/0/owed"] for arrays in ranks_files(folder)], 0)
@@ -410,7 +411,7 @@ def test_others_pay_what_all_have_owed(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("name", ["topk", "ef_signsgd", "powersgd", "accordion"])
 def test_others_keep_the_sum_of_the_residuals(name: str, ranks: int) -> None:
-    """Without gradients, all of it comes in the end, or what has not come is carried still."""
+    """With another number of ranks, means and remaining residuals add up to those loaded."""
     kind, folder = KINDS[name], SAVED / name
     world = resumed(kind, folder, ranks)
     carried = np.sum([arrays["0/0/state/error"] for arrays in ranks_files(folder)], 0)
@@ -426,13 +427,13 @@ def test_others_keep_the_sum_of_the_residuals(name: str, ranks: int) -> None:
 
 # --------------------------------------------------------------------------------- what is averaged
 def model_of(folder: Path) -> Arrays:
-    """The model of all ranks when the checkpoint was written."""
+    """Return the model of all ranks at the time of the checkpoint."""
     with np.load(folder / "expected.npz") as file:
         return {name: file[f"model/{name}"] for name in SHAPES}
 
 
 def trained(name: str, folder: Path) -> np.ndarray:
-    """What becomes of the models of ranks that go on from a checkpoint."""
+    """Return the models of ranks that continue from a checkpoint."""
     ranks = averagers(name)
     for averager in ranks:
         averager.parameters.arrays = model_of(SAVED / name)

@@ -1,4 +1,4 @@
-"""The wait-avoiding protocol under an adversary who delays everything as he likes."""
+"""Tests of the wait-avoiding protocol under an adversary that delays any action."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def update(rank: int, step: int) -> np.ndarray:
 
 
 class Rank:
-    """A training thread and a progress thread, one small action at a time."""
+    """One rank: a training thread and a progress thread that take one small action at a time."""
 
     def __init__(self, rank: int, world: World) -> None:
         self.rank, self.world = rank, world
@@ -42,7 +42,7 @@ class Rank:
         return (step + 1) % self.world.period == 0
 
     def actions(self, asleep: bool) -> list[Callable[[], None]]:
-        """What could happen here next; not in the training thread, if that is `asleep`."""
+        """Return the possible next actions; none of the training thread if it is `asleep`."""
         found: list[Callable[[], None]] = []
         if asleep:
             pass
@@ -106,7 +106,7 @@ class Rank:
 
 
 class World:
-    """Ranks, and all that is on its way between them."""
+    """Ranks and the messages between them."""
 
     def __init__(self, size: int, each: int, period: int, steps: int, seed: int) -> None:
         self.groups, self.period, self.steps = Groups(size, each), period, steps
@@ -136,7 +136,7 @@ class World:
             self.ranks[to].agent.arrived(*letter)
 
     def run(self) -> None:
-        """The adversary has favourites for a while: some ranks or training threads stand still."""
+        """Run with an adversary that stops some ranks or training threads for a while."""
         while True:
             frozen, asleep = self.some(0.3), self.some(0.5)
             for _ in range(self.random.randrange(1, 60)):
@@ -159,7 +159,7 @@ class World:
 
 
 def wrong(world: World) -> int:
-    """Models that differ from the oracle's by any bit."""
+    """Return the models that differ from the oracle's in any bit."""
     logs = [rank.log for rank in world.ranks]
     due = replay(world.groups, logs, update, np.zeros(SIZE))
     pairs = [
@@ -229,7 +229,7 @@ def test_the_oracle_notices_planted_errors(planted: str) -> None:
 
 
 def test_weights_of_the_paper() -> None:
-    """S = 4, member 3 late with an old model z and a fresh one f."""
+    """Weights are those of the paper for S = 4; member 3 is late, with an old and a fresh model."""
     a, b, c, z, f = (np.array([x]) for x in (1.0, 10.0, 100.0, 1000.0, 10000.0))
     total = a + b + c + z
     for fresh, on_time, due in ((a, True, 1111 / 4), (f, False, 11111 / 5)):
@@ -239,7 +239,7 @@ def test_weights_of_the_paper() -> None:
 
 
 def test_an_interrupt_leaves_no_half_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted at any line, each element of a late rank's model is the old or the new one."""
+    """After an interrupt at any line, each element of a late rank's model is the old or the new."""
     monkeypatch.setattr(agents, "BLOCK", 4)
     total, old = np.arange(10.0) * 3, np.arange(10.0) + 100
     new = (total + old) / 5
@@ -267,7 +267,7 @@ def test_an_interrupt_leaves_no_half_sums(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 23, 64])
 def test_activation_reaches_everybody(size: int) -> None:
-    """Whatever starts where, and in whichever order messages come."""
+    """An activation reaches all ranks, from any rank and with any order of messages."""
     groups, sent, versions = Groups(size, 1), 0, 0
     for seed in range(40):
         draw = random.Random(seed)
@@ -293,7 +293,7 @@ def test_activation_reaches_everybody(size: int) -> None:
 
 
 def test_one_activation_is_a_tree() -> None:
-    """Each of the others hears it once, in a logarithmic number of rounds."""
+    """Each other rank receives one activation, after a logarithmic number of rounds."""
     for size in range(1, 40):
         ranks = [GroupProtocol(rank, size, Groups(size, 1), None) for rank in range(size)]
         letters, rounds, heard = ranks[0].activate(0), 0, 0
@@ -306,7 +306,7 @@ def test_one_activation_is_a_tree() -> None:
 
 
 def test_an_average_of_all_gives_way_to_an_activated_version() -> None:
-    """If one rank leaves while others train on, the version that it wanted for all is theirs."""
+    """If a rank leaves while others train, they average the version that it requested."""
     one = GroupProtocol(0, 4, Groups(4, 2), "old")
     one.ask(0, "last")
     assert one.next_round() == GroupRound(0, True, (0, 1, 2, 3))

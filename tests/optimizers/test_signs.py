@@ -32,11 +32,11 @@ class Averages:
     def step(self, vectors: np.ndarray) -> list[np.ndarray]:
         tensor, array = self.framework.tensor, self.framework.array
         with self.framework.running():
-            talks = [
+            generators = [
                 averaged(tensor(e + v), tensor(s), Info(rank=r, size=self.ranks), self.scale)
                 for r, (e, s, v) in enumerate(zip(self.errors, self.servers, vectors, strict=True))
             ]
-            results = [[array(x) for x in three] for three in lockstep(self.links, talks)]
+            results = [[array(x) for x in three] for three in lockstep(self.links, generators)]
         found, self.errors, self.servers = (list(x) for x in zip(*results, strict=True))
         return found
 
@@ -124,11 +124,11 @@ class Training:
 
     def step(self, gradients: np.ndarray, lr: float) -> np.ndarray:
         """Take a step; return the results of the rule on all ranks."""
-        talks = [
+        generators = [
             self.rule.exchange(g.copy(), state, replace(self.info(r), lr=lr))
             for r, (g, state) in enumerate(zip(gradients, self.states, strict=True))
         ]
-        results = lockstep(self.links, talks)
+        results = lockstep(self.links, generators)
         found = np.array([result for result, _ in results])
         self.states = [state for _, state in results]
         fixed = 0.0 if self.rule.applies_weight_decay else self.decay

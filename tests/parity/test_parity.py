@@ -81,7 +81,7 @@ KERAS_ONLY = {
     "check_gradients_of_several_passes_are_averaged": "Horovod's option exists for TensorFlow",
     "check_layers_that_are_local": "Horovod's function exists for Keras",
     "check_missing_and_local_gradients": "Horovod's register_local_var exists for TensorFlow",
-    "check_conversations_that_cannot_be_traced": "PyTorch traces nothing",
+    "check_generators_that_cannot_be_traced": "PyTorch traces nothing",
     "check_phases_are_traced_anew": "PyTorch traces nothing",
     "check_learning_rate_callbacks": "PyTorch's: check_scheduler_made_before_wrapping",
     "check_momentum_correction": "PyTorch's momentum does not contain the learning rate",

@@ -401,13 +401,13 @@ def test_small_integers_wrap_around_alike(framework: Framework, kind: str) -> No
     parts = [rng.integers(top.min, top.max + 1, (2, 31)).astype(kind) for _ in range(3)]
     small = [np.int16([r]).astype(kind) for r in range(3)]
 
-    def talk(rank: int) -> Any:
+    def generator(rank: int) -> Any:
         return (yield tuple(Allreduce(framework.tensor(x[rank]), op="sum") for x in (parts, small)))
 
     links = [SimulatedCommunicator(hub, rank, xp) for rank in range(3)]
     with np.errstate(over="ignore"):
         wanted = parts[0] + parts[1] + parts[2]
-    for large, few in lockstep(links, [talk(rank) for rank in range(3)]):
+    for large, few in lockstep(links, [generator(rank) for rank in range(3)]):
         assert same_bits(framework.array(large), wanted)
         assert framework.array(few).tolist() == [3]
 

@@ -31,10 +31,10 @@ def run(requests) -> list:
     ours = communicator()
     assert ours.rank == harness.RANK
 
-    def conversation():
+    def generator():
         return (yield tuple(requests(torch)))
 
-    return [np_of(x) for x in ours.run("core", conversation())]
+    return [np_of(x) for x in ours.run("core", generator())]
 
 
 def np_of(x):
@@ -169,15 +169,15 @@ def check_quantisers_give_the_simulated_bits() -> None:
         states = [method.init(spec, Info(0, peer, size, "w")) for peer in range(size)]
         for step in range(3):
             mine = torch.tensor(values(rank, shape, step))
-            talk = method.exchange(mine, state, Info(step, rank, size, "w"))
-            mean, state = ours.run("quantiser", talk)
-            talks = [
+            generator = method.exchange(mine, state, Info(step, rank, size, "w"))
+            mean, state = ours.run("quantiser", generator)
+            generators = [
                 method.exchange(
                     values(peer, shape, step), states[peer], Info(step, peer, size, "w")
                 )
                 for peer in range(size)
             ]
-            results = lockstep(links, talks)
+            results = lockstep(links, generators)
             states = [new for _, new in results]
             np.testing.assert_array_equal(mean.numpy(), results[rank][0], repr(method))
 

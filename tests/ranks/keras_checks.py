@@ -496,7 +496,7 @@ class Phased(Compressor):
 PHASE: dict[str, int] = {}
 
 
-def check_conversations_that_cannot_be_traced() -> None:
+def check_generators_that_cannot_be_traced() -> None:
     variable = keras.Variable(tf.zeros((40, 40)))
     opt = hvd.DistributedOptimizer(SGD(1.0), compression=Uneven())
     for graph in (False, True):

@@ -85,10 +85,10 @@ def check_small_integers_are_added() -> None:
             for r in range(link.size)
         ]
 
-        def talk(mine: torch.Tensor) -> Any:
+        def generator(mine: torch.Tensor) -> Any:
             return (yield Allreduce(mine, op="sum"))
 
-        found = link.run("check.small", talk(torch.from_numpy(parts[link.rank])))
+        found = link.run("check.small", generator(torch.from_numpy(parts[link.rank])))
         np.testing.assert_array_equal(found.numpy(), sum(parts[1:], parts[0]))
 
 

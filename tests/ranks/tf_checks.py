@@ -71,7 +71,7 @@ def check_requests() -> None:
     ours = HorovodCommunicator()
     size, rank = hvd.size(), hvd.rank()
 
-    def conversation(name: str) -> Any:
+    def served(name: str) -> Any:
         return ours.run(name, everything())
 
     def everything() -> Any:
@@ -88,7 +88,7 @@ def check_requests() -> None:
 
     base = np.arange(6, dtype="f").reshape(2, 3)
     for graph in (False, True):
-        run = in_graph(graph, lambda name=f"requests.{graph}": conversation(name))
+        run = in_graph(graph, lambda name=f"requests.{graph}": served(name))
         mean, low, count, top, parts, sent, rows = (np.asarray(v) for v in run())
         np.testing.assert_allclose(mean, base + (size - 1) / 2, rtol=1e-6)
         np.testing.assert_allclose(low.astype("f"), base + (size - 1) / 2, rtol=2**-7)
@@ -105,10 +105,10 @@ def check_neighbours() -> None:
     size, rank = hvd.size(), hvd.rank()
     after, before = (rank + 1) % size, (rank - 1) % size
 
-    def conversation(name: str) -> Any:
-        return ours.run(name, talk())
+    def served(name: str) -> Any:
+        return ours.run(name, generator())
 
-    def talk() -> Any:
+    def generator() -> Any:
         x, y = tf.fill((2, 2), float(rank)), tf.constant([rank, 7])
         found = yield tuple(Neighbours(z, to=(after,), of=(before,)) for z in (x, y))
         nobody = yield Neighbours(x)
@@ -116,7 +116,7 @@ def check_neighbours() -> None:
         return [part for (part,) in found]
 
     for graph in (False, True):
-        run = in_graph(graph, lambda name=f"neighbours.{graph}": conversation(name))
+        run = in_graph(graph, lambda name=f"neighbours.{graph}": served(name))
         x, y = (np.asarray(v) for v in run())
         assert x.tolist() == [[before] * 2] * 2 and y.tolist() == [before, 7]
 

@@ -213,9 +213,6 @@ def test_bounds_of_overlap(compression: str, bandwidth: float) -> None:
     assert (runs[True].step_seconds <= runs[False].step_seconds + short).all()
     assert (runs[True].step_seconds >= np.maximum(slowest, communication) - short).all()
     assert runs[False].step_seconds == pytest.approx(slowest + communication)
-    if bandwidth == 1e6 and compression == "dense":
-        hidden = runs[False].step_seconds - runs[True].step_seconds
-        assert hidden.min() >= 0
 
 
 def test_overlap_hides_large_layers() -> None:

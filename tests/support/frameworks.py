@@ -120,11 +120,11 @@ class Ranks:
 
     def exchange(self, tensors: Sequence[Any], states: Any, step: Any = None) -> list[Any]:
         """Run one step from the given states; return (mean, new state) for each rank."""
-        talks = [
+        generators = [
             self.compressor.exchange(tensor, state, self.info(rank, step))
             for rank, (tensor, state) in enumerate(zip(tensors, states, strict=True))
         ]
-        return lockstep(self.communicators, talks)
+        return lockstep(self.communicators, generators)
 
     def step(self, gradients: Sequence[np.ndarray], dtype: str | None = None) -> list[np.ndarray]:
         """Run one step on NumPy gradients, and store the states; return each rank's mean."""

@@ -40,20 +40,20 @@ class Ranks:
         for rank, model in enumerate(self.models):
             added = update(rank, self.step, self.framework.array(model))
             self.models[rank] = model + self.framework.tensor(added, self.framework.xp.dtype(model))
-        talks = [
+        generators = [
             self.method.exchange(model, state, self.info(rank, lr))
             for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
         ]
-        return self._hold(talks)
+        return self._hold(generators)
 
     def synchronize(self) -> np.ndarray:
-        talks = [
+        generators = [
             self.method.synchronize(model, state, self.info(rank))
             for rank, (model, state) in enumerate(zip(self.models, self.states, strict=True))
         ]
-        return self._hold(talks)
+        return self._hold(generators)
 
-    def _hold(self, talks: Sequence[Any]) -> np.ndarray:
-        self.models, self.states = map(list, zip(*lockstep(self.links, talks), strict=True))
+    def _hold(self, generators: Sequence[Any]) -> np.ndarray:
+        self.models, self.states = map(list, zip(*lockstep(self.links, generators), strict=True))
         self.step += 1
         return np.stack([self.framework.array(model) for model in self.models])

@@ -1,4 +1,4 @@
-"""Ledgers: sums are conserved, nothing else changes, and bad input gets a sentence."""
+"""Tests of ledgers: sums are conserved, nothing else changes, and bad input is refused."""
 
 from __future__ import annotations
 

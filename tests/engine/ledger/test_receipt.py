@@ -1,4 +1,4 @@
-"""Receipts: the answers are those of the records, and the page stands alone."""
+"""Tests of receipts: answers agree with the records, and the page needs no other files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shared(**numbers: float) -> list[float]:
 
 
 def records(**changes: Any) -> dict[str, Any]:
-    """400 steps of 100 ms on 3 ranks: 60 compute, 5 encode, 30 wait, 4 decode, 1 decide."""
+    """Return 400 steps of 100 ms on 3 ranks: 60 compute, 5 encode, 30 wait, 4 decode, 1 decide."""
     per_step = {
         "compute": 0.06, "encode": 0.005, "wait": 0.03, "decode": 0.004, "decide": 0.001,
         "graph": 0.0, "seconds": 0.1, "sent": 1e6, "dense": 20e6, "flight": 0.054, "skipped": 0.0,

@@ -1,4 +1,4 @@
-"""Sinks, each with the real client of its program, without a network."""
+"""Tests of sinks, each with the real client of its program, without a network."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_traces_nest_and_follow_each_other(tmp_path):
 
 
 def run(program: str, folder: Path, **environment: str) -> str:
-    """Run a program in a process of its own: the clients start threads and change settings."""
+    """Run a program in a new process, because the clients start threads and change settings."""
     head = "import sys; sys.path[:0] = sys.argv[2:]; from test_sinks import RECORDS, fill\n"
     root = Path(__file__).resolve().parents[3]
     paths = [str(root), str(root / "tests" / "engine" / "ledger"), str(root / "tests" / "support")]
