@@ -50,7 +50,7 @@ def section(found: Row) -> str:
     return report.render(
         "performance/framework",
         framework=FRAMEWORKS[framework],
-        distance=f", {distance}" if (distance := describe_distance(settings)) else "",
+        rig=_rig(settings),
         model=settings["model"],
         parameters=f"{model['parameters']:,}",
         tensors=model["tensors"],
@@ -65,6 +65,13 @@ def section(found: Row) -> str:
         limits=as_markdown(tables.limits(found)),
         rates=report.join([at_rate(found, rate) for rate in settings["rates"]]),
     )
+
+
+def _rig(settings: Row) -> str:
+    """Describe distances, and hosts with several ranks, as an appendix to a title."""
+    hosts, ranks = settings["hosts"], settings["per_host"]
+    parts = [describe_distance(settings), f"{hosts} hosts with {ranks} ranks each"]
+    return "".join(f", {part}" for part in parts[: 2 if ranks > 1 else 1] if part)
 
 
 def on_excess(found: Row, methods: Sequence[str]) -> str:
