@@ -2,7 +2,8 @@
 
 Times are of one exchange of one fp32 gradient on one thread: encoding (until the first request is
 ready) and decoding (all work after it), each as a multiple of the time to copy the gradient into
-warm memory. Copies of this rank's own requests stand in for the answers of three more ranks.
+warm memory. Copies of this rank's own requests stand in for the answers of three more ranks. In
+TensorFlow, an exchange is one graph (`graph_kernels`).
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Cost:
         state: bytes of state between steps.
         peak: largest number of further bytes beyond state and gradient, answers included; NaN if
             unknown.
+        eager: whether the exchange cannot be traced in TensorFlow, and was measured eagerly.
     """
 
     encode: float
     decode: float
     state: float
     peak: float
+    eager: bool = False
 
 
 class Bench:
@@ -66,6 +69,9 @@ class Bench:
         framework: "torch", "tensorflow" or "numpy".
         side: number of rows and columns of the gradient.
         rounds: number of repetitions, of which the median counts.
+
+    Attributes:
+        round: number of the requests that are being answered, from 1, within a step.
     """
 
     def __init__(self, framework: str, side: int, rounds: int) -> None:
@@ -74,6 +80,7 @@ class Bench:
         draw = np.random.Generator(np.random.Philox(1))
         self.values = draw.standard_normal((side, side), np.float32)
         self.rounds, self._warm = rounds, np.zeros_like(self.values)
+        self.round = 0
         self._sent: Tensor | None = None  # reused in each step, as in communicators
 
     def measure(self, compressor: Compressor) -> Cost:
@@ -91,8 +98,8 @@ class Bench:
             info = Info(step, rank, RANKS, "w", 0.1, hosts, phase, shape=spec.shape)
             gradient = self.xp.asarray(self.values)
             before = forget_peak()
-            encode, decode, state = self._step(compressor, gradient, state, info)
-            if step == 1:  # step 0 allocated persistent memory
+            encode, decode, (_, state) = self._step(compressor, gradient, state, info)
+            if step == (compressor.period or 1):  # earlier steps allocated persistent memory
                 peak = (peak_memory() - before) / self.values.nbytes
             if step > 1:
                 encodes.append(encode)
@@ -113,17 +120,18 @@ class Bench:
 
     def _step(
         self, compressor: Compressor, gradient: Tensor, state: State, info: Info
-    ) -> tuple[float, float, State]:
-        """Return the seconds before and after the first request, and the new state."""
-        spent, began = [0.0, 0.0], time.perf_counter()
+    ) -> tuple[float, float, tuple[Tensor, State]]:
+        """Return the seconds before and after the first requests, and the exchange's result."""
+        self.round, spent, began = 0, [0.0, 0.0], time.perf_counter()
         running = Running(compressor.exchange(gradient, state, info))
         spent[0] += time.perf_counter() - began
         while not running.done:
+            self.round += 1
             answers = [self._decoded(request, spent) for request in running.requests]
             began = time.perf_counter()
             running.answer(answers)
             spent[1] += time.perf_counter() - began
-        return spent[0], spent[1], running.result[1]
+        return spent[0], spent[1], running.result
 
     def _decoded(self, request: Request, spent: list[float]) -> Any:
         """Return the answer in the form that the exchange generator receives."""
@@ -141,27 +149,43 @@ class Bench:
     def _answer(self, request: Request, spent: list[float]) -> Any:
         """Return the combined answer of ranks that all send this rank's request."""
         ranks = len(request.group) if request.group is not None else RANKS
+        if isinstance(request, Allreduce) and request.wire:
+            return self._through_wire(request, spent)
+        return self._combined(request, ranks)
+
+    def _combined(self, request: Request, ranks: int) -> Any:
         if isinstance(request, Allgather):
             return tuple(self.xp.copy(request.tensor) for _ in range(ranks))
         if not isinstance(request, Allreduce):
             return self.xp.copy(request.tensor)
-        if request.wire:
-            return self._through_wire(request, ranks, spent)
         op = "max" if request.sender is not None else request.op  # other ranks send zeros
         combined = reference.repeated(self.xp, request.tensor, op, ranks)
         return combined if request.reuse or op == "sum" else self.xp.copy(combined)
 
-    def _through_wire(self, request: Allreduce, ranks: int, spent: list[float]) -> Tensor:
+    def _through_wire(self, request: Allreduce, spent: list[float]) -> Tensor:
         """Convert the request as communicators do for a narrower dtype."""
         assert request.wire is not None
         count = math.prod(self.xp.shape(request.tensor))
         began = time.perf_counter()
         sent = self._sent = self.xp.to_wire([request.tensor], request.wire, count, self._sent)
         spent[0] += time.perf_counter() - began
-        began = time.perf_counter()
-        (mean,) = self.xp.from_wire(sent, request.wire, [request.tensor])
+        received, began = self._received(sent), time.perf_counter()
+        (mean,) = self.xp.from_wire(received, request.wire, [request.tensor])
         spent[1] += time.perf_counter() - began
         return mean
+
+    def _received(self, sent: Tensor) -> Tensor:
+        """Return the mean of equal bytes."""
+        return sent
+
+
+def make_bench(framework: str, side: int, rounds: int) -> Bench:
+    """Return the measurement of compressors in a framework; in TensorFlow, in graphs."""
+    if framework == "tensorflow":
+        from benchmarks.compressors.graph_kernels import GraphBench
+
+        return GraphBench(side, rounds)
+    return Bench(framework, side, rounds)
 
 
 def one_thread(framework: str) -> None:
@@ -211,11 +235,17 @@ def _status(key: str) -> float:
 def table(found: dict[str, dict[str, Cost]]) -> pd.DataFrame:
     """Return a table, from framework -> compressor -> cost."""
     costs = {
-        (f"`{name}`", FRAMEWORKS[framework]): vars(costs[name])
+        (f"`{name}`", FRAMEWORKS[framework] + ", eager" * costs[name].eager): vars(costs[name])
         for name in next(iter(found.values()))
         for framework, costs in found.items()
     }
-    numbers = pd.DataFrame(costs).T.clip(lower=0.0).rename(columns={"peak": "peak memory"})
+    numbers = (
+        pd.DataFrame(costs)
+        .T.drop(columns="eager")
+        .astype(float)
+        .clip(lower=0.0)
+        .rename(columns={"peak": "peak memory"})
+    )
     table = numbers.map(lambda x: "-" if math.isnan(x) else f"{x:.1f}")
     return table.rename_axis(["compressor", "framework"]).reset_index()
 
@@ -284,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     found: dict[str, dict[str, Cost]] = {}
     for framework in options.frameworks or installed:
-        bench = Bench(framework, options.side, options.rounds)
+        bench = make_bench(framework, options.side, options.rounds)
         bar = tqdm(chosen, desc=FRAMEWORKS[framework], unit="compressor")
         found[framework] = {repr(compressor): bench.measure(compressor) for compressor in bar}
     costs = table(found)

@@ -20,7 +20,7 @@ from benchmarks.compressors.catalog import CATALOG
 
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_all_compressors_can_be_measured(framework: Framework) -> None:
-    bench = kernels.Bench(framework.backend, 64, 2)
+    bench = kernels.make_bench(framework.backend, 64, 2)
     for row in CATALOG:
         cost = bench.measure(row.compressor)
         assert cost.encode >= 0 and cost.decode > 0
