@@ -145,13 +145,10 @@ def _reduce_wire(
 ) -> Program:
     """Average 16-bit floats in one buffer, by the engine's own allreduce."""
     count(communicator, traffic, requests)
-    xp, wire, scratch = communicator.xp, requests[0].wire, communicator.scratch
-    tensors = [request.tensor for request in requests]
-    length = sum(_elements(xp, tensor) for tensor in tensors)
-    flat = xp.to_wire(tensors, wire, length, scratch.get(name) if scratch else None)
-    if scratch is not None:
-        scratch[name] = flat
-    sent = xp.from_bytes(flat, wire, (-1,))
+    xp = communicator.xp
+    wire = requests[0].wire or xp.dtype(requests[0].tensor)
+    length = sum(_elements(xp, request.tensor) for request in requests)
+    sent = xp.from_bytes(_to_wire(communicator, name, requests, wire, length), wire, (-1,))
     (mean,) = yield communicator.allreduce(name, [sent], "mean", requests[0].group)
     return xp.from_wire(xp.to_bytes(mean), wire, _places(xp, requests))
 
@@ -167,13 +164,9 @@ def _reduce_half(
     count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
-    tensors = [request.tensor for request in requests]
-    wire = requests[0].wire or xp.dtype(tensors[0])
-    part = -(-sum(_elements(xp, tensor) for tensor in tensors) // ranks)
-    scratch = communicator.scratch
-    flat = xp.to_wire(tensors, wire, part * ranks, scratch.get(name) if scratch else None)
-    if scratch is not None:
-        scratch[name] = flat
+    wire = requests[0].wire or xp.dtype(requests[0].tensor)
+    part = -(-sum(_elements(xp, request.tensor) for request in requests) // ranks)
+    flat = _to_wire(communicator, name, requests, wire, part * ranks)
     received = yield communicator.alltoall(f"{name}.parts", flat, group)
     size = xp.shape(flat)[0]
     _compare_sizes(xp, received, size, name)
@@ -378,6 +371,17 @@ _PROGRAMS: dict[str, Callable[..., Program]] = {
 
 def _elements(xp: ModuleType, tensor: Tensor) -> int:
     return math.prod(xp.shape(tensor))
+
+
+def _to_wire(
+    communicator: Collectives, name: str, requests: Sequence[Allreduce], wire: str, length: int
+) -> Tensor:
+    """Return the bytes of all tensors in dtype `wire`, in memory that the next step reuses."""
+    scratch, tensors = communicator.scratch, [request.tensor for request in requests]
+    flat = communicator.xp.to_wire(tensors, wire, length, scratch.get(name) if scratch else None)
+    if scratch is not None:
+        scratch[name] = flat
+    return flat
 
 
 def _places(xp: ModuleType, requests: Sequence[Allreduce]) -> list[Tensor]:

@@ -239,13 +239,8 @@ def table(found: dict[str, dict[str, Cost]]) -> pd.DataFrame:
         for name in next(iter(found.values()))
         for framework, costs in found.items()
     }
-    numbers = (
-        pd.DataFrame(costs)
-        .T.drop(columns="eager")
-        .astype(float)
-        .clip(lower=0.0)
-        .rename(columns={"peak": "peak memory"})
-    )
+    numbers = pd.DataFrame(costs).drop("eager").astype(float).clip(lower=0.0)
+    numbers = numbers.T.rename(columns={"peak": "peak memory"})
     table = numbers.map(lambda x: "-" if math.isnan(x) else f"{x:.1f}")
     return table.rename_axis(["compressor", "framework"]).reset_index()
 
