@@ -96,7 +96,8 @@ class BucketState:
         """Return the tensors for the policy's evidence by key; do not modify them."""
         if self._stack is None:
             return self._evidence
-        return {k: self._stack.part(v, self._place, self) for k, v in self._stack.evidence.items()}
+        stacked = self._stack.evidence.items()
+        return self._evidence | {k: self._stack.part(v, self._place, self) for k, v in stacked}
 
     @evidence.setter
     def evidence(self, evidence: dict[str, Tensor]) -> None:
@@ -109,8 +110,8 @@ class BucketState:
 
     def join(self, stack: StackedState, place: int) -> None:
         """Store state and evidence at `place` of `stack`: a number, or an offset if it is flat."""
-        self._stack, self._place = stack, place
-        self._state, self._evidence = None, {}
+        self._evidence = {k: v for k, v in self.evidence.items() if k not in stack.evidence}
+        self._stack, self._place, self._state = stack, place, None
 
     def _unstack(self) -> None:
         """Store state and evidence separately, as views of the stack where possible."""
@@ -252,7 +253,8 @@ class BatchState:
         states = [entry.state or {} for entry in self.entries]
         tensors = [entry.evidence for entry in self.entries]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
-        present = [x for x in self.declared if any(x.key in row for row in tensors)]
+        suiting = [x for x in self.declared if x.suits(self.entries[0].compressor)]
+        present = [x for x in suiting if any(x.key in row for row in tensors)]
         joined = {x.key: self._joined(x, tensors) for x in present}
         self._stack = StackedState(state, joined, self.stacked == "any")
 

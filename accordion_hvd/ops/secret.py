@@ -12,6 +12,8 @@ import os
 
 import numpy as np
 
+_BLOCK = 1 << 16  # values drawn at once, so that intermediate results stay in the cache
+
 
 def uniform(count: int) -> np.ndarray:
     """Return `count` secret fp64 values in [0, 1), multiples of 2^-24.
@@ -49,7 +51,11 @@ def rounded_normal(count: int, sigma: float, dtype: str) -> np.ndarray:
 
     Values outside the range of `dtype` wrap around, as their sums do: sums are exact modulo 2^bits.
     """
-    return np.rint(sigma * normal(count)).astype(np.int64).astype(dtype)
+    drawn = np.empty(count, dtype)
+    for first in range(0, count, _BLOCK):
+        block = drawn[first : first + _BLOCK]
+        block[:] = np.rint(sigma * normal(len(block))).astype(np.int64)
+    return drawn
 
 
 def _words(count: int) -> np.ndarray:

@@ -23,7 +23,7 @@ ALONE = (COMPUTE, COMPILED)
 
 STOCK, DDP, OURS, OPTIMIZER = "Horovod", "DDP", "ours ", "optimizer "
 OVER, HOOK = "ours over torch.distributed ", "DDP + our hook "
-SHARDED, BETWEEN = "HSDP", "HSDP + ours "
+SHARDED, WITHIN, BETWEEN = "HSDP", "HSDP within hosts", "HSDP + ours "
 FP16 = " fp16"
 UNRECORDED = " without ledger"
 """End of the name of a method whose optimizer records nothing; measured on request."""
@@ -70,9 +70,9 @@ The part of a name after a comma distinguishes settings of one optimizer; two bi
 batches. The exact stage ends before measurements begin.
 """
 
-REPLICAS = (SHARDED, *(BETWEEN + word for word in ("fp16", "powersgd:4", "topk:0.01")))
+REPLICAS = (SHARDED, WITHIN, *(BETWEEN + word for word in ("fp16", "powersgd:4", "topk:0.01")))
 """Models that are sharded within each host, with replicas on the others; measured on request, with
-two or more processes per host."""
+two or more processes per host. WITHIN does not average between the replicas."""
 
 HOROVOD, PLAIN = "horovod", "plain"
 

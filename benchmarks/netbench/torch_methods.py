@@ -24,6 +24,7 @@ from benchmarks.netbench.contestants import (
     OVER,
     SHARDED,
     UNRECORDED,
+    WITHIN,
 )
 from benchmarks.netbench.torch_models import MODELS, UNITS, describe
 
@@ -204,7 +205,7 @@ def _sharded(method: str, net: Any) -> tuple[Any, Any, Any]:
     shape = (torch.distributed.get_world_size() // per_host, per_host)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
     ours = method.startswith(BETWEEN)
-    over = mesh["shards"] if ours else mesh
+    over = mesh["shards"] if ours or method == WITHIN else mesh
     for module in [x for x in net.modules() if isinstance(x, UNITS)]:
         fully_shard(module, mesh=over)
     fully_shard(net, mesh=over)

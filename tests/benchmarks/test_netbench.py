@@ -120,7 +120,7 @@ def test_engines_are_told_from_names() -> None:
     assert not contestants.is_ours("DDP powersgd:1") and not contestants.is_ours("HSDP")
     assert contestants.choose("torch", ["HSDP.*"]) == [COMPUTE, *contestants.REPLICAS]
     assert {contestants.group(name) for name in contestants.REPLICAS} == {contestants.PLAIN}
-    assert page.pairs("torch", ["HSDP", "HSDP + ours powersgd:4"]) == [
+    assert page.pairs("torch", ["HSDP", "HSDP within hosts", "HSDP + ours powersgd:4"]) == [
         ("HSDP + ours powersgd:4", "HSDP"),
     ]  # fmt: skip
 

@@ -208,6 +208,31 @@ def test_a_level_without_errors_tells_none() -> None:
     assert world.exchanges[0].policy.given == [{"errors": {}}]
 
 
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("level", [Dense(), PowerSGD(1)], ids=repr)
+def test_switches_within_a_window_keep_the_evidence(level: Any, framework: Framework) -> None:
+    """Errors from before a switch count, also if the new level packs buckets into one vector."""
+
+    def errors(*switched: str) -> dict[str, float]:
+        policy = Watching(TopK(0.1), CompressionError())
+        policy.levels = lambda name: (TopK(0.1), level)  # type: ignore[method-assign]
+        world, rng = simulate(policy, 2), np.random.default_rng(0)
+        for step in range(WINDOW + 1):
+            grads = {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
+            with framework.running():
+                world.step([{k: framework.tensor(x) for k, x in grads.items()}] * 2, 0.1)
+            for exchange in world.exchanges if step == WINDOW - 2 else ():
+                for entry in exchange.bucket_states:
+                    if entry.bucket.name in switched:
+                        exchange.switch(entry, 1)
+        return dict(world.exchanges[0].policy.given[0]["errors"])
+
+    kept, some, most = errors(), errors("one"), errors("one", "two")
+    assert set(kept) == set(some) == set(most) == {"one", "two", "large"}
+    assert kept["two"] == some["two"] and kept["large"] == some["large"] == most["large"]
+    assert some["one"] == most["one"] != kept["one"] and most["two"] != kept["two"]
+
+
 def test_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("accordion_hvd.policies.evidence.time.perf_counter", lambda: now[0])
