@@ -53,8 +53,9 @@ class PowerSGD(Compressor):
     this rank's own factor, so its mean over the ranks is the error of the mean. The even exchanges
     are those after 0, 2, ... exchanges that this level has served; skipped ones do not count.
 
-    Use `alternate` with a rank of 2 or more. With rank 1 it fails: on scikit-learn's digits it ends
-    at 93.9 to 96.8 % instead of 98 %.
+    Use `alternate` where a second round per step costs much, and with twice the rank: at equal rank
+    it loses more accuracy (docs/compressor-accuracy.md). With rank 1 it fails: on scikit-learn's
+    digits it ends at 93.9 to 96.8 % instead of 98 %.
 
     Args:
         rank: rank of the approximation, at least 1; at most min(n, m) is used. Default: 2.

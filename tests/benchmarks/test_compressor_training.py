@@ -28,6 +28,13 @@ def test_every_measured_compressor_is_trained_with() -> None:
         assert f"{name}(" in words, name
 
 
+def test_short_spec_strings_mean_the_same_methods() -> None:
+    assert training._method("dense") is PLAIN and training._method(PLAIN.word) is PLAIN
+    assert training._method("signsgd").word == "SignSGD()"
+    assert training._method("topk:0.3").word == "topk:0.3"
+    assert [training._method(method.word) for method in METHODS] == list(METHODS)
+
+
 def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compressed trainings send fewer bytes, learn, and have a row; saved results are kept."""
     pytest.importorskip("sklearn")
@@ -41,7 +48,7 @@ def test_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain, *others = (kept["digits", word, 7] for word in words)
     assert plain.ratio == pytest.approx(1, rel=0.01) and plain.accuracy > 0.5
     for outcome in others:
-        assert outcome.settled > 4 and outcome.accuracy > 0.3 and outcome.ranks == 4
+        assert outcome.last_ratio > 4 and outcome.accuracy > 0.3 and outcome.ranks == 4
     text = (tmp_path / "a.md").read_text()
     assert all(f"| `{word}` | 1 |" in text for word in words) and "| `FP16()`" not in text
     trained = [training._saved(tmp_path / "a.json")]
