@@ -327,7 +327,7 @@ def test_halves_are_added_by_the_engine_on_slow_links(
 COUNTED = """
 import os, sys
 sys.path.insert(0, {root!r})
-os.environ["HOROVOD_CYCLE_TIME"] = "20"  # ms; whoever waits sends a message in each cycle
+os.environ["HOROVOD_CYCLE_TIME"] = "20"  # ms; a rank that waits sends a message per cycle
 from pathlib import Path
 import torch
 import accordion_hvd.torch as hvd

@@ -102,7 +102,7 @@ def train(policy: Watching, framework: Framework, steps: int, bad: int = -1) -> 
 @pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=repr)
 @pytest.mark.parametrize("bad", [-1, 4])
 def test_the_relative_error(compressor: Any, bad: int, framework: Framework) -> None:
-    """The error is that of the steps that count, also for small tensors that share a call."""
+    """Only steps that count enter the error, also if small tensors share a call."""
     world, gradients, errors = train(
         Watching(compressor, CompressionError()), framework, 2 * WINDOW + 1, bad
     )

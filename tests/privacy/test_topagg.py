@@ -249,6 +249,18 @@ def test_noise_is_on_every_coordinate_and_new_each_time() -> None:
     assert abs(swamped.std() / 40 - 1) < 0.1
 
 
+def test_blocks_of_noise_are_independent() -> None:
+    """Long noise is drawn in blocks, each of which has new values and the right spread."""
+    count = secret._BLOCK
+    noise = secret.rounded_normal(3 * count + 5, 1000.0, "int16")
+    blocks = noise[: 3 * count].reshape(3, count)
+    assert noise.shape == (3 * count + 5,) and np.count_nonzero(noise[-5:])
+    assert (abs(blocks.std(1) / 1000 - 1) < 5 / math.sqrt(2 * count)).all()
+    assert abs(np.corrcoef(blocks) - np.eye(3)).max() < 5 / math.sqrt(count)
+    wrapped = secret.rounded_normal(2 * count, 100.0, "int8")
+    assert wrapped.min() < -120 and wrapped.max() > 120
+
+
 def test_tails_reach_far() -> None:
     rare = secret.normal(2_000_000)
     assert 4.5 < np.abs(rare).max() < 7.5
