@@ -18,7 +18,13 @@ MOMENTS = {
 
 @pytest.mark.launch
 @pytest.mark.timeout(2 * LIMIT + 30)
-@pytest.mark.parametrize(("launcher", "rank", "at"), MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize(
+    ("launcher", "rank", "at"),
+    [
+        pytest.param(*moment, id=name, marks=[pytest.mark.nightly] if number else [])
+        for number, (name, moment) in enumerate(MOMENTS.items())
+    ],
+)
 def test_a_rank_is_killed(
     launcher: str, rank: int, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,7 +34,7 @@ def test_a_rank_is_killed(
     monkeypatch.setenv("KILLED_FOLDER", str(tmp_path))
     run = launch.__wrapped__  # each time anew
     killed, loads = "check_a_rank_is_killed", "check_the_last_complete_checkpoint_is_loaded"
-    report = run("killed_checks.py", launcher, 2, LIMIT, checks=(killed,))
+    report = run("killed_checks.py", launcher, 2, LIMIT, checks=(killed,), forked=False)
     assert report.problem(killed) and report.status not in (0, None), report.output
     assert (tmp_path / "state-00001" / "manifest.json").exists()
     problem = run("killed_checks.py", launcher, 2, LIMIT, checks=(loads,)).problem(loads)

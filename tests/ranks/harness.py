@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -127,6 +127,11 @@ def main(names: dict[str, Any]) -> None:
     }
     if names.get("INIT"):
         _run("(init)", names["INIT"])
+    run(checks)
+
+
+def run(checks: Mapping[str, Callable[[], None]]) -> None:
+    """Run checks in their order; end the process with status 1 if one fails."""
     for name, function in checks.items():
         _run(name, function)
     say("(end)", "begin")

@@ -6,23 +6,24 @@ import ast
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from forked import BIN, ROOT, environment, fork_server, modules_of
 
 from benchmarks import processes
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = ROOT / "tests" / "ranks"
-BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+ONE = RANKS / "one_function.py"
 END = "(end)"
 LAUNCHERS = {
     "gloo": "horovodrun",
@@ -32,6 +33,12 @@ LAUNCHERS = {
 }
 _HOROVODRUN = [sys.executable, str(Path(__file__).with_name("horovodrun.py")), "--gloo"]
 _TAIL = 4000
+_CRASHED = re.compile(
+    r"process rank (?P<mpirun>\d+) with PID"
+    r"|Process (?P<gloo>\d+) exit with status code"
+    r"|failed \(exitcode: -?\d+\) local_rank: (?P<torchrun>\d+)"
+)
+"""A launcher's words about the rank that ended first."""
 
 
 @dataclass
@@ -55,6 +62,7 @@ class Report:
         status: exit status of the launcher; None if it had to be killed.
         output: stdout and stderr.
         seconds: duration of the launch.
+        folder: its processes have it as CHECK_FOLDER in their environment.
     """
 
     command: list[str]
@@ -64,6 +72,7 @@ class Report:
     status: int | None = None
     output: str = ""
     seconds: float = 0.0
+    folder: str = ""
 
     def last(self, rank: int) -> str:
         """Return the last check that a rank began."""
@@ -88,6 +97,9 @@ class Report:
                 lines.append(f"--- rank {rank} was here:\n{self.batching[rank][-_TAIL:]}")
         return "\n".join([*lines, "--- output:", self.output[-_TAIL:]])
 
+    def _has_crashed(self, rank: int) -> bool:
+        return "Fatal Python error" in self.batching.get(rank, "")
+
     def culprits(self) -> list[str]:
         """Return a line for each check that failed or hung on a rank."""
         return [
@@ -104,9 +116,12 @@ class Report:
         if self.status is None:
             return f"the launch was ended after {self.seconds:.0f} s"
         waiting = [rank for rank, o in sorted(told.items()) if o.status == "begin"]
-        if waiting and any(rank in self.batching for rank in waiting):
-            return f"took too long on rank(s) {[r for r in waiting if r in self.batching]}"
-        return f"the launcher ended with status {self.status}"
+        stuck = [rank for rank in waiting if not self._has_crashed(rank)]
+        if any(rank in self.batching for rank in stuck):
+            return f"took too long on rank(s) {[r for r in stuck if r in self.batching]}"
+        crashed = _CRASHED.search(self.output)
+        which = f", since rank {crashed[crashed.lastgroup]} has ended" if crashed else ""
+        return f"the launcher ended with status {self.status}{which}"
 
 
 def checks_of(script: str) -> list[str]:
@@ -135,6 +150,7 @@ def launch(
     limit: float = 240,
     check_limit: float = 120,
     checks: tuple[str, ...] = (),
+    forked: bool = True,
 ) -> Report:
     """Run `tests/ranks/<script>` once; later calls return the same report.
 
@@ -145,14 +161,89 @@ def launch(
         limit: seconds after which all started processes are killed.
         check_limit: seconds that a check may take on a rank.
         checks: names of the checks to run; () for all of the script's checks.
+        forked: whether a process that has imported the frameworks forks the ranks.
     """
+    return start(RANKS / script, checks, launcher, ranks, limit, check_limit, forked)
+
+
+def start(
+    script: Path,
+    words: Sequence[str],
+    launcher: str,
+    ranks: int,
+    limit: float,
+    check_limit: float,
+    forked: bool,
+    imported: Path | None = None,
+) -> Report:
+    """Run a script with `launch`'s arguments once more.
+
+    Args:
+        script: path of the script.
+        words: its arguments.
+        launcher: a key of `LAUNCHERS`.
+        ranks: number of ranks.
+        limit: seconds after which all started processes are killed.
+        check_limit: seconds that a check may take on a rank.
+        forked: whether a process that has imported the frameworks forks the ranks.
+        imported: the file that imports the frameworks, if it is not the script.
+    """
+    program = [sys.executable, str(script), *words]
+    if forked:
+        program = fork_server(modules_of(imported or script)).program(program[1:])
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        command = command_for(launcher, ranks, [sys.executable, str(RANKS / script), *checks])
+        command = command_for(launcher, ranks, program)
+        if forked and launcher == "torchrun":  # a program that imports PyTorch, too
+            command = fork_server(modules_of(imported or script)).program(command[1:])
         report = Report(command, ranks)
         more = {"ACCORDION_HVD_ENGINE": "torch"} if launcher == "carried" else {}
         _run(report, folder, limit, {"CHECK_LIMIT": str(check_limit)} | more)
         _read(report, Path(folder))
         return report
+
+
+def ranks(
+    *counts: int, launcher: str | Sequence[str] = "gloo", limit: float = 60, forked: bool = True
+) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Run a test function on each rank of a launch instead of once in pytest's process.
+
+        @ranks(2, 4, launcher="mpirun")
+        def test_the_mean_is_everybodys() -> None:
+            hvd.init()
+            ...
+
+    The function takes no arguments. A failure names the ranks on which it failed.
+
+    Args:
+        counts: numbers of ranks, each of which is a test.
+        launcher: a key of `LAUNCHERS`, or several, each of which is a test.
+        limit: seconds that the function may take on a rank.
+        forked: whether a process that has imported the frameworks forks the ranks.
+    """
+    launchers = [launcher] if isinstance(launcher, str) else launcher
+
+    def decorate(function: Callable[[], None]) -> Callable[..., None]:
+        name = function.__name__
+
+        @pytest.mark.launch
+        @pytest.mark.timeout(2 * limit + 60)
+        @pytest.mark.parametrize(
+            ("launcher", "count"), [(x, n) for x in launchers for n in counts], ids=lambda x: str(x)
+        )
+        def test(launcher: str, count: int) -> None:
+            need(launcher)
+            file = Path(function.__code__.co_filename)
+            words = [str(file), name]
+            report = start(ONE, words, launcher, count, 2 * limit + 30, limit, forked, file)
+            problem = report.problem(name) or report.problem(END)
+            if problem:
+                pytest.fail(problem, pytrace=False)
+
+        test.__name__, test.__doc__, test.__module__ = name, function.__doc__, function.__module__
+        test.on_a_rank = function  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Report, list[dict]]:
@@ -221,24 +312,13 @@ def _told(folder: str) -> list[dict]:
 
 def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> None:
     """Run the report's command for up to `limit` seconds, and end all processes that it started."""
-    environment = {
-        **os.environ,
-        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        # One thread runs an exchange in a graph, the other runs the operations that it calls.
-        "TF_NUM_INTEROP_THREADS": "2",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CHECK_FOLDER": folder,
-        **more,
-    }
+    report.folder = folder
+    variables = {**environment(), "CHECK_FOLDER": folder, **more}
     began = time.monotonic()
     with open(Path(folder, "output"), "w+", errors="replace") as output:
         process = subprocess.Popen(
             report.command,
-            env=environment,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -267,8 +347,10 @@ def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
     if launcher in ("gloo", "carried"):
         return [*_HOROVODRUN, "-np", str(ranks), *program]
     if launcher == "torchrun":
-        python, script, *words = program
-        return [python, path, "--standalone", "--nproc-per-node", str(ranks), script, *words]
+        return [
+            sys.executable, path, "--standalone", "--nproc-per-node", str(ranks), "--no-python",
+            *program,
+        ]  # fmt: skip
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     passed = ["PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CHECK_FOLDER"]
     passed += ["CHECK_LIMIT", "TF_CPP_MIN_LOG_LEVEL"]
