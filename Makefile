@@ -20,6 +20,10 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 # horovodrun and mpirun find each other, and their Python, on PATH.
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
+# Three processes keep two cores busy, since launches also wait. Each takes whole launches and files.
+WORKERS ?= 3
+BESIDE = -n $(WORKERS) --no-loadscope-reorder
+JUNIT = --junitxml=runs/tests
 # It is no failure (5) if PYTEST_ARGS chooses tests of one part only.
 IN_TESTS = $(IN_VENV) NEED_LAUNCHERS=1 sh -c
 PYTEST = $(IN_TESTS) '$(RUN) -m pytest "$$@"; test $$? = 0 -o $$? = 5' - tests
@@ -28,7 +32,7 @@ COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5'
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-goodput \
+.PHONY: help setup demo test test-all test-times coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-goodput \
 	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging results faults storm doctor clean
 .DEFAULT_GOAL := help
 
@@ -44,15 +48,21 @@ setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick
 demo: setup ## a first look: digits with four workers, in PyTorch and in Keras
 	@$(IN_VENV) $(RUN) scripts/demo.py
 
-test: setup ## run the tests; PYTEST_ARGS adds options
-	@TEST_PART=alone $(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS)
-	@TEST_PART=launch $(PYTEST) $(PYTEST_ARGS)
+test: setup ## run the tests that must pass before a commit lands; PYTEST_ARGS adds options
+	@$(PYTEST) -m "not nightly" $(BESIDE) $(JUNIT)/test.xml $(PYTEST_ARGS)
+
+test-all: setup ## run all tests, and record the result in tests/last_test_all.json
+	@$(PYTEST) -m "not quiet" $(BESIDE) $(JUNIT)/all.xml $(PYTEST_ARGS)
+	@$(PYTEST) -m quiet $(JUNIT)/quiet.xml $(PYTEST_ARGS)
+	@test -n "$(PYTEST_ARGS)" || $(RUN) tests/support/record.py write runs/tests/all.xml runs/tests/quiet.xml
+
+test-times: setup ## the same as make test, and print the CPU seconds of files and launches
+	@$(PYTEST) -m "not nightly" $(BESIDE) --times $(PYTEST_ARGS)
 
 coverage: setup ## run the tests and report which lines ran: runs/coverage/index.html
 	@mkdir -p runs/coverage
 	@$(COVERAGE) erase
-	@TEST_PART=alone $(COVERED) -n 2 --dist loadfile $(PYTEST_ARGS)
-	@TEST_PART=launch $(COVERED) $(PYTEST_ARGS)
+	@$(COVERED) -m "not nightly" $(BESIDE) $(PYTEST_ARGS)
 	@$(COVERAGE) combine -q
 	@$(COVERAGE) html -q
 	@$(COVERAGE) report
@@ -60,11 +70,13 @@ coverage: setup ## run the tests and report which lines ran: runs/coverage/index
 fuzz: setup ## try payloads, spec strings, configurations, checkpoints; FUZZ_INPUTS says how many
 	@FUZZ_INPUTS=$${FUZZ_INPUTS:-1000000} $(IN_VENV) $(RUN) -m pytest -q --timeout 0 tests/fuzz
 
-check: setup ## ruff, mypy and the layers of imports
+check: setup ## ruff, mypy, the layers of imports and the budget of lines
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
+	@$(RUN) scripts/budget.py
+	@$(RUN) tests/support/record.py check
 
 docs: setup ## build the documentation site: runs/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet

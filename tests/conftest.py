@@ -1,10 +1,13 @@
-"""Environment, import paths and selection of tests that all tests share."""
+"""What all tests share: environment, import paths, what runs together, and CPU seconds."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +19,61 @@ for folder in (HERE / "support", HERE.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from grouping import Scheduling, cpu_seconds, is_launch, take_turns, unit_of  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--times", action="store_true", help="print the CPU seconds of each file and launch"
+    )
+
+
+# --- what runs in one process, and in which order ---------------------------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have `pytest -n` run whole files and launches; its groups do not work with pytest 9.2."""
+    return Scheduling(config, log)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep only the tests of the part that TEST_PART names; without the variable, keep all tests.
+    if hasattr(config, "workerinput"):  # a process of `pytest -n`
+        items[:] = take_turns(items)
 
-    `make test` sets the variable. The part "launch" starts real ranks, which need
-    all cores; "alone" is all other tests.
-    """
-    part = os.environ.get("TEST_PART")
-    if part:
-        keep = [
-            i for i in items if (i.get_closest_marker("launch") is not None) == (part == "launch")
-        ]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(keep)])
-        items[:] = keep
+
+# --- CPU seconds ------------------------------------------------------------------------
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[_BEGAN] = cpu_seconds()
+    yield
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    group = unit_of(item) if is_launch(item) else item.nodeid.partition("::")[0]
+    seconds = round(cpu_seconds() - item.stash[_BEGAN], 3)
+    item.user_properties += [("group", group), ("cpu", seconds)]
+
+
+_BEGAN: pytest.StashKey[float] = pytest.StashKey()
+_seconds: dict[str, list[float]] = defaultdict(list)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        found: dict[str, Any] = dict(report.user_properties)
+        _seconds[found["group"]].append(found["cpu"])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.getoption("--times"):
+        return
+    terminalreporter.section("CPU seconds of files and launches")
+    total = sum(map(sum, _seconds.values()))
+    for group, values in sorted(_seconds.items(), key=lambda row: -sum(row[1])):
+        terminalreporter.line(f"{sum(values):8.1f} {len(values):6}  {group}")
+    terminalreporter.line(f"{total:8.1f} {sum(map(len, _seconds.values())):6}  all")

@@ -9,8 +9,8 @@ LIMIT = 150
 
 CASES = [
     ("torch", "topk:0.1", ["join", "leave"]),
-    ("torch", "powersgd:2", ["vanish", "kill"]),
-    ("torch", "local", ["vanish", "leave"]),
+    pytest.param("torch", "powersgd:2", ["vanish", "kill"], marks=pytest.mark.nightly),
+    pytest.param("torch", "local", ["vanish", "leave"], marks=pytest.mark.nightly),
     ("keras", "topk:0.1", ["vanish", "kill"]),
 ]
 

@@ -57,6 +57,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.nightly
 def test_any_module_can_be_the_first() -> None:
     """Every module without a framework can be imported first, before any other module."""
     files = [path.relative_to(ROOT) for path in (ROOT / "accordion_hvd").rglob("*.py")]

@@ -7,13 +7,37 @@ a script in `tests/ranks` and one row in SUITES.
 from __future__ import annotations
 
 import os
-import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from launch import END, checks_of, command_for, launch, need
+from launch import END, checks_of, command_for, launch, need, ranks
 
-BOTH = [("gloo", 2), ("mpirun", 4)]  # each launcher, each number of ranks
+from benchmarks import processes
+
+
+class Place(NamedTuple):
+    """Where a suite runs.
+
+    Attributes:
+        launcher: a key of `launch.LAUNCHERS`.
+        ranks: number of ranks.
+        chosen: the checks that run there; () for all of them.
+        nightly: whether `make test` leaves the launch out.
+    """
+
+    launcher: str
+    ranks: int
+    chosen: tuple[str, ...] = ()
+    nightly: bool = False
+
+
+def nightly(launcher: str, ranks: int, chosen: tuple[str, ...] = ()) -> Place:
+    return Place(launcher, ranks, chosen, nightly=True)
+
+
+GLOO = Place("gloo", 2)
+MPI = Place("mpirun", 4)
+BOTH = [GLOO, nightly("mpirun", 4)]  # each launcher, each number of ranks
 AMONG_MORE = (
     "check_weights_are_equal_after_training",
     "check_accordion_switches_in_fit",
@@ -31,36 +55,41 @@ OF_HOROVOD = (
 
 WITHOUT_HOROVOD = tuple(x for x in checks_of("torch_checks.py") if x not in OF_HOROVOD)
 
-SUITES: dict[str, list[Any]] = {
-    "core_checks.py": [*BOTH, ("torchrun", 2), ("torchrun", 4), ("carried", 2)],
+SUITES: dict[str, list[Place]] = {
+    "core_checks.py": [
+        GLOO, MPI, Place("torchrun", 2), Place("torchrun", 4), Place("carried", 2)
+    ],
     "torch_checks.py": [
         *BOTH,
-        ("torchrun", 2, WITHOUT_HOROVOD),
-        ("carried", 2, WITHOUT_HOROVOD),
-        ("carried", 4, ("check_weights_are_equal_after_training",)),
+        nightly("torchrun", 2, WITHOUT_HOROVOD),
+        nightly("carried", 2, WITHOUT_HOROVOD),
+        Place("carried", 4, ("check_weights_are_equal_after_training",)),
     ],
-    "engine_checks.py": [("torchrun", 2), ("torchrun", 4)],
-    "ddp_checks.py": [("torchrun", 2), ("torchrun", 4)],
-    "fsdp_checks.py": [("torchrun", 4)],
-    "old_checkpoints_checks.py": BOTH[:1],
+    "engine_checks.py": [Place("torchrun", 2), nightly("torchrun", 4)],
+    "ddp_checks.py": [nightly("torchrun", 2), Place("torchrun", 4)],
+    "fsdp_checks.py": [Place("torchrun", 4)],
+    "old_checkpoints_checks.py": [GLOO],
     "optimizer_checks.py": BOTH,
     "tf_checks.py": BOTH,
-    "keras_checks.py": [("gloo", 2), ("mpirun", 4, AMONG_MORE)],
-    "keras_optimizer_checks.py": [("mpirun", 2)],
+    "keras_checks.py": [GLOO, nightly("mpirun", 4, AMONG_MORE)],
+    "keras_optimizer_checks.py": [Place("mpirun", 2)],
     "graph_checks.py": BOTH,
-    "graph_training_checks.py": [("gloo", 2)],
-    "privacy_torch_checks.py": [("gloo", 1), *BOTH],
-    "privacy_keras_checks.py": BOTH[:1],
-    "levers_checks.py": BOTH[:1],
-    "levers_keras_checks.py": BOTH[:1],
-    "levers_models_checks.py": [("mpirun", 4)],
-    "levers_models_keras_checks.py": [("mpirun", 4)],
-    "averaging_checks.py": [("mpirun", 4), ("mpirun", 5)],
-    "torch_averaging_checks.py": [("gloo", 4), ("mpirun", 4)],
-    "keras_averaging_checks.py": [("gloo", 2)],
-    "keras_waiting_checks.py": [("mpirun", 4)],
-}
-"""Script -> where it runs, and which checks if not all of them."""
+    "graph_training_checks.py": [GLOO],
+    "privacy_torch_checks.py": [nightly("gloo", 1), *BOTH],
+    "privacy_keras_checks.py": [GLOO],
+    "levers_checks.py": [GLOO],
+    "levers_keras_checks.py": [GLOO],
+    "levers_models_checks.py": [MPI],
+    "levers_models_keras_checks.py": [MPI],
+    "averaging_checks.py": [MPI, nightly("mpirun", 5)],
+    "torch_averaging_checks.py": [nightly("gloo", 4), MPI],
+    "keras_averaging_checks.py": [GLOO],
+    "keras_waiting_checks.py": [MPI],
+}  # fmt: skip
+"""Script -> where it runs. Each check is in `make test` at least once."""
+
+CANARY = "core_checks.py"
+"""The suite whose ranks are processes of their own, once per launcher, while others are forked."""
 
 LIMIT = 540  # seconds a launch may take (a minute or two where the cores are free)
 
@@ -68,34 +97,43 @@ LIMIT = 540  # seconds a launch may take (a minute or two where the cores are fr
 def everything() -> list[Any]:
     return [
         pytest.param(
-            script, launcher, ranks, chosen, check, id=f"{script[:-3]}-{launcher}{ranks}-{check}"
+            script,
+            place,
+            check,
+            id=f"{script[:-3]}-{place.launcher}{place.ranks}-{check}",
+            marks=[pytest.mark.nightly] if place.nightly else [],
         )
         for script, places in SUITES.items()
-        for launcher, ranks, *some in places
-        for chosen in [some[0] if some else ()]
-        for check in [*(chosen or checks_of(script)), END]
+        for place in places
+        for check in [*(place.chosen or checks_of(script)), END]
     ]
 
 
 @pytest.mark.launch
 @pytest.mark.timeout(LIMIT + 30)
-@pytest.mark.parametrize(("script", "launcher", "ranks", "chosen", "check"), everything())
-def test_ranks(script: str, launcher: str, ranks: int, chosen: tuple[str, ...], check: str) -> None:
-    need(launcher)
-    problem = launch(script, launcher, ranks, LIMIT, checks=chosen).problem(check)
+@pytest.mark.parametrize(("script", "place", "check"), everything())
+def test_ranks(script: str, place: Place, check: str) -> None:
+    need(place.launcher)
+    forked = script != CANARY or place[:2] == ("torchrun", 4)
+    report = launch(script, *place[:2], LIMIT, checks=place.chosen, forked=forked)
+    problem = report.problem(check)
     if problem:
         pytest.fail(problem, pytrace=False)
 
 
-by_launcher = pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+by_launcher = pytest.mark.parametrize(
+    ("launcher", "forked"),
+    [(launcher, forked) for launcher in ("gloo", "mpirun", "torchrun") for forked in (True, False)],
+    ids=lambda x: x if isinstance(x, str) else ("forked" if x else "own"),
+)
 
 
 @pytest.mark.launch
 @pytest.mark.timeout(120)
 @by_launcher
-def test_a_rank_that_fails_is_named(launcher: str) -> None:
+def test_a_rank_that_fails_is_named(launcher: str, forked: bool) -> None:
     need(launcher)
-    report = launch("failing_checks.py", launcher, 2, limit=60, check_limit=30)
+    report = launch("failing_checks.py", launcher, 2, 60, 30, forked=forked)
     assert report.status not in (0, None)
     assert report.seconds < 40, "the others should have been ended"
     assert report.problem("check_passes") is None
@@ -111,9 +149,9 @@ def test_a_rank_that_fails_is_named(launcher: str) -> None:
 @pytest.mark.launch
 @pytest.mark.timeout(120)
 @by_launcher
-def test_a_rank_that_hangs_is_named(launcher: str) -> None:
+def test_a_rank_that_hangs_is_named(launcher: str, forked: bool) -> None:
     need(launcher)
-    report = launch("hanging_checks.py", launcher, 2, limit=60, check_limit=4)
+    report = launch("hanging_checks.py", launcher, 2, 60, 4, forked=forked)
     assert report.status not in (0, None)
     assert report.seconds < 50, "a hang must end by the limit of its check"
     assert report.problem("check_passes") is None
@@ -128,38 +166,51 @@ def test_a_rank_that_hangs_is_named(launcher: str) -> None:
 @pytest.mark.launch
 @pytest.mark.timeout(120)
 @by_launcher
-def test_a_launch_that_does_not_end_is_ended(launcher: str) -> None:
+def test_a_launch_that_does_not_end_is_ended(launcher: str, forked: bool) -> None:
     """The harness ends a launch that exceeds the limit of the whole launch; no process is left."""
     need(launcher)
-    report = launch("hanging_checks.py", launcher, 2, limit=12, check_limit=300)
+    report = launch("hanging_checks.py", launcher, 2, 12, 300, forked=forked)
     assert report.status is None
     assert report.seconds < 30
     problem = report.problem("check_hangs_on_rank_1")
     assert problem and "was ended after" in problem
     assert "in wait_for_ever" in problem and "last in check_waits_for_rank_1" in problem
-    time.sleep(0.5)
-    assert not [pid for pid in _pids() if b"hanging_checks.py" in _command(pid) and _ours(pid)]
+    assert not list(processes.started("CHECK_FOLDER", report.folder))
 
 
-def _pids() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdigit()]
+@pytest.mark.launch
+@pytest.mark.timeout(120)
+@by_launcher
+def test_a_rank_that_crashes_is_named(launcher: str, forked: bool) -> None:
+    need(launcher)
+    report = launch("crashing_checks.py", launcher, 2, 60, 30, forked=forked)
+    assert report.status not in (0, None)
+    assert report.seconds < 40, "the others should have been ended"
+    problem = report.problem("check_crashes_on_rank_1")
+    assert problem and "rank 1 has ended" in problem
 
 
-def _command(pid: str) -> bytes:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+@ranks(2, launcher=["gloo", "torchrun"])
+def test_a_function_runs_on_each_rank() -> None:
+    import torch
+
+    import accordion_hvd.torch as hvd
+
+    hvd.init()
+    assert hvd.size() == 2
+    assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item() == 1
 
 
-def _ours(pid: str) -> bool:
-    """Return whether a process has the limit of this test (others may run the same suite)."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return b"CHECK_LIMIT=300" in file.read()
-    except OSError:
-        return False
+def test_a_function_that_fails_names_its_rank() -> None:
+    need("torchrun")
+    with pytest.raises(pytest.fail.Exception, match=r"failed on rank\(s\) \[1\](.|\n)*intended"):
+        fails_on_rank_1(launcher="torchrun", count=2)
+
+
+@ranks(2, launcher="torchrun")
+def fails_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("intended")
 
 
 def test_checks_are_found_in_order() -> None:

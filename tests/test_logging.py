@@ -86,7 +86,7 @@ assert logger.handlers == [handler]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_import_neither_prints_nor_logs() -> None:
     for name in ("torch", "tensorflow", "horovod"):
         pytest.importorskip(name)

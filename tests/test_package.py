@@ -139,7 +139,7 @@ def test_the_image_has_what_it_copies() -> None:
         assert set(words.split()[:-1]) <= {".", *allowed}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_users_script_passes_a_strict_type_checker(built: Path, tmp_path: Path) -> None:
     """With the wheel installed, mypy accepts the correct lines and flags each wrong line."""
     pytest.importorskip("mypy")

@@ -113,7 +113,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ADDRESS = re.compile(r'<(\w+)[^>]*?\s(?:href|src)="([^"]*)"')
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_links_and_anchors_of_the_site_exist(site: Path) -> None:
     pages = {page: page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}
     anchors = {page: set(re.findall(r'\sid="([^"]*)"', text)) for page, text in pages.items()}
@@ -129,7 +129,7 @@ def test_links_and_anchors_of_the_site_exist(site: Path) -> None:
                 assert anchor in anchors[target] | {"__skip"}, (page, address)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     """The site loads scripts, styles, fonts and pictures from itself; links may lead elsewhere."""
     for page in site.rglob("*.html"):
@@ -153,7 +153,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_make_a_build_fail(fault: str, tmp_path: Path) -> None:
     """Each fault makes the build fail and is reported; without a fault, the links are right.

@@ -51,7 +51,12 @@ def test_horovods_setting_has_precedence(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "launcher, how",
-    [("torchrun", "sleep"), ("gloo", "stop"), ("mpirun", "stop"), ("carried", "sleep")],
+    [
+        ("torchrun", "sleep"),
+        ("gloo", "stop"),
+        pytest.param("mpirun", "stop", marks=pytest.mark.nightly),
+        pytest.param("carried", "sleep", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_stalled_rank_ends_the_others(launcher: str, how: str) -> None:
     launch.need(launcher)

@@ -315,7 +315,10 @@ def test_bad_input_is_refused() -> None:
 
 @pytest.mark.launch
 @pytest.mark.timeout(LIMIT + 30)
-@pytest.mark.parametrize("compression", SPECS)
+@pytest.mark.parametrize(
+    "compression",
+    [SPECS[0], *(pytest.param(spec, marks=pytest.mark.nightly) for spec in SPECS[1:])],
+)
 def test_a_replica_is_killed_and_heals(compression: str) -> None:
     """A replica that is killed heals and trains on; afterwards, another one leaves in order."""
     if importlib.util.find_spec("torchft") is None:

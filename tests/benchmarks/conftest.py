@@ -11,6 +11,14 @@ from rigs import marked, outside
 from benchmarks.netbench import sandbox
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave rigs to `make test-all`, which runs nothing beside them: they measure rates."""
+    for item in items:
+        if "token" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.nightly)
+            item.add_marker(pytest.mark.quiet)
+
+
 @pytest.fixture
 def token() -> Iterator[str]:
     """Yield a mark for a rig's processes; check that no process, link or namespace is left."""

@@ -60,6 +60,7 @@ def test_scale_of_few_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "average of all each step" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
     """Ranks start with small settings, and their measurements go between the marks of a page."""

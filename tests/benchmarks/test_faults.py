@@ -121,6 +121,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         assert contents[0] == (bytes([1]) if kind == "swapped" else bytes([0])) * 10
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_case_from_its_launch_to_the_page(tmp_path: Path) -> None:
     need("torchrun")

@@ -434,7 +434,6 @@ def test_signals_end_everything(number: signal.Signals, token: str) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.slow
 def test_bench_measures_and_reports(token: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("horovod")

@@ -123,7 +123,6 @@ def test_the_section_replaces_itself_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.slow
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("method", ["topk:0.1", "torchft powersgd:2"])
 def test_ranks_survive_a_short_storm(method: str, tmp_path: Path) -> None:

@@ -96,7 +96,10 @@ def test_every_compressor_is_trained() -> None:
 
 @pytest.mark.parametrize(
     "compressor",
-    [pytest.param(c, id=repr(c), marks=[pytest.mark.slow] if c.phases else []) for c in DEFAULTS],
+    [
+        pytest.param(c, id=repr(c), marks=[pytest.mark.nightly] if c.phases else [])
+        for c in DEFAULTS
+    ],
 )
 def test_compressors_train(compressor: Compressor) -> None:
     """Each compressor reduces the loss from about 2.8 to below 0.15, or the limit in `MOST`.

@@ -641,7 +641,7 @@ def trained(compression: Any, ranks: int = 2, steps: int = 400) -> tuple[float, 
     return float(right.mean()), world.exchanges[0].stats()["ratio"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_torch
 @FORMS
 def test_training_on_digits(form: str) -> None:

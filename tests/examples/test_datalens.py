@@ -301,6 +301,7 @@ def test_the_script_refuses_in_a_sentence() -> None:
     assert done.returncode == 2 and "teachers is 5000, but must be at most 1437" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.timeout(240)
 def test_two_ranks_train_and_resume(tmp_path: Path) -> None:

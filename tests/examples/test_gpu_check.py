@@ -21,6 +21,7 @@ def check(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_the_rehearsal_passes() -> None:
     done = check("--device", "cpu", "--side", "256")

@@ -245,6 +245,7 @@ def test_missing_data_is_said_before_horovod_starts(tmp_path: Path) -> None:
     assert done.stderr.startswith("data: ACCORDION_DATA is ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 @pytest.mark.parametrize(
@@ -264,6 +265,7 @@ def test_two_ranks_average_models(framework: str, method: str, tmp_path: Path) -
     assert found["epochs"][-1]["accuracy"] > 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_two_ranks_resume_averaged_models(framework: str, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from benchmarks import processes
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("pytorch/*.py"), *EXAMPLES.glob("keras/*.py")])
+DAILY = ("pytorch-image_classification", "keras-image_classification", "pytorch-with_ddp")
+"""Examples that `make test` starts; `make test-all` starts all."""
+
 LINE = re.compile(r"^    (\S.*examples/\w+/\w+\.py)$", re.MULTILINE)
 RESULT = re.compile(
     r"test (accuracy|loss) ([\d.]+)%?, ([\d.]+) MB (?:sent|received) instead of ([\d.]+) MB"
@@ -84,7 +87,13 @@ def start(words: list[str], folder: Path, text: Path) -> str:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("script", SCRIPTS, ids=names(SCRIPTS))
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, marks=[] if name in DAILY else [pytest.mark.nightly], id=name)
+        for path, name in zip(SCRIPTS, names(SCRIPTS), strict=True)
+    ],
+)
 def test_examples_run_as_they_are(script: Path, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip(PACKAGES.get(script.stem, "torch"))
@@ -98,6 +107,7 @@ def test_examples_run_as_they_are(script: Path, tmp_path: Path) -> None:
         assert 0 < sent < dense
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accordion sends fewer bytes than its low level, and some layers change their level."""
     pytest.importorskip("sklearn")

@@ -22,7 +22,7 @@ LAUNCHES = [
     ("torch", "mpirun", 4, ()),
     ("keras", "gloo", 2, ()),
     ("keras", "mpirun", 4, AMONG_MORE),
-]
+]  # those over MPI are left to make test-all
 
 
 @pytest.mark.launch
@@ -30,7 +30,12 @@ LAUNCHES = [
 @pytest.mark.parametrize(
     ("framework", "launcher", "ranks", "chosen", "check"),
     [
-        pytest.param(*launch, check, id=f"{launch[0]}-{launch[1]}{launch[2]}-{check}")
+        pytest.param(
+            *launch,
+            check,
+            id=f"{launch[0]}-{launch[1]}{launch[2]}-{check}",
+            marks=[pytest.mark.nightly] if launch[1] == "mpirun" else [],
+        )
         for launch in LAUNCHES
         for check in [*(launch[3] or BEHAVIOURS), END]
     ],

@@ -446,7 +446,7 @@ def test_refusals_of_parts(make: Callable[[], Any], message: str) -> None:
 MODEL = {f"layer{i}.{k}": s for i in range(50) for k, s in (("w", (512, 1024)), ("b", (512,)))}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     ["dense", "powersgd:4", "topk:0.01", "twolevel:topk:0.01", "signsgd", "wagma"]

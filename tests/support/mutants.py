@@ -1,0 +1,369 @@
+"""Measure which small faults of the package the tests notice.
+
+    python tests/support/mutants.py cover              which test runs which line (an hour)
+    python tests/support/mutants.py run [--count 200]  try mutants (hours; what is tried is kept)
+    python tests/support/mutants.py report
+
+A mutant is the package with one small change on a line that tests run: another comparison, number
+or operator, a negated condition, a call left out. It is killed if a test fails. The tests that run
+the line are tried in the order of their duration: first those of `make test`, then those that only
+`make test-all` has. Draws are by a fixed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import pytest  # noqa: E402
+from grouping import unit_of  # noqa: E402
+
+from benchmarks import processes  # noqa: E402
+
+RUNS = ROOT / "runs" / "mutants"
+SEED = 2021
+FIRST = 40  # tests that are tried before all others that run the line
+LIMIT = 1200  # seconds for the tests of one command
+COPIED = ("accordion_hvd", "benchmarks", "configs", "docs", "examples", "scripts", "tests")
+
+
+# --- mutants ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one place of a file.
+
+    Attributes:
+        file: path below the repository.
+        line: first line of the changed node.
+        begin: offset of the changed bytes.
+        end: offset of their end.
+        text: what takes their place.
+        was: what stood there.
+    """
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    text: str
+    was: str
+
+    def apply(self, root: Path) -> None:
+        path = root / self.file
+        content = path.read_bytes()
+        assert content[self.begin : self.end].decode() == self.was
+        path.write_bytes(content[: self.begin] + self.text.encode() + content[self.end :])
+
+
+_SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+
+
+def changed(node: ast.AST) -> ast.AST | None:
+    """Return the node with a small change; None if this kind of node is left alone."""
+    copy: Any = ast.parse(ast.unparse(node)).body[0] if isinstance(node, ast.expr) else None
+    copy = copy.value if copy else None
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPPED:
+        copy.ops[0] = _SWAPPED[type(node.ops[0])]()
+    elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _SWAPPED:
+        copy.op = _SWAPPED[type(node.op)]()
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        copy = copy.operand
+    elif isinstance(node, ast.IfExp):
+        copy.test = ast.UnaryOp(ast.Not(), copy.test)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        copy.value = not node.value
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        copy.value = node.value + 1
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        copy = ast.Constant(None)
+    else:
+        return None
+    return copy
+
+
+def mutants_of(file: str, lines: set[int], root: Path = ROOT) -> list[Mutant]:
+    """Return all mutants of a file that change one of these lines."""
+    content = (root / file).read_bytes()
+    starts = [0]
+    for line in content.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node in _outside_annotations(ast.parse(content)):
+        if getattr(node, "lineno", None) in lines and (new := changed(node)) is not None:
+            place: Any = node
+            begin = starts[place.lineno - 1] + place.col_offset
+            end = starts[place.end_lineno - 1] + place.end_col_offset
+            text, was = ast.unparse(ast.fix_missing_locations(new)), content[begin:end].decode()
+            if isinstance(node, ast.expr) and not isinstance(node, ast.Constant):
+                text = f"({text})"
+            found.append(Mutant(file, place.lineno, begin, end, text, was))
+    return found
+
+
+def _outside_annotations(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree that run: no annotations, and no parts of f-strings."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns") or isinstance(node, ast.JoinedStr):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from _outside_annotations(child)
+
+
+# --- which test runs which line ---------------------------------------------------------
+
+CONFIGURATION = """
+[run]
+source = accordion_hvd
+parallel = True
+data_file = {folder}/data
+context = ${{MUTANTS_CONTEXT-}}
+disable_warnings = no-data-collected
+"""
+
+
+def cover() -> None:
+    """Run all tests, and store which of them run which line, and how long each takes."""
+    shutil.rmtree(RUNS, ignore_errors=True)
+    RUNS.mkdir(parents=True)
+    settings = RUNS / "coveragerc"
+    settings.write_text(CONFIGURATION.format(folder=RUNS))
+    words = ["-m", "pytest", "-q", "-p", "mutants", "tests", "-n", "3"]
+    words += ["--no-loadscope-reorder", "--timeout", "900"]
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=_environment(
+        COVERAGE_PROCESS_START=str(settings), MUTANTS_TIMES=str(RUNS / "times.jsonl")
+    ), check=False)  # fmt: skip
+    combine = ["-m", "coverage", "combine", "-q", "--rcfile", str(settings)]
+    subprocess.run([sys.executable, *combine], cwd=ROOT, check=True)
+
+
+def _environment(**more: str) -> dict[str, str]:
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+def _tests_by_line() -> dict[str, dict[int, list[str]]]:
+    """Return file -> line -> the groups or tests that run it."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(RUNS / "data"))
+    data.read()
+    return {
+        str(Path(file).relative_to(ROOT)): data.contexts_by_lineno(file)
+        for file in data.measured_files()
+    }
+
+
+# --- as a plugin of pytest: contexts, times, and the selection of tests -------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "MUTANTS_TESTS" in os.environ:
+        wanted = json.loads(Path(os.environ["MUTANTS_TESTS"]).read_text())
+        order = {name: number for number, name in enumerate(wanted)}
+        kept = [item for item in items if unit_of(item) in order]
+        items[:] = sorted(kept, key=lambda item: order[unit_of(item)])
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    from coverage import Coverage
+
+    measured, began = Coverage.current(), time.monotonic()
+    if measured:
+        measured.switch_context(item.nodeid)
+        os.environ["MUTANTS_CONTEXT"] = item.nodeid  # of the processes that it starts
+    yield
+    if "MUTANTS_TIMES" in os.environ:
+        row = {
+            "name": item.nodeid, "unit": unit_of(item),
+            "seconds": round(time.monotonic() - began, 3),
+            "nightly": item.get_closest_marker("nightly") is not None,
+        }  # fmt: skip
+        with open(os.environ["MUTANTS_TIMES"], "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+# --- trying mutants ---------------------------------------------------------------------
+
+
+def draw(count: int) -> list[tuple[Mutant, list[str]]]:
+    """Return mutants with the tests that run their lines."""
+    by_line = _tests_by_line()
+    known = [
+        mutant
+        for file in sorted(by_line)
+        for mutant in mutants_of(file, {n for n, tests in by_line[file].items() if any(tests)})
+    ]
+    chosen = random.Random(SEED).sample(known, min(count, len(known)))
+    return [(mutant, by_line[mutant.file][mutant.line]) for mutant in chosen]
+
+
+def _read_times() -> tuple[dict[str, str], dict[str, float], set[str]]:
+    """Return test -> unit, unit -> seconds, and the units that only `make test-all` has."""
+    units: dict[str, str] = {}
+    seconds: dict[str, float] = defaultdict(float)
+    nightly = set()
+    for line in (RUNS / "times.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        units[row["name"]] = row["unit"]
+        seconds[row["unit"]] += row["seconds"]
+        if row["nightly"]:
+            nightly.add(row["unit"])
+    return units, seconds, nightly
+
+
+def copy_to(tree: Path) -> None:
+    """Copy what tests need, so that a mutant has files of its own."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() or path.name == ".venv":
+            (tree / path.name).symlink_to(path)
+
+
+def attempt(mutant: Mutant, stages: dict[str, list[str]], units: dict[str, str]) -> dict[str, Any]:
+    """Return what became of a mutant: by which stage and test it was killed, if at all.
+
+    A test that fails without the mutant, too, does not count.
+
+    Args:
+        mutant: the mutant.
+        stages: name -> units to run, one stage after the other.
+        units: test -> unit.
+    """
+    began, killed, by = time.monotonic(), "", ""
+    with (
+        tempfile.TemporaryDirectory(prefix="mutant") as changed,
+        tempfile.TemporaryDirectory(prefix="mutant") as unchanged,
+    ):
+        for tree in (changed, unchanged):
+            copy_to(Path(tree))
+        mutant.apply(Path(changed))
+        for stage, tests in stages.items():
+            left = list(tests)
+            while left and not killed:
+                failed = _first_failure(Path(changed), left)
+                if failed is None:
+                    break
+                unit = units.get(failed.partition(" - ")[0])
+                suspects = [unit] if unit in left else left
+                if _first_failure(Path(unchanged), suspects) is None:
+                    killed, by = stage, failed
+                elif unit in left:
+                    left.remove(unit)
+                else:
+                    raise RuntimeError(f"tests fail without a mutant, too: {failed}")
+            if killed:
+                break
+    seconds = round(time.monotonic() - began, 1)
+    return {**asdict(mutant), "killed": killed, "by": by, "seconds": seconds}
+
+
+def _first_failure(tree: Path, tests: Sequence[str]) -> str | None:
+    """Return the first test that fails and why, "no end", or how pytest itself ended; or None."""
+    wanted = tree / "wanted.json"
+    wanted.write_text(json.dumps(list(tests)))
+    files = sorted({test.partition("::")[0] for test in tests})
+    words = ["-m", "pytest", "-q", "-x", "-p", "mutants", "--timeout", "120", "--no-header"]
+    environment = _environment(MUTANTS_TESTS=str(wanted), PYTHONDONTWRITEBYTECODE="1")
+    environment["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'tests' / 'support'}"
+    process = subprocess.Popen(
+        [sys.executable, *words, *files], cwd=tree, env=environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        processes.end(process, "MUTANTS_TESTS", str(wanted))
+        return "no end"
+    if process.returncode in (0, 5):
+        return None
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return (lines or [" ".join(output.splitlines()[-3:])])[0].partition(" ")[2][:300]
+
+
+def run(count: int, jobs: int) -> None:
+    """Try mutants that were not tried yet."""
+    units, seconds, nightly = _read_times()
+    file = RUNS / "results.jsonl"
+    done = {
+        (row["file"], row["begin"], row["end"], row["text"])
+        for row in map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    }
+
+    def try_out(drawn: tuple[Mutant, list[str]]) -> None:
+        mutant, tests = drawn
+        ran = sorted({units[n] for n in tests if n in units}, key=lambda unit: seconds[unit])
+        quick = [unit for unit in ran if unit not in nightly]
+        stages = {
+            "first": quick[:FIRST],
+            "test": quick[FIRST:],
+            "all": [unit for unit in ran if unit in nightly],
+        }
+        row = attempt(mutant, stages, units)
+        with open(file, "a") as results:
+            results.write(json.dumps(row) + "\n")
+        print(f"{row['killed'] or 'alive':6} {row['seconds']:6.0f} s  {mutant.file}:{mutant.line}")
+
+    left = [(m, tests) for m, tests in draw(count) if (m.file, m.begin, m.end, m.text) not in done]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(try_out, left))
+    report()
+
+
+def report() -> None:
+    """Print how many mutants each command kills, and those that nothing kills."""
+    rows = [json.loads(line) for line in (RUNS / "results.jsonl").read_text().splitlines()]
+    counts = Counter(row["killed"] for row in rows)
+    quick, whole = counts["first"] + counts["test"], len(rows) - counts[""]
+    for row in rows:
+        if row["killed"] in ("", "all"):
+            who = "only make test-all kills" if row["killed"] else "nothing kills"
+            print(f"{who} {row['file']}:{row['line']}: {row['was']!r} -> {row['text']!r}")
+    print(
+        f"{len(rows)} mutants; make test-all kills {whole}, make test {quick}"
+        f" ({100 * quick / max(1, whole):.1f} % of these)."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("action", choices=["cover", "run", "report"])
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        run(arguments.count, arguments.jobs)
+    else:
+        {"cover": cover, "report": report}[arguments.action]()
+
+
+if __name__ == "__main__":
+    main()
