@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch import END, checks_of, launch, need
 
-LIMIT = 300  # seconds a launch may take
+LIMIT = 540  # seconds a launch may take
 BEHAVIOURS = checks_of("../parity/behaviours.py")
 AMONG_MORE = (
     "check_dense_is_the_average",

@@ -148,7 +148,7 @@ def launch(
     launcher: str,
     ranks: int,
     limit: float = 240,
-    check_limit: float = 120,
+    check_limit: float = 240,
     checks: tuple[str, ...] = (),
     forked: bool = True,
 ) -> Report:
