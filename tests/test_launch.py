@@ -114,7 +114,9 @@ def everything() -> list[Any]:
 @pytest.mark.parametrize(("script", "place", "check"), everything())
 def test_ranks(script: str, place: Place, check: str) -> None:
     need(place.launcher)
-    forked = script != CANARY or place[:2] == ("torchrun", 4)
+    # Forked over MPI, the first check of Keras' optimizers has not ended in time.
+    own = script == "keras_optimizer_checks.py"
+    forked = not own and (script != CANARY or place[:2] == ("torchrun", 4))
     report = launch(script, *place[:2], LIMIT, checks=place.chosen, forked=forked)
     problem = report.problem(check)
     if problem:
