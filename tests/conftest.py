@@ -19,7 +19,7 @@ for folder in (HERE / "support", HERE.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from grouping import Scheduling, cpu_seconds, is_launch, take_turns, unit_of  # noqa: E402
+from grouping import Scheduling, cpu_seconds, front_to_back, is_launch, unit_of  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a process of `pytest -n`
-        items[:] = take_turns(items)
+        items[:] = front_to_back(items)
 
 
 # --- CPU seconds ------------------------------------------------------------------------

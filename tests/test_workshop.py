@@ -15,7 +15,7 @@ import mutants
 import pytest
 import record
 from compare_runs import Checked, checked_by
-from grouping import Scheduling, is_launch, launch_of, take_turns
+from grouping import Scheduling, front_to_back, is_launch, launch_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +34,7 @@ budget = script("budget")
 
 def test_the_checks_of_a_launch_stay_in_one_process(request: pytest.FixtureRequest) -> None:
     items = request.session.items
-    launches = [launch_of(item.nodeid) for item in take_turns(items)]
+    launches = [launch_of(item.nodeid) for item in front_to_back(items)]
     runs = [launch for launch, _ in itertools.groupby(launches) if launch]
     assert len(runs) == len(set(runs))
     for item in items:

@@ -282,38 +282,57 @@ def names_of(job: Job) -> list[str]:
 
 
 class Simulated:
-    """The weights of a training by SGD on simulated ranks, in the same framework."""
+    """A training by SGD on ranks that rank 0 simulates in NumPy; other ranks do nothing.
+
+    NumPy computes what the frameworks compute (`laws.frameworks_agree`), in less time.
+    """
 
     def __init__(self, a: Adapter, compression: Any, lr: float = 1.0, local_size: int = 1) -> None:
         ranks = a.hvd.size()
+        self.here = a.hvd.rank() == 0
         self.world: World = simulate(compression, ranks, local_size=local_size, momentum=0.0)
         self.weights = dict(ZEROS)
         self._a, self._lr = a, lr
 
     def step(self, names: Sequence[str], rows: Sequence[Arrays]) -> None:
         """Take a step with all ranks' gradients."""
-        xp = self._a.xp
-        given = [{name: xp.asarray(row[name].copy()) for name in names} for row in rows]
-        told = [{name: xp.asarray(self.weights[name]) for name in names} for _ in rows]
-        means = self.world.step(given, self._lr, told)[self._a.hvd.rank()]
+        if not self.here:
+            return
+        given = [{name: row[name].copy() for name in names} for row in rows]
+        told = [{name: self.weights[name] for name in names} for _ in rows]
+        means = self.world.step(given, self._lr, told)[0]
         assert means is not None
         for name in names:
-            self.weights[name] = self.weights[name] - self._lr * xp.to_numpy(means[name])
+            self.weights[name] = self.weights[name] - self._lr * means[name]
+
+    def assert_same_weights(self, job: Job, what: object = "", atol: float = 1e-5) -> None:
+        """Assert on rank 0 that the training's weights are equal except for rounding."""
+        if self.here:
+            assert_close(job.weights(), self.weights, what, atol)
+
+    def assert_same_bytes(self, job: Job, what: object = "") -> None:
+        """Assert on rank 0 that every rank sends what its simulation sends."""
+        keys = ("payload", "sent", "between")
+        stats = job.optimizer.exchange.stats()
+        rows = self._a.gather(np.array([stats[key] for key in keys]))
+        if self.here:
+            theirs = [[x.stats()[key] for key in keys] for x in self.world.exchanges]
+            np.testing.assert_allclose(rows, theirs, rtol=1e-5, err_msg=f"{what}: {keys}")
 
 
-def compare_with_simulation(a: Adapter, compression: Any, local_size: int = 1) -> Job:
+def compare_with_simulation(
+    a: Adapter, compression: Any, local_size: int = 1, atol: float = 1e-5
+) -> Job:
     """Assert that weights and bytes equal those of simulated ranks; return the training."""
     job, oracle = a.job(compression, lr=0.5), Simulated(a, compression, 0.5, local_size)
     for step in range(4):
         rows = [gradients(rank, step) for rank in everybody(a)]
         job.step(rows[a.hvd.rank()])
         oracle.step(names_of(job), rows)
-        assert_close(job.weights(), oracle.weights, f"{compression!r}, step {step}")
+        oracle.assert_same_weights(job, f"{compression!r}, step {step}", atol)
     assert_equal_ranks(a, job, compression)
-    ours, theirs = job.optimizer.exchange.stats(), oracle.world.exchanges[a.hvd.rank()].stats()
     if not (a.traced and isinstance(compression, (ScaleCom, LGC))):  # graphs do not know the leader
-        for key in ("payload", "sent", "between"):
-            assert np.isclose(ours[key], theirs[key]), (compression, key, ours, theirs)
+        oracle.assert_same_bytes(job, compression)
     return job
 
 
@@ -387,9 +406,13 @@ def check_compressed_equals_simulation(a: Adapter) -> None:
 
 @once
 def check_learned_codes_equal_simulation(a: Adapter) -> None:
-    """LGC equals its simulation in each phase, and all ranks train the same autoencoder."""
+    """LGC equals its simulation in each phase, and all ranks train the same autoencoder.
+
+    Convolutions differ between frameworks by more than a rounding error.
+    """
     for form in ("ring", "server"):
-        job = compare_with_simulation(a, LGC(0.05, form, dense=1, training=2, innovation=0.005))
+        lgc = LGC(0.05, form, dense=1, training=2, innovation=0.005)
+        job = compare_with_simulation(a, lgc, atol=1e-3)
         exchange = job.optimizer.exchange
         (entry,) = (s for s in exchange.bucket_states if s.bucket.compress)
         assert exchange.phase(entry) == 3
@@ -512,7 +535,7 @@ def check_two_optimizers_side_by_side(a: Adapter) -> None:
         for job, oracle in zip(jobs, oracles, strict=True):
             oracle.step(names_of(job), rows)
     for job, oracle in zip(jobs, oracles, strict=True):
-        assert_close(job.weights(), oracle.weights)
+        oracle.assert_same_weights(job)
         assert_equal_ranks(a, job)
 
 
@@ -665,14 +688,15 @@ def check_decisions_equal_simulation(a: Adapter) -> None:
             job.step(rows[a.hvd.rank()])
             oracle.step(names_of(job), rows)
         found = job.optimizer.exchange.policy.history
-        wanted = oracle.world.exchanges[0].policy.history
-        assert decided(found) == decided(wanted), (found, wanted)
         assert {row.level for row in found} == {0, 1}, found
-        norms = [{(row.name, row.step): row.norm for row in h} for h in (found, wanted)]
-        for key, norm in norms[1].items():
-            np.testing.assert_allclose(norms[0][key], norm, rtol=1e-4)
+        if oracle.here:
+            wanted = oracle.world.exchanges[0].policy.history
+            assert decided(found) == decided(wanted), (found, wanted)
+            norms = [{(row.name, row.step): row.norm for row in h} for h in (found, wanted)]
+            for key, norm in norms[1].items():
+                np.testing.assert_allclose(norms[0][key], norm, rtol=1e-4)
         assert_alike(a, repr(found))
-        assert_close(job.weights(), oracle.weights, atol=1e-3)
+        oracle.assert_same_weights(job, atol=1e-3)
         again = a.job(Replay(found), lr=0.1)
         for step, scale in enumerate(scales):
             again.step(gradients(a.hvd.rank(), step, scale))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from launch import END, checks_of, launch, need
 
@@ -41,10 +43,16 @@ LAUNCHES = [
     ],
 )
 def test_behaviour(
-    framework: str, launcher: str, ranks: int, chosen: tuple[str, ...], check: str
+    framework: str,
+    launcher: str,
+    ranks: int,
+    chosen: tuple[str, ...],
+    check: str,
+    record_property: Any,
 ) -> None:
     need(launcher)
     report = launch(f"parity_{framework}_checks.py", launcher, ranks, LIMIT, checks=chosen)
+    record_property("seconds", report.seconds_of(check))
     problem = report.problem(check)
     if problem:
         pytest.fail(problem, pytrace=False)

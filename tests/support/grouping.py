@@ -6,16 +6,27 @@ import os
 import re
 import sys
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 
 class Scheduling(LoadScopeScheduling):
-    """Has one process run all tests of a file, and another one all checks of a launch."""
+    """Has one process run all tests of a file, or all checks of a launch.
+
+    The first process takes them from the front of `front_to_back`, others from its back. So ranks,
+    which wait for each other, run beside files, which always have work for a core; two launches run
+    at a time only when no files are left.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return launch_of(nodeid) or nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if node is not self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 def launch_of(nodeid: str) -> str | None:
@@ -33,20 +44,17 @@ def unit_of(item: pytest.Item) -> str:
     return launch_of(item.nodeid) or item.nodeid
 
 
-def take_turns(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return tests in an order in which launches and files take turns.
-
-    A file has work for a core while ranks wait for each other.
-    """
+def front_to_back(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return launches, then files; those of many tests first, or last, to be taken early."""
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[launch_of(item.nodeid) or item.nodeid.partition("::")[0]].append(item)
-    turns = [
-        [group for name, group in groups.items() if ("[" in name) == launched]
-        for launched in (True, False)
-    ]
-    placed = [(n / len(some), group) for some in turns for n, group in enumerate(some)]
-    return [item for _, group in sorted(placed, key=lambda row: row[0]) for item in group]
+
+    def place(group: list[pytest.Item]) -> tuple[bool, int]:
+        launched = any(map(is_launch, group))
+        return not launched, -len(group) if launched else len(group)
+
+    return [item for group in sorted(groups.values(), key=place) for item in group]
 
 
 def cpu_seconds() -> float:

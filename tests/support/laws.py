@@ -2,12 +2,17 @@
 
 A law is a function of a case, a framework and a number of ranks. It raises AssertionError if the
 compressor breaks it. The negative controls in `test_compressors.py` show that each law can fail.
+
+All laws are checked in NumPy. Where other frameworks give NumPy's bits (`Case.bitwise`), the laws
+of `EQUALITY` are checked in them, and the others follow; elsewhere they have to obey all laws.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +20,7 @@ from cases import Case
 from frameworks import (
     NUMPY,
     POISONED,
+    TORCH,
     Framework,
     Ranks,
     exact_mean,
@@ -23,10 +29,11 @@ from frameworks import (
     same_bits,
 )
 
-from accordion_hvd import simulate
+from accordion_hvd import Accordion, simulate
 from accordion_hvd.simulation.one_process import World
 
 Law = Callable[[Case, Framework, int], None]
+Gradients = tuple[tuple[int, ...], str | None, list[float]]
 SHAPE = (24, 50)  # large enough to be a bucket of its own
 ODD_SHAPES = [
     (1, 7),
@@ -60,8 +67,20 @@ def law_if(applies: Callable[[Case, Framework, int], bool]) -> Callable[[Law], L
     return add
 
 
+EQUALITY: set[Law] = set()
+"""The laws from which all others follow in a framework, because they hold in NumPy."""
+
+
+def equality(function: Law) -> Law:
+    """Add a law that compares a framework with NumPy."""
+    EQUALITY.add(function)
+    return law_if(lambda case, framework, ranks: framework is not NUMPY)(function)
+
+
 def applies(law: Law, case: Case, framework: Framework, ranks: int) -> bool:
     """Return whether a law applies to a case in a framework, on a number of ranks."""
+    if framework is not NUMPY and case.bitwise and law not in EQUALITY:
+        return law in NOT_OF_NUMPY.get(framework, ())
     return law not in APPLIES or APPLIES[law](case, framework, ranks)
 
 
@@ -193,19 +212,87 @@ def full_level_is_exact(case: Case, framework: Framework, ranks: int) -> None:
             assert np.abs(world.mean_residual(mean.size)).max() < 2e-5
 
 
-@law_if(lambda case, framework, ranks: framework is not NUMPY)
+@equality
 def frameworks_agree(case: Case, framework: Framework, ranks: int) -> None:
-    """All frameworks compute the means and the residuals that NumPy computes."""
-    ours = Ranks(case.compressor, ranks, framework)
-    oracle = Ranks(case.compressor, ranks, NUMPY)
-    for gradients in normals(SHAPE, ranks, seed=3, steps=8):
-        for mean, wanted in zip(ours.step(gradients), oracle.step(gradients), strict=True):
+    """All frameworks compute NumPy's means and states, at each step, for gradients of any kind.
+
+    NumPy has no bfloat16, for which PyTorch is the oracle.
+    """
+    if not case.bitwise:
+        return steps_agree(case, framework, NUMPY, ranks, (SHAPE, None, [1.0] * 8))
+    for row in GRADIENTS:
+        oracle = TORCH if row[1] == "bfloat16" else NUMPY
+        if oracle is not framework and not (oracle is TORCH and framework is POISONED):
+            steps_agree(case, framework, oracle, ranks, row)
+    if case.full is not None:
+        full = replace(case, compressor=case.full)
+        steps_agree(full, framework, NUMPY, ranks, (SHAPE, None, [1.0] * 3))
+
+
+@np.errstate(over="ignore", invalid="ignore")  # large gradients become infinite in fp16
+def steps_agree(
+    case: Case, framework: Framework, oracle: Framework, ranks: int, row: Gradients
+) -> None:
+    """Check that a framework computes the oracle's means and states for a row of `GRADIENTS`."""
+    shape, dtype, scales = row
+    ours, theirs = (Ranks(case.compressor, ranks, where) for where in (framework, oracle))
+    for scale, gradients in zip(scales, normals(shape, ranks, seed=3), strict=False):
+        gradients = [g * np.float32(scale**rank) for rank, g in enumerate(gradients, 1)]
+        found = zip(ours.step(gradients, dtype), theirs.step(gradients, dtype), strict=True)
+        for mean, wanted in found:
             check_same(case, mean, wanted)
-        for residual, wanted in zip(ours.residuals(), oracle.residuals(), strict=True):
-            if wanted is None:
-                assert residual is None
-            else:
-                check_same(case, residual, wanted)
+        for mine, others in zip(ours.states, theirs.states, strict=True):
+            assert mine.keys() == others.keys()
+            for key, x in mine.items() if case.bitwise else ():
+                assert same_bits(framework.array(x), oracle.array(others[key])), key
+    for residual, wanted in zip(ours.residuals(), theirs.residuals(), strict=True):
+        if wanted is None:
+            assert residual is None
+        else:
+            check_same(case, residual, wanted)
+
+
+GRADIENTS: list[Gradients] = [
+    (SHAPE, None, [1.0] * 4 + [0.0] * 2 + [10.0, 1e4, 1e-3]),  # states of several steps, zeros
+    *[(shape, None, [1.0, 0.0, 3.0]) for shape in ODD_SHAPES],
+    (SHAPE, "float16", [1.0, 0.0, 8.0, 1.0]),
+    (SHAPE, "bfloat16", [1.0, 0.0, 8.0, 1.0]),
+]
+"""Shape, dtype, and for each step a scale, by whose powers the ranks' gradients are multiplied."""
+
+
+@equality
+def worlds_agree(case: Case, framework: Framework, ranks: int) -> None:
+    """In all frameworks, steps of an exchange give NumPy's means, states and numbers of bytes.
+
+    Each rank's fourth step is not finite. Levels that are equal change under Accordion, which sums
+    up gradients.
+    """
+    compression: Any = case.compressor
+    if not (case.private or case.compressor.phases):
+        signal = "local" if framework is TORCH else "reduced"
+        compression = Accordion(compression, compression, window=2, interval=1, signal=signal)
+    hosts = {"local_size": local_size(ranks)}
+    worlds = [simulate(copy.deepcopy(compression), ranks, **hosts) for _ in "ab"]
+    oracle = POISONED if framework.exact_undo else NUMPY
+    for number, gradients in enumerate(several(ranks, 8)):
+        if number == 3:
+            gradients[ranks - 1]["w"].reshape(-1)[7] = np.nan
+        ours, theirs = (
+            step(world, where, gradients)
+            for world, where in zip(worlds, (framework, oracle), strict=True)
+        )
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert (mine is None) == (wanted is None)
+            for name in mine or ():
+                check_same(case, mine[name], wanted[name])
+    for mine, wanted in zip(states(worlds[0], framework), states(worlds[1], oracle), strict=True):
+        assert mine.keys() == wanted.keys()
+        for key, x in mine.items() if case.bitwise else ():
+            assert same_bits(x, wanted[key]), key
+    unlike = {"seconds": 0} | ({} if case.bitwise else {"reports": 0})
+    for mine, wanted in zip(worlds[0].exchanges, worlds[1].exchanges, strict=True):
+        assert mine.stats() | unlike == wanted.stats() | unlike
 
 
 def check_same(case: Case, ours: np.ndarray, oracle: np.ndarray) -> None:
@@ -449,3 +536,7 @@ def bad_steps_are_taken_back(case: Case, framework: Framework, ranks: int) -> No
                     assert np.mean(np.abs(mine[name] - wanted[name]) > 1e-5) < 0.01
                 else:
                     np.testing.assert_allclose(mine[name], wanted[name], atol=1e-4)
+
+
+NOT_OF_NUMPY = {POISONED: {bad_steps_are_taken_back}, TORCH: {half_gradients}}
+"""Laws that NumPy does not show: of an exact undo, and of bfloat16."""
