@@ -112,11 +112,11 @@ def everything() -> list[Any]:
 @pytest.mark.launch
 @pytest.mark.timeout(LIMIT + 30)
 @pytest.mark.parametrize(("script", "place", "check"), everything())
-def test_ranks(script: str, place: Place, check: str, record_property: Any) -> None:
+def test_ranks(script: str, place: Place, check: str, request: Any) -> None:
     need(place.launcher)
     forked = script != CANARY or place[:2] == ("torchrun", 4)
     report = launch(script, *place[:2], LIMIT, checks=place.chosen, forked=forked)
-    record_property("seconds", report.seconds_of(check))
+    request.node.user_properties.append(("seconds", report.seconds_of(check)))
     problem = report.problem(check)
     if problem:
         pytest.fail(problem, pytrace=False)

@@ -284,6 +284,9 @@ def test_signs_of_averages_are_found_out(monkeypatch: pytest.MonkeyPatch) -> Non
         check_mean(Birder(), 3, 1, steps=20)
 
 
+OFTEN = [(None, 0.5), (None, 1), ("bits", 1.9), ("half", 2)]
+"""What `make test` looks at of long random walks."""
+
 SOME = {NUMPY: PLACES, POISONED: PLACES[2:3], TORCH: PLACES[2:], TENSORFLOW: PLACES[2:4]}
 
 
@@ -497,8 +500,14 @@ def test_steps_without_gradients_are_fair_coins() -> None:
     np.testing.assert_allclose(found[[99, 399]], [10, 20], rtol=0.15)
 
 
-@pytest.mark.parametrize("within", [None, "bits", "half"])
-@pytest.mark.parametrize("bits", [0.5, 0.9, 1, 1.9, 2])
+@pytest.mark.parametrize(
+    "within, bits",
+    [
+        pytest.param(within, bits, marks=[] if (within, bits) in OFTEN else pytest.mark.nightly)
+        for within in (None, "bits", "half")
+        for bits in (0.5, 0.9, 1, 1.9, 2)
+    ],
+)
 def test_feedback_holds_elements_without_gradients(within: str | None, bits: float) -> None:
     """Elements without gradients stay near their start, also if some exchanges send nothing."""
     assert wandering(Birder(within=within, feedback=True, bits=bits), 2).max() < 4

@@ -141,7 +141,8 @@ class Training:
 @pytest.mark.parametrize(
     "rule, steps",
     [
-        (OnebitAdam(), 10_000),
+        pytest.param(OnebitAdam(), 10_000, marks=pytest.mark.nightly),
+        (OnebitAdam(), 1_000),
         (OnebitLamb(scale="l1"), 1_000),
         (ZeroOneAdam(var_freeze_step=100, local_step_scaler=100, local_step_clipper=4), 1_000),
     ],

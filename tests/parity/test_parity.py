@@ -48,11 +48,11 @@ def test_behaviour(
     ranks: int,
     chosen: tuple[str, ...],
     check: str,
-    record_property: Any,
+    request: Any,
 ) -> None:
     need(launcher)
     report = launch(f"parity_{framework}_checks.py", launcher, ranks, LIMIT, checks=chosen)
-    record_property("seconds", report.seconds_of(check))
+    request.node.user_properties.append(("seconds", report.seconds_of(check)))
     problem = report.problem(check)
     if problem:
         pytest.fail(problem, pytrace=False)

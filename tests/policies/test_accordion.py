@@ -574,8 +574,20 @@ def carried(world: World, framework: Framework, name: str) -> np.ndarray:
 LEVELS = [Dense(), FP16(), TopK(0.1), RandomK(0.1), PowerSGD(1), PowerSGD(4)]
 
 
-@pytest.mark.parametrize("framework", parameters())
-@pytest.mark.parametrize(("low", "high"), list(itertools.product(LEVELS, LEVELS)), ids=repr)
+@pytest.mark.parametrize(
+    ("low", "high", "framework"),
+    [
+        pytest.param(
+            *pair,
+            *where.values,
+            id=f"{pair[0]!r}-{pair[1]!r}-{where.id}",
+            marks=[*where.marks, pytest.mark.nightly] if seldom else where.marks,
+        )
+        for where in parameters()
+        for number, pair in enumerate(itertools.product(LEVELS, LEVELS))
+        for seldom in [where.values[0] is TENSORFLOW and number % (len(LEVELS) + 1) > 1]
+    ],  # in TensorFlow, each level is the low and the high one in `make test`
+)
 def test_nothing_is_lost_at_a_switch(
     low: Compressor, high: Compressor, framework: Framework
 ) -> None:

@@ -18,39 +18,45 @@ SCALES = 0.1, 10.0
 KINDS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "heavy rmsprop", "adagrad")
 
 
-def gradient(step: int, scale: float) -> np.ndarray:
-    draw = np.random.default_rng(step)
-    return (scale * draw.standard_normal(SIZE)).astype(np.float32)
+def gradients(step: int, scale: float) -> list[np.ndarray]:
+    """Return a gradient, and the same plus `scale` at step `AT`."""
+    plain = scale * np.random.default_rng(step).standard_normal(SIZE)
+    changed = plain + scale * (step == AT)
+    return [plain.astype(np.float32), changed.astype(np.float32)]
 
 
-def with_torch(kind: str, scale: float, change: float) -> tuple[np.ndarray, float]:
-    """Train; return the weights, and the gain before step `AT`, whose gradient is changed."""
-    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+def with_torch(kind: str, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Train two tensors, for one of which the gradient of step `AT` is changed by `scale`.
+
+    Return both tensors' weights, and the gain before that step.
+    """
+    pair = [torch.nn.Parameter(torch.zeros(SIZE)) for _ in "ab"]
     optimizer: torch.optim.Optimizer = {
-        "sgd": lambda: torch.optim.SGD([parameter], LR),
-        "momentum": lambda: torch.optim.SGD([parameter], LR, momentum=0.9),
-        "adam": lambda: torch.optim.Adam([parameter], LR, (0.9, BETA)),
-        "adamw": lambda: torch.optim.AdamW([parameter], LR, (0.9, BETA), weight_decay=0.0),
-        "rmsprop": lambda: torch.optim.RMSprop([parameter], LR, BETA),
-        "heavy rmsprop": lambda: torch.optim.RMSprop([parameter], LR, BETA, momentum=0.8),
-        "adagrad": lambda: torch.optim.Adagrad([parameter], LR),
+        "sgd": lambda: torch.optim.SGD(pair, LR),
+        "momentum": lambda: torch.optim.SGD(pair, LR, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(pair, LR, (0.9, BETA)),
+        "adamw": lambda: torch.optim.AdamW(pair, LR, (0.9, BETA), weight_decay=0.0),
+        "rmsprop": lambda: torch.optim.RMSprop(pair, LR, BETA),
+        "heavy rmsprop": lambda: torch.optim.RMSprop(pair, LR, BETA, momentum=0.8),
+        "adagrad": lambda: torch.optim.Adagrad(pair, LR),
     }[kind]()
     found = 0.0
     for step in range(STEPS):
         if step == AT:
-            found = torch_gain(optimizer.param_groups[0], optimizer.state.get(parameter, {}))
-        grad = gradient(step, scale) + (change * scale if step == AT else 0.0)
-        parameter.grad = torch.from_numpy(grad.astype(np.float32))
+            found = torch_gain(optimizer.param_groups[0], optimizer.state.get(pair[1], {}))
+        for parameter, grad in zip(pair, gradients(step, scale), strict=True):
+            parameter.grad = torch.from_numpy(grad)
         optimizer.step()
-    return parameter.detach().numpy().astype(np.float64), found
+    plain, changed = (parameter.detach().numpy().astype(np.float64) for parameter in pair)
+    return plain, changed, found
 
 
-def with_keras(kind: str, scale: float, change: float) -> tuple[np.ndarray, float]:
-    """Train in Keras; return the weights, and the gain before step `AT`."""
-    keras = pytest.importorskip("keras")
+def with_keras(kind: str, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Train as `with_torch` does, in Keras."""
+    keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
     from accordion_hvd.tensorflow.keras.gain import gain_of
 
-    variable = keras.Variable(np.zeros(SIZE, np.float32))
+    pair = [keras.Variable(np.zeros(SIZE, np.float32)) for _ in "ab"]
     optimizer: Any = {
         "sgd": lambda: keras.optimizers.SGD(LR),
         "momentum": lambda: keras.optimizers.SGD(LR, momentum=0.9),
@@ -60,14 +66,14 @@ def with_keras(kind: str, scale: float, change: float) -> tuple[np.ndarray, floa
         "heavy rmsprop": lambda: keras.optimizers.RMSprop(LR, BETA, momentum=0.8),
         "adagrad": lambda: keras.optimizers.Adagrad(LR),
     }[kind]()
-    optimizer.build([variable])
-    found = 0.0
+    optimizer.build(pair)
+    apply, found = tf.function(lambda *grads: optimizer.apply(list(grads))), 0.0
     for step in range(STEPS):
         if step == AT:
-            found = gain_of(optimizer, variable)
-        grad = gradient(step, scale) + (change * scale if step == AT else 0.0)
-        optimizer.apply([grad.astype(np.float32)])
-    return np.asarray(variable).astype(np.float64), found
+            found = gain_of(optimizer, pair[1])
+        apply(*map(tf.constant, gradients(step, scale)))
+    plain, changed = (np.asarray(variable).astype(np.float64) for variable in pair)
+    return plain, changed, found
 
 
 @pytest.mark.parametrize("train", [with_torch, with_keras])
@@ -76,9 +82,8 @@ def with_keras(kind: str, scale: float, change: float) -> tuple[np.ndarray, floa
 def test_a_changed_gradient_changes_the_weights_by_its_gain(
     kind: str, scale: float, train: Any
 ) -> None:
-    changed, predicted = train(kind, scale, 1.0)
-    moved = np.mean(train(kind, scale, 0.0)[0] - changed)
-    assert moved / (LR * scale) == pytest.approx(predicted, rel=0.1)
+    plain, changed, predicted = train(kind, scale)
+    assert np.mean(plain - changed) / (LR * scale) == pytest.approx(predicted, rel=0.1)
 
 
 def test_optimizers_of_other_packages() -> None:

@@ -26,15 +26,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from accordion_hvd.comm import fp16_reduction
 
 # The links of a busy host can be slow, and the engine's fp16 addition rounds differently.
 fp16_reduction.SLOW = dict.fromkeys(fp16_reduction.SLOW, 0.0)
 
+T = TypeVar("T")
 RANK = int(
     os.environ.get("OMPI_COMM_WORLD_RANK")
     or os.environ.get("HOROVOD_RANK")
@@ -68,6 +69,11 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
         _record.write(json.dumps(row) + "\n")
     if status != "begin":
         os.write(1, f"[{RANK}] {status:4} {check} {seconds:.2f} s {text}".rstrip().encode() + b"\n")
+
+
+def some(cases: Sequence[T], few: Sequence[T]) -> Sequence[T]:
+    """Return all cases of a check, or few of them in `make test`, which leaves some out."""
+    return cases if os.environ.get("ALL_TESTS") else few
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
+from harness import some
 from keras_checks import assert_equal_ranks, everywhere, in_graph, raises, weights
 
 import accordion_hvd.tensorflow.keras as hvd
@@ -59,7 +60,7 @@ def check_weights_are_equal_after_fit() -> None:
 
     One optimizer is also traced without the callback, which makes new graphs.
     """
-    for name in NAMES:
+    for name in some(NAMES, ("OnebitAdam", "ZeroOneAdam")):  # another check fits with all of them
         methods = ((True, False), (False, False), (True, True))
         for callback, eager in methods if name == "OnebitAdam" else methods[:1]:
             model = network()
@@ -252,7 +253,8 @@ def check_accordion_moves_between_stages() -> None:
 
 
 def check_each_rank_resumes_from_its_own() -> None:
-    for name in ("OnebitAdam", "Birder", "SketchedAMSGrad", "CDAdam", "ZeroOneAdam"):
+    few = ["Birder", "ZeroOneAdam"]
+    for name in some([*few, "OnebitAdam", "SketchedAMSGrad", "CDAdam"], few):
         resume(name)
 
 
@@ -273,7 +275,7 @@ def resume(name: str) -> None:
 
 def check_one_ranks_model_serves_all() -> None:
     folder = stock.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else "", 0)
-    for name in ("OnebitAdam", "Birder", "CDAdam"):
+    for name in some(("OnebitAdam", "Birder", "CDAdam"), ("CDAdam",)):
         model = network()
         model.compile(made(name), loss="mse")
         fit(model, 2)

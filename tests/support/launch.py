@@ -368,6 +368,7 @@ def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
     passed += ["CHECK_LIMIT", "TF_CPP_MIN_LOG_LEVEL"]
     passed += [name for name in PATIENT if name.startswith("HOROVOD")]
     passed += ["TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"]
+    passed += [name for name in ("ALL_TESTS",) if name in os.environ]
     exported = [word for name in passed for word in ("-x", name)]
     return [
         path,

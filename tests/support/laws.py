@@ -278,6 +278,8 @@ def worlds_agree(case: Case, framework: Framework, ranks: int) -> None:
     for number, gradients in enumerate(several(ranks, 8)):
         if number == 3:
             gradients[ranks - 1]["w"].reshape(-1)[7] = np.nan
+        for mine in gradients:
+            mine["twin"] = mine["v"][::-1].copy()  # the two share a call of `exchange`
         ours, theirs = (
             step(world, where, gradients)
             for world, where in zip(worlds, (framework, oracle), strict=True)
