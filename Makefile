@@ -20,7 +20,7 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 # horovodrun and mpirun find each other, and their Python, on PATH.
 IN_VENV = PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 NETBENCH = runs/netbench
-ALONE = -n 2 --no-loadscope-reorder
+BOTH_CORES = -n 2 --no-loadscope-reorder
 JUNIT = --junitxml=runs/tests
 # It is no failure (5) if PYTEST_ARGS chooses tests of one part only.
 IN_TESTS = $(IN_VENV) NEED_LAUNCHERS=1 sh -c
@@ -47,12 +47,12 @@ demo: setup ## a first look: digits with four workers, in PyTorch and in Keras
 	@$(IN_VENV) $(RUN) scripts/demo.py
 
 test: setup ## run the tests that must pass before a commit lands; PYTEST_ARGS adds options
-	@$(PYTEST) -m "not launch and not nightly" $(ALONE) $(JUNIT)/alone.xml $(PYTEST_ARGS)
-	@$(PYTEST) -m "launch and not nightly" $(JUNIT)/launch.xml $(PYTEST_ARGS)
+	@$(PYTEST) -m "not nightly" $(BOTH_CORES) $(JUNIT)/test.xml $(PYTEST_ARGS)
 
+test-all: export ALL_TESTS = 1
 test-all: setup ## run all tests, and record the result in tests/last_test_all.json
-	@$(PYTEST) -m "not launch" $(ALONE) $(JUNIT)/all-alone.xml $(PYTEST_ARGS)
-	@$(PYTEST) -m launch $(JUNIT)/all-launch.xml $(PYTEST_ARGS)
+	@$(PYTEST) -m "not quiet" $(BOTH_CORES) $(JUNIT)/all-tests.xml $(PYTEST_ARGS)
+	@$(PYTEST) -m quiet $(JUNIT)/all-quiet.xml $(PYTEST_ARGS)
 	@test -n "$(PYTEST_ARGS)" || $(RUN) tests/support/record.py write runs/tests/all-*.xml
 
 test-times: ## the same as make test, and print the CPU seconds of files and launches
@@ -61,8 +61,7 @@ test-times: ## the same as make test, and print the CPU seconds of files and lau
 coverage: setup ## run the tests and report which lines ran: runs/coverage/index.html
 	@mkdir -p runs/coverage
 	@$(COVERAGE) erase
-	@$(COVERED) -m "not launch and not nightly" $(ALONE) $(PYTEST_ARGS)
-	@$(COVERED) -m "launch and not nightly" $(PYTEST_ARGS)
+	@$(COVERED) -m "not nightly" $(BOTH_CORES) $(PYTEST_ARGS)
 	@$(COVERAGE) combine -q
 	@$(COVERAGE) html -q
 	@$(COVERAGE) report

@@ -72,7 +72,7 @@ SUITES: dict[str, list[Place]] = {
     "optimizer_checks.py": BOTH,
     "tf_checks.py": BOTH,
     "keras_checks.py": [GLOO, nightly("mpirun", 4, AMONG_MORE)],
-    "keras_optimizer_checks.py": [Place("mpirun", 2)],
+    "keras_optimizer_checks.py": [GLOO, nightly("mpirun", 2)],
     "graph_checks.py": BOTH,
     "graph_training_checks.py": [GLOO],
     "privacy_torch_checks.py": [nightly("gloo", 1), *BOTH],
