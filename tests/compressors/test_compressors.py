@@ -26,18 +26,31 @@ from frameworks import (
 from traced import same_in_a_graph
 
 import accordion_hvd
-from accordion_hvd import DGC, LGC, Allgather, Allreduce, Compressor, Dense, Info, TopK
+from accordion_hvd import DGC, LGC, Allgather, Allreduce, Compressor, Dense, Info, TopK, TwoLevel
 from accordion_hvd.ops import namespace
 
 # The algorithm is the same in all frameworks, so not each one needs every number of ranks.
 WORLDS = combined({NUMPY: [1, 2, 4], POISONED: [2], TORCH: [1, 4], TENSORFLOW: [2]})
 
 
+SELDOM = {LGC, TwoLevel}
+"""Classes whose laws `make test` leaves out in TensorFlow: they take long, or repeat others."""
+
+
+def marks_of(law: laws.Law, case: Case, framework: Framework) -> list[Any]:
+    seldom = law not in laws.EQUALITY and type(case.compressor) in SELDOM
+    return [pytest.mark.nightly] if framework is TENSORFLOW and seldom else []
+
+
 @pytest.mark.parametrize(
     ("law", "case", "framework", "ranks"),
     [
         pytest.param(
-            law, case, *world.values, id=f"{law.__name__}-{case.name}-{world.id}", marks=world.marks
+            law,
+            case,
+            *world.values,
+            id=f"{law.__name__}-{case.name}-{world.id}",
+            marks=[*world.marks, *marks_of(law, case, world.values[0])],
         )
         for law in laws.LAWS
         for case in CASES

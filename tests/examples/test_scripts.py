@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import environment
+from launch import PATIENT, forked_command
 
 pytest.importorskip("jsonargparse")
 
@@ -195,30 +197,24 @@ def test_the_demo_needs_an_epoch_where_the_rate_falls(capsys: pytest.CaptureFixt
 
 # ---------------------------------------------------------------------------------- the processes
 def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(
         [sys.executable, str(SCRIPTS / script), *words],
         capture_output=True,
         text=True,
-        env=environment,
+        env=variables,
         timeout=120,
     )
 
 
-def launched(program: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a program on two ranks over Gloo."""
+def launched(framework: str, program: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that trains with a framework on two ranks over Gloo."""
     pytest.importorskip("horovod")
     pytest.importorskip("sklearn")
-    launcher = Path(sys.executable).parent / "horovodrun"
-    environment = {
-        **os.environ,
-        "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
+    imported = ROOT / "examples" / f"{framework}_training.py"
     return subprocess.run(
-        [launcher, "--gloo", "-np", "2", sys.executable, program, *words],
-        capture_output=True, text=True, env=environment, timeout=200,
+        forked_command("gloo", 2, [str(program), *words], imported),
+        capture_output=True, text=True, env={**environment(), **PATIENT}, timeout=200,
     )  # fmt: skip
 
 
@@ -257,7 +253,7 @@ def test_two_ranks_average_models(framework: str, method: str, tmp_path: Path) -
     """Steps and bytes of averaged models are counted; each epoch's test costs one more average."""
     pytest.importorskip({"torch": "torch", "keras": "tensorflow"}[framework])
     words = ["--compression", method, "--limit", "640", "--epochs", "3", "--output", str(tmp_path)]
-    done = launched(SCRIPTS / f"train_{framework}.py", *words)
+    done = launched(framework, SCRIPTS / f"train_{framework}.py", *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = results.read_json(tmp_path / "run" / "result.json")
     assert found["compression"].startswith(method[:5]) and found["stats"]["steps"] == 30
@@ -303,7 +299,7 @@ def resumed(framework: str, compression: Any, folder: Path) -> list[dict[str, An
     """Return the results of a whole training, and of one that was resumed after an epoch."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    done = launched(program, framework, str(folder), json.dumps(compression))
+    done = launched(framework, program, framework, str(folder), json.dumps(compression))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [results.read_json(folder / name / "result.json") for name in ("whole", "parts")]
 

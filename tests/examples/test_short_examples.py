@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import BIN, command_for, need
+from launch import BIN, PATIENT, forked_command, need
 
 from benchmarks import processes
 
@@ -55,17 +55,18 @@ def test_examples_are_short_and_listed(script: Path) -> None:
 def start(words: list[str], folder: Path, text: Path) -> str:
     """Run a launch command of a docstring in a folder of its own; return its output."""
     launcher, script = words[0], str(ROOT / words[-1])
-    program = [sys.executable, script]
-    if "language_model" in script:
-        program.append(str(text))
-    if launcher != "python":
+    program = [script, str(text)] if "language_model" in script else [script]
+    if launcher == "python":
+        command = [sys.executable, *program]
+    else:
         if launcher == "mpirun":
             pytest.importorskip("mpi4py")
         need(LAUNCHERS[launcher])
         ranks = next(int(word) for word in words if word.isdigit())
-        program = command_for(LAUNCHERS[launcher], ranks, program)
+        command = forked_command(LAUNCHERS[launcher], ranks, program)
     environment = {
         **os.environ,
+        **PATIENT,
         "CHECK_FOLDER": str(folder),
         "OMP_NUM_THREADS": "1",
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
@@ -74,7 +75,7 @@ def start(words: list[str], folder: Path, text: Path) -> str:
     }
     with open(folder / "output", "w+") as output:
         process = subprocess.Popen(
-            program, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             status = process.wait(200)

@@ -62,10 +62,10 @@ def tests_in(files: Iterable[Path]) -> set[Checked]:
     return {checked_by(case.attrib["classname"], case.attrib["name"]) for case in cases}
 
 
-def reasons() -> list[tuple[str, str]]:
-    """Return the rows of left.csv: a pattern of checks, and why they went."""
+def reasons() -> list[tuple[str, str, str]]:
+    """Return the rows of left.csv: a pattern of checks, one of frameworks, and why they went."""
     with open(LEFT, newline="") as file:
-        return [(row["check"], row["why"]) for row in csv.DictReader(file)]
+        return [(row["check"], row["framework"], row["why"]) for row in csv.DictReader(file)]
 
 
 def is_of_ranks(test: Checked) -> bool:
@@ -74,11 +74,14 @@ def is_of_ranks(test: Checked) -> bool:
 
 def compare(before: set[Checked], quick: set[Checked], whole: set[Checked]) -> list[str]:
     """Return what is missing, a line each."""
-    patterns = [pattern for pattern, _ in reasons()]
+    patterns = [(check, framework) for check, framework, _ in reasons()]
     lines = [
         f"in neither command, without a reason in left.csv: {test}"
         for test in sorted(before - whole - quick)
-        if not any(fnmatch.fnmatchcase(test.check, pattern) for pattern in patterns)
+        if not any(
+            fnmatch.fnmatchcase(test.check, check) and fnmatch.fnmatchcase(test.framework, framework)
+            for check, framework in patterns
+        )
     ]
     lines += [f"in make test, not in make test-all: {test}" for test in sorted(quick - whole)]
     there = {(test.check, test.framework) for test in quick}

@@ -198,13 +198,12 @@ def start(
         forked: whether a process that has imported the frameworks forks the ranks.
         imported: the file that imports the frameworks, if it is not the script.
     """
-    program = [sys.executable, str(script), *words]
-    if forked:
-        program = fork_server(modules_of(imported or script)).program(program[1:])
+    program = [str(script), *words]
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        command = command_for(launcher, ranks, program)
-        if forked and launcher == "torchrun":  # a program that imports PyTorch, too
-            command = fork_server(modules_of(imported or script)).program(command[1:])
+        if forked:
+            command = forked_command(launcher, ranks, program, imported)
+        else:
+            command = command_for(launcher, ranks, [sys.executable, *program])
         report = Report(command, ranks)
         more = {"ACCORDION_HVD_ENGINE": "torch"} if launcher == "carried" else {}
         if forked:
@@ -349,6 +348,23 @@ def _run(report: Report, folder: str, limit: float, more: Mapping[str, str]) -> 
             report.seconds = time.monotonic() - began
         output.seek(0)
         report.output = output.read()
+
+
+def forked_command(
+    launcher: str, ranks: int, program: Sequence[str], imported: Path | None = None
+) -> list[str]:
+    """Return the command that has a launcher start a script as forked ranks.
+
+    Args:
+        launcher: a key of `LAUNCHERS`.
+        ranks: number of ranks.
+        program: path of the script, and its arguments.
+        imported: the file that imports the frameworks, if it is not the script.
+    """
+    server = fork_server(modules_of(imported or Path(program[0])))
+    command = command_for(launcher, ranks, server.program(program))
+    # torchrun imports PyTorch itself, which takes as long as a rank's import
+    return server.program(command[1:]) if launcher == "torchrun" else command
 
 
 def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
