@@ -143,7 +143,7 @@ storm: setup ## elastic trainings while ranks die, leave and join, for docs/reli
 	@$(IN_VENV) $(RUN) scripts/storm.py report
 
 doctor: setup ## say what works here and what to do about the rest
-	@$(IN_VENV) $(RUN) -m accordion_hvd.doctor
+	@$(IN_VENV) $(RUN) -m accordion_hvd.tools.doctor
 
 clean: ## remove .venv, caches and build leftovers (not runs/, nor the cached Horovod wheel)
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

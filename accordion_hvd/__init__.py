@@ -9,15 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import sys
-import warnings
 from typing import Any
 
-from accordion_hvd._moved import Finder
-
 __version__ = "0.2.0"
-
-sys.meta_path.insert(0, Finder)
 
 _CATALOGS = ("compressors", "policies", "averaging")  # all of their `__all__` is public
 _HOME = {
@@ -51,8 +45,6 @@ _HOME = {
     "simulation": ("simulate",),
 }
 
-_RENAMED = {"Conversation": "ExchangeGenerator"}
-
 
 @functools.cache
 def _homes() -> dict[str, str]:
@@ -66,11 +58,6 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_homes())
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        message = f"accordion_hvd.{name} is called {new} now."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[__name__], new)
     home = _home(name)
     if home is None:
         raise AttributeError(f"module 'accordion_hvd' has no attribute {name!r}")

@@ -350,19 +350,6 @@ def test_the_example_averages(framework: str) -> None:
     assert stats["ratio"] == pytest.approx(41 * 29 / (41 * 29 // 10), rel=0.02)
 
 
-def test_an_old_name_in_a_compressor_is_told() -> None:
-    """A compressor that defines a method by its old name works; a warning gives the new name."""
-    with pytest.warns(
-        DeprecationWarning, match="Older defines regroup, which is called rescale now"
-    ):
-
-        class Older(example()):  # type: ignore[misc]
-            def regroup(self, states: Any, spec: Any, info: Any) -> Any:
-                return states[-1]
-
-    assert Older(3).rescale([1, 2], None, None) == 2
-
-
 def test_the_example_refuses() -> None:
     with pytest.raises(ValueError, match="every is 0, but must be an integer of at least 1"):
         example()(0)

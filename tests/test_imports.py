@@ -12,7 +12,6 @@ import pytest
 from setuptools import find_packages
 
 import accordion_hvd
-from accordion_hvd._moved import MOVED
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
@@ -78,6 +77,27 @@ def test_modules_that_need_no_numpy(name: str) -> None:
     assert "numpy" not in loaded(f"import {name}")
 
 
+TWO_NAMES = """
+import sys
+import accordion_hvd.keras.callbacks as callbacks, accordion_hvd.keras.elastic as elastic
+import accordion_hvd.keras as a, accordion_hvd.tensorflow.keras as b
+import accordion_hvd.keras.optimizer
+from accordion_hvd.keras import DistributedOptimizer
+assert a is b and a.__name__ == a.__spec__.name == "accordion_hvd.tensorflow.keras"
+assert callbacks is b.callbacks and elastic is b.elastic
+assert accordion_hvd.keras.optimizer is sys.modules["accordion_hvd.tensorflow.keras.optimizer"]
+"""
+
+
+def test_keras_has_two_names() -> None:
+    """`accordion_hvd.keras` and its submodules are those of `accordion_hvd.tensorflow`."""
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("horovod")
+    command = [sys.executable, "-c", TWO_NAMES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_is_there() -> None:
     for name in accordion_hvd.__all__:
         assert getattr(accordion_hvd, name) is not None
@@ -127,10 +147,6 @@ ORDERS = [
     "from accordion_hvd import *",
     "import accordion_hvd.simulation",
     "import accordion_hvd.simulation.one_process",
-    "import accordion_hvd.simulate",
-    "from accordion_hvd.simulate import World",
-    "from accordion_hvd import simulate; import accordion_hvd.simulate",
-    "import accordion_hvd.simulate as old; old.simulate('topk', 2), old.World",
     "import accordion_hvd.graph.partition",
 ]
 CALLED = """
@@ -161,10 +177,7 @@ def test_functions_that_modules_have_the_names_of() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_no_other_public_name_is_hidden_by_a_module() -> None:
-    """No public name but `simulate` is that of a submodule, which would replace it when imported.
-
-    This includes old names of submodules.
-    """
+def test_no_public_name_is_hidden_by_a_module() -> None:
+    """No public name is that of a submodule, which would replace it when it is imported."""
     modules = {path.stem for path in (ROOT / "accordion_hvd").glob("*")}
-    assert (modules | {*MOVED}) & set(accordion_hvd.__all__) == {"simulate"}
+    assert not modules & set(accordion_hvd.__all__)

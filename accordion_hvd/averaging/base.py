@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
 
 Group = tuple[int, ...]
-
-
-RENAMED = {"meets": "synchronizes", "neighbourly": "neighbours_only", "of_means": "only_means"}
-"""Old names of members that an averaging method may define, with the new names."""
 
 
 class Averaging(Compressor):
@@ -40,11 +36,6 @@ class Averaging(Compressor):
     neighbours_only: ClassVar[bool] = False
     synchronizes: ClassVar[bool] = True
     shared: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Accept members under their old names."""
-        super().__init_subclass__(**options)
-        _renamed.members(cls, RENAMED)
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return the state before the first step, when `model` is equal on all ranks."""

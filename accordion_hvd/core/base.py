@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
 
@@ -124,26 +124,6 @@ ExchangeGenerator = Generator[Requests, Any, tuple[Tensor, State]]
 """A generator that yields requests, receives their results and returns `(mean, new_state)`."""
 
 
-RENAMED = {
-    "by_machine": "topology_aware",
-    "checks": "detects_nonfinite",
-    "contracts": "contractive",
-    "foreign": "rescale_from_one",
-    "halves": "fp16_reduction",
-    "in_parts": "sharded",
-    "inherit": "warm_start",
-    "local": "per_rank_state",
-    "park": "deactivate",
-    "reads": "needs_weights",
-    "regroup": "rescale",
-    "settling": "startup_steps",
-    "several": "per_sample",
-    "stacks": "batching",
-    "whole": "expand_residual",
-}
-"""Old names of members that a compressor may define, and their new names."""
-
-
 @dataclass(frozen=True)
 class Info:
     """Facts about an exchange that an algorithm may use besides the tensor.
@@ -177,8 +157,6 @@ class Info:
     parameter: Tensor = None
     hyper: Mapping[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
-
-    machines = _renamed.attribute("machines", "hosts")
 
 
 class NotForStockHorovod:
@@ -263,11 +241,10 @@ class Compressor(NotForStockHorovod):
     budget: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Define `repr` as a short constructor call, and accept members by their old names."""
+        """Define `repr` as a short constructor call."""
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]
-        _renamed.members(cls, RENAMED)
 
     def accept(self, spec: Spec, name: str) -> None:
         """Check that a tensor like `spec` can be served; called before the first exchange.
@@ -440,11 +417,6 @@ class Compressor(NotForStockHorovod):
         own = [key for key in self.per_rank_state if key in state and key != "error"]
         fresh = self.init(spec, info) if own else {}
         return {**state, **{key: fresh[key] for key in own}}
-
-
-__getattr__ = _renamed.module_attributes(
-    __name__, {"Conversation": "ExchangeGenerator", "Machines": "Hosts"}
-)
 
 
 def _short(compressor: Any) -> str:

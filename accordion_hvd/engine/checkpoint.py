@@ -24,7 +24,6 @@ import numpy as np
 
 import accordion_hvd
 from accordion_hvd import check
-from accordion_hvd._renamed import current
 from accordion_hvd.comm.agreement import gather, gather_texts
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Compressor, Info
@@ -524,7 +523,7 @@ def compare(exchange: Exchange, saved: dict[str, Any]) -> None:
             raise ValueError(f"bucket {mine[0]!r} {mine[1]} was {other[0]!r} {other[1]} when saved")
     if len(ours) != len(theirs):
         raise ValueError(f"there are {len(ours)} buckets, but {len(theirs)} were saved")
-    if repr(exchange.policy) != current(saved["compression"]):
+    if repr(exchange.policy) != saved["compression"]:
         raise ValueError(
             f"the compression is {exchange.policy!r}, but was {saved['compression']} when saved"
         )

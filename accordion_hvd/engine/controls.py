@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from accordion_hvd import _renamed
 from accordion_hvd.policies.batch_growth import BatchGrowth
 
 
@@ -48,8 +47,6 @@ class Controls:
     def averaging_models(self) -> bool:
         """Return whether ranks average models now, so that replicas differ between averages."""
         return self._averager.policy.observers.any("withholds")
-
-    apart = _renamed.attribute("apart", "averaging_models")
 
     @property
     def growth(self) -> BatchGrowth | None:

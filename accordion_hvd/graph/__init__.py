@@ -13,7 +13,6 @@ x = store.fetch(blocks[0].sources)
 
 from __future__ import annotations
 
-from accordion_hvd import _renamed
 from accordion_hvd.graph.guard import SecondMomentGuard, Trace
 from accordion_hvd.graph.partition import Partition, partition
 from accordion_hvd.graph.sampler import Block, Sampler, SkewedSampler
@@ -35,5 +34,3 @@ __all__ = [
     "tight_skew",
     "worst_case_skew",
 ]
-
-__getattr__ = _renamed.module_attributes(__name__, {"VarianceGuard": "SecondMomentGuard"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.graph.structure import Array
 
 
@@ -105,6 +105,3 @@ class SecondMomentGuard:
         if not abs(sampled - exact) <= self.tolerance * abs(exact):
             self.exact_until = epoch + 1
         return epoch <= self.exact_until
-
-
-__getattr__ = _renamed.module_attributes(__name__, {"VarianceGuard": "SecondMomentGuard"})

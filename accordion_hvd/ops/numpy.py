@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
 from accordion_hvd.ops.spec import Spec
@@ -557,6 +557,3 @@ sum_powers = quantization.sum_powers
 column_means = quantization.column_means
 sum_columns = quantization.sum_columns
 subtract_columns = quantization.subtract_columns
-
-
-__getattr__ = _renamed.module_attributes(__name__, _renamed.OPERATIONS)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.spec import Spec, Tensor
@@ -703,6 +703,3 @@ def _scratch(like: Tensor) -> tf.TensorSpec:
 
 def _size(x: Tensor) -> int:
     return math.prod(shape(x))
-
-
-__getattr__ = _renamed.module_attributes(__name__, _renamed.OPERATIONS)

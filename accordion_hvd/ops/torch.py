@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
@@ -686,6 +686,3 @@ sum_powers = _numpy_on_cpu(anywhere.sum_powers)
 column_means = _numpy_on_cpu(anywhere.column_means)
 sum_columns = _numpy_on_cpu(anywhere.sum_columns)
 subtract_columns = _numpy_on_cpu(anywhere.subtract_columns)
-
-
-__getattr__ = _renamed.module_attributes(__name__, _renamed.OPERATIONS)

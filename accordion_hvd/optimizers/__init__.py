@@ -4,7 +4,6 @@ This package contains the algorithms. Training scripts use the optimizers of the
 `accordion_hvd.torch` and `accordion_hvd.tensorflow.keras`.
 """
 
-from accordion_hvd import _renamed
 from accordion_hvd.optimizers.adam import Adam, AMSGrad
 from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.optimizers.birder import Birder
@@ -31,5 +30,3 @@ __all__ = [
 ALIASES = {"CDAMSGrad": "CDAdam"}
 NATIVE = [name for name in __all__ if name[0].isupper() and name not in ("UpdateRule", *ALIASES)]
 """Rules for which each framework has an optimizer of the same name."""
-
-__getattr__ = _renamed.module_attributes(__name__, {"Rule": "UpdateRule"})

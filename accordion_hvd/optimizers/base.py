@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.signs import joint_residual
-
-RENAMED = {
-    "ASSIGNS": "returns_weights",
-    "AVERAGED": "averaged_state",
-    "DECAYS": "applies_weight_decay",
-    "GROUP": "group_settings",
-    "RESCALED": "rescale_note",
-}
-"""Old names of members that an update rule may define, and the new ones."""
 
 
 class UpdateRule(Compressor):
@@ -41,7 +32,6 @@ class UpdateRule(Compressor):
         returns_weights: whether `exchange` returns the new weights, to be assigned, instead of a
             direction. Ranks whose weights differ for some steps thus get bitwise equal weights
             again; see `synchronous`.
-        old_arguments: names of constructor arguments that were renamed or removed.
         decoupled_weight_decay: whether weight decay is subtracted from the weights, as in AdamW,
             rather than added to the gradient, as in Adam. The default is the form of the rule's
             paper. A parameter group's setting of this name overrides it; Keras always subtracts.
@@ -57,12 +47,6 @@ class UpdateRule(Compressor):
     applies_weight_decay: ClassVar[bool] = False
     returns_weights: ClassVar[bool] = False
     decoupled_weight_decay: ClassVar[bool] = False
-    old_arguments: ClassVar[frozenset[str]] = frozenset()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Accept members by their old names."""
-        super().__init_subclass__(**options)
-        _renamed.members(cls, RENAMED)
 
     def dense(self) -> UpdateRule:
         """Return the stage that averages gradients exactly; by default the rule itself."""
@@ -148,6 +132,3 @@ def corrections(count: Any, betas: Sequence[float], dtype: str) -> list[Any]:
     xp = namespace(count)
     pairs = ((count[..., i : i + 1], beta) for i, beta in enumerate(betas))
     return [xp.cast(1 / (1 - beta**number), dtype) for number, beta in pairs]
-
-
-__getattr__ = _renamed.module_attributes(__name__, {"Rule": "UpdateRule"})

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from types import ModuleType
 from typing import Any, ClassVar
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
@@ -31,19 +31,7 @@ WITHIN = (None, "bits", "half")
 SPEAKS, SILENT = range(2)
 """Phases: whether an exchange sends anything."""
 
-REMOVED = {
-    "shared": (
-        False,
-        "Shuffle the data, so that the gradients of all ranks have similar distributions, or use "
-        "OnebitAdam.",
-    ),
-    "eps": (0.0, "With beta_b=0.99, elements with rare gradients come to rest."),
-    "exact": (False, "Birder(...).dense() returns the stage that averages u exactly."),
-}
-"""Arguments of version 0.1.0 that were removed: their defaults, and what to use instead."""
 
-
-@_renamed.arguments({}, REMOVED)
 @dataclass(frozen=True)
 class Birder(UpdateRule):
     """1-bit adaptive optimizer whose steps are random signs with an Adam-like direction as mean.

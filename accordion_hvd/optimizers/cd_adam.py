@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from accordion_hvd import _renamed, check
+from accordion_hvd import check
 from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
@@ -40,16 +40,6 @@ OWN = ("error", "server")
 
 SLOW = ("replica", "behind")
 """Further keys of the per-rank state with a `replica_lr` below 1."""
-
-REMOVED = {
-    "exact_first": (
-        False,
-        "Let a policy begin in the dense stage: "
-        "StepSchedule({0: rule.dense(), 100: rule}, window=1).",
-    ),
-    "refresh": (0, "It has no replacement: replicas only lack what fp32 sums round off."),
-}
-"""Arguments of version 0.1.0 that were removed: their defaults, and what to use instead."""
 
 RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
 """A part of an exchange that returns a gradient, the new state, and scratch memory."""
@@ -115,7 +105,6 @@ class ExactCDAdam(AMSGrad):
         return grad + decay * shaped(info.parameter, grad)
 
 
-@_renamed.arguments(_renamed.ARGUMENTS, REMOVED)
 @dataclass(frozen=True)
 class CDAdam(ExactCDAdam):
     """CD-Adam: AMSGrad on an estimate of the mean gradient, updated by compressed differences.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accordion_hvd import _renamed
-
 
 @dataclass(frozen=True)
 class Link:
@@ -40,8 +38,6 @@ class Option:
     seconds: float
     trials: int
     chosen: bool
-
-    turns = _renamed.attribute("turns", "trials")
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,6 @@ class Advice:
     link: Link | None
     options: Sequence[Option]
     tensors: Sequence[TensorRow]
-
-    ways = _renamed.attribute("ways", "options")
 
     def __str__(self) -> str:
         """Return the verdict, a table of the options and a table of the tensors."""

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from accordion_hvd import _renamed
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.core.observer import Observer, Observers
@@ -19,10 +18,6 @@ from accordion_hvd.policies.gating import Gating
 
 Seen = Mapping[str, Mapping[str, float]]
 """Evidence key -> bucket -> number."""
-
-
-RENAMED = {"disturbed": "on_level_override", "halves": "fp16_reduction"}
-"""Old names of members that a policy may define, and the new ones."""
 
 
 class Policy(NotForStockHorovod, abc.ABC):
@@ -59,11 +54,6 @@ class Policy(NotForStockHorovod, abc.ABC):
     fp16_reduction: bool = False
     fixed: bool = False
     KEPT: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Accept members under their old names."""
-        super().__init_subclass__(**options)
-        _renamed.members(cls, RENAMED)
 
     def __init__(self) -> None:
         self.history: list[Decision] = []

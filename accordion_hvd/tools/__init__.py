@@ -1,1 +1,1 @@
-"""Command-line tools: `accordion_hvd.doctor` and `accordion_hvd.build_horovod`."""
+"""Command-line tools: `accordion_hvd.tools.doctor` and `accordion_hvd.tools.build_horovod`."""

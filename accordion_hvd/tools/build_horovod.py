@@ -1,4 +1,4 @@
-"""Build Horovod for the frameworks installed here: ``python -m accordion_hvd.build_horovod``.
+"""Build Horovod for the frameworks installed here: ``python -m accordion_hvd.tools.build_horovod``.
 
 Horovod 0.28.1, the last release, is published as source only and no longer compiles against current
 versions of PyTorch and TensorFlow. This command downloads the source with pip (your pip
@@ -587,9 +587,10 @@ def _check_before_build(
         print("Building with Gloo only, without MPI.", flush=True)
 
 
-def main(
-    arguments: Sequence[str] | None = None, prog: str = "python -m accordion_hvd.build_horovod"
-) -> int:
+PROGRAM = "python -m accordion_hvd.tools.build_horovod"
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Check this environment and advise on problems: ``python -m accordion_hvd.doctor``.
+"""Check this environment and advise on problems: ``python -m accordion_hvd.tools.doctor``.
 
 Each probe that imports a framework, starts MPI or resolves a host name runs in a separate process
 with a time limit, so that a crash or a hang becomes a line of the report. The command uses only the
@@ -28,7 +28,7 @@ from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 TORCHRUN = "torchrun"
-BUILD = "python -m accordion_hvd.build_horovod"
+BUILD = "python -m accordion_hvd.tools.build_horovod"
 PROBE_SECONDS = 120.0
 LAUNCH_SECONDS = 180.0
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -551,7 +551,7 @@ def render(report: Report) -> str:
 
 
 def main(
-    arguments: Sequence[str] | None = None, prog: str = "python -m accordion_hvd.doctor"
+    arguments: Sequence[str] | None = None, prog: str = "python -m accordion_hvd.tools.doctor"
 ) -> int:
     """Run the command line; return 0 if distributed training can run, else 1."""
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])

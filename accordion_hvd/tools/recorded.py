@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from accordion_hvd import optimizers, resolve
-from accordion_hvd._renamed import current
 from accordion_hvd.core import spec_strings
 from accordion_hvd.policies import Policy
 
@@ -16,7 +15,7 @@ def policy_of(text: str) -> Policy | None:
     names |= resolve.names()
     del names["replay"]  # may read files
     try:
-        found: Any = spec_strings.parse(current(text), names)
+        found: Any = spec_strings.parse(text, names)
     except ValueError:
         return None
     return found if isinstance(found, Policy) else None

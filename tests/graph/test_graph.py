@@ -638,15 +638,6 @@ def test_draws_depend_on_rank_epoch_step_and_hop_alone() -> None:
     assert drawn() == drawn()
 
 
-def test_the_old_name_of_the_guard() -> None:
-    import accordion_hvd.graph as package
-    from accordion_hvd.graph import guard
-
-    for module in (package, guard):
-        with pytest.warns(DeprecationWarning, match="SecondMomentGuard"):
-            assert module.VarianceGuard is SecondMomentGuard
-
-
 # ---------------------------------------------------------------------------- schedule and guard
 def test_warmup() -> None:
     graph, owner = blocks_of_nodes()

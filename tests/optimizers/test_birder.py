@@ -547,28 +547,8 @@ def test_a_slower_scale_ends_what_one_gradient_began() -> None:
         assert (late == 100).all() if on else (np.abs(late) <= 4).all()
 
 
-# ---------------------------------------------------------------------------------- old arguments
-@pytest.mark.parametrize(
-    "options, advice",
-    [
-        ({"shared": True}, "Shuffle the data"),
-        ({"eps": 1e-3}, "beta_b=0.99"),
-        ({"exact": True}, r"Birder\(...\).dense\(\)"),
-    ],
-)
-def test_removed_arguments_say_what_to_use(options: dict[str, Any], advice: str) -> None:
-    (name,) = options
-    with pytest.raises(TypeError, match=f"Birder: {name} was removed after .*0.1.0.*{advice}"):
-        Birder(**options)
-
-
-def test_defaults_of_removed_arguments_are_accepted() -> None:
-    """Defaults of removed arguments, which models saved by version 0.1.0 contain, are accepted."""
-    assert Birder(shared=False, eps=0.0, exact=False) == Birder()
-
-
 def test_the_constructor_shows_the_papers_arguments_first() -> None:
     known = inspect.signature(Birder).parameters.values()
     ours = [x.name for x in known if x.kind is x.KEYWORD_ONLY]
     assert [x.name for x in known][:2] == ["beta", "within"] and len(ours) == 3
-    assert repr(Birder().dense()) == "Birder(beta=0.95, exact=True)", "as in older checkpoints"
+    assert repr(Birder().dense()) == "Birder(beta=0.95, exact=True)"

@@ -629,29 +629,6 @@ def test_refusals_say_why() -> None:
         CDAdam(compressor=TopK(0.1), replica_lr=0.5)
 
 
-# ---------------------------------------------------------------------------------- old arguments
-@pytest.mark.parametrize("old, new", [({"pace": 0.1}, "replica_lr"), ({"whitened": True}, "prec")])
-def test_renamed_arguments_warn(old: dict[str, Any], new: str) -> None:
-    (name,) = old
-    with pytest.warns(DeprecationWarning, match=f"CDAdam: the argument {name} is called {new}"):
-        rule = CDAdam(**old)
-    assert {rule.replica_lr, rule.preconditioned} & set(old.values())
-    with pytest.raises(TypeError, match=f"{name} is called .* now; give one of them"):
-        CDAdam(**old, replica_lr=0.1, preconditioned=True)
-
-
-@pytest.mark.parametrize(
-    "options, advice", [({"exact_first": True}, r"StepSchedule\("), ({"refresh": 10}, "fp32")]
-)
-def test_removed_arguments_say_what_to_use(options: dict[str, Any], advice: str) -> None:
-    (name,) = options
-    with pytest.raises(
-        TypeError, match=f"CDAdam: {name} was removed after version 0.1.0.*{advice}"
-    ):
-        CDAdam(**options)
-    assert CDAdam(exact_first=False, refresh=0) == CDAdam(), "as saved models have them"
-
-
 def test_the_constructor_shows_the_papers_arguments_first() -> None:
     known = inspect.signature(CDAdam).parameters.values()
     assert [x.name for x in known][:4] == ["betas", "eps", "bias_correction", "compressor"]

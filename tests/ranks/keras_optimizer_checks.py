@@ -160,21 +160,6 @@ def check_default_arguments_train() -> None:
         assert losses[-1] < 0.98 * losses[0], (name, losses)
 
 
-def check_models_of_version_0_1_0_still_load() -> None:
-    """Configurations of version 0.1.0 load, with removed arguments at their defaults."""
-    old: dict[str, dict[str, Any]] = {
-        "Birder": {"shared": False, "epsilon": 0.0, "exact": False},
-        "CDAdam": {"exact_first": False, "refresh": 0, "whitened": False, "pace": 1},
-    }
-    for name, gone in old.items():
-        kind = getattr(hvd, name)
-        config = kind().get_config()
-        config = {k: v for k, v in config.items() if k not in ("preconditioned", "replica_lr")}
-        assert kind.from_config(config | gone).rule == kind().rule
-        assert not set(gone) & set(kind().get_config()) - {"epsilon"}
-    raises(TypeError, "shared was removed after", lambda: hvd.Birder(shared=True))
-
-
 def check_what_is_excluded_from_decay() -> None:
     """Rules that apply decay themselves leave an excluded variable without decay."""
     start = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)

@@ -11,11 +11,12 @@ from accordion_hvd.tools import build_horovod as bh
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = {"torch": "2.13.0+cpu", "tensorflow": "2.21.0"}
+MODULE = "accordion_hvd.tools.build_horovod"
 
 
 def run_module(*arguments, **env):
-    """Run `python -m accordion_hvd.build_horovod` with PATH and caches of the test's own."""
-    command = [sys.executable, "-m", "accordion_hvd.build_horovod", *map(str, arguments)]
+    """Run `python -m accordion_hvd.tools.build_horovod` with PATH and caches of the test's own."""
+    command = [sys.executable, "-m", MODULE, *map(str, arguments)]
     environment = {**os.environ, **{k: str(v) for k, v in env.items()}}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
@@ -253,7 +254,7 @@ def test_missing_compiler_is_one_sentence(tmp_path):
     python = tmp_path / "venv" / "bin"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", python.parent], check=True)
     done = subprocess.run(
-        [python / "python", "-m", "accordion_hvd.build_horovod", "--cache", tmp_path / "cache"],
+        [python / "python", "-m", MODULE, "--cache", tmp_path / "cache"],
         cwd=ROOT,
         env={"PATH": str(command_folder(tmp_path / "bin", "make")), "PYTHONPATH": str(modules)},
         capture_output=True,
@@ -265,7 +266,7 @@ def test_missing_compiler_is_one_sentence(tmp_path):
 
 def test_no_framework_is_one_sentence(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "accordion_hvd.build_horovod", "--cache", tmp_path / "cache"],
+        [sys.executable, "-S", "-m", MODULE, "--cache", tmp_path / "cache"],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"]},
         capture_output=True,

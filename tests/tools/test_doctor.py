@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_doctor(python, *arguments, **env):
     return subprocess.run(
-        [python, "-m", "accordion_hvd.doctor", *arguments],
+        [python, "-m", "accordion_hvd.tools.doctor", *arguments],
         cwd=ROOT,
         env={"PATH": os.environ.get("PATH", ""), "HOME": os.environ.get("HOME", "/"), **env},
         capture_output=True,

@@ -226,7 +226,7 @@ class CompressedOptimizer(_Ruled, Directions):
     ) -> tuple[Settings, dict[str, Any], UpdateRule]:
         """Return the settings of the wrapper, the arguments of `Directions`, and the rule."""
         fields = dataclasses.fields(cls._rule)  # type: ignore[arg-type]
-        known = {field.name for field in fields} | cls._rule.old_arguments
+        known = {field.name for field in fields}
         own = {key: options.pop(key) for key in list(options) if key in _FROM_KERAS | known}
         rule = cls._rule(**_from_keras(own, cls._rule()))
         passes = gradient_accumulation_steps or 1
