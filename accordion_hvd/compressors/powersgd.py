@@ -141,18 +141,13 @@ class PowerSGD(Compressor):
         return {key: state[key] for key in self._starts}
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over another PowerSGD's averages: truncate them, or add rows of this state's.
-
-        Older versions viewed some tensors as other matrices; averages of such a matrix are not
-        used.
-        """
-        widths = reversed(namespace(state["error"]).shape(state["error"]))
+        """Take over another PowerSGD's averages: truncate them, or add rows of this state's."""
+        if not isinstance(other, PowerSGD):
+            return state
         started = {}
-        for key, width in zip(self._starts, widths, strict=False):
-            theirs = None
-            if isinstance(other, PowerSGD):
-                theirs = other_state[f"{key[0]}_mean" if other.alternate else key[0]]
-            started[key] = _resized(state[key], theirs, width, state["error"])
+        for key in self._starts:
+            theirs = other_state[f"{key[0]}_mean" if other.alternate else key[0]]
+            started[key] = _resized(state[key], theirs)
         return {**state, **started}
 
     @property
@@ -177,14 +172,10 @@ def _average_one(matrix: Tensor, state: State, phase: int) -> ExchangeGenerator:
     return xp.expand(factor, basis, matrix), state
 
 
-def _resized(ours: Tensor, theirs: Tensor | None, width: int, like: Tensor) -> Tensor:
-    """Return `theirs` with as many rows as `ours`, if it has `width` columns; else `ours`."""
-    xp = namespace(like)
+def _resized(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return `theirs` with as many rows as `ours`."""
+    xp = namespace(ours)
     rank = xp.shape(ours)[0]
-    if xp.shape(ours)[1] != width:
-        ours = xp.spec(like).normal((rank, width), seed="powersgd")
-    if theirs is None or xp.shape(theirs)[1] != width:
-        return ours
     missing = rank - xp.shape(theirs)[0]
     if missing <= 0:
         return theirs[:rank]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
@@ -169,10 +168,6 @@ class Goodput(Windowed):
                 progress[serving + 1 :] = [[] for _ in progress[serving + 1 :]]
         super().apply(decisions)
         self.gate.rejudge()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict`; older states know no efficiencies."""
-        super().load_state_dict({"_progress": {}} | dict(state))
 
     def __repr__(self) -> str:
         """Return the constructor call."""

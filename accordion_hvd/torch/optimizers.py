@@ -268,9 +268,6 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`.
 
-        Settings that are missing from its groups, because an older version saved it, keep this
-        optimizer's values.
-
         Raises:
             ValueError: if the state belongs to another kind of optimizer or to another model.
         """
@@ -281,8 +278,6 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             )
         plain = {key: value for key, value in state_dict.items() if key != "exchange"}
         torch.optim.Optimizer.load_state_dict(self, plain)
-        for group in self.param_groups:
-            group.update(self.defaults | group)
         self._averager.adopt(state_dict["exchange"])
 
     def doubt(self) -> None:

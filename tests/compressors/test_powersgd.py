@@ -19,9 +19,6 @@ from accordion_hvd.policies.cost_model import bytes_sent
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
 
-Q = np.random.default_rng(1).normal(size=(2, 64)).astype(np.float32)
-
-
 # Layers as PyTorch has them: kernels of convolutions are (outputs, inputs, ...).
 CHANNELS_FIRST = {
     "dense": (1000, 512),
@@ -52,33 +49,6 @@ def test_matrices_of_other_tensors() -> None:
     assert matrix_shape((768, 12, 64)) == (768, 768)  # Keras' queries: cut after the first axis
     assert matrix_shape((12, 64, 768)) == (768, 768)
     assert matrix_shape((1, 64, 3, 3)) == (192, 3)  # one output: the paper's row sends it all
-
-
-def test_states_of_other_matrices_go_on() -> None:
-    """A residual with the matrix shape of an older version is taken over without loss.
-
-    Older checkpoints have a (32, 4, 8, 8) kernel as a (128, 64) matrix instead of (32, 256).
-    """
-    shape, rng = (32, 4, 8, 8), np.random.default_rng(0)
-    policy = StepSchedule({0: PowerSGD(2), 4: PowerSGD(4), 6: PowerSGD(2)})
-    world, sent, given = simulate(policy, 2), np.zeros(shape), np.zeros(shape)
-    for number in range(8):
-        grads = [{"w": rng.normal(size=shape).astype("f")} for _ in range(2)]
-        if number == 2:
-            for exchange in world.exchanges:
-                entry = exchange.bucket_states[0]
-                assert entry.state is not None
-                error = PowerSGD(2).residual(entry.state).reshape(128, 64)
-                entry.state = {"error": error, "p": np.zeros((2, 128), "f"), "q": Q.copy()}
-        means = world.step(grads)
-        assert means[0] is not None
-        sent, given = sent + means[0]["w"], given + (grads[0]["w"] + grads[1]["w"]) / 2
-    residuals = [
-        exchange.bucket_states[0].residual(exchange.info(exchange.bucket_states[0]))
-        for exchange in world.exchanges
-    ]
-    waiting = (residuals[0] + residuals[1]).reshape(shape) / 2
-    np.testing.assert_allclose(sent + waiting, given, atol=1e-4)
 
 
 def test_powersgd_follows_the_paper() -> None:

@@ -232,7 +232,7 @@ def test_a_budget_of_losses() -> None:
     fresh.load_state_dict(saved)
     assert fresh.left(release) == 0 and fresh.spent() == budget.spent()
     plain = PrivacyBudget(0.6, DELTA)
-    assert "accounting" not in repr(plain)  # as in older checkpoints
+    assert "accounting" not in repr(plain)
     with pytest.raises(ValueError, match="accounting is 'gdp', but must be"):
         PrivacyBudget(1.0, DELTA, "gdp")
 

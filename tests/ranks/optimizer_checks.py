@@ -175,10 +175,7 @@ def check_default_arguments_train() -> None:
 
 
 def check_a_state_keeps_its_form_of_weight_decay() -> None:
-    """An optimizer that loads a state keeps the state's form of weight decay.
-
-    Versions with another default saved the form with the parameter groups.
-    """
+    """An optimizer that loads a state keeps the state's form of weight decay."""
     for name in NAMES:
         model, twin = network(), network()
         optimizer = made(name, model, weight_decay=0.1, decoupled_weight_decay=False)
@@ -409,8 +406,6 @@ def check_each_rank_resumes_from_its_own() -> None:
         train(model, optimizer, 4, seed=8)
         buffer.seek(0)
         saved, state = torch.load(buffer, weights_only=True)
-        for group in state["param_groups"]:
-            group.pop("beta_b" if name == "Birder" else "eps")  # as from a version without it
         resumed = network(5)
         resumed.load_state_dict(saved)
         again = made(name, resumed)
