@@ -68,7 +68,6 @@ SUITES: dict[str, list[Place]] = {
     "engine_checks.py": [Place("torchrun", 2), nightly("torchrun", 4)],
     "ddp_checks.py": [nightly("torchrun", 2), Place("torchrun", 4)],
     "fsdp_checks.py": [Place("torchrun", 4)],
-    "old_checkpoints_checks.py": [GLOO],
     "optimizer_checks.py": BOTH,
     "tf_checks.py": BOTH,
     "keras_checks.py": [GLOO, nightly("mpirun", 4, AMONG_MORE)],

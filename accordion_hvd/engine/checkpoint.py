@@ -265,15 +265,15 @@ def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any
     pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
     names = {row["name"]: entry.bucket.name for row, entry in pairs}
     exchange.policy.load_state_dict(_renamed(about["policy"], names))
-    exchange.steps, exchange.skipped = about["steps"], about.get("skipped", 0)
+    exchange.steps, exchange.skipped = about["steps"], about["skipped"]
     lead = exchange.communicator
     made = _info_when_saved(about, lead.rank, lead.size)
     for row, entry, saved in zip(about["buckets"], exchange.bucket_states, mine, strict=True):
         entry.served_from, entry.served_by_level = exchange.counted, {}
-        entry.name = row.get("seed", entry.name)
+        entry.name = row["seed"]
         if saved.states or not of_parts(entry.levels):
-            entry.served_from -= row.get("served", 0)
-            entry.served_by_level = dict(row.get("turns", ()))
+            entry.served_from -= row["served"]
+            entry.served_by_level = dict(row["turns"])
         exchange.load_bucket_state(entry, saved, made)
 
 
@@ -502,7 +502,7 @@ def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...
 
 def _info_when_saved(row: dict[str, Any], rank: int, ranks: int) -> Info:
     """Return the `Info` with which a rank's saved states were made."""
-    hosts = tuple(tuple(members) for members in row.get("machines", ()))
+    hosts = tuple(tuple(members) for members in row["machines"])
     return Info(rank=rank, size=ranks, hosts=hosts)
 
 

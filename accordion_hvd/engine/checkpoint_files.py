@@ -4,8 +4,6 @@ A directory has the last two checkpoints, each in its own folder (`state-00001`,
 with one file per rank and `manifest.json`. Every file is written under another name, forced to the
 disk and renamed. The manifest, which has the files' sizes and checksums, comes last: a folder
 without it was not written to its end.
-
-Earlier versions wrote a single checkpoint into the directory itself, without checksums (format 1).
 """
 
 from __future__ import annotations
@@ -18,12 +16,11 @@ import itertools
 import json
 import os
 import re
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 1
 MANIFEST = "manifest.json"
 _KEPT = 2
 _FOLDER = re.compile(r"state-(\d{5,})")
@@ -43,23 +40,26 @@ def rank_file(folder: Path, rank: int, ranks: int) -> Path:
 def folders(directory: Path) -> list[Path]:
     """Return the folders of a directory's checkpoints, newest first, even of incomplete ones.
 
-    The last is the directory itself if it has a checkpoint of format 1, or is such a folder.
+    The last is the directory itself if it is such a folder.
     """
+    return _numbered(directory) + [directory] * (directory / MANIFEST).exists()
+
+
+def _numbered(directory: Path) -> list[Path]:
     numbers = {p: int(m[1]) for p in directory.iterdir() if (m := _FOLDER.fullmatch(p.name))}
-    newest_first = sorted(numbers, key=numbers.__getitem__, reverse=True)
-    return newest_first + [directory] * (directory / MANIFEST).exists()
+    return sorted(numbers, key=numbers.__getitem__, reverse=True)
 
 
 # ------------------------------------------------------------------------------------------ writing
 def new_folder(directory: Path) -> Path:
     """Make the folder of the next checkpoint, after the removal of incomplete ones."""
     make_directory(directory)
-    present = folders(directory)
+    present = _numbered(directory)
     for folder in present:
         if not (folder / MANIFEST).exists():  # left by a crash
             remove(folder)
-    newest = _FOLDER.fullmatch(present[0].name) if present and present[0] != directory else None
-    folder = directory / f"state-{int(newest[1]) + 1 if newest else 1:05d}"
+    newest = int(present[0].name.removeprefix("state-")) if present else 0
+    folder = directory / f"state-{newest + 1:05d}"
     folder.mkdir()
     sync_directory(directory)
     return folder
@@ -112,7 +112,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 def remove_old(directory: Path) -> None:
     """Remove the checkpoints before the last two complete ones."""
     complete = 0
-    for folder in folders(directory):
+    for folder in _numbered(directory):
         if complete == _KEPT:
             remove(folder)
         else:
@@ -125,8 +125,7 @@ def remove(folder: Path) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)  # first: without it, nobody reads the rest
         for path in [*folder.glob("rank-*-of-*.npz*"), folder / f"{MANIFEST}.part"]:
             path.unlink(missing_ok=True)
-        if _FOLDER.fullmatch(folder.name):
-            folder.rmdir()
+        folder.rmdir()
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -172,15 +171,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} is not JSON ({error})") from error
     if not isinstance(manifest, dict):
         raise Damaged(f"{MANIFEST} has a {type(manifest).__name__}, but must have an object")
-    if manifest.get("format") not in range(1, FORMAT + 1):
+    if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{MANIFEST} of {folder.name} has format {manifest.get('format')!r}, but this version "
-            f"of accordion_hvd reads formats 1 to {FORMAT}"
+            f"{MANIFEST} of {folder.name} has format {manifest.get('format')!r}, but must have "
+            f"{FORMAT}; load it with the version of accordion_hvd that wrote it, or remove it and "
+            "start compression anew"
         )
     stated, found = manifest.pop("checksum", None), _checksum(manifest)
-    if manifest["format"] > 1 and stated != found:
+    if stated != found:
         raise Damaged(f"{MANIFEST} has changed: its checksum is {found}, but was {stated}")
-    if missing := {"ranks", "exchanges"} - manifest.keys():
+    if missing := {"ranks", "exchanges", "files"} - manifest.keys():
         raise Damaged(f"{MANIFEST} has no {sorted(missing)[0]!r}")
     if (ranks := manifest["ranks"]) is True or not isinstance(ranks, int) or ranks < 1:
         raise Damaged(f"{MANIFEST} has ranks {ranks!r}, but must have an integer of at least 1")
@@ -201,7 +201,7 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
         named = ", ".join(map(str, some[:_MOST_NAMED])) + more
         raise Damaged(f"the files of ranks [{named}] of {ranks} are missing")
     paths = (rank_file(folder, rank, ranks) for rank in range(ranks))
-    for path, row in zip(paths, manifest.get("files", ()), strict=False):  # format 1 has none
+    for path, row in zip(paths, manifest["files"], strict=False):
         size = path.stat().st_size
         if size != row["bytes"]:
             raise Damaged(f"{path.name} has {size} bytes, but must have {row['bytes']}")
@@ -212,28 +212,14 @@ def problem_of(folder: Path, manifest: dict[str, Any], ranks: Iterable[int]) -> 
     for rank in ranks:
         path = rank_file(folder, rank, manifest["ranks"])
         try:
-            if manifest["format"] == 1:
-                _check_archive(path)
-                continue
             with open(path, "rb") as file:
                 found = _digest(iter(functools.partial(file.read, _CHUNK), b""))
-        except (OSError, Damaged) as error:
+        except OSError as error:
             return str(error)
         stated = manifest["files"][rank]["blake2b"]
         if found != stated:
             return f"{path.name} has changed: its checksum is {found}, but was {stated}"
     return ""
-
-
-def _check_archive(path: Path) -> None:
-    """Check the checksums that every zip file has."""
-    with open(path, "rb") as file:
-        try:
-            changed = zipfile.ZipFile(file).testzip()
-        except Exception as error:  # damage shows in many kinds: of zipfile, zlib, struct, OSError
-            raise Damaged(f"{path.name} is damaged ({error})") from error
-    if changed:
-        raise Damaged(f"{path.name} has changed: {changed} does not have its checksum")
 
 
 def _is_complete(folder: Path) -> bool:

@@ -53,7 +53,7 @@ class SavedState:
 
         Args:
             level: number of the level that served the bucket.
-            tensors: tensors by name. Files of version 0.1.0 name the gradient sums "seen".
+            tensors: tensors by name.
         """
         saved = cls(level, carried=tensors.get(_CARRIED))
         for name, tensor in tensors.items():
@@ -63,8 +63,8 @@ class SavedState:
             elif place == "parked":
                 number, _, key = key.partition("/")
                 saved.states.setdefault(int(number), {})[key] = tensor
-            elif place in ("kept", "seen"):
-                saved.evidence[key or "gradients"] = tensor
+            elif place == "kept":
+                saved.evidence[key] = tensor
         return saved
 
     def check(
@@ -131,13 +131,9 @@ class SavedState:
 
 
 def _compare(name: str, saved: Tensor, made: Tensor, spec: Spec) -> None:
-    """Check that an array has the dtype and the number of elements of a tensor.
-
-    Of matrices, only the dtype is compared: older versions cut kernels into others (PowerSGD).
-    """
+    """Check that an array has the dtype and the number of elements of a tensor."""
     shape, dtype = spec.xp.shape(made), spec.xp.dtype(made)
-    fits = saved.size == math.prod(shape) or (saved.ndim == len(shape) == 2 and saved.size)
-    if not fits or str(saved.dtype) != dtype:
+    if saved.size != math.prod(shape) or str(saved.dtype) != dtype:
         given = f"{saved.dtype} {tuple(saved.shape)}"
         check.refuse("state", f"tensor {name!r}", given, f"like {dtype} {tuple(shape)}")
 

@@ -138,8 +138,7 @@ class Kept:
 def _described(found: Checkpoint, quick: bool) -> str:
     """Return the text about the optimizers of a checkpoint."""
     rows, ranks = found.manifest["exchanges"], found.manifest["ranks"]
-    version = found.manifest.get("version", "of an unknown version")
-    parts = [f"{found.folder.name}, written by accordion_hvd {version}"]
+    parts = [f"{found.folder.name}, written by accordion_hvd {found.manifest['version']}"]
     for number, about in enumerate(rows):
         title = f"optimizer {number + 1} of {len(rows)}: " if len(rows) > 1 else ""
         parts.append(title + _facts(about))
@@ -185,7 +184,7 @@ def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
         )
         shape = " x ".join(map(str, bucket["shape"])) or "scalar"
         cells = [name, now if name in served else "exempt", ", ".join(inactive), shape]
-        rows.append([*cells, str(bucket.get("served", "")), *_sums(states)])
+        rows.append([*cells, str(bucket["served"]), *_sums(states)])
     filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     left = [place for place, i in enumerate(filled) if i < 3]
     return table([[row[i] for i in filled] for row in rows], left)

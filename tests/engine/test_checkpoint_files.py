@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,6 @@ def saved(folder: Path, count: int, ranks: int = 2) -> Path:
     for number in range(1, count + 1):
         assert not any(save(folder, number, ranks))
     return folder / f"state-{count:05d}"
-
-
-def as_format_1(folder: Path) -> None:
-    """Convert the only checkpoint of a directory to an earlier format."""
-    (state,) = folder.glob("state-*")
-    manifest = json.loads((state / "manifest.json").read_text())
-    del manifest["checksum"], manifest["files"]
-    (state / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-    for path in state.iterdir():
-        path.rename(folder / path.name)
-    state.rmdir()
 
 
 # ------------------------------------------------------------------------------ what was saved
@@ -87,17 +76,11 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
     assert load(folder / "state-00003") == 3
 
 
-def test_earlier_formats_are_kept_until_there_are_two_others(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    as_format_1(tmp_path)
+def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("of the user")
-    assert load(tmp_path) == 1
-    assert not any(save(tmp_path, 2))
-    (tmp_path / "state-00001" / RANK_1).unlink()
-    assert load(tmp_path) == 1
-    assert not any(save(tmp_path, 3)) and not any(save(tmp_path, 4))
+    saved(tmp_path, 4)
     assert load(tmp_path) == 4
-    assert names(tmp_path) == ["model.pt", "state-00002", "state-00003"]
+    assert names(tmp_path) == ["model.pt", "state-00003", "state-00004"]
 
 
 def test_incomplete_ones_do_not_push_out_complete_ones(tmp_path: Path) -> None:
@@ -189,11 +172,16 @@ def test_the_one_before_is_loaded_and_rank_0_says_so(
     assert all(word in line for word in ("after step 1,", "state-00002: ", *words)), line
 
 
-def test_other_formats_are_named_and_not_skipped(tmp_path: Path) -> None:
-    edited(saved(tmp_path, 2) / "manifest.json", format=3)
+@pytest.mark.parametrize("number", [2, 0, "1", None])
+def test_other_formats_are_named_and_not_skipped(number: Any, tmp_path: Path) -> None:
+    at = saved(tmp_path, 2)
+    edited(at / "manifest.json", format=number)
     told = str(load(tmp_path))
-    assert "manifest.json of state-00002 has format 3, but this version" in told
-    assert "reads formats 1 to 2" in told
+    assert f"manifest.json of state-00002 has format {number!r}, but must have 1; load it" in told
+    manifest = json.loads((at / "manifest.json").read_text())
+    del manifest["format"]
+    (at / "manifest.json").write_text(json.dumps(manifest))
+    assert "has format None, but must have 1" in str(load(tmp_path))
 
 
 def test_states_of_other_models_are_refused_and_not_skipped(tmp_path: Path) -> None:
@@ -209,16 +197,19 @@ def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
     assert f"the directory {tmp_path / 'nowhere'} is missing" in str(load(tmp_path / "nowhere"))
 
 
-def test_manifests_of_format_1_need_what_is_read(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"format": 1, "exchanges": []}')
-    assert "manifest.json has no 'ranks'" in str(load(tmp_path))
+@pytest.mark.parametrize("key", ["exchanges", "files", "ranks"])
+def test_manifests_need_what_is_read(key: str, tmp_path: Path) -> None:
+    at = saved(tmp_path, 1)
+    manifest = checkpoint_files.read_manifest(at)
+    del manifest[key]
+    signed = manifest | {"checksum": checkpoint_files._checksum(manifest)}
+    (at / "manifest.json").write_text(json.dumps(signed))
+    assert f"manifest.json has no '{key}'" in str(load(tmp_path))
 
 
 def test_an_unexpected_failure_is_no_hang(tmp_path: Path) -> None:
-    """If saving fails on one rank with an unexpected error, all ranks raise an error."""
-    checkpoint_files.rank_file(tmp_path, 0, 1).write_bytes(b"")
-    text = '{"format": 1, "exchanges": [], "ranks": 1, "files": [3]}'
-    (tmp_path / "manifest.json").write_text(text)
+    """If loading fails on one rank with an unexpected error, all ranks raise an error."""
+    edited_and_signed(saved(tmp_path, 1), files=[3, 3])
     assert "TypeError" in str(load(tmp_path))
 
 
@@ -252,27 +243,24 @@ class Pickled:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_nothing_is_unpickled(earlier: bool, tmp_path: Path) -> None:
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
     trap = tmp_path / "unpickled"
     (saver,) = new_ranks(1)
     saver.arrays = {"x": np.array([Pickled(trap)], object)}
     assert not any(on_all([saver], lambda saver: save_state(tmp_path, only=[saver])))
-    if earlier:
-        as_format_1(tmp_path)
     assert "allow_pickle=False" in str(load(tmp_path, 1))
     assert not trap.exists()
 
 
 # -------------------------------------------------------------------------------- any one change
-KINDS = ("byte", "bit", "cut", "longer", "gone", "zeros")
+KINDS = ("byte", "bit", "cut", "longer", "gone", "zeros", "another")
 
 
-def damage_at_random(random: random.Random, folder: Path, kinds: Sequence[str] = KINDS) -> None:
+def damage_at_random(random: random.Random, folder: Path) -> None:
     """Damage one file of a folder at random."""
     path = random.choice(sorted(folder.iterdir()))
     content = path.read_bytes()
-    kind = random.choice(kinds)
+    kind = random.choice(KINDS)
     if kind == "gone":
         path.unlink()
     elif kind == "bit":
@@ -297,14 +285,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("earlier")
-    saved(folder, 1)
-    as_format_1(folder)
-    return folder
-
-
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 2]))
 def test_after_any_change_a_true_state_is_loaded_or_none(
@@ -313,22 +293,9 @@ def test_after_any_change_a_true_state_is_loaded_or_none(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "copy")
         shutil.copytree(two, folder)
-        damage_at_random(random, folder / f"state-{which:05d}", [*KINDS, "another"])
+        damage_at_random(random, folder / f"state-{which:05d}")
         found = load(folder)  # checks the arrays
     assert found == 2 or which == 2 and (found == 1 or isinstance(found, str)), found
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.randoms(use_true_random=False))
-def test_after_any_change_of_earlier_files_too(earlier: Path, random: random.Random) -> None:
-    """Changes of checkpoints without checksums are noticed, unless files are exchanged."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, "copy")
-        shutil.copytree(earlier, folder, ignore=shutil.ignore_patterns("manifest.json"))
-        damage_at_random(random, folder)
-        shutil.copy(earlier / "manifest.json", folder)
-        found = load(folder)
-    assert found == 1 or re.search("rank-0000[01]-of-00002.npz |files of ranks", str(found)), found
 
 
 # ------------------------------------------------------------------------------------- full disks
@@ -478,10 +445,9 @@ class Disk:
 
 @functools.cache
 def recorded() -> tuple[Disk, list[int]]:
-    """Return the disk after three saves in a folder of an earlier format, and its event counts."""
+    """Return the disk after three saves beside an earlier one, and its event counts."""
     root = Path(tempfile.mkdtemp()).resolve()
     saved(root, 1)
-    as_format_1(root)
     disk = Disk(root)
     ends = [len(disk.log)]
     for number in (2, 3, 4):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from trainings import KINDS, save_gradients, save_models
 
 from accordion_hvd import Accordion, PowerSGD, Replay, StepSchedule, TopK, parse, simulate
 from accordion_hvd.engine import checkpoint
@@ -17,7 +19,6 @@ from accordion_hvd.policies.decision import plain
 from accordion_hvd.simulation.one_process import World
 from accordion_hvd.tools.command import main
 
-SAVED = Path(__file__).resolve().parents[1] / "engine" / "saved"
 SHAPES = {"w": (64, 48), "v": (48, 64), "bias": (5,)}
 
 
@@ -124,23 +125,43 @@ def test_the_first_change_of_a_schedule_is_one(tmp_path: Path) -> None:
 
 
 def test_decisions_about_the_model_are_left_out(tmp_path: Path) -> None:
-    done = replay(SAVED / "accordion_batches", "--output", tmp_path / "rows.json")
+    save_gradients(KINDS["accordion_batches"], tmp_path)
+    done = replay(tmp_path, "--output", tmp_path / "rows.json")
     assert done.exit_code == 0 and "(batch size)" in done.output
     assert "1 decision about the entire model cannot be repeated" in done.output
     Replay(tmp_path / "rows.json")
 
 
+def nothing(folder: Path) -> Path:
+    return folder
+
+
+def text(folder: Path) -> Path:
+    (folder / "README.md").write_text("# A text")
+    return folder / "README.md"
+
+
+def without_decisions(folder: Path) -> Path:
+    save_gradients(KINDS["topk"], folder)
+    return folder
+
+
+def of_models(folder: Path) -> Path:
+    save_models("cold", folder)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("make", "told"),
     [
-        ("saved/topk", "has no decisions of Fixed(TopK(ratio=0.1))"),
-        ("saved/cold", "models are averaged without a policy"),
-        ("saved", "has neither a ledger.json nor a complete checkpoint"),
-        ("saved/README.md", "has no decisions of a policy"),
+        (without_decisions, "has no decisions of Fixed(TopK(ratio=0.1))"),
+        (of_models, "models are averaged without a policy"),
+        (nothing, "has neither a ledger.json nor a complete checkpoint"),
+        (text, "has no decisions of a policy"),
     ],
 )
-def test_refused(name: str, told: str) -> None:
-    done = replay(SAVED.parent / name)
+def test_refused(make: Callable[[Path], Path], told: str, tmp_path: Path) -> None:
+    done = replay(make(tmp_path))
     assert done.exit_code == 1 and told in done.output and "Traceback" not in done.output
 
 
@@ -159,9 +180,11 @@ def test_other_json_is_refused(content: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_repeated_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    done = replay(SAVED / "onebit_adam", "--output", path)
+    for name in ("onebit_adam", "accordion"):
+        save_gradients(KINDS[name], tmp_path / name)
+    done = replay(tmp_path / "onebit_adam", "--output", path)
     assert done.exit_code == 1 and "cannot be repeated" in done.output and not path.exists()
-    assert replay(SAVED / "accordion", "--output", tmp_path / "no" / "x.json").exit_code == 1
+    assert replay(tmp_path / "accordion", "--output", tmp_path / "no" / "x.json").exit_code == 1
 
 
 def test_optimizers_are_numbered(tmp_path: Path) -> None:
