@@ -162,7 +162,9 @@ def test_what_went_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare_runs.compare(before, {there}, before) == []
     (line,) = compare_runs.compare(before, {there}, {there, more})
     assert line.startswith("in neither command") and "test_old" in line
-    monkeypatch.setattr(compare_runs, "reasons", lambda: [("a.py::test_old*", "*", "its names went")])
+    monkeypatch.setattr(
+        compare_runs, "reasons", lambda: [("a.py::test_old*", "*", "its names went")]
+    )
     assert compare_runs.compare(before, {there}, {there, more}) == []
     (line,) = compare_runs.compare(before, {old}, before)
     assert line == "not in make test with any launcher: a.py::test_ranks[s-check_x] "

@@ -190,6 +190,16 @@ def test_default_groups_and_repr() -> None:
 
 
 # --------------------------------------------------------------------------------------- DiLoCo
+def test_the_common_model_is_a_copy() -> None:
+    """The optimizer's steps on a model that became the common one leave the common one alone."""
+    model = np.ones(4)
+    info = Info(step=0, rank=0, size=2, name="model")
+    states = [DiLoCo(3).start(model, info)]
+    states.append(DiLoCo(3).synchronized(states[0], model))
+    model += 1
+    assert all((state["common"] == 1).all() for state in states)
+
+
 def test_diloco_is_nesterov_on_deltas() -> None:
     """DiLoCo equals a loop of Nesterov steps; with lr 1 and momentum 0, DiLoCo is local SGD."""
     outer = Nesterov(0.7, 0.9)
@@ -255,11 +265,11 @@ def test_gossip_keeps_the_mean_and_contracts_by_the_gap(kind: str) -> None:
 def test_a_directed_graph_will_do_for_gossip() -> None:
     """D-PSGD accepts a doubly stochastic matrix that is not symmetric, but COLD refuses it.
 
-    In the graph of this matrix, each rank receives from the rank before it.
+    In the graph of this matrix, each rank receives from the two ranks before it.
     """
-    weights = 0.5 * np.eye(5) + 0.5 * np.roll(np.eye(5), 1, 0)
+    weights = 0.6 * np.eye(5) + 0.3 * np.roll(np.eye(5), 1, 0) + 0.1 * np.roll(np.eye(5), 2, 0)
     graph = Topology(weights)
-    assert graph.of(1, 5) == (0,) and graph.to(1, 5) == (2,)
+    assert graph.of(1, 5) == (0, 4) and graph.to(1, 5) == (2, 3)
     world = Ranks(DPSGD(graph), 5, np.zeros(3))
     first = np.stack([noise(rank, 0, np.zeros(3)) for rank in range(5)])
     np.testing.assert_allclose(world.take(start_apart), weights @ first, atol=1e-14)

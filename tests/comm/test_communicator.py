@@ -116,6 +116,20 @@ def test_halves(framework: Framework, ranks: int, wire: str) -> None:
             assert same_bits(result, rounded(total / np.float32(ranks), wire))
 
 
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_halves_of_a_group(wire: str) -> None:
+    """A single tensor of 16-bit numbers is averaged among the ranks of its group."""
+
+    def wanted(rank: int) -> list[Request]:
+        group = (0, 2) if rank % 2 == 0 else (1, 3)
+        return [Allreduce(values(rank, (400, 3)), wire=wire, group=group)]
+
+    results, _ = exchange(NUMPY, 4, wanted)
+    for rank, (mine,) in enumerate(results):
+        one, other = (rounded(values(r, (400, 3)), wire) for r in (rank % 2, rank % 2 + 2))
+        assert same_bits(mine, rounded((one + other) / np.float32(2), wire))
+
+
 def rounded(x: np.ndarray, wire: str) -> np.ndarray:
     """Return `x` rounded to a 16-bit format and converted back, computed with NumPy only."""
     if wire == "float16":

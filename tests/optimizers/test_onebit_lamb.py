@@ -66,6 +66,19 @@ def test_each_tensor_has_ratios_of_its_own(framework: Framework, ranks: int, dec
     assert oracles["w"].last != 1.0 and oracles["w"].k != oracles["v"].k
 
 
+def test_a_ratio_of_one_is_not_recorded() -> None:
+    """Ratios above and below 1 enter k with the same rate; one of exactly 1 does not enter it."""
+    rule = Lamb(coeff_beta=0.75, min_coeff=0.1, max_coeff=10.0)
+    for size, ratio in ((0.0, 1.0), (4.0, 4.0), (0.5, 0.5)):
+        weights = np.full(1200, size)
+        state = rule.init(NUMPY.xp.spec(weights), Info(parameter=weights))
+        gradient = np.ones(1200)  # whose direction is 1 everywhere, in the first step of Adam
+        _, state = rule.update(gradient, state, Info(parameter=weights, lr=0.1))
+        recorded = 0.25 * (ratio != 1)
+        np.testing.assert_allclose(state["weight"], recorded)
+        np.testing.assert_allclose(state["coeff"], recorded * ratio, rtol=1e-6)
+
+
 def test_the_factor_is_bounded_and_changes_slowly() -> None:
     """If gradients vanish after the switch, r rises by a tenth a step, up to its bound."""
     rule = OnebitLamb((0.5, 0.5), warmup_steps=3, factor_max=2.0)

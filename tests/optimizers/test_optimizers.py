@@ -269,6 +269,13 @@ def test_no_warning_where_nothing_runs_away(framework: Framework, ranks: int, sc
             directions(world, framework, gradients, "float32", 0.1)
 
 
+def test_weight_decay_has_the_papers_form_by_default() -> None:
+    decoupled = {
+        name for name in optimizers.NATIVE if getattr(optimizers, name).decoupled_weight_decay
+    }
+    assert decoupled == {"Birder", "Lamb", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"}
+
+
 def test_every_optimizer_has_a_row() -> None:
     known = {getattr(optimizers, name) for name in optimizers.NATIVE}
     assert known == {type(row.rule) for row in ROWS}

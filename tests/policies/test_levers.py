@@ -333,6 +333,18 @@ def test_what_is_affordable(
         assert chosen == wanted
 
 
+def test_the_most_urgent_get_the_room() -> None:
+    """The room for one bucket is the most urgent one's; one of unknown urgency comes first."""
+    wanted, prices = dict.fromkeys("abc", 1), dict.fromkeys("abc", (1.0, 5.0))
+    for urgency, first in (
+        ({"a": 1.0, "b": 3.0, "c": 2.0}, "b"),
+        ({"a": -1.0, "b": -3.0, "c": -2.0}, "a"),
+        ({"a": 1.0, "b": 3.0}, "c"),
+    ):
+        chosen = affordable(wanted, prices, urgency, 7.0)
+        assert chosen == {name: int(name == first) for name in "abc"}
+
+
 def costs(level: Any, ranks: int = 2) -> float:
     """Return the MB that a step of the tests' gradients sends, without flags."""
     world = simulate_once(level, ranks)

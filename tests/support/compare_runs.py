@@ -79,7 +79,8 @@ def compare(before: set[Checked], quick: set[Checked], whole: set[Checked]) -> l
         f"in neither command, without a reason in left.csv: {test}"
         for test in sorted(before - whole - quick)
         if not any(
-            fnmatch.fnmatchcase(test.check, check) and fnmatch.fnmatchcase(test.framework, framework)
+            fnmatch.fnmatchcase(test.check, check)
+            and fnmatch.fnmatchcase(test.framework, framework)
             for check, framework in patterns
         )
     ]
