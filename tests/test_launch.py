@@ -10,7 +10,8 @@ import os
 from typing import Any, NamedTuple
 
 import pytest
-from launch import END, checks_of, command_for, launch, need, ranks
+from forked import modules_of
+from launch import END, RANKS, checks_of, command_for, launch, need, ranks
 
 from benchmarks import processes
 
@@ -74,13 +75,13 @@ SUITES: dict[str, list[Place]] = {
     "keras_optimizer_checks.py": [GLOO, nightly("mpirun", 2)],
     "graph_checks.py": BOTH,
     "graph_training_checks.py": [GLOO],
-    "privacy_torch_checks.py": [nightly("gloo", 1), *BOTH],
+    "privacy_torch_checks.py": [Place("gloo", 1), *BOTH],
     "privacy_keras_checks.py": [GLOO],
     "levers_checks.py": [GLOO],
     "levers_keras_checks.py": [GLOO],
     "levers_models_checks.py": [MPI],
     "levers_models_keras_checks.py": [MPI],
-    "averaging_checks.py": [MPI, nightly("mpirun", 5)],
+    "averaging_checks.py": [nightly("mpirun", 4), Place("mpirun", 5)],
     "torch_averaging_checks.py": [nightly("gloo", 4), MPI],
     "keras_averaging_checks.py": [GLOO],
     "keras_waiting_checks.py": [MPI],
@@ -211,6 +212,26 @@ def test_a_function_that_fails_names_its_rank() -> None:
 def fails_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("intended")
+
+
+def test_make_test_has_each_check_launcher_and_world() -> None:
+    """Each check, each framework over each launcher, and each number of ranks is in `make test`."""
+    every = [(script, place) for script, places in SUITES.items() for place in places]
+    quick = [(script, place) for script, place in every if not place.nightly]
+
+    def checks(some: list[tuple[str, Place]]) -> set[tuple[str, str]]:
+        return {(script, x) for script, place in some for x in place.chosen or checks_of(script)}
+
+    def launchers(some: list[tuple[str, Place]]) -> set[tuple[str, str]]:
+        return {
+            (framework, place.launcher)
+            for script, place in some
+            for framework in {"torch", "tensorflow"} & set(modules_of(RANKS / script))
+        }
+
+    assert checks(quick) == checks(every)
+    assert launchers(quick) == launchers(every)
+    assert {place.ranks for _, place in quick} == {place.ranks for _, place in every}
 
 
 def test_checks_are_found_in_order() -> None:
