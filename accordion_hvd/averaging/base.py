@@ -83,7 +83,6 @@ def ends_period(step: int, period: int) -> bool:
 
 
 def group_info(info: Info, group: Group) -> Info:
-    """Return the `Info` of an exchange within a group."""
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 

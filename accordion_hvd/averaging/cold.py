@@ -49,20 +49,13 @@ class Innovations(Averaging, abc.ABC):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `topology` is not a topology or `gamma` is outside (0, 1]."""
         object.__setattr__(self, "topology", topology(self, self.topology))
         check.ratio(self, "gamma", self.gamma)
 
     def equal(self, step: int) -> bool:
-        """Return False: models never become exactly equal."""
         return False
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return (): the method has no groups.
-
-        Raises:
-            ValueError: if the topology is not symmetric or does not support `size` ranks.
-        """
         if not self.topology.symmetric(size):
             check.refuse(self, "topology", self.topology, "symmetric")
         return ()
@@ -156,12 +149,10 @@ class COLD(Innovations):
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         super().__post_init__()
         check_compressor(self, self.compressor)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the state of `Innovations`, and the compressor's state between messages."""
         state = super().init(spec, info)
         if self.compressor is None:
             return state
@@ -218,7 +209,6 @@ class DynaCOLD(Innovations):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         super().__post_init__()
         if not check.is_number(self.theta) or not 0 < self.theta < 1:
             check.refuse(self, "theta", self.theta, "a number in (0, 1)")
@@ -226,7 +216,6 @@ class DynaCOLD(Innovations):
             check.refuse(self, "scale", self.scale, "None or a number above 0")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the state of `Innovations`, the first `scale`, and the number of `doublings`."""
         first = spec.xp.full((1,), self.scale or 0.0, "float32", spec.device)
         return super().init(spec, info) | {"scale": first, "doublings": spec.zeros((1,))}
 

@@ -34,7 +34,6 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `lr` is negative or `momentum` is outside [0, 1)."""
         check.at_least(self, "lr", self.lr, least=0)
         check.below_one(self, "momentum", self.momentum)
 
@@ -69,27 +68,21 @@ class DiLoCo(Averaging):
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         periodic(self, self.period)
         if not isinstance(self.outer, Nesterov):
             check.refuse(self, "outer", self.outer, "a Nesterov(lr=..., momentum=...)")
         check_compressor(self, self.compressor)
 
     def equal(self, step: int) -> bool:
-        """Return True after an outer step."""
         return ends_period(step, self.period)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return `common`, `velocity` and the compressor's state.
-
-        `common` is the model after the last outer step.
-        """
+        """Return `common` (the last outer step's model), `velocity`, the compressor's state."""
         zeros = [spec.zeros(spec.shape, spec.wide) for _ in range(2)]
         own = self.compressor.init(spec, info) if self.compressor else {}
         return {"common": zeros[0], "velocity": zeros[1]} | prefixed(own)
 
     def start(self, model: Tensor, info: Info) -> State:
-        """Return a state whose common model is `model`."""
         return self.synchronized(super().start(model, info), model)
 
     def synchronized(self, state: State, model: Tensor) -> State:
@@ -98,7 +91,6 @@ class DiLoCo(Averaging):
         return {**state, "common": xp.cast(xp.copy(model), xp.dtype(state["common"]))}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Average the deltas and take an outer step at the end of a period."""
         if not self.equal(info.step):
             return model, state
         xp, common = namespace(model), state["common"]

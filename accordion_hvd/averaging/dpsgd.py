@@ -34,24 +34,16 @@ class DPSGD(Averaging):
     topology: Any = "ring"
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `topology` is not a topology."""
         object.__setattr__(self, "topology", topology(self, self.topology))
 
     def equal(self, step: int) -> bool:
-        """Return False: models never become exactly equal."""
         return False
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Return (): the method has no groups.
-
-        Raises:
-            ValueError: if the topology does not support `size` ranks.
-        """
         self.topology.weights(size)
         return ()
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Exchange models with the neighbours and return the weighted mean."""
         graph, weights = self.topology, self.topology.weights(info.size)[info.rank]
         senders = graph.of(info.rank, info.size)
         parts = yield Neighbours(model, to=graph.to(info.rank, info.size), of=senders)

@@ -25,7 +25,6 @@ class Groups:
     ranks in pairs: one group has three ranks, because no rank may be alone.
 
     Args:
-        size: number of ranks.
         group_size: number of ranks that average together, from 1 to `size`.
 
     Attributes:
@@ -47,7 +46,6 @@ class Groups:
 
     @functools.cached_property
     def reach(self) -> int | None:
-        """Return the number of steps in which every model reaches every rank, or None."""
         return _worst(self.size, self._cycle) if self.group_size > 1 or self.size == 1 else None
 
     def at(self, step: int) -> Partition:
@@ -55,7 +53,6 @@ class Groups:
         return self._cycle[step % self.cycle]
 
     def of(self, rank: int, step: int) -> Group:
-        """Return the group of a rank at a step; the group includes the rank."""
         return self._group_of[step % self.cycle][rank]
 
     def all(self) -> tuple[Group, ...]:

@@ -23,15 +23,12 @@ class LocalSGD(Averaging):
     period: int = 10
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `period` is not an integer of at least 1."""
         periodic(self, self.period)
 
     def equal(self, step: int) -> bool:
-        """Return True after an average."""
         return ends_period(step, self.period)
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce at the end of a period."""
         if self.equal(info.step):
             return (yield from self.synchronize(model, state, info))
         return model, state

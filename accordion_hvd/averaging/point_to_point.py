@@ -59,11 +59,8 @@ def decode(
     """Decode a message of another rank.
 
     Args:
-        compressor: the sender's compressor.
-        message: message from the sender's `encode`.
         like: fp32 tensor in the shape of the encoded tensor.
         info: information about the receiver's exchange, at the same step.
-        sender: rank of the sender.
     """
     xp = namespace(like)
     if isinstance(compressor, Codec):
@@ -76,7 +73,6 @@ def decode(
 
 
 def _encode(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
-    """Encode with a codec; return the message and its decoded value."""
     if codec.uneven:
         _refuse(codec)
     xp, sender, info = namespace(x), info.rank, _single_rank(info, info.rank)

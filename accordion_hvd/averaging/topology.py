@@ -39,7 +39,6 @@ class Topology:
     kind: Any = "ring"
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `kind` is not a known name or a valid matrix."""
         if isinstance(self.kind, str):
             check.one_of(self, "kind", self.kind, tuple(_GRAPHS))
         else:
@@ -85,11 +84,7 @@ class Topology:
 
 
 def topology(owner: Any, value: Any) -> Topology:
-    """Return the `Topology` for a topology, a name or a matrix.
-
-    Raises:
-        ValueError: if `value` is none of these.
-    """
+    """Return the `Topology` for a topology, a name or a matrix; ValueError for other values."""
     if isinstance(value, Topology):
         return value
     if not isinstance(value, (str, np.ndarray, list, tuple)):

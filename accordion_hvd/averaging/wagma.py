@@ -68,7 +68,6 @@ class WAGMA(Averaging):
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         if self.timeout is not None:
             check.at_least(self, "timeout", self.timeout, least=0.1)
         if self.group_size is not None:
@@ -88,23 +87,17 @@ class WAGMA(Averaging):
         return _schedule(self, size)
 
     def groups(self, size: int) -> tuple[Group, ...]:
-        """Return all groups of the schedule."""
         return self.schedule(size).all() if self.period > 1 else ()
 
     @property
     def only_means(self) -> bool:
-        """Return whether there is no compressor."""
         return self.compressor is None
 
     def equal(self, step: int) -> bool:
-        """Return True after an average over all ranks."""
         return ends_period(step, self.period)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return {}; with a compressor, `reference` and the compressor's state.
-
-        `reference` is the last average over all ranks.
-        """
+        """Return {}; with a compressor, its state and `reference`, the last average of all."""
         if self.compressor is None:
             return {}
         own = self.compressor.deactivate(self.compressor.init(spec, info))
@@ -112,18 +105,15 @@ class WAGMA(Averaging):
         return {"reference": reference} | prefixed(own)
 
     def start(self, model: Tensor, info: Info) -> State:
-        """Return a state with `model` as the reference."""
         return self.synchronized(super().start(model, info), model)
 
     def synchronized(self, state: State, model: Tensor) -> State:
-        """Return the state with `model` as the new reference."""
         if self.compressor is None:
             return state
         xp = namespace(model)
         return {**state, "reference": xp.cast(xp.copy(model), xp.dtype(state["reference"]))}
 
     def exchange(self, model: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce: over all ranks at the end of a period, else within the group."""
         if self.equal(info.step):
             return (yield from self.synchronize(model, state, info))
         group = self.schedule(info.size).of(info.rank, info.step)

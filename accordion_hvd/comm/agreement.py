@@ -49,12 +49,7 @@ def share(communicator: Communicator, value: Any, device: Any = None) -> Generat
 
 
 def require_agreement(communicator: Communicator, description: str, device: Any = None) -> None:
-    """Check that all ranks pass the same `description`; collective.
-
-    Args:
-        communicator: connects the ranks.
-        description: settings of this rank, one per line.
-        device: device of the tensors that are exchanged.
+    """Check that all ranks pass the same `description`, one setting per line; collective.
 
     Raises:
         RanksDisagree: on every rank; the message names the ranks and the first differing line.
@@ -77,11 +72,7 @@ def gather_texts(communicator: Communicator, text: str, device: Any = None) -> E
 
 
 def explain_disagreement(texts: Sequence[str]) -> str:
-    """Return a message with the ranks that differ from rank 0 and the first differing line.
-
-    Args:
-        texts: descriptions of all ranks, in rank order.
-    """
+    """Return a message with the ranks that differ from rank 0 and the first differing line."""
     for rank, text in enumerate(texts):
         for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines()):
             if first != other:

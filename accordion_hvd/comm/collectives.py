@@ -16,8 +16,6 @@ class Collectives(abc.ABC):
     """Interface of an engine for one of `size` processes.
 
     Attributes:
-        rank: number of this process.
-        size: number of processes.
         xp: operations of the framework of the tensors.
         engine: name of the engine, "horovod" or "torch".
         native_fp16_allreduce: whether the engine should add fp16, as NCCL does well. None until
@@ -78,7 +76,6 @@ class Collectives(abc.ABC):
 
     # -------------------------------------------------------------------------------------- groups
     def ranks(self, group: Group) -> int:
-        """Return the number of members of `group`."""
         return self.size if group is None else len(group)
 
     def within_host(self, group: Group) -> bool:

@@ -44,8 +44,6 @@ class RankLost(RuntimeError):
 
 
 class Communicator(Collectives):
-    """Base class of communicators, which connect one process to the others."""
-
     def pause(self, waited: float) -> None:
         """Sleep between two polls of the pending operations, after `waited` seconds of polling.
 
@@ -72,24 +70,13 @@ class Communicator(Collectives):
         """
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
-        """Start requests and return a handle on their results.
-
-        Args:
-            name: name of the requests, equal on all ranks.
-            requests: the requests; all ranks must pass requests of the same kinds and sizes.
-        """
+        """Start requests, equal in name, kinds and sizes on all ranks; return a handle."""
         return Pending(self, name, requests)
 
     def run(
         self, name: str, exchange: Generator[Any, Any, Any], traffic: Traffic | None = None
     ) -> Any:
-        """Run a generator of requests to its end and return its result.
-
-        Args:
-            name: name of its collectives, equal on all ranks.
-            exchange: the generator.
-            traffic: counter to which the bytes of the requests are added.
-        """
+        """Run a generator of requests to its end; add their bytes to `traffic`."""
         rounds = itertools.count()
 
         def serve(requests: Sequence[Request]) -> list[Any]:

@@ -29,7 +29,7 @@ ENOUGH, SECONDS = 3, 0.25
 
 
 def choose_reduction(communicator: Communicator, needed: bool, device: Any = None) -> None:
-    """Choose the reduction of fp16 by the speed of the link; collective.
+    """Set `communicator.native_fp16_allreduce` by the speed of the link; collective.
 
     Measures the link once, if the engine's choice is not known already. A gate, which measures the
     link anyway, calls `choose_by` instead. The highest speed of all ranks counts: a rank that
@@ -37,9 +37,7 @@ def choose_reduction(communicator: Communicator, needed: bool, device: Any = Non
     confirm the choice.
 
     Args:
-        communicator: communicator whose `native_fp16_allreduce` is set.
         needed: whether the policy sends fp16 before a gate has measured the link.
-        device: device of the measured vector.
     """
     known = communicator.native_fp16_allreduce is not None or communicator.size == 1
     if known or not needed:
@@ -51,13 +49,7 @@ def choose_reduction(communicator: Communicator, needed: bool, device: Any = Non
 
 
 def choose_by(bandwidth: float, communicator: Communicator, device: Any = None) -> Any:
-    """Choose the reduction by this rank's measurement; a generator of one allreduce.
-
-    Args:
-        bandwidth: bytes per second. The highest of all ranks counts.
-        communicator: communicator whose `native_fp16_allreduce` is set unless it is known.
-        device: device of the message.
-    """
+    """Choose by the ranks' highest `bandwidth` (bytes per second); a generator of one allreduce."""
     if communicator.native_fp16_allreduce is None and communicator.size > 1:
         own = communicator.xp.full((1,), bandwidth, "float32", device)
         highest = communicator.xp.to_numpy((yield Allreduce(own, op="max")))

@@ -24,9 +24,7 @@ def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None)
     same order, including groups that it is not a member of.
 
     Args:
-        communicator: connects the ranks.
         wanted: whether the hosts are needed (`Policy.topology_aware`).
-        device: device of the tensors that are exchanged.
 
     Raises:
         ValueError: on every rank, if hosts have different numbers of ranks, or if the engine does

@@ -9,10 +9,8 @@ _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
 
 
 def started_by_mpi() -> bool:
-    """Return whether an MPI launcher has started this process."""
     return any(name in os.environ for name in _OF_MPI)
 
 
 def started_by_horovod() -> bool:
-    """Return whether horovodrun has started this process."""
     return "HOROVOD_RANK" in os.environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ

@@ -16,10 +16,6 @@ class LocalCommunicator(Communicator):
     """A communicator for a process that is a single rank, or outside of a process set.
 
     If `size` is larger than 1, results are those of ranks that all pass the same tensors.
-
-    Args:
-        xp: operations of the framework of the tensors.
-        size: number of ranks.
     """
 
     rank = 0
@@ -28,47 +24,33 @@ class LocalCommunicator(Communicator):
         self.xp, self.size = xp, size
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Return the mean, sum or maximum over ranks with equal tensors."""
         return [reference.repeated(self.xp, x, op, self.ranks(group)) for x in tensors]
 
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Return one copy of the vector per rank, concatenated."""
         return self.xp.concat([tensor] * self.ranks(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Return a copy of the vector."""
         return self.xp.copy(tensor)
 
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Return a copy of the vector; with `splits`, also the number of rows from each rank."""
         copied = self.xp.copy(tensor)
         return copied if splits is None else (copied, list(splits))
 
     def poll(self, handle: Any) -> bool:
-        """Return True: no operation is ever pending."""
         return True
 
     def wait(self, handle: Any) -> Any:
-        """Return the result, which is the handle."""
         return handle
 
 
 def connect(
     process_set: Any, engine: Callable[[Any], Communicator], xp: ModuleType
 ) -> Communicator:
-    """Return a communicator that connects the ranks of a process set.
-
-    A process outside of the process set, or the only one in it, gets a `LocalCommunicator`.
-
-    Args:
-        process_set: the process set.
-        engine: returns the engine's communicator for a process set.
-        xp: operations of the framework of the tensors.
-    """
+    """Return a communicator of a process set, a local one outside of it and for a single rank."""
     if process_set.included() and process_set.size() > 1:
         return engine(process_set)
     return LocalCommunicator(xp)

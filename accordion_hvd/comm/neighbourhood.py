@@ -22,7 +22,6 @@ class Neighbourhood:
 
     Args:
         pause: function that is called between two polls, with the seconds waited so far.
-        comm: MPI communicator of the ranks; by default, all ranks.
     """
 
     def __init__(self, pause: Callable[[float], None], comm: Any = None) -> None:
@@ -33,12 +32,7 @@ class Neighbourhood:
         self._graph: Any = None
 
     def serving(self, exchange: RequestGenerator, traffic: Traffic) -> RequestGenerator:
-        """Run an exchange generator; serve its `Neighbours` requests and count their bytes.
-
-        Args:
-            exchange: the generator; its other requests are yielded.
-            traffic: counter to which the bytes are added.
-        """
+        """Run a generator: serve its `Neighbours` requests, count their bytes, yield the others."""
 
         def serve(asked: Any) -> RequestGenerator:
             if not isinstance(asked, Neighbours):

@@ -44,14 +44,7 @@ def together(communicator: Collectives, requests: Sequence[Request]) -> list[lis
 
 
 def program(communicator: Collectives, traffic: Traffic, name: str, requests: list[Any]) -> Program:
-    """Return the program that serves requests of one kind.
-
-    Args:
-        communicator: connects the ranks.
-        traffic: counter to which the bytes of the requests are added.
-        name: name of the collective, equal on all ranks.
-        requests: requests that can share a collective (see `together`).
-    """
+    """Return the program that serves requests that can share a collective (`together`)."""
     kind = key(communicator, requests[0])[0]
     return _PROGRAMS[kind](communicator, traffic, name, requests)
 
@@ -93,9 +86,6 @@ def count(
     """Add the bytes of requests in one collective to `traffic`.
 
     Args:
-        communicator: connects the ranks.
-        traffic: counter of this rank.
-        requests: the requests.
         gathered: for uneven allgathers, the total bytes of all ranks' tensors, by request.
     """
     group = requests[0].group  # requests in one collective share it

@@ -65,11 +65,9 @@ class Recorded(Pending):
         self._answers = [communicator.answer(request) for request in requests]
 
     def ready(self) -> bool:
-        """Return True."""
         return True
 
     def result(self) -> list[Any]:
-        """Return the answers, in the order of the requests."""
         return self._answers
 
 
@@ -77,11 +75,6 @@ class RecordingCommunicator(LocalCommunicator):
     """The communicator of rank 0 of `size` ranks; it records requests and sends nothing.
 
     The engine is assumed to add fp16, as NCCL does.
-
-    Args:
-        xp: operations of the framework of the tensors.
-        size: number of ranks.
-        hosts: ranks of each host; () if not known.
 
     Attributes:
         launched: name and operations of all requests that were launched together so far.
@@ -95,7 +88,6 @@ class RecordingCommunicator(LocalCommunicator):
         self.launched: list[tuple[str, tuple[Operation, ...]]] = []
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
-        """Record requests that are launched together."""
         self.launched.append((name, self.operations(requests)))
         return Recorded(self, requests)
 
@@ -113,7 +105,6 @@ class RecordingCommunicator(LocalCommunicator):
         return traffic
 
     def operations(self, requests: Sequence[Request]) -> tuple[Operation, ...]:
-        """Return the operations that serve requests that are launched together."""
         return tuple(
             operation
             for members in packing.together(self, requests)
@@ -121,7 +112,6 @@ class RecordingCommunicator(LocalCommunicator):
         )
 
     def _operations(self, requests: Sequence[Request]) -> list[Operation]:
-        """Return the operations of the program that serves requests of one kind."""
         first, kind = requests[0], packing.key(self, requests[0])[0]
         group, size = first.group, self.traffic(requests).payload
         if kind == "single":
@@ -174,9 +164,6 @@ def record(
 
     Args:
         make: returns the generator of rank 0, given the number of ranks and the hosts.
-        xp: operations of its tensors; NumPy's.
-        ranks: number of ranks.
-        hosts: ranks of each host; () if not known.
 
     Raises:
         ValueError: if answers are larger than `LARGE` and the later requests depend on the number

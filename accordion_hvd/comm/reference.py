@@ -14,11 +14,7 @@ from accordion_hvd.ops import namespace
 
 
 def results(requests: Mapping[int, Request]) -> dict[int, Any]:
-    """Return the result of one collective for each rank.
-
-    Args:
-        requests: each member's request, by rank, in rank order.
-    """
+    """Return the result of one collective for each rank; `requests` are in rank order."""
     first = next(iter(requests.values()))
     xp = namespace(first.tensor)
     tensors = [request.tensor for request in requests.values()]

@@ -20,12 +20,6 @@ class RehearsalCommunicator(LocalCommunicator):
 
     Requests are packed and unpacked as in a job. Only the engine's operations are replaced.
 
-    Args:
-        xp: operations of the framework of the tensors.
-        size: number of ranks.
-        hosts: ranks of each host.
-        native_fp16: whether the engine adds fp16.
-
     Attributes:
         operations: the operations so far, by name.
         seconds: time spent on what engines would do outside of the training thread.
@@ -38,26 +32,22 @@ class RehearsalCommunicator(LocalCommunicator):
         self.seconds = 0.0
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Record a reduction; return the tensors that ranks with equal tensors would receive."""
         reduce = partial(super().allreduce, name, tensors, op, group)
         return self._answer(name, "allreduce", tensors, group, reduce)
 
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Record an allgather; return one copy of the vector per rank."""
         gather = partial(super().allgather, name, tensor, group, lengths)
         return self._answer(name, "allgather", [tensor], group, gather)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Record a broadcast; return a copy of the vector."""
         broadcast = partial(super().broadcast, name, tensor, root, group)
         return self._answer(name, "broadcast", [tensor], group, broadcast)
 
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Record an alltoall; return a copy of the tensor."""
         exchange = partial(super().alltoall, name, tensor, group, splits)
         return self._answer(name, "alltoall", [tensor], group, exchange)
 
@@ -67,7 +57,6 @@ class RehearsalCommunicator(LocalCommunicator):
         return polled
 
     def wait(self, handle: Any) -> Any:
-        """Return the result."""
         return handle["result"]
 
     def pause(self, waited: float) -> None:

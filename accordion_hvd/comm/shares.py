@@ -22,8 +22,6 @@ def by_shares(exchange: RequestGenerator, rank: int, size: int) -> RequestGenera
 
     Args:
         exchange: the generator; its requests for groups must be means.
-        rank: this rank.
-        size: number of ranks.
     """
 
     def serve(asked: Any) -> RequestGenerator:

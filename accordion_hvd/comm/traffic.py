@@ -36,7 +36,6 @@ class Traffic:
     within: float = 0.0
 
     def add(self, other: Traffic) -> None:
-        """Add the bytes of `other`."""
         self.payload += other.payload
         self.sent += other.sent
         self.received += other.received
@@ -53,8 +52,6 @@ def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Tra
     """Return the bytes of one rank for a request.
 
     Args:
-        request: the request.
-        ranks: number of ranks that take part.
         gathered: for an uneven allgather, the total number of bytes of all ranks' tensors.
     """
     wire = request.wire if isinstance(request, Allreduce) else None

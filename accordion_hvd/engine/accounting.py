@@ -15,7 +15,6 @@ class Accounts:
     """Bytes and seconds of this rank since the start of training.
 
     Attributes:
-        traffic: payload bytes and the bytes sent and received.
         dense_bytes: bytes of the uncompressed gradients of all steps.
         seconds: seconds spent in encoding, waiting and decoding, by these names.
         each_step: bytes of the uncompressed gradients of one step.
@@ -27,7 +26,6 @@ class Accounts:
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
 
     def count(self, step: Step) -> None:
-        """Add the bytes and seconds of a step."""
         self.traffic.add(step.traffic)
         self.dense_bytes += self.each_step
         for key, value in step.seconds.items():

@@ -18,7 +18,6 @@ class BucketBatches:
     """The bucket batches of an exchange at the present levels.
 
     Args:
-        exchange: the exchange, which owns the bucket states.
         limit: size in bytes at which a fusion group is closed; None: as in `make_plan`.
 
     Attributes:
@@ -44,7 +43,6 @@ class BucketBatches:
     # ----------------------------------------------------------------------------------- the plan
     @property
     def plan(self) -> Plan:
-        """Return the plan of bucket batches and fusion groups at the present levels."""
         if self._plan is None:
             exchange, entries = self._exchange, self._exchange.bucket_states
             buckets = [entry.bucket for entry in entries]
@@ -124,7 +122,6 @@ class BucketBatches:
         return batch_state.buffer
 
     def pack_weights(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the weights of batch `index` in the layout of its compressor."""
         return self._packed(index, parts)
 
     def _packed(self, index: int, parts: Sequence[Tensor], buffer: Tensor = None) -> Tensor:
@@ -169,12 +166,10 @@ class BucketBatches:
         return bool(self.plan.batches[index].stacked) or self.first(index).bucket.packed
 
     def needs_weights(self, index: int) -> bool:
-        """Return whether the compressor of batch `index` needs the weights."""
         return self.first(index).compressor.needs_weights
 
     @property
     def any_needs_weights(self) -> bool:
-        """Return whether a compressor of any level needs the weights."""
         return any(
             level.needs_weights for entry in self._exchange.bucket_states for level in entry.levels
         )

@@ -18,8 +18,6 @@ class StackedState:
     """The states of several buckets in common tensors.
 
     Attributes:
-        state: tensors of the compressor's state.
-        evidence: tensors for the policy's evidence.
         flat: whether each tensor is the concatenation of the buckets' flattened tensors; otherwise
             the buckets' tensors are stacked along a new first dimension.
     """
@@ -40,10 +38,6 @@ class BucketState:
     """The levels and the state of one bucket.
 
     Attributes:
-        bucket: the bucket.
-        levels: compressors that may serve the bucket.
-        spec: shape, dtype and device of the bucket's gradient, as compressors receive them.
-        level: number of the level that serves the bucket now.
         inactive: states of other levels, by level.
         carried: residual of earlier levels that is not part of the present level's state and is
             added to the next gradient; None if there is none.
@@ -73,7 +67,6 @@ class BucketState:
 
     @property
     def compressor(self) -> Compressor:
-        """Return the compressor that serves the bucket now."""
         return self.levels[self.level]
 
     @property
@@ -105,7 +98,6 @@ class BucketState:
         self._evidence = evidence
 
     def within(self, stack: StackedState) -> bool:
-        """Return whether state and evidence are stored in `stack`."""
         return self._stack is stack
 
     def join(self, stack: StackedState, place: int) -> None:
@@ -148,12 +140,7 @@ class BucketState:
         return self._total_residual(self.compressor, self.state or {}, self.created_with or info)
 
     def record_switch(self, level: int, counted: int) -> None:
-        """Update `served_from` before a switch to `level`.
-
-        Args:
-            level: number of the new level.
-            counted: number of exchanges so far that were not skipped.
-        """
+        """Update `served_from` before a switch, after `counted` exchanges without skipped ones."""
         self.served_by_level[self.level] = counted - self.served_from
         self.served_from = counted - self.served_by_level.pop(level, 0)
 
@@ -200,7 +187,6 @@ class BucketState:
         return SavedState(self.level, states, self.carried, dict(self.evidence))
 
     def load(self, saved: SavedState) -> None:
-        """Continue from a saved state."""
         states = dict(saved.states)
         self.level, self.carried, self.created_with = saved.level, saved.carried, None
         self.state, self.evidence = states.pop(saved.level, None), dict(saved.evidence)
@@ -209,12 +195,6 @@ class BucketState:
 
 class BatchState:
     """The states of the buckets of a bucket batch, in the layout of their compressor.
-
-    Args:
-        entries: states of the buckets.
-        stacked: layout of the batch (`BucketBatch.stacked`).
-        xp: operations on the framework's tensors.
-        evidence: evidence that the policy may ask for.
 
     Attributes:
         before: the policy's evidence before the current step, to undo the step.
@@ -270,12 +250,10 @@ class BatchState:
 
     @property
     def state(self) -> State:
-        """Return the state for the exchange generator."""
         return self._stack.state if self._stack is not None else self.entries[0].state or {}
 
     @property
     def evidence(self) -> dict[str, Tensor]:
-        """Return the tensors for the policy's evidence."""
         return self._stack.evidence if self._stack is not None else self.entries[0].evidence
 
     @evidence.setter

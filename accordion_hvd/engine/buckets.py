@@ -30,8 +30,6 @@ class TensorInfo:
 
     Attributes:
         name: unique name, equal on all ranks.
-        shape: shape of the tensor.
-        dtype: name of the dtype.
         kind: kind of the tensor, such as its device. Tensors of different kinds are never packed
             together.
         group: parameter group, if compressors depend on its settings. Tensors of different groups
@@ -46,7 +44,6 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
 
@@ -59,11 +56,9 @@ class Bucket:
         members: positions of the tensors in the list of all tensors.
         shape: shape that the compressor receives: that of the tensor, or (elements,) if packed.
         sizes: number of elements of each member.
-        dtype: dtype of all members.
         compress: whether the policy chooses the compressor; otherwise the bucket is sent
             uncompressed.
         packed: whether the members are flattened and concatenated.
-        group: parameter group of all members.
     """
 
     name: str
@@ -77,12 +72,10 @@ class Bucket:
 
     @functools.cached_property
     def size(self) -> int:
-        """Return the number of elements."""
         return sum(self.sizes)
 
     @property
     def dense_bytes(self) -> int:
-        """Return the uncompressed bytes of the tensors."""
         return self.size * ITEMSIZE[self.dtype]
 
 

@@ -228,11 +228,6 @@ def move(exchange: Exchange, link: Communicator) -> None:
 def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
     """Discard per-rank state on all ranks if a rank adopted the state of another; collective.
 
-    Args:
-        exchange: exchange with the adopted state.
-        own: whether this rank adopted a state of its own.
-        device: device of the exchange's tensors.
-
     Raises:
         RuntimeError: on every rank, if the numbers of steps of the ranks differ.
     """
@@ -297,7 +292,6 @@ def _check_kinds(exchange: Exchange, about: dict[str, Any]) -> None:
 
 
 def _kind_of(value: Any) -> type:
-    """Return one of JSON's kinds of values."""
     kinds: tuple[type, ...] = (bool, numbers.Real, str, Mapping, Sequence)
     return next((kind for kind in kinds if isinstance(value, kind)), object)
 
@@ -453,14 +447,7 @@ def _report_rescaling(exchange: Exchange, ranks: int) -> None:
 
 
 def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[SavedState]:
-    """Return this rank's saved states; on another number of ranks, made from those of all ranks.
-
-    Args:
-        exchange: exchange to restore.
-        row: description of the exchange in the manifest.
-        load: function that returns the saved arrays of a rank.
-        ranks: number of ranks that saved.
-    """
+    """Return this rank's saved states; on another number of ranks, made from those of all ranks."""
     rank, size = exchange.communicator.rank, exchange.communicator.size
     if ranks == size:
         return read_named(load(rank), row)
@@ -501,7 +488,6 @@ def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...
 
 
 def _info_when_saved(row: dict[str, Any], rank: int, ranks: int) -> Info:
-    """Return the `Info` with which a rank's saved states were made."""
     hosts = tuple(tuple(members) for members in row["machines"])
     return Info(rank=rank, size=ranks, hosts=hosts)
 

@@ -33,7 +33,6 @@ class Damaged(ValueError):
 
 
 def rank_file(folder: Path, rank: int, ranks: int) -> Path:
-    """Return the path of a rank's file."""
     return folder / f"rank-{rank:05d}-of-{ranks:05d}.npz"
 
 
@@ -188,11 +187,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Check that all ranks' files are there and have the sizes of the manifest.
-
-    Raises:
-        Damaged: if they are not.
-    """
+    """Raise Damaged unless all ranks' files are there, with the sizes of the manifest."""
     ranks = manifest["ranks"]
     missing = (rank for rank in range(ranks) if not rank_file(folder, rank, ranks).exists())
     some = list(itertools.islice(missing, _MOST_NAMED + 1))  # a wrong `ranks` may be any number

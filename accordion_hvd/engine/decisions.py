@@ -10,11 +10,7 @@ from accordion_hvd.policies import decision
 
 
 class Decisions:
-    """The decisions that an exchange's policy and its observers take between two steps.
-
-    Args:
-        exchange: the exchange; decisions change the levels of its buckets.
-    """
+    """The decisions that an exchange's policy and its observers take between two steps."""
 
     def __init__(self, exchange: Any) -> None:
         self._exchange = exchange

@@ -20,10 +20,6 @@ def span(entries: Sequence[BucketState], counted: int) -> int:
 
     Skipped exchanges do not count. The number is 1 if no compressor lets weights differ. It depends
     only on the numbers of exchanges, so it is equal on all ranks.
-
-    Args:
-        entries: bucket states of an exchange.
-        counted: number of exchanges so far that were not skipped.
     """
     states = drifting(entries)
 

@@ -71,13 +71,11 @@ class FollowsRanks:
         raise NotImplementedError
 
     def save(self) -> None:
-        """Commit all values."""
         for member in self._members():
             member.commit()
         super().save()  # type: ignore[misc]
 
     def restore(self) -> None:
-        """Return to the values of the last commit."""
         for member in self._members():
             member.roll_back()
         super().restore()  # type: ignore[misc]

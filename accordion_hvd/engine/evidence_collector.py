@@ -13,9 +13,6 @@ from accordion_hvd.policies.evidence import Evidence, Step
 class EvidenceCollector:
     """Collector of the evidence that is updated in each step of an exchange.
 
-    Args:
-        exchange: the exchange.
-
     Attributes:
         always: whether to collect evidence also in windows in which the policy does not use it.
             Graphs need this: with a sum that stops, they would have to be traced again.
@@ -61,12 +58,7 @@ class EvidenceCollector:
         batch_state.before = None
 
     def observe(self, entry: BucketState, grads: Sequence[Tensor]) -> None:
-        """Update a bucket's evidence with gradients that are not exchanged.
-
-        Args:
-            entry: state of the bucket.
-            grads: gradients of all tensors.
-        """
+        """Update a bucket's evidence with gradients that are not exchanged."""
         xp, wanted = self._exchange.xp, [x for x in self.wanted(entry) if x.looks_before]
         if wanted:
             parts = [xp.reshape(grads[member], (-1,)) for member in entry.bucket.members]

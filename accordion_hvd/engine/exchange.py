@@ -39,8 +39,6 @@ class Exchange:
     when decisions may be due.
 
     Args:
-        communicator: communicator that carries the requests.
-        policy: policy that decides which compressor serves which bucket.
         tensors: tensors to exchange, in the order in which their gradients are expected.
         skip: patterns of the names of tensors to send uncompressed.
         name: prefix of the names of collectives; equal on all ranks, unique in a process.
@@ -50,18 +48,13 @@ class Exchange:
         steps: number of exchanges so far, skipped ones included.
         skipped: number of exchanges that were skipped because a gradient was not finite.
         device: device of the first bucket.
-        evidence: collector of the policy's evidence.
         replicas: function that returns the weights by the tensors' names, for evidence that depends
             on the weights.
         gains: function that returns the gains of the optimizer (`engine.gain`) for tensors, by
             their names.
         hyper: settings of each parameter group, as compressors receive them (`Info.hyper`).
-        bucket_states: states of the buckets.
         entry_of: bucket state of each tensor, by the tensor's number.
         tensors: all tensors; positions in this list are the tensors' numbers.
-        bucket_batches: the bucket batches, which pack and unpack tensors.
-        decisions: decisions of the policy and its observers.
-        accounts: bytes and seconds so far.
         running: the present step; None between steps.
         results: means of the last closed step, by bucket batch.
     """
@@ -138,11 +131,7 @@ class Exchange:
 
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
-        """Begin an exchange, after the decisions that are due; these wait for the other ranks.
-
-        Args:
-            lr: learning rate of the step; a float, or a rate per bucket name.
-        """
+        """Begin an exchange, after the decisions that are due; these wait for the other ranks."""
         self.decide(lr)
         self.open(lr)
 
@@ -184,7 +173,6 @@ class Exchange:
         """Start the exchange of one bucket batch.
 
         Args:
-            index: position of the bucket batch.
             grad: gradients from `BucketBatches.pack`; their memory may be overwritten.
             parameter: weights from `BucketBatches.pack_weights`, if the compressor
                 `needs_weights`.
@@ -218,12 +206,7 @@ class Exchange:
         return first.compressor.exchange(grad, batch_state.state, info)
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
-        """Update policy and evidence with this rank's gradients in a step without an exchange.
-
-        Args:
-            grads: gradients in the order of `tensors`.
-            lr: learning rate, as in `begin`.
-        """
+        """Update policy and evidence without an exchange; `grads` are in the order of `tensors`."""
         for entry in self.bucket_states:
             self.evidence.observe(entry, grads)
         self._tick(self.rates(lr))
@@ -305,7 +288,6 @@ class Exchange:
 
     # ------------------------------------------------------------------- step numbers and rates
     def info(self, entry: BucketState, step: Any = None) -> Info:
-        """Return the `Info` for a bucket's compressor."""
         return Info(
             step=self.steps if step is None else step,
             rank=self.communicator.rank,
@@ -321,7 +303,6 @@ class Exchange:
 
     @property
     def counted(self) -> int:
-        """Return the number of exchanges that were not skipped."""
         return self.steps - self.skipped
 
     def phase(self, entry: BucketState) -> int:
@@ -342,14 +323,12 @@ class Exchange:
         return self.counted % self.bucket_batches.period
 
     def rates(self, lr: float | Mapping[str, float]) -> dict[str, float]:
-        """Return each bucket's learning rate, given one rate for all buckets or one per bucket."""
         if isinstance(lr, Mapping):
             return dict(lr)
         return {entry.bucket.name: lr for entry in self.bucket_states}
 
     # -------------------------------------------------------------------------------------- levels
     def switch(self, entry: BucketState, level: int) -> None:
-        """Switch a bucket to another level."""
         if level != entry.level:
             entry.record_switch(level, self.counted)
             entry.switch(level, self.info(entry))
@@ -364,7 +343,6 @@ class Exchange:
         """Restore a bucket from its saved state.
 
         Args:
-            entry: state of the bucket.
             saved: saved state, in NumPy.
             made: the `Info` with which the saved state was made (`BucketState.created_with`).
 

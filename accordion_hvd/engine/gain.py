@@ -14,7 +14,6 @@ EPSILON = 1e-8
 
 
 def of_sgd(momentum: float) -> float:
-    """Return the gain of SGD: 1 / (1 - momentum)."""
     return 1 / max(1 - momentum, SHORTEST)
 
 
@@ -24,7 +23,6 @@ def of_adam(mean: float, beta: float, steps: float) -> float:
     Args:
         mean: mean of Adam's second moments, without correction of their bias.
         beta: decay of the second moments per step.
-        steps: number of steps so far.
     """
     bias = 1 - beta**steps
     return 1 / (math.sqrt(mean / bias) + EPSILON) if bias > 0 else USUAL

@@ -45,8 +45,6 @@ class GradientAverager(abc.ABC, Generic[E]):
     checkpoints, and handles changes of the ranks.
 
     Args:
-        policy: policy that decides which compressor serves which tensor.
-        process_set: process set over which gradients are averaged.
         total: whether the result is the sum instead of the average.
         sparse_as_dense: whether sparse gradients are exchanged like dense ones. Otherwise they are
             gathered without compression.
@@ -179,7 +177,6 @@ class GradientAverager(abc.ABC, Generic[E]):
             self._number(list(tensors))
 
     def serving(self, key: Key) -> Compressor:
-        """Return the compressor that serves the tensor of `key` now."""
         return self.exchange.entry_of[self.number[key]].compressor
 
     @property
@@ -235,14 +232,12 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     # -------------------------------------------------------------------------- elastic jobs
     def commit(self) -> None:
-        """Copy the state, to return to it after a failure (`roll_back`)."""
         self._committed = None
         if self._exchange is not None and self._exchange.steps:
             saved = checkpoint.snapshot(self._exchange)
             self._committed = {**saved, "about": copy.deepcopy(saved["about"])}
 
     def committed_norm(self) -> float:
-        """Return the norm of the residuals that the last commit holds."""
         if self._committed is None:
             return 0.0
         saved, to_numpy = self._committed, self.exchange.xp.to_numpy
@@ -262,13 +257,11 @@ class GradientAverager(abc.ABC, Generic[E]):
         self.doubt()
 
     def hand_over(self, gather: rank_changes.Gather) -> None:
-        """Give every rank an equal part of all residuals, before ranks leave; collective."""
         if self._exchange is not None and self._exchange.steps:
             rank_changes.hand_over(self._exchange, gather)
             self._handed_over = True
 
     def ranks_changed(self) -> None:
-        """Connect to the present ranks after Horovod has been initialized again."""
         link = self.connect()
         if self._exchange is not None:
             self._exchange.abort()
@@ -285,10 +278,6 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     def regroup(self, gather: rank_changes.Gather, leader: int) -> rank_changes.Group | None:
         """Take over policy and steps of the leading rank, a part of all residuals; collective.
-
-        Args:
-            gather: function that gathers objects from all present ranks.
-            leader: rank whose policy and steps the others take over.
 
         Returns:
             The group; None if the leading rank has taken no step.

@@ -54,9 +54,6 @@ class GroupProtocol:
     each other in a cycle: a rank waits only for ranks at an older version or for a training thread.
 
     Args:
-        rank: number of this rank.
-        size: number of ranks.
-        groups: groups that average models at each version.
         first: initial model, equal on all ranks; it counts as version `version` - 1.
         version: first version to average.
 
@@ -154,7 +151,6 @@ def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -
     Args:
         total: sum of the models over the group, which is overwritten.
         fresh: newest model of this rank.
-        members: number of members of the group.
         on_time: whether the sum includes `fresh`. If so, `fresh` becomes total / members. Otherwise
             the sum includes an older model of this rank, and `fresh` becomes
             (total + fresh) / (members + 1).

@@ -62,7 +62,6 @@ class Guard:
         """Return whether to compare replicas after exchange number `step` (from 1).
 
         Args:
-            step: number of the exchange.
             span: number of exchanges, up to and including this one, since the replicas were last
                 equal (`drift.span`). Where weights differ between ranks for some steps, a check
                 waits until they are equal again.
@@ -79,9 +78,6 @@ class Guard:
         later does not know of the warning and takes part in the comparisons.
 
         Args:
-            communicator: connects the ranks.
-            step: number of exchanges so far.
-            names: name of each checksum.
             sums: the checksums, and further numbers that may differ between ranks; int64.
 
         Returns:

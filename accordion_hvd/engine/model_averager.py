@@ -59,8 +59,6 @@ class ModelAverager(checkpoint.Keeper):
     """Averages the models of the ranks after each step.
 
     Args:
-        method: averaging method.
-        parameters: parameters of the model.
         communicator: communicator of the ranks that average; a single rank averages nothing.
         guard: guard that compares models when they should be equal.
         number: number of the process set; 0 for all ranks.
@@ -255,7 +253,6 @@ class ModelAverager(checkpoint.Keeper):
         """Average the models after an optimizer step.
 
         Args:
-            lr: learning rate of the step.
             given: tensors to average in place of `parameters`, as in `prepare`.
         """
         if self.single_rank:
@@ -385,7 +382,6 @@ class ModelAverager(checkpoint.Keeper):
 
     # -------------------------------------------------------------------------------- elastic jobs
     def commit(self) -> None:
-        """Copy the state, to return to it after a failure (`roll_back`)."""
         self._committed = {**self.state(), "apart": not self.equal}
 
     def committed_norm(self) -> float:
@@ -393,7 +389,6 @@ class ModelAverager(checkpoint.Keeper):
         return 0.0
 
     def roll_back(self) -> None:
-        """Return to the state of the last commit, after a failure."""
         saved = dict(self._committed)
         self._apart = saved.pop("apart", False)
         self.load(saved)
@@ -405,7 +400,6 @@ class ModelAverager(checkpoint.Keeper):
             self.average_now()
 
     def ranks_changed(self) -> None:
-        """Connect to the present ranks after Horovod has been initialized again."""
         self._apart = not self.equal
         self.load(self._shared_state())
         self.communicator = self.connect()
@@ -433,14 +427,12 @@ class ModelAverager(checkpoint.Keeper):
         )
 
     def regroup(self, gather: Gather, leader: int) -> None:
-        """Take over the leader's steps, and the state that is equal on all ranks; collective."""
         leads = self.communicator.rank == leader
         self._name, saved = gather((self._name, self._shared_state()) if leads else None)[leader]
         self._apart = False
         self.load(saved)
 
     def _shared_state(self) -> dict[str, Any]:
-        """Return the part of the state that is equal on all ranks."""
         state = self.state()
         shared = [{k: v for k, v in row.items() if k in self.method.shared}
                   for row in state["states"]]  # fmt: skip
@@ -516,7 +508,6 @@ class ModelAverager(checkpoint.Keeper):
         self.steps, self.equal = saved.get("steps", 0), True
 
     def describe(self) -> dict[str, Any]:
-        """Return the values that are equal on all ranks."""
         rows = self.parameters.tensors()
         return {
             "averaging": repr(self.method),
@@ -527,11 +518,7 @@ class ModelAverager(checkpoint.Keeper):
         }
 
     def export(self) -> dict[str, np.ndarray]:
-        """Return this rank's states.
-
-        Raises:
-            ValueError: if the models are not equal now, so that no single model could be saved.
-        """
+        """Return this rank's states; ValueError if models differ, so that none could be saved."""
         if not self.equal:
             raise ValueError(
                 f"after step {self.steps} of {self.method!r} the models of the ranks differ; call "
@@ -544,16 +531,7 @@ class ModelAverager(checkpoint.Keeper):
         }
 
     def restore(self, row: dict[str, Any], load: checkpoint.Loader, ranks: int) -> None:
-        """Restore a saved state; on another number of ranks, only the parts equal on all ranks.
-
-        Args:
-            row: the saved result of `describe`.
-            load: function that returns the saved arrays of a rank.
-            ranks: number of ranks that saved.
-
-        Raises:
-            ValueError: if the saved state is from another method or other parameters.
-        """
+        """Restore a saved state; on another number of ranks, only the parts equal on all ranks."""
         self._check_fits(row)
         own = ranks == self.communicator.size
         arrays = load(self.communicator.rank if own else 0)

@@ -43,7 +43,6 @@ class Part:
 
     @property
     def steps(self) -> int:
-        """Return the number of exchanges so far."""
         return self.about["steps"]
 
 
@@ -97,7 +96,6 @@ def find_group(own: Part | None, leads: bool, gather: Gather) -> Group | None:
     Args:
         own: this rank's part; None for a rank that joins.
         leads: whether the others follow this rank's state; True on one rank.
-        gather: function that gathers objects.
 
     Returns:
         The group; None if the leading rank has no state yet. Ranks that have taken another number
@@ -119,10 +117,7 @@ def regroup(exchange: Exchange, own: Part | None, group: Group, gather: Gather) 
     """Take over the leading rank's policy and a part of all per-rank state; collective.
 
     Args:
-        exchange: exchange over the new ranks.
         own: this rank's part; None for a rank that joins.
-        group: result of `find_group`.
-        gather: function that gathers objects.
 
     Raises:
         ValueError: if the tensors or the compression of this rank and the leading one differ.
@@ -143,7 +138,6 @@ def regroup(exchange: Exchange, own: Part | None, group: Group, gather: Gather) 
 
 
 def residual_norm(saved: Sequence[SavedState]) -> float:
-    """Return the Euclidean norm of all residuals (NumPy)."""
     squares = [
         float(np.sum(np.square(np.asarray(value, np.float64))))
         for state in saved

@@ -52,7 +52,6 @@ def total(
         into: array that receives the sum.
         scratch: scratch memory for at least `mine.size + members` elements.
         place: this member's place in the group, from 0.
-        members: number of members of the group.
 
     Yields:
         Rounds of messages, which the caller transfers.

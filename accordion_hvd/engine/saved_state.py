@@ -21,11 +21,9 @@ class SavedState:
     """The state of one bucket on one rank.
 
     Attributes:
-        level: number of the level that serves the bucket.
         states: states of this level and of earlier ones, by level number.
         carried: residual of earlier levels that is not part of the present level's state and is
             added to the next gradient; None if there is none.
-        evidence: tensors from which the policy's evidence is computed, by key.
     """
 
     level: int
@@ -49,12 +47,7 @@ class SavedState:
 
     @classmethod
     def read(cls, level: int, tensors: Mapping[str, Tensor]) -> SavedState:
-        """Return the state that `tensors` was made from.
-
-        Args:
-            level: number of the level that served the bucket.
-            tensors: tensors by name.
-        """
+        """Return the state that `tensors` was made from."""
         saved = cls(level, carried=tensors.get(_CARRIED))
         for name, tensor in tensors.items():
             place, _, key = name.partition("/")
@@ -73,8 +66,6 @@ class SavedState:
         """Check that the state is one of a bucket like `spec`.
 
         Args:
-            levels: levels of the bucket.
-            spec: spec of the bucket.
             info: the `Info` with which the state was made.
             evidence: tensors like those of the bucket's evidence, by key.
 
@@ -96,11 +87,9 @@ class SavedState:
                 _compare(key, tensor, made[key], spec)
 
     def map(self, convert: Callable[[Any], Any]) -> SavedState:
-        """Return a copy of this state with `convert` applied to all tensors."""
         return SavedState.read(self.level, {k: convert(x) for k, x in self.tensors().items()})
 
     def scaled(self, factor: float) -> SavedState:
-        """Return a copy of this state with all residuals multiplied by `factor`."""
         states = {
             number: {k: (x * factor).astype(x.dtype) if k == "error" else x for k, x in s.items()}
             for number, s in self.states.items()
@@ -114,7 +103,6 @@ class SavedState:
         """Return a copy with the residual of the full tensor in place of sharded states.
 
         Args:
-            levels: levels of the bucket.
             spec: spec of the bucket, in NumPy.
             made: the `Info` with which the rank's states were made.
         """
@@ -150,9 +138,7 @@ def rescaled(
 
     Args:
         all_saved: states of all ranks, in rank order, with residuals of full tensors.
-        levels: levels of the bucket.
         spec: spec of the bucket, in NumPy.
-        info: `Info` of the rank that receives the state.
     """
     result = SavedState(
         all_saved[0].level, evidence=all_saved[0].evidence if info.rank == 0 else {}

@@ -25,10 +25,6 @@ from accordion_hvd.ops import journal
 class BatchExchange(Running):
     """The exchange generator of one bucket batch, with its cost.
 
-    Args:
-        opening: function that makes the exchange generator from the gradients.
-        grad: gradients of the batch.
-
     Attributes:
         payload: bytes of the generator's first requests.
         seconds: seconds spent in the generator.
@@ -61,7 +57,6 @@ class GroupCost:
         launched: time of its first request (of `time.perf_counter`); 0 before it.
         arrived: time at which its last results were there.
         rounds: number of times that requests were launched.
-        sent: bytes sent.
         encode, decode: seconds before and after the first requests.
     """
 
@@ -77,7 +72,6 @@ class Step:
     """The exchange generators of one step, which run together.
 
     Args:
-        communicator: communicator that carries the requests.
         groups: fusion groups, each as positions of bucket batches; equal on all ranks.
         name: prefix of the names of this step's collectives. All steps use the same name, so that
             engines can cache.
@@ -135,9 +129,6 @@ class Step:
         """Start the exchange generator of bucket batch `index` and run it to its first requests.
 
         Args:
-            index: position of the bucket batch.
-            grad: gradients of the batch.
-            opening: function that makes the exchange generator from the gradients.
             detects_nonfinite: whether to check the tensor of the generator's first request in place
                 of the gradients (`Compressor.detects_nonfinite`).
         """
@@ -191,7 +182,6 @@ class Step:
         return self._judged and not self._pending
 
     def finish(self) -> None:
-        """Wait until all generators have ended."""
         began = time.perf_counter()
         decoding = self.seconds["decode"]
         while not self.advance():

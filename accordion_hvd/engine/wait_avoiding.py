@@ -49,11 +49,7 @@ class RanksEnded(RuntimeError):
 
 
 def why_not(size: int) -> str | None:
-    """Return why wait-avoiding averaging is not possible in this job; None if it is possible.
-
-    Args:
-        size: number of ranks of the job.
-    """
+    """Return why wait-avoiding averaging is not possible in this job; None if it is possible."""
     if not started_by_mpi():
         return "the job was not started by an MPI launcher"
     try:
@@ -94,7 +90,6 @@ class Pool:
         return model
 
     def hold(self, model: Model) -> Model:
-        """Increment the number of holders; return the model."""
         model.holders += 1
         return model
 

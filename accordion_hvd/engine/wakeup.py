@@ -54,7 +54,6 @@ class Wakeup:
             self._drain()
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _drain(self) -> set[bytes]:

@@ -45,14 +45,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     - Otherwise, the graph calls Python (`tf.py_function`), which runs the exchange eagerly.
 
     Args:
-        policy: policy that chooses a compressor for each tensor.
-        process_set: the ranks that average.
         variables: function that returns all variables that may have gradients; an empty list as
             long as none are known.
         total: whether to sum gradients instead of averaging them.
         sparse_as_dense: whether to exchange `tf.IndexedSlices` as dense gradients.
         skip: shell-style patterns of the names of variables that are exchanged uncompressed.
-        guard: comparison of the replicas.
         scale_local: whether to divide the gradients of local variables by the number of ranks.
         hyper: settings of the optimizer, by group, for exchange generators (`Info.hyper`).
 
@@ -104,11 +101,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._enlisted = True
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set over Horovod."""
         return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> TensorFlowExchange:
-        """Return an exchange whose state is stored in variables."""
         self.enlist()
         exchange = TensorFlowExchange(
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
@@ -131,7 +126,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         return {key_of(v): replace(row, group=self.group_of(v)) for v, row in rows}
 
     def gains(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the optimizer's gains for variables, by their names."""
         variables = [v for v in self.variables() if key_of(v) not in self.local]
         named = {row.name: v for v, row in zip(variables, describe(variables), strict=True)}
         return {name: self.gain(named[name]) for name in names}
@@ -150,13 +144,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._retrace()
 
     def regroup(self, gather: Gather, leader: int) -> Group | None:
-        """Take over the state of the job, and have graphs traced again; see `GradientAverager`."""
         group = super().regroup(gather, leader)
         self._retrace()
         return group
 
     def roll_back(self) -> None:
-        """Return to the last commit, and have graphs traced again."""
         super().roll_back()
         self._retrace()
 
@@ -174,7 +166,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
         Args:
             grads: this rank's gradients; None counts as zeros.
-            variables: the variables of these gradients.
             rate: function that returns the learning rate, as a float or (in a graph) a tensor.
         """
         validation.check_context()

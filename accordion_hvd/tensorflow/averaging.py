@@ -34,7 +34,6 @@ class Variables(Parameters):
         self._variables = variables
 
     def tensors(self) -> list[TensorInfo]:
-        """Return names, shapes, dtypes and devices."""
         return describe(self._variables())
 
     def read(self) -> list[Tensor]:
@@ -42,7 +41,6 @@ class Variables(Parameters):
         return [tf.convert_to_tensor(plain(variable)) for variable in self._variables()]
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Assign values to all variables."""
         for variable, value in zip(self._variables(), values, strict=True):
             plain(variable).assign(value)
 
@@ -58,11 +56,9 @@ class Passing(Parameters):
         return []
 
     def read(self) -> list[Tensor]:
-        """Return the present values."""
         return self._values
 
     def write(self, values: Sequence[Tensor]) -> None:
-        """Replace the values."""
         self._values = list(values)
 
 
@@ -70,10 +66,7 @@ class TensorFlowModelAverager(ModelAverager):
     """Average variables after each step, eagerly or from graphs (`tf.py_function`).
 
     Args:
-        method: the averaging method.
-        process_set: the ranks that average.
         variables: function that returns the variables; an empty list as long as none are known.
-        guard: comparison of the models when they should be equal.
         alternation: observer that decides when models are averaged. None: always.
 
     Attributes:
@@ -120,7 +113,6 @@ class TensorFlowModelAverager(ModelAverager):
         self.local.add(key_of(variable))
 
     def connect(self) -> Communicator:
-        """Connect to the present ranks of the process set over Horovod."""
         return connect(self._process_set, HorovodCommunicator, xp)
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -130,11 +122,7 @@ class TensorFlowModelAverager(ModelAverager):
             self._begun.assign(False)
 
     def prepare(self, given: Parameters | None = None) -> None:
-        """Prepare for a step as `ModelAverager.prepare` does.
-
-        Raises:
-            RuntimeError: if no variables are known.
-        """
+        """Prepare for a step; RuntimeError if no variables are known."""
         if not (self.single_rank or self._ready or self.parameters.tensors()):
             raise RuntimeError(
                 "no variables are known yet, so there is nothing to average: build the optimizer "
@@ -211,9 +199,7 @@ class TensorFlowModelAverager(ModelAverager):
         """Call `act` in Python from a graph, and assign the values that it leaves to `parameters`.
 
         Args:
-            parameters: parameters that `act` may change.
             act: function of the parameters' values, as `Parameters`, and of `inputs`.
-            inputs: further tensors for `act`.
         """
 
         def work(*given: Tensor) -> list[Tensor]:

@@ -30,18 +30,15 @@ class _ModelState(ObjectState):
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Store the present values."""
         self._store()
         super().save()
 
     def restore(self) -> None:
-        """Restore the stored values."""
         for variable, value in zip(self._variables(), self._stored, strict=False):
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Broadcast the leader's values to all ranks."""
         broadcast_variables(self._variables(), self.leading_rank)
         self._store()
         super().sync()

@@ -147,9 +147,6 @@ class TensorFlowExchange(Exchange):
 
         Call this method between executions of a graph. If one execution contained several steps, a
         decision that was due between two of them is taken now.
-
-        Args:
-            lr: learning rate of the steps that follow.
         """
         self.account()
         for _ in range(self.steps - self._ticked):
@@ -299,7 +296,6 @@ class TensorFlowExchange(Exchange):
             self._record(executed, self.accounts.traffic.sent - before)
 
     def _record(self, steps: int, sent: float) -> None:
-        """Record steps of graphs in the ledger."""
         assert self._seconds is not None
         with tf.init_scope():
             seconds = float(self._seconds.numpy())

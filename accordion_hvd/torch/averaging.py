@@ -89,8 +89,6 @@ def parameters(named: Named) -> Parameters:
 
 
 class TorchModelAverager(ModelAverager):
-    """Averages PyTorch parameters; see `ModelAverager`."""
-
     def __init__(
         self,
         method: Averaging,
@@ -104,7 +102,6 @@ class TorchModelAverager(ModelAverager):
         super().__init__(method, parameters(named), self.connect(), guard, number, alternation)
 
     def connect(self) -> Communicator:
-        """Connect to the present ranks of the process set over the engine."""
         return engines.connect(self._process_set)
 
 
@@ -194,14 +191,11 @@ class _Tensors(Parameters):
         self.device = self._named[0][1].device if self._named else None
 
     def tensors(self) -> list[TensorInfo]:
-        """Return names, shapes, dtypes and devices."""
         return [TensorInfo(n, tuple(x.shape), xp.dtype(x), str(x.device)) for n, x in self._named]
 
     def read(self) -> list[torch.Tensor]:
-        """Return the tensors, detached."""
         return [x.detach() for _, x in self._named]
 
     def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy values into all tensors in one call."""
         if self._named:
             torch._foreach_copy_([x.data for _, x in self._named], list(values))

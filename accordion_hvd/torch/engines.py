@@ -97,10 +97,7 @@ def interface() -> ModuleType:
 
 
 def connect(process_set: Any) -> Communicator:
-    """Return a communicator of the ranks of a process set.
-
-    A process outside of the process set, or the only one in it, gets a `LocalCommunicator`.
-    """
+    """Return a communicator of a process set, a local one outside of it and for a single rank."""
     if not process_set.included() or process_set.size() == 1:
         return LocalCommunicator(xp)
     if carrier() == "horovod":

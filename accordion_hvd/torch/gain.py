@@ -15,12 +15,6 @@ MOMENTS = "exp_avg_sq", "square_avg", "sum"
 
 
 def gain_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
-    """Return the gain for a parameter.
-
-    Args:
-        group: the parameter group.
-        state: the optimizer's state of the parameter.
-    """
     momentum = group.get("momentum")
     moments = next((state[name] for name in MOMENTS if name in state), None)
     if moments is None or "acc_delta" in state:  # Adadelta has no learning rate in this sense

@@ -24,7 +24,6 @@ class HookedReducer(Reducer):
     """A reducer over torch.distributed that averages gradients before the backward pass ends."""
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set."""
         if self.process_set.size() == 1:
             return LocalCommunicator(xp)
         return TorchCommunicator(self.process_set)
@@ -63,11 +62,7 @@ class BackwardReducer(HookedReducer):
 
 
 class HookedState:
-    """The user's access to the exchange of a hooked reducer.
-
-    Args:
-        reducer: the reducer.
-    """
+    """The user's access to the exchange of a hooked reducer."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -95,13 +90,6 @@ def suitable(
     passes: int = 1,
 ) -> Any:
     """Return the policy that `compression` means, after a check that a hook can serve it.
-
-    Args:
-        owner: name of the function in error messages.
-        compression: compressor, policy or spec string.
-        optimizer: the optimizer, if it is known.
-        skip: patterns of the names of parameters that are sent uncompressed.
-        passes: number of backward passes per exchange.
 
     Raises:
         TypeError: if `compression` is none of these.

@@ -33,7 +33,6 @@ class Watched:
     """A parameter whose gradient is exchanged.
 
     Attributes:
-        parameter: the parameter.
         name: its name; unique, and equal on all ranks.
         delay: number of backward passes until its gradient is exchanged.
     """
@@ -48,14 +47,11 @@ class Reducer(GradientAverager[Exchange]):
 
     Args:
         named: (name, parameter) pairs; names are unique and equal on all ranks.
-        policy: policy that chooses a compressor for each tensor.
-        process_set: the ranks that average.
         optimizer: function that returns the optimizer, for its learning rates; None if unknown.
         passes: number of backward passes whose gradients are summed before an exchange.
         total: whether to sum gradients instead of averaging them.
         sparse_as_dense: whether to exchange sparse gradients as dense ones.
         skip: shell-style patterns of the names of parameters that are exchanged uncompressed.
-        guard: comparison of the replicas.
         scaler: the GradScaler of the training, so that residuals are stored unscaled.
         settings: names of the group settings that exchange generators receive in `Info.hyper`;
             tensors of different groups then never share a bucket. None: no settings.
@@ -128,7 +124,6 @@ class Reducer(GradientAverager[Exchange]):
                 _add_hook(parameter, weakref.ref(self))
 
     def connect(self) -> Communicator:
-        """Connect to the ranks of the process set over the engine."""
         return engines.connect(self.process_set)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
@@ -229,7 +224,6 @@ class Reducer(GradientAverager[Exchange]):
         return self._exchange is not None and self._exchange.running is not None
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
-        """Restore a `checkpoint.snapshot`; see `GradientAverager`."""
         self.reset()
         super().adopt(saved)
 
@@ -259,7 +253,6 @@ class Reducer(GradientAverager[Exchange]):
         return [] if optimizer is None else optimizer.param_groups
 
     def gains(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the optimizer's gains for parameters, by their names."""
         gains, optimizer = super().gains(names), self.optimizer()
         if optimizer is None:
             return gains
@@ -358,8 +351,6 @@ class Reducer(GradientAverager[Exchange]):
         """Set the gradients of parameters to their means.
 
         Args:
-            parameters: the parameters.
-            means: their averaged gradients.
             exclusive: whether no other tensor shares the memory of a mean.
         """
         if exclusive or not _copy_all(parameters, means):

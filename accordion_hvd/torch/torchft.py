@@ -160,13 +160,7 @@ class Averager(HookedState):
 
 
 class ReplicaReducer(BackwardReducer):
-    """A reducer that exchanges gradients between the replicas of the present quorum.
-
-    Args:
-        manager: the torchft Manager.
-        args: further arguments of `Reducer`.
-        options: further arguments of `Reducer`.
-    """
+    """A reducer that exchanges gradients between the replicas of the present quorum."""
 
     idle = False  # a single replica keeps up its state for those that join
 
@@ -178,7 +172,6 @@ class ReplicaReducer(BackwardReducer):
 
     @property
     def committed(self) -> dict[str, Any] | None:
-        """Return the snapshot of the last commit."""
         return self._committed
 
     # ---------------------------------------------------------------------------------- one step

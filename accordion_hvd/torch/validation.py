@@ -118,11 +118,6 @@ def use_of(
 def check_optimizer(serving: Serving, optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     """Check what `validate` cannot: closures that run several times, and gradient scaling.
 
-    Args:
-        serving: the policy or the averaging method.
-        optimizer: the optimizer to be wrapped.
-        scaled: whether a `GradScaler` was passed.
-
     Raises:
         ValueError: if the optimizer or the scaler does not suit `serving`.
     """

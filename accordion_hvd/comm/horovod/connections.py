@@ -28,13 +28,7 @@ def start(init: Callable[[], Any]) -> Any:
 
 
 def decorated(elastic: Any, hvd: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `elastic.run(function)`, which closes Horovod's connections when ranks change.
-
-    Args:
-        elastic: `horovod.torch.elastic` or `horovod.tensorflow.elastic`.
-        hvd: `horovod.torch` or `horovod.tensorflow`.
-        function: the training function.
-    """
+    """Return `elastic.run(function)`, which closes Horovod's connections when ranks change."""
 
     def reset() -> None:
         hvd.shutdown()

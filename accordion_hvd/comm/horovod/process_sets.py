@@ -47,13 +47,7 @@ def let_add() -> None:
 
 
 class Members:
-    """Conversion between Horovod's ranks and the ranks within a process set, which start at 0.
-
-    Attributes:
-        process_set: the process set.
-        size: number of its members.
-        rank: rank of this process within the process set; -1 if it is not a member.
-    """
+    """Horovod's ranks by the ranks of a process set, from 0; `rank` is -1 outside of it."""
 
     def __init__(self, process_set: Any = None) -> None:
         self.process_set = process_set or _horovod.global_process_set
@@ -83,10 +77,6 @@ class Members:
 
     def register(self, groups: Sequence[tuple[int, ...]], addable: bool) -> None:
         """Add the process sets of groups that have none yet; collective.
-
-        Args:
-            groups: groups of members, equal on all ranks.
-            addable: whether Horovod can add process sets on all ranks.
 
         Raises:
             ValueError: on all ranks, if a process set is missing and cannot be added.

@@ -27,9 +27,6 @@ class HorovodCommunicator(Communicator):
     operations block. Eager operations run as small functions, because Horovod matches the
     operations of all ranks by name, and TensorFlow names operations in graphs only.
 
-    Args:
-        process_set: the process set; by default, all ranks.
-
     Attributes:
         directly: whether eager operations run without such functions, which needs no thread of
             TensorFlow's. Horovod then matches operations by their order.
@@ -46,12 +43,10 @@ class HorovodCommunicator(Communicator):
         self.watch(lambda: self._began)
 
     def watch(self, began: Callable[[], float]) -> None:
-        """Let this process end over MPI if it waits for too long; see `ending.watch`."""
         if hvd.mpi_enabled():
             ending.watch(hvd.rank(), began)
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Start one grouped allreduce."""
         options = self._options(name, group) | {"op": _OPS[op]}
         return self._call(
             ("allreduce", name, op, group),
@@ -62,14 +57,12 @@ class HorovodCommunicator(Communicator):
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Start one allgather along the first dimension."""
         options = self._options(name, group)
         return self._call(
             ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
         )
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start one broadcast from member `root` of the process set."""
         options = self._options(name, group) | {"root_rank": self.members.globally(root)}
         return self._call(
             ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
@@ -92,15 +85,12 @@ class HorovodCommunicator(Communicator):
         )
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Register groups as process sets of Horovod."""
         self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
-        """Return True, since a handle is the result itself."""
         return True
 
     def wait(self, handle: Any) -> Any:
-        """Return the result, which is the handle."""
         return handle
 
     def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:

@@ -21,11 +21,7 @@ _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
 
 class HorovodCommunicator(Communicator):
-    """A communicator that connects the ranks of a Horovod process set, numbered from 0 within it.
-
-    Args:
-        process_set: the process set; by default, all ranks.
-    """
+    """A communicator of the ranks of a Horovod process set, numbered from 0 within it."""
 
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
@@ -52,7 +48,6 @@ class HorovodCommunicator(Communicator):
             raise
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Start one grouped allreduce in place."""
         tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         return hvd.grouped_allreduce_async_(
             tensors, name=name, op=_OPS[op], process_set=self.members.subset(group)
@@ -61,11 +56,9 @@ class HorovodCommunicator(Communicator):
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Start one allgather."""
         return hvd.allgather_async(tensor, name=name, process_set=self.members.subset(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start one broadcast from member `root` of the process set."""
         return hvd.broadcast_async(
             tensor, self.members.globally(root), name=name, process_set=self.members.subset(group)
         )
@@ -73,18 +66,15 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Start one alltoall, of equal parts or of `splits` rows."""
         counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
         return hvd.alltoall_async(
             tensor, splits=counts, name=name, process_set=self.members.subset(group)
         ), splits is None
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Register groups as process sets of Horovod."""
         self.members.register(groups, self.extensible)
 
     def poll(self, handle: Any) -> bool:
-        """Return whether Horovod has finished the operation."""
         return hvd.poll(handle[0] if isinstance(handle, tuple) else handle)
 
     def wait(self, handle: Any) -> Any:

@@ -28,8 +28,6 @@ class ConnectionLost(RuntimeError):
 
 @dataclass(slots=True)
 class Handle:
-    """Operations that have been started, and the function that returns their result."""
-
     works: list[Any]
     result: Callable[[], Any]
 
@@ -39,9 +37,6 @@ class TorchCommunicator(Communicator):
 
     torch.distributed matches the operations of the ranks by their order (`ordered`). Its waits do
     not spin, and with NCCL they do not block the process at all.
-
-    Args:
-        process_set: the process set; None: all ranks.
     """
 
     engine = "torch"
@@ -98,7 +93,6 @@ class TorchCommunicator(Communicator):
         return self._start(name, [self.gathering(gathered, sent, within)], result)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Start one broadcast from member `root` of the process set."""
         value = tensor.clone()
         call = self.broadcasting(value, root, self.members.group(group))
         return self._start(name, [call], lambda: value)
@@ -122,11 +116,9 @@ class TorchCommunicator(Communicator):
         return self._start(name, [call], lambda: received if counts is None else (received, counts))
 
     def gathering(self, gathered: Tensor, sent: Tensor, within: Any) -> Callable[[], Any]:
-        """Return a function that starts an allgather of equally long vectors."""
         return partial(_GATHER, gathered, sent, within, async_op=True)
 
     def broadcasting(self, value: Tensor, root: int, within: Any) -> Callable[[], Any]:
-        """Return a function that starts a broadcast from member `root`."""
         return partial(dist.broadcast, value, self.members.globally(root), within, async_op=True)
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -137,15 +129,10 @@ class TorchCommunicator(Communicator):
         """Return at once, because operations of an ordered engine are waited for, not polled."""
 
     def poll(self, handle: Any) -> bool:
-        """Return whether all operations have finished."""
         return all(work.is_completed() for work in handle.works)
 
     def wait(self, handle: Any) -> Any:
-        """Wait for the operations and return their result.
-
-        Raises:
-            ConnectionLost: if an operation fails.
-        """
+        """Wait for the operations, with ConnectionLost if one fails; return their result."""
         watch.count += 1
         watch.began = time.monotonic()
         try:

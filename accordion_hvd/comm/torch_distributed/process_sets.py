@@ -48,7 +48,6 @@ class ProcessSet:
         return None if self.ranks is None else dist.get_rank() in self.ranks
 
     def __repr__(self) -> str:
-        """Return a text like Horovod's."""
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
@@ -112,11 +111,7 @@ def of_ranks(ranks: list[int] | None) -> ProcessSet:
 
 
 def of_group(group: Any) -> ProcessSet:
-    """Return a process set of the ranks of a process group, whose collectives use that group.
-
-    Args:
-        group: the process group; None: all ranks.
-    """
+    """Return a process set of a process group (None: all ranks), which its collectives use."""
     if group is None or group == dist.group.WORLD:
         ranks = tuple(range(dist.get_world_size()))
     else:
@@ -142,13 +137,7 @@ def group_of(ranks: tuple[int, ...]) -> Any:
 
 
 class Members:
-    """Conversion between global ranks and the ranks within a process set, which start at 0.
-
-    Attributes:
-        process_set: the process set; Horovod's or ours.
-        size: number of its members.
-        rank: rank of this process within the process set; -1 if it is not a member.
-    """
+    """Global ranks by the ranks of a process set, from 0; `rank` is -1 outside of it."""
 
     def __init__(self, process_set: Any = None) -> None:
         self.process_set = process_set
@@ -159,7 +148,6 @@ class Members:
         self.rank = self._ranks.index(own) if own in self._ranks else -1
 
     def globally(self, rank: int) -> int:
-        """Return the global rank of member `rank`."""
         return self._ranks[rank]
 
     def group(self, group: tuple[int, ...] | None) -> Any:

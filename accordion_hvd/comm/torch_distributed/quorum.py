@@ -22,7 +22,6 @@ class QuorumCommunicator(TorchCommunicator):
     of torchft's `ProcessGroup`.
 
     Args:
-        process_group: the process group, configured for the quorum.
         device: device of the tensors that the process group can send.
     """
 
@@ -36,12 +35,10 @@ class QuorumCommunicator(TorchCommunicator):
         self.rank = [int(row[0]) for row in rows].index(own)
 
     def gathering(self, gathered: Tensor, sent: Tensor, within: Any) -> Callable[[], Any]:
-        """Return a function that starts an allgather of equally long vectors."""
         rows = list(gathered.chunk(self.size))
         return partial(within.allgather, [rows], [sent], AllgatherOptions())
 
     def broadcasting(self, value: Tensor, root: int, within: Any) -> Callable[[], Any]:
-        """Return a function that starts a broadcast from replica `root`."""
         options = BroadcastOptions()
         options.rootRank = root
         return partial(within.broadcast, [value], options)
@@ -54,19 +51,11 @@ class _Everyone:
         self._process_group = process_group
 
     def group(self, group: tuple[int, ...] | None) -> Any:
-        """Return the process group.
-
-        Raises:
-            ValueError: if `group` is a group of some replicas.
-        """
+        """Return the process group; a group of some replicas is refused (ValueError)."""
         self.register([] if group is None else [group])
         return self._process_group
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Refuse groups of some replicas.
-
-        Raises:
-            ValueError: if there are any.
-        """
+        """Refuse groups of some replicas (ValueError)."""
         if groups:
             raise ValueError(f"groups are {groups}, but torchft connects all replicas only.")

@@ -25,12 +25,11 @@ _starts = itertools.count()
 
 
 def timeout() -> datetime.timedelta:
-    """Return the time after which a collective fails."""
     return datetime.timedelta(seconds=timeouts.seconds())
 
 
 def launched() -> bool:
-    """Return whether torchrun, or a launcher with its variables, has started this process."""
+    """Return whether a launcher with torchrun's variables has started this process."""
     return all(os.environ.get(name) for name in _TORCHRUN)
 
 
@@ -62,9 +61,6 @@ def start_alone_or_launched() -> bool:
 
 def start_under(hvd: Any) -> None:
     """Initialize torch.distributed for the ranks that Horovod connects; collective.
-
-    Args:
-        hvd: `horovod.torch`, initialized.
 
     Raises:
         RuntimeError: if torch.distributed is initialized with other ranks.

@@ -33,13 +33,6 @@ class Watch:
         self._ended: threading.Event | None = None
 
     def start(self, store: Any, rank: int, size: int) -> None:
-        """Start the thread.
-
-        Args:
-            store: a store that all ranks share.
-            rank: rank of this process.
-            size: number of ranks.
-        """
         self._store = dist.PrefixStore("accordion.watch", store).clone()  # waits for nobody else
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
         self._seen: dict[int, tuple[str, float]] = {}  # entry, and since when it is the same

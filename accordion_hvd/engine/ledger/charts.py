@@ -20,7 +20,6 @@ def stacked(
     Args:
         rows: title, number of steps (the width of the column), and heights by part.
         colors: CSS class of each part, from the bottom to the top.
-        unit: unit of the heights.
     """
     height, bottom = 220, 190
     most = max((sum(parts.values()) for _, _, parts in rows), default=0.0) or 1.0
@@ -86,7 +85,6 @@ def lines(
         rows: name of each line, and its points: step, positive value, whether the point is
             emphasized, and the text to hover.
         colors: CSS classes of the lines.
-        last: the last step.
     """
     values = [math.log10(value) for points in rows.values() for _, value, _, _ in points]
     low, high = math.floor(min(values)), math.ceil(max(values))

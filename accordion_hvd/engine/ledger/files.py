@@ -69,7 +69,6 @@ def ledgers(folder: Path) -> list[Path]:
 
 
 def receipt_of(path: Path) -> Path:
-    """Return the path of the receipt that belongs to a ledger's file."""
     return path.with_name(path.name.replace("ledger", "receipt")).with_suffix(".html")
 
 

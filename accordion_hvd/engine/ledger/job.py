@@ -15,12 +15,9 @@ class Job:
     """Facts about a job.
 
     Attributes:
-        begun: whether an exchange has begun.
         number: number of the job's ledger among those of this process in one folder.
         rank, ranks: number of this rank, and of all ranks.
-        engine: name of the engine.
         buckets: facts about each bucket, by name.
-        policy: the policy of the exchange.
         until: time at which the last step ended, in seconds since the epoch.
     """
 
@@ -33,7 +30,6 @@ class Job:
         self._began = self.until = time.time()
 
     def join(self, exchange: Any) -> None:
-        """Store the facts about an exchange."""
         communicator = exchange.communicator
         self.begun, self.policy = True, exchange.policy
         self.rank, self.ranks = communicator.rank, communicator.size
@@ -56,7 +52,6 @@ class Job:
             self.buckets.setdefault(bucket.name, facts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
         return {
             "version": accordion_hvd.__version__,
             "host": socket.gethostname(),

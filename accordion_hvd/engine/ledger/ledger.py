@@ -153,7 +153,6 @@ class Ledger:
 
     # ------------------------------------------------------------------------------- one step
     def open(self, exchange: Any) -> None:
-        """Begin a step."""
         if self.enabled:
             self.samples.begin(exchange)
         else:
@@ -180,8 +179,6 @@ class Ledger:
         """Record steps that a graph has executed since the last call.
 
         Args:
-            exchange: the exchange.
-            steps: number of steps.
             sent: bytes that they have sent.
             seconds: time from the last gradient of a step to its last mean, in all steps.
         """

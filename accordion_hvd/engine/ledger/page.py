@@ -94,7 +94,6 @@ def _card(figure: str, text: str) -> str:
 
 # ----------------------------------------------------------------------------------------- sections
 def _time(found: Found, summary: Summary) -> str:
-    """Return the section about the time of a step."""
     used = {part: color for part, color in COLORS.items() if summary.parts[part]}
     columns, begin = [], 0
     for row in _merged(found["steps"], COLUMNS):
@@ -116,7 +115,6 @@ def _time(found: Found, summary: Summary) -> str:
 
 
 def _bytes(found: Found, summary: Summary) -> str:
-    """Return the section about bytes and fusion groups."""
     columns, begin = [], 0
     for row in _merged(found["steps"], COLUMNS):
         end = begin + int(row["steps"])
@@ -144,7 +142,6 @@ def _bytes(found: Found, summary: Summary) -> str:
 
 
 def _levels(found: Found) -> str:
-    """Return the section about the compressors that served each layer."""
     spans = timeline(found)
     texts = list(dict.fromkeys(text for row in spans.values() for _, _, text in row))
     if not spans:
@@ -209,7 +206,6 @@ def _regimes(found: Found) -> str:
 
 
 def _rank_section(summary: Summary) -> str:
-    """Return the section about slow ranks and connections."""
     ranks = summary.ranks
     if len(ranks) < 2:
         return ""
@@ -237,7 +233,6 @@ def _rank_section(summary: Summary) -> str:
 
 
 def _errors(found: Found) -> str:
-    """Return the section about compression errors and shadow compressors."""
     errors = found["errors"]
     rows = [
         [name, str(len(samples)), _number(samples[-1][1]), _number(samples[-1][2]),
@@ -266,7 +261,6 @@ def _errors(found: Found) -> str:
 
 
 def _events(found: Found) -> str:
-    """Return the section about skipped steps, differing replicas and changes of ranks."""
     texts = {
         "skipped": "skipped, because a gradient was not finite",
         "guard": "replicas differed",
@@ -283,7 +277,6 @@ def _events(found: Found) -> str:
 
 
 def _notes(found: Found, summary: Summary) -> str:
-    """Return the section about the method of measurement."""
     texts = [
         "Times are those of the training thread of rank 0, between the ends of two exchanges; they "
         "add up to the duration of the training. Evaluations and checkpoints count as compute. On "

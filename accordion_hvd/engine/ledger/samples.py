@@ -105,7 +105,6 @@ class Samples:
             self.rows[entry.bucket.name] = thinned([*rows, row], LIMIT)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all measurements for JSON."""
         columns = ("step", "norm", "residual", "error")
         shadows = {
             name: dict(zip(("norm", "error", "sent", "dense"), sums, strict=True))

@@ -20,7 +20,6 @@ class Series:
     step is lost.
 
     Args:
-        columns: names of the numbers.
         limit: maximum number of windows; even.
 
     Attributes:
@@ -49,13 +48,11 @@ class Series:
             self.span *= 2
 
     def total(self, column: str) -> float:
-        """Return the sum of a column over all steps."""
         place = 1 + self.columns.index(column)
         return sum(row[place] for row in self.rows)
 
     @property
     def steps(self) -> int:
-        """Return the number of steps."""
         return int(sum(row[0] for row in self.rows))
 
     def as_dict(self) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class _FileSink(Sink):
         self._file.write(text)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None and not self._file.closed:
             self._file.close()
 
@@ -53,7 +52,6 @@ class JsonLines(_FileSink):
     """Write one line of JSON for each step, with its fusion groups."""
 
     def write(self, record: Record) -> None:
-        """Write the line of a step."""
         self._print(json.dumps(record) + "\n")
 
 
@@ -61,7 +59,6 @@ class CSV(_FileSink):
     """Write a table with one row for each step: seconds by part, and bytes."""
 
     def write(self, record: Record) -> None:
-        """Write the row of a step, after a header before the first one."""
         row = {key: value for key, value in record.items() if key not in ("groups", "at")}
         if self._file is None:
             self._print(",".join(row) + "\n")
@@ -79,7 +76,6 @@ class Perfetto(_FileSink):
     _ORDER = ("compute", "encode", "decide", "wait", "decode", "graph")
 
     def write(self, record: Record) -> None:
-        """Write the events of a step."""
         start = record["at"] - record["seconds"]
         for part in self._ORDER:
             if record[part] > 0:
@@ -101,7 +97,6 @@ class Perfetto(_FileSink):
         self._print(("[\n" if self._file is None else ",\n") + json.dumps(event))
 
     def close(self) -> None:
-        """Close the list of events."""
         if self._file is not None and not self._file.closed:
             self._print("\n]\n")
         super().close()

@@ -24,7 +24,6 @@ class Rank:
     """Means of one rank per step, and its slowest connection.
 
     Attributes:
-        number: the rank.
         compute, encode, wait, decode, decide, graph: seconds per step, as in a `Ledger`.
         rate: bytes per second that its slowest connection attains; 0 if it is not known.
         rtt: least round-trip time of that connection in seconds.
@@ -55,7 +54,6 @@ class Summary:
     """The answers of a receipt.
 
     Attributes:
-        steps: number of steps.
         seconds: mean seconds per step.
         parts: mean seconds per step of each part of the time.
         sent, dense: bytes that a rank sends per step, and would send uncompressed.
@@ -146,7 +144,6 @@ class Summary:
 
 
 def summarize(found: Found) -> Summary:
-    """Return the answers that a ledger's records give."""
     columns = {name: sum(values) for name, values in found["steps"].items()}
     steps = max(columns["steps"], 1.0)
     names = ("compute", "encode", "wait", "decode", "decide", "graph")
@@ -310,18 +307,15 @@ def ms(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in percent."""
     return f"{100 * share:.1f} %"
 
 
 def mbit(rate: float) -> str:
-    """Return bytes per second in Mbit/s or Gbit/s."""
     bits = 8e-6 * rate
     return f"{bits:.3g} Mbit/s" if bits < 1000 else f"{bits / 1e3:.3g} Gbit/s"
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in B, kB, MB, GB or TB, with three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -330,7 +324,6 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in seconds, minutes or hours."""
     if abs(seconds) < 120:
         return f"{seconds:.3g} s"
     minutes = seconds / 60

@@ -66,12 +66,10 @@ class TensorBoard(Tracker):
         self._writer: Any = Writer(os.fspath(folder))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write all points to the file."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
@@ -95,7 +93,6 @@ class WandB(Tracker):
         run.define_metric("accordion/*", step_metric="accordion/step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values."""
         self._run.log({"accordion/step": step, **values})
 
 
@@ -120,6 +117,5 @@ class MLflow(Tracker):
         self._run_id, self._client = run_id, client
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values."""
         for name, value in values.items():
             self._client.log_metric(self._run_id, name, value, step=step)

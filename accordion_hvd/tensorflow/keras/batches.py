@@ -76,11 +76,9 @@ class AccordionDataset(keras.utils.PyDataset):
         return count // size if self.drop_last else -(-count // size)
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch at the present batch size."""
         return self.num_batches
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        """Return the batch with this index."""
         size = self.batch_size
         chosen = self._order[index * size : (index + 1) * size]
         return tuple(array[chosen] for array in self.arrays)

@@ -19,7 +19,6 @@ MOMENTS = {
 
 
 def gain_of(optimizer: Any, variable: Any) -> float:
-    """Return the gain of `optimizer` for a variable."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     momentum = getattr(optimizer, "momentum", None)
     kind = next((kind for kind in MOMENTS if isinstance(optimizer, kind)), None)
