@@ -45,14 +45,19 @@ def unit_of(item: pytest.Item) -> str:
 
 
 def front_to_back(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return launches, then files; those of many tests first, or last, to be taken early."""
+    """Return launches, then files.
+
+    What takes long is taken early, so that both processes end together: launches of Keras and files
+    of many tests.
+    """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[launch_of(item.nodeid) or item.nodeid.partition("::")[0]].append(item)
 
-    def place(group: list[pytest.Item]) -> tuple[bool, int]:
-        launched = any(map(is_launch, group))
-        return not launched, -len(group) if launched else len(group)
+    def place(group: list[pytest.Item]) -> tuple[bool, bool, int]:
+        if any(map(is_launch, group)):
+            return False, "keras" not in group[0].nodeid, -len(group)
+        return True, True, len(group)
 
     return [item for group in sorted(groups.values(), key=place) for item in group]
 
